@@ -1,10 +1,12 @@
-"""A campaign of faults against `liger train`, on the CPU: each is done to a run, which is then started again, and the result compared with one left alone.
+"""A campaign of faults against `liger train`, on the CPU: each is done to a run, which is then
+started again, and the result compared with one left alone.
 
     python benchmarks/faults.py runs/faults                              # all of it: hundreds of runs, a quarter of an hour on two cores
     python benchmarks/faults.py runs/faults --only corruptions --every 3     # every third of some
 
-Prints a line a kind of fault, how many were tried, and after how many the run was identical (every loss, the rows of every step, the weights), was refused
-with a message that names the mistake, or was silently wrong, each of which is named. Exits with 1 if any was.
+Prints a line a kind of fault, how many were tried, and after how many the run was identical (every
+loss, the rows of every step, the weights), was refused with a message that names the mistake, or
+was silently wrong, each of which is named. Exits with 1 if any was.
 
     operations    SIGKILL at every file operation of training's saves
     disk          No space left on device, at every file operation of training's saves, in the first run alone
@@ -13,7 +15,7 @@ with a message that names the mistake, or was silently wrong, each of which is n
     store         an object store whose operations fail, whose latest is hostile, whose newest checkpoint is damaged, each with the run's folder gone
     launchers     SIGKILL to the launcher of two ranks, then the same command again
     jobs          hostile values in every field of a job, in every form of manifest (tests/deploy/test_deploy.py): refused, or there as the text that they are
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ EXIT_MISTAKE = 2
 
 
 def work(config: TrainConfig, log: str, what: str, number: int) -> None:
-    """A run of one rank in this process; at the file operation of that number in its checkpoints it is killed, or the disk is full."""
+    """A run of one rank in this process; at the file operation of that number in its checkpoints
+    it is killed, or the disk is full."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1), os.dup2(handle, 2)
     import torch
@@ -62,7 +65,9 @@ def work(config: TrainConfig, log: str, what: str, number: int) -> None:
         nonlocal seen
         if not what or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
             return
-        if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+        if event == "open" and not (
+            isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        ):
             return
         if not str(arguments[0]).startswith(folder):
             return
@@ -113,7 +118,11 @@ def verdict(config: TrainConfig, expected: Any) -> str:
     said = Path(f"{config.out}.log").read_text().splitlines()[-1:]
     if code == 0:
         return "identical" if result(config) == expected else "silently wrong"
-    return "refused" if code == EXIT_MISTAKE and said and said[0].startswith(("UserError", "OSError")) else f"broken ({code})"
+    return (
+        "refused"
+        if code == EXIT_MISTAKE and said and said[0].startswith(("UserError", "OSError"))
+        else f"broken ({code})"
+    )
 
 
 # -- faults --------------------------------------------------------------------------------
@@ -144,16 +153,33 @@ class Campaign:
         text = "def add(a, b):\n    return a + b\n\n" * 20
         (out / "text.jsonl").write_text("".join(json.dumps({"text": text + str(i)}) + "\n" for i in range(20)))
         self.config = TrainConfig(
-            data=str(out / "text.jsonl"), cache=str(out / "cache"), vocab=300, hidden=16, heads=2, kv_heads=1, layers=1, length=24, batch=2, steps=7, warmup=1,
-            log_every=1, checkpoint_every=2, eval_fraction=0, device="cpu", schedule="constant", timeout=60,
-        )  # fmt: skip
+            data=str(out / "text.jsonl"),
+            cache=str(out / "cache"),
+            vocab=300,
+            hidden=16,
+            heads=2,
+            kv_heads=1,
+            layers=1,
+            length=24,
+            batch=2,
+            steps=7,
+            warmup=1,
+            log_every=1,
+            checkpoint_every=2,
+            eval_fraction=0,
+            device="cpu",
+            schedule="constant",
+            timeout=60,
+        )
         self.calm = self.named("calm")
         assert ended(self.calm, "count") == 0, Path(f"{self.calm.out}.log").read_text()
         self.expected = result(self.calm)
         self.operations_ = int(Path(f"{self.calm.out}.log.count").read_text())
 
     def named(self, name: str, **changes: Any) -> TrainConfig:
-        return dataclasses.replace(self.config, out=str(self.out / name / "run"), save=str(self.out / name / "saved"), **changes)
+        return dataclasses.replace(
+            self.config, out=str(self.out / name / "run"), save=str(self.out / name / "saved"), **changes
+        )
 
     def some(self, all_: Any) -> Iterator[Any]:
         yield from list(all_)[:: self.every]
@@ -215,15 +241,34 @@ class Campaign:
 
     def launchers(self) -> Iterator[tuple[str, str]]:
         flags = {
-            name: value for name, value in dataclasses.asdict(self.config).items() if value != getattr(TrainConfig(), name) and name not in ("out", "save")
+            name: value
+            for name, value in dataclasses.asdict(self.config).items()
+            if value != getattr(TrainConfig(), name) and name not in ("out", "save")
         }
 
         def launch(name: str) -> subprocess.Popen:
-            config = dataclasses.replace(TrainConfig(**flags), out=str(self.out / name / "run"), save=str(self.out / name / "saved"), parallel="ddp", steps=40)
+            config = dataclasses.replace(
+                TrainConfig(**flags),
+                out=str(self.out / name / "run"),
+                save=str(self.out / name / "saved"),
+                parallel="ddp",
+                steps=40,
+            )
             config.save_to(self.out / name / "config.json")
-            argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(self.out / name / "config.json"), "--nproc", "2"]
+            argv = [
+                sys.executable,
+                "-m",
+                "liger_kernel.cli",
+                "train",
+                "--config",
+                str(self.out / name / "config.json"),
+                "--nproc",
+                "2",
+            ]
             env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(argv, env=env, stdout=(self.out / name / "output.txt").open("a"), stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                argv, env=env, stdout=(self.out / name / "output.txt").open("a"), stderr=subprocess.STDOUT
+            )
 
         of = lambda name: result(self.named(name))
         assert launch("launcher-calm").wait(300) == 0
@@ -236,11 +281,31 @@ class Campaign:
             time.sleep(self.draw.uniform(0, 1))
             first.kill(), first.wait()
             code = launch(name).wait(300)
-            yield name, ("identical" if of(name) == of("launcher-calm") else "silently wrong") if code == 0 else f"broken ({code})"
+            yield (
+                name,
+                ("identical" if of(name) == of("launcher-calm") else "silently wrong")
+                if code == 0
+                else f"broken ({code})",
+            )
 
     def jobs(self) -> Iterator[tuple[str, str]]:
-        argv = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "deploy" / "test_deploy.py"), "-k", "has_its_form_or_is_refused"]
-        done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, cwd=ROOT, check=False, capture_output=True, text=True)
+        argv = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            str(ROOT / "tests" / "deploy" / "test_deploy.py"),
+            "-k",
+            "has_its_form_or_is_refused",
+        ]
+        done = subprocess.run(
+            argv,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+            cwd=ROOT,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
         counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
         for word, number in (counts or {"error": 1}).items():
             for field in range(number):
@@ -254,8 +319,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="a folder for the runs, which is emptied")
     parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
-    parser.add_argument("--every", type=int, default=1, help="of operations, corruptions and stores, every so many (default: %(default)s)")
-    parser.add_argument("--tries", type=int, default=25, help="random moments; a fifth as many launchers (default: %(default)s)")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="of operations, corruptions and stores, every so many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tries", type=int, default=25, help="random moments; a fifth as many launchers (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     CONTEXT.set_forkserver_preload(["liger_kernel.train.loop", "transformers.models.llama.modeling_llama"])
@@ -267,7 +339,8 @@ def main() -> int:
             if came_to not in ("identical", "refused"):
                 bad += 1
                 print(f"{kind}: {name}: {came_to}", flush=True)
-        print(f"{kind}: {sum(counts.values())} tried, {counts['identical']} identical afterwards, {counts['refused']} refused with a message, "
+        print(f"{kind}: {sum(counts.values())} tried, {counts['identical']} identical afterwards, "
+            f"{counts['refused']} refused with a message, "
               f"{sum(counts.values()) - counts['identical'] - counts['refused']} wrong", flush=True)  # fmt: skip
     return 1 if bad else 0
 

@@ -1,10 +1,14 @@
-"""Whether training in FP8 learns what training in bf16 learns:  python benchmarks/fp8_quality.py DIR [--steps N] [--seeds N] [--recipes NAMES]
+"""Whether training in FP8 learns what training in bf16 learns:  python benchmarks/fp8_quality.py
+DIR [--steps N] [--seeds N] [--recipes NAMES]
 
-Trains models of 135 million parameters from scratch on the Python sources of the standard library, PyTorch, Transformers and NumPy, by a BPE trained on them:
-AdamW over fp32 weights under autocast to bf16, cosine schedule, gradients clipped to a norm of 1, 4096 tokens a step. "tensorwise+head" also computes the
-output head and its loss in FP8. Every recipe and seed runs in a process of its own, on the GPUs in turn, and sees the same rows of its seed. Then each recipe
-tunes the bf16 model of the first seed. On a GPU, a step is recorded as a CUDA graph, so that processes that share a GPU do not wait for their hosts.
-``DIR/losses.csv`` and ``DIR/losses.png`` have the losses, the output the losses of held-out text.
+Trains models of 135 million parameters from scratch on the Python sources of the standard library,
+PyTorch, Transformers and NumPy, by a BPE trained on them: AdamW over fp32 weights under autocast to
+bf16, cosine schedule, gradients clipped to a norm of 1, 4096 tokens a step. "tensorwise+head" also
+computes the output head and its loss in FP8. Every recipe and seed runs in a process of its own, on
+the GPUs in turn, and sees the same rows of its seed. Then each recipe tunes the bf16 model of the
+first seed. On a GPU, a step is recorded as a CUDA graph, so that processes that share a GPU do not
+wait for their hosts. ``DIR/losses.csv`` and ``DIR/losses.png`` have the losses, the output the
+losses of held-out text.
 """
 
 from __future__ import annotations
@@ -46,8 +50,13 @@ def prepare(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts[:1500], trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>"], initial_alphabet=alphabet))
-    np.save(folder / "tokens.npy", np.concatenate([np.asarray([*e.ids, 0], dtype=np.uint16) for e in tokenizer.encode_batch(texts)]))
+    tokenizer.train_from_iterator(
+        texts[:1500], trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    )
+    np.save(
+        folder / "tokens.npy",
+        np.concatenate([np.asarray([*e.ids, 0], dtype=np.uint16) for e in tokenizer.encode_batch(texts)]),
+    )
 
 
 def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: bool, record: bool) -> None:
@@ -60,21 +69,36 @@ def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: 
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")
     rows = tokens[: len(tokens) // LENGTH * LENGTH].reshape(-1, LENGTH)
     learnt, held_out = rows[:-HELD_OUT], torch.from_numpy(rows[-HELD_OUT:].astype(np.int64))
-    heads = dict(num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True, max_position_embeddings=LENGTH)
+    heads = dict(
+        num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True, max_position_embeddings=LENGTH
+    )
     torch.manual_seed(seed)
     model: Any = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, use_cache=False, **heads)
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=layers,
+            use_cache=False,
+            **heads,
+        )
     )
     model.to(device)
     if tuned:
         model.load_state_dict(torch.load(folder / "bf16-0.pt", map_location=device))
     kind, _, head = recipe.partition("+")
-    fp8 = {} if recipe == "bf16" else dict(fp8=kind, fp8_filter=lambda layer, name: "lm_head" not in name, fp8_head=bool(head))
+    fp8 = (
+        {}
+        if recipe == "bf16"
+        else dict(fp8=kind, fp8_filter=lambda layer, name: "lm_head" not in name, fp8_head=bool(head))
+    )
     apply_liger_kernel_to_llama(model=model, **fp8)
     peak, warmup = (1e-4, 20) if tuned else (6e-4, 100)
     gpu = device == "cuda"
     rate, x = torch.tensor(peak, device=device), torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=gpu, capturable=gpu)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=gpu, capturable=gpu
+    )
 
     def step() -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
@@ -87,7 +111,9 @@ def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: 
 
     drawn, run = torch.Generator().manual_seed(1000 + seed), step
     losses, norms, times = [], [], []
-    with torch.cuda.stream(torch.cuda.Stream()) if gpu else contextlib.nullcontext():  # that of the recording, which PyTorch asks for
+    with (
+        torch.cuda.stream(torch.cuda.Stream()) if gpu else contextlib.nullcontext()
+    ):  # that of the recording, which PyTorch asks for
         for number in range(steps):
             rate.fill_(peak * min((number + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * number / steps))))
             chosen = torch.randint(0, len(learnt), (ROWS,), generator=drawn).numpy()
@@ -106,7 +132,12 @@ def train(folder: Path, recipe: str, seed: int, steps: int, layers: int, tuned: 
         last = [model(input_ids=x.to(device), labels=x.to(device)).loss.item() for x in held_out.split(ROWS)]
     if (recipe, seed, tuned) == ("bf16", 0, False):
         torch.save(model.state_dict(), folder / "bf16-0.pt")
-    found = dict(milliseconds=milliseconds, losses=torch.stack(losses).tolist(), norms=torch.stack(norms).tolist(), held_out=sum(last) / len(last))
+    found = dict(
+        milliseconds=milliseconds,
+        losses=torch.stack(losses).tolist(),
+        norms=torch.stack(norms).tolist(),
+        held_out=sum(last) / len(last),
+    )
     (folder / f"{recipe}-{seed}{'-tuned' * tuned}.json").write_text(json.dumps(found))
 
 
@@ -139,7 +170,9 @@ def run(folder: Path, runs: list[tuple[str, int]], steps: int, layers: int, tune
         "--one",
     ]
     begun = [
-        subprocess.Popen([*command, recipe, str(seed)], env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"})
+        subprocess.Popen(
+            [*command, recipe, str(seed)], env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
+        )
         for (recipe, seed), gpu in zip(runs, gpus)
     ]
     if any([process.wait() for process in begun]):
@@ -151,7 +184,13 @@ def means(folder: Path, runs: list[tuple[str, int]]) -> Iterator[tuple[str, int,
     for recipe, seed in runs:
         found = json.loads((folder / f"{recipe}-{seed}.json").read_text())
         for end in range(MEAN, len(found["losses"]) + 1, MEAN):
-            yield recipe, seed, end, sum(found["losses"][end - MEAN : end]) / MEAN, max(found["norms"][end - MEAN : end])
+            yield (
+                recipe,
+                seed,
+                end,
+                sum(found["losses"][end - MEAN : end]) / MEAN,
+                max(found["norms"][end - MEAN : end]),
+            )
 
 
 def report(folder: Path, recipes: list[str], seeds: int) -> None:
@@ -162,18 +201,31 @@ def report(folder: Path, recipes: list[str], seeds: int) -> None:
 
     rows = list(means(folder, list(itertools.product(recipes, range(seeds)))))
     with open(folder / "losses.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("recipe", "seed", "step", "loss", "largest_norm"), *((*row[:3], f"{row[3]:.4f}", f"{row[4]:.3f}") for row in rows)])
+        csv.writer(file).writerows(
+            [
+                ("recipe", "seed", "step", "loss", "largest_norm"),
+                *((*row[:3], f"{row[3]:.4f}", f"{row[4]:.3f}") for row in rows),
+            ]
+        )
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for number, recipe in enumerate(recipes):
         for seed in range(seeds):
             line = [(step, loss) for name, of, step, loss, _ in rows if (name, of) == (recipe, seed)]
             axes.plot(*zip(*line), color=f"C{number}", linewidth=1, alpha=0.7, label=None if seed else recipe)
-    axes.set(xlabel="step of 4096 tokens", ylabel=f"loss, mean of {MEAN} steps", title=f"135 M parameters from scratch, {seeds} seeds each")
+    axes.set(
+        xlabel="step of 4096 tokens",
+        ylabel=f"loss, mean of {MEAN} steps",
+        title=f"135 M parameters from scratch, {seeds} seeds each",
+    )
     axes.legend()
     figure.savefig(folder / "losses.png", dpi=120)
     for recipe in recipes:
         of = [round(json.loads((folder / f"{recipe}-{seed}.json").read_text())["held_out"], 4) for seed in range(seeds)]
-        of_tuned = [round(json.loads(file.read_text())["held_out"], 4) for file in [folder / f"{recipe}-0-tuned.json"] if file.exists()]
+        of_tuned = [
+            round(json.loads(file.read_text())["held_out"], 4)
+            for file in [folder / f"{recipe}-0-tuned.json"]
+            if file.exists()
+        ]
         took = json.loads((folder / f"{recipe}-0.json").read_text())["milliseconds"]
         print(f"{recipe}: held-out {of}, tuned {of_tuned}, {took:.1f} ms a step beside the other runs")
 

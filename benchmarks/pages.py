@@ -1,6 +1,8 @@
-"""Tables and plots of docs/benchmarks, from the files of benchmarks/data:  python benchmarks/pages.py [--check] [--plots]
+"""Tables and plots of docs/benchmarks, from the files of benchmarks/data:  python
+benchmarks/pages.py [--check] [--plots]
 
-A page says where a table stands, and what is in it, by a comment; the table between that line and the next comment is written here:
+A page says where a table stands, and what is in it, by a comment; the table between that line and
+the next comment is written here:
 
     <!-- operators rms_norm layer_norm -->
     <!-- end -->
@@ -19,16 +21,33 @@ from typing import Any
 
 from liger_kernel.bench import plots
 from liger_kernel.bench.estimates import NOT_ESTIMATED, measured
-from liger_kernel.bench.rows import OURS, Row, digits, hardware_line, merged, parts_of, ratio, read, status, times, variant_label, with_ours
+from liger_kernel.bench.rows import (
+    OURS,
+    Row,
+    digits,
+    hardware_line,
+    merged,
+    parts_of,
+    ratio,
+    read,
+    status,
+    times,
+    variant_label,
+    with_ours,
+)
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGES = ROOT / "benchmarks" / "data", ROOT / "docs" / "benchmarks"
 RIVALS = ("upstream", "compile", "torch", "eager")
-# Plots: the files that they are drawn from, the later one replacing rows of the earlier, and those that pages show
+# Plots: the files that they are drawn from, the later one replacing rows of the earlier, and those
+# that pages show
 PLOTS = {
-    "2026-11-20-h200-operators.csv": "time-linear_cross_entropy-bf16 memory-linear_cross_entropy-bf16 tokens-linear_cross_entropy-bf16-full"
-    " vocabulary-linear_cross_entropy-bf16-full time-cross_entropy-bf16 time-jsd-bf16 time-grpo-bf16 time-rms_norm-bf16 time-rope-bf16 time-glu-bf16",
-    "2026-11-21-h200-operators.csv": "time-layer_norm-bf16 time-fused_add_rms_norm-bf16 time-qk_norm_rope-bf16 time-softmax-bf16",
+    "2026-11-20-h200-operators.csv": "time-linear_cross_entropy-bf16 memory-linear_cross_entropy-bf16 "
+    "tokens-linear_cross_entropy-bf16-full"
+    " vocabulary-linear_cross_entropy-bf16-full time-cross_entropy-bf16 time-jsd-bf16 time-grpo-bf16 "
+    "time-rms_norm-bf16 time-rope-bf16 time-glu-bf16",
+    "2026-11-21-h200-operators.csv": "time-layer_norm-bf16 time-fused_add_rms_norm-bf16 time-qk_norm_rope-bf16 "
+    "time-softmax-bf16",
     "2026-11-22-h200-operators.csv": "time-mlp-bf16 time-moe-bf16",
     "2026-11-22-h200-steps-all.csv": "step breakdown",
     "2026-11-22-h200-4gpus-steps.csv": "step:step-4gpus",
@@ -37,11 +56,14 @@ PLOTS = {
     "2026-11-22-h200-2gpus-batches.csv 2026-11-23-h200-2gpus-batches.csv": "batches-llama_3_8b batches-gemma_7b",
 }
 UNITS = {
-    "operators": "Device time in milliseconds of forward and backward together, bf16; in brackets, how many times as long as ours it takes. Peak memory in MB"
+    "operators": "Device time in milliseconds of forward and backward together, bf16; in brackets, how many times as "
+    "long as ours it takes. Peak memory in MB"
     " beyond the inputs.",
-    "steps": "Tokens per second of all GPUs, with the interquartile range of the step time; peak memory in GB of a GPU; “x” is this row over the"
+    "steps": "Tokens per second of all GPUs, with the interquartile range of the step time; peak memory in GB of a "
+    "GPU; “x” is this row over the"
     " first of its model.",
-    "largest": "The most sequences of 2048 tokens, and the longest single sequence in tokens, that fit into the memory of one GPU; AdamW, no checkpointing.",
+    "largest": "The most sequences of 2048 tokens, and the longest single sequence in tokens, that fit into the "
+    "memory of one GPU; AdamW, no checkpointing.",
 }
 
 
@@ -73,7 +95,10 @@ def caption(kind: str, files: Iterable[str]) -> str:
     parts = [UNITS[kind]]
     for name in dict.fromkeys(files):
         about = commands()[name]
-        parts += [f"{hardware_line(read(DATA / name)['meta'])}: `{about['command']}`.{' ' + about['note'] if about['note'] else ''}"]
+        parts += [
+            f"{hardware_line(read(DATA / name)['meta'])}: "
+            f"`{about['command']}`.{' ' + about['note'] if about['note'] else ''}"
+        ]
     return "\n".join(parts[:1] + [f"- {part}" for part in parts[1:]]).replace("\n", "\n\n", 1)
 
 
@@ -89,7 +114,10 @@ def operators(*names: str) -> str:
     for result in results("op"):
         for row, ours in with_ours(row for row in result["rows"] if not row.get("sweep")):
             if row["op"] in names and ours is not None:
-                latest.setdefault((row["op"], row["case"]), {}).setdefault(row["source"], {})[row["variant"]] = row, ours
+                latest.setdefault((row["op"], row["case"]), {}).setdefault(row["source"], {})[row["variant"]] = (
+                    row,
+                    ours,
+                )
     shown = [name for name in RIVALS if any(name in found[max(found)] for found in latest.values())]
     for (op, case), found in sorted(latest.items(), key=lambda item: names.index(item[0][0])):
         file = max(found)
@@ -97,8 +125,22 @@ def operators(*names: str) -> str:
         pairs = found[file]
         mine, _ = pairs[OURS]
         cells = [op, case, _time(mine, None)] + [_time(*pairs[name]) if name in pairs else "" for name in shown]
-        lines.append([*cells, *[_megabytes(pairs[name][0]) if name in pairs else "" for name in (OURS, "upstream")], _floor(mine)])
-    heads = ["operator", "case", "ours, ms", *(f"{variant_label(name)}, ms" for name in shown), "ours, MB", "LinkedIn's, MB", "% of floor"]
+        lines.append(
+            [
+                *cells,
+                *[_megabytes(pairs[name][0]) if name in pairs else "" for name in (OURS, "upstream")],
+                _floor(mine),
+            ]
+        )
+    heads = [
+        "operator",
+        "case",
+        "ours, ms",
+        *(f"{variant_label(name)}, ms" for name in shown),
+        "ours, MB",
+        "LinkedIn's, MB",
+        "% of floor",
+    ]
     return f"{markdown(heads, lines, 2)}\n\n{caption('operators', sorted(files))}"
 
 
@@ -118,12 +160,19 @@ def _floor(row: Row) -> str:
 
 
 def _place(row: Row) -> str:
-    gpus = f", {row['gpus']} GPUs" if (row.get("gpus") or 1) > 1 else f", {row['parallel']} on one GPU" if row.get("parallel") else ""
+    gpus = (
+        f", {row['gpus']} GPUs"
+        if (row.get("gpus") or 1) > 1
+        else f", {row['parallel']} on one GPU"
+        if row.get("parallel")
+        else ""
+    )
     return ", ".join([f"{row['model']}, {row['batch']} x {row['seq']}{gpus}", *parts_of(row)])
 
 
 def runs(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows that were measured beside each other; where a variant is there again, another run begins."""
+    """Rows that were measured beside each other; where a variant is there again, another run
+    begins."""
     found: list[tuple[str, list[Row]]] = []
     for row in rows:
         open_ = next((group for place, group in reversed(found) if place == _place(row)), None)
@@ -139,7 +188,10 @@ def steps(*files: str) -> str:
     lines = []
     for file in files:
         for place, rows in runs(source(file)["rows"]):
-            lines += [["" if number else place, variant_label(row["variant"]), *_step(row, rows[0])] for number, row in enumerate(rows)]
+            lines += [
+                ["" if number else place, variant_label(row["variant"]), *_step(row, rows[0])]
+                for number, row in enumerate(rows)
+            ]
     heads = ["model, sequences x tokens a GPU", "implementation", "tokens/s", "x", "peak GB", "x"]
     return f"{markdown(heads, lines, 2)}\n\n{caption('steps', files)}"
 
@@ -164,7 +216,9 @@ def largest(*files: str) -> str:
                 for what, name in (("sequences", "largest_batch"), ("tokens of one", "largest_seq")):
                     place = ", ".join([row["model"], *parts_of(row)])
                     lines.append([place, what, f"{row[name]:,}", f"{ours[name]:,}", times(ours[name] / row[name])])
-    return f"{markdown(['model', 'what fits', other, 'ours', f'ours / {other}'], lines, 2)}\n\n{caption('largest', files)}"
+    return (
+        f"{markdown(['model', 'what fits', other, 'ours', f'ours / {other}'], lines, 2)}\n\n{caption('largest', files)}"
+    )
 
 
 KINDS: dict[str, Callable[..., str]] = {"operators": operators, "steps": steps, "largest": largest}
@@ -196,12 +250,17 @@ def draw() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table is not what the data says")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if a table is not what the data says"
+    )
     parser.add_argument("--plots", action="store_true", help="draw the plots, too")
     a = parser.parse_args()
     stale = [page for page in sorted(PAGES.glob("*.md")) if written(page.read_text()) != page.read_text()]
     for page in stale:
-        print(f"{page.relative_to(ROOT)} {'is not what the data says: python benchmarks/pages.py' if a.check else 'written'}")
+        print(
+            f"{page.relative_to(ROOT)} "
+            f"{'is not what the data says: python benchmarks/pages.py' if a.check else 'written'}"
+        )
         if not a.check:
             page.write_text(written(page.read_text()))
     if a.plots and not a.check:

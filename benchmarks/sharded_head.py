@@ -1,24 +1,30 @@
-"""Time and memory of an output head whose vocabulary is sharded over a tensor-parallel group, with the entropy of every token's distribution.
+"""Time and memory of an output head whose vocabulary is sharded over a tensor-parallel group, with
+the entropy of every token's distribution.
 
-    python benchmarks/sharded_head.py OUT.csv --gpus 2 [--verl DIR] [--upstream DIR] [--cases llama-3-8b,llama-3-70b] [--variants ours verl] [--steps 10]
+    python benchmarks/sharded_head.py OUT.csv --gpus 2 [--verl DIR] [--upstream DIR] [--cases
+    llama-3-8b,llama-3-70b] [--variants ours verl] [--steps 10]
     python benchmarks/sharded_head.py OUT.csv --share 8     one GPU's share of 8: an eighth of the classes, all labels among them, and no exchange
     python benchmarks/sharded_head.py OUT.csv --smoke --gpus 2     tiny shapes; without a GPU over gloo in fp32
 
-A step computes each token's negative log-probability of its label, the entropy, and the gradients dx, summed over the ranks, and dw, for random upstream
-gradients of both. Every variant runs in processes of its own, one for each GPU:
+A step computes each token's negative log-probability of its label, the entropy, and the gradients
+dx, summed over the ranks, and dw, for random upstream gradients of both. Every variant runs in
+processes of its own, one for each GPU:
 
     ours               vocab_parallel_linear_cross_entropy with entropy
     ours, no entropy   the same without entropy, which product+upstream is compared with
     verl               linear_cross_entropy of verl 0.9.1, a wheel unpacked in the folder of --verl; only verl.utils.kernel is loaded, between empty
-                       packages and with a stand-in for verl.utils.device, so that none of verl's requirements need be installed
+                       packages and with a stand-in for verl.utils.device, so that none of verl's
+                       requirements need be installed
     product+ours       a product, then vocab_parallel_cross_entropy of the logits, without entropy
     product+upstream   a product, then the vocabulary-parallel cross entropy of LinkedIn's liger-kernel 0.8.5, unpacked in the folder of --upstream
     product+torch      a product, then the definition in PyTorch operations
 
-Where a variant leaves the sum of dx to its caller, an all-reduce in the dtype of dx follows. Errors are relative RMS against fp64: the values of all tokens, dx
-of the first 256, dw of the first 256 classes of each rank. Times are medians of the slowest rank's steps, spreads the distance of the quartiles by the median,
-TFLOP/s those of three products for each GPU, and peak memory is beyond the inputs and counts the gradients.
-"""
+Where a variant leaves the sum of dx to its caller, an all-reduce in the dtype of dx follows. Errors
+are relative RMS against fp64: the values of all tokens, dx of the first 256, dw of the first 256
+classes of each rank. Times are medians of the slowest rank's steps, spreads the distance of the
+quartiles by the median, TFLOP/s those of three products for each GPU, and peak memory is beyond the
+inputs and counts the gradients.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -44,16 +50,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CASES = {"llama-3-8b": (8192, 4096, 128256), "llama-3-70b": (8192, 8192, 128256)}  # tokens, hidden size, classes of all ranks
+CASES = {
+    "llama-3-8b": (8192, 4096, 128256),
+    "llama-3-70b": (8192, 8192, 128256),
+}  # tokens, hidden size, classes of all ranks
 SMOKE = {"smoke": (320, 128, 2304)}
-COMPARED, WARMUP, PATIENCE = 256, 5, 300.0  # rows and classes whose gradients are compared, steps, seconds for one variant
+COMPARED, WARMUP, PATIENCE = (
+    256,
+    5,
+    300.0,
+)  # rows and classes whose gradients are compared, steps, seconds for one variant
 ERRORS = ["error_nll", "error_entropy", "error_dx", "error_dw"]
 COLUMNS = ["case", "gpus", "share", "variant", "ms", "spread", "tflops", "peak_gb", *ERRORS, "gpu", "torch", "triton"]
-Head = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, ...]]  # x, w, labels and group -> negative log-probabilities, and entropies if it has them
+Head = Callable[
+    [Tensor, Tensor, Tensor, Any], tuple[Tensor, ...]
+]  # x, w, labels and group -> negative log-probabilities, and entropies if it has them
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks that all compute the same loss from it, so that each has the whole gradient already; or the identity, whose gradient is summed."""
+    """The sum over ranks that all compute the same loss from it, so that each has the whole
+    gradient already; or the identity, whose gradient is summed."""
 
     @staticmethod
     def forward(ctx, x, group, of_gradients):
@@ -114,7 +130,9 @@ def upstream(folder: str) -> Head:
     if not Path(str(module.__file__)).is_relative_to(folder):
         raise ImportError(f"another package came first: {module.__file__}")
     loss = module.LigerVocabParallelCEFunction.apply
-    return lambda x, w, labels, group: (loss((shared(x, group) @ w.t())[:, None], labels[:, None], group, -100, 0.0, "pytorch", "global")[:, 0],)
+    return lambda x, w, labels, group: (
+        loss((shared(x, group) @ w.t())[:, None], labels[:, None], group, -100, 0.0, "pytorch", "global")[:, 0],
+    )
 
 
 def plain(folder: str) -> Head:
@@ -148,7 +166,11 @@ def truth(x: Tensor, w: Tensor, labels: Tensor, g: Tensor, g_entropy: Tensor, gr
     """Values of all rows, dx of the first ones and dw of the first classes, in fp64."""
     reduce = lambda t, op=dist.ReduceOp.SUM: dist.all_reduce(t, op, group=group) if group else None
     w64, (column, mine), dx = w.double(), slice_of(labels, w.shape[0], group), x.new_empty(0)
-    dw, nll, entropy = torch.zeros_like(w64[:COMPARED]), torch.empty_like(g, dtype=torch.float64), torch.empty_like(g, dtype=torch.float64)
+    dw, nll, entropy = (
+        torch.zeros_like(w64[:COMPARED]),
+        torch.empty_like(g, dtype=torch.float64),
+        torch.empty_like(g, dtype=torch.float64),
+    )
     for first in range(0, len(x), COMPARED):
         rows = slice(first, first + COMPARED)
         rows64, y = x[rows].double(), column[rows]
@@ -183,7 +205,9 @@ def measure(name: str, case: str, steps: int, share: int, folder: str) -> dict[s
     M, H, V = (CASES | SMOKE)[case]
     N = V // (ranks * share)
     torch.manual_seed(rank)
-    w = (torch.randn(N, H, device=device) * (2 / H**0.5)).to(dtype).requires_grad_()  # logits of a standard deviation of 2
+    w = (
+        (torch.randn(N, H, device=device) * (2 / H**0.5)).to(dtype).requires_grad_()
+    )  # logits of a standard deviation of 2
     x, labels = torch.randn(M, H, device=device).to(dtype), torch.randint(N * ranks, (M,), device=device)
     g, g_entropy = torch.randn(M, device=device), 0.1 * torch.randn(M, device=device)
     for t in (x, labels, g, g_entropy) if group else ():
@@ -227,13 +251,23 @@ def measure(name: str, case: str, steps: int, share: int, folder: str) -> dict[s
         dist.destroy_process_group()
     *times, peak = slowest.tolist()
     low, ms, high = statistics.quantiles(times, n=4)
-    row = dict(case=case, gpus=ranks, share=share, variant=name, ms=ms, spread=(high - low) / ms, tflops=6 * M * H * N / ms / 1e9, **errors)
+    row = dict(
+        case=case,
+        gpus=ranks,
+        share=share,
+        variant=name,
+        ms=ms,
+        spread=(high - low) / ms,
+        tflops=6 * M * H * N / ms / 1e9,
+        **errors,
+    )
     versions = dict(torch=torch.__version__, triton=importlib.import_module("triton").__version__)
     return row | dict(peak_gb=peak if gpu else None, gpu=torch.cuda.get_device_name() if gpu else "CPU", **versions)
 
 
 def child(result: str, name: str, case: str, steps: str, share: str, folder: str) -> None:
-    """A rank writes what it measured, or why it failed, and ends at once: the others may wait for it in vain."""
+    """A rank writes what it measured, or why it failed, and ends at once: the others may wait
+    for it in vain."""
     try:
         said = measure(name, case, int(steps), int(share), folder)
     except Exception as error:
@@ -250,18 +284,38 @@ def run(name: str, case: str, a: argparse.Namespace, folder: str) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="sharded-head-") as tmp:
         env = os.environ | dict(WORLD_SIZE=str(a.gpus), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, env.get("PYTHONPATH")]))
-        command = [sys.executable, os.path.abspath(__file__), "--child", f"{tmp}/result", name, case, str(a.steps), str(a.share), folder]
+        command = [
+            sys.executable,
+            os.path.abspath(__file__),
+            "--child",
+            f"{tmp}/result",
+            name,
+            case,
+            str(a.steps),
+            str(a.share),
+            folder,
+        ]
         with open(f"{tmp}/log", "w") as log:
-            ranks = [subprocess.Popen(command, env=env | dict(RANK=str(rank)), stdout=log, stderr=log) for rank in range(a.gpus)]
+            ranks = [
+                subprocess.Popen(command, env=env | dict(RANK=str(rank)), stdout=log, stderr=log)
+                for rank in range(a.gpus)
+            ]
         until = time.monotonic() + PATIENCE
         while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < until:
             time.sleep(0.1)
         for rank in ranks:
             rank.kill()
             rank.wait()
-        said = [json.loads(file.read_text()) for file in sorted(Path(tmp).glob("result.*"), key=lambda file: file.stat().st_mtime_ns)]
+        said = [
+            json.loads(file.read_text())
+            for file in sorted(Path(tmp).glob("result.*"), key=lambda file: file.stat().st_mtime_ns)
+        ]
         last = Path(f"{tmp}/log").read_text().strip().rpartition("\n")[-1]
-    missing = [dict(failed=f"exit codes {codes}, None for ranks that did not end: {last[:200]}")] if len(said) < a.gpus else []
+    missing = (
+        [dict(failed=f"exit codes {codes}, None for ranks that did not end: {last[:200]}")]
+        if len(said) < a.gpus
+        else []
+    )
     return [*(row for row in said if "failed" in row), *missing, *said][0]
 
 
@@ -297,8 +351,14 @@ def main() -> int:
                     continue
                 errors = ", ".join(f"{key.removeprefix('error_')} {row[key]:.1e}" for key in ERRORS if key in row)
                 peak = "" if row["peak_gb"] is None else f"{row['peak_gb']:6.2f} GB  "
-                print(of, f"{row['ms']:8.2f} ms ±{row['spread']:5.1%} {row['tflops']:6.1f} TFLOP/s  {peak}errors {errors}", flush=True)
-                table.writerow({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()})
+                print(
+                    of,
+                    f"{row['ms']:8.2f} ms ±{row['spread']:5.1%} {row['tflops']:6.1f} TFLOP/s  {peak}errors {errors}",
+                    flush=True,
+                )
+                table.writerow(
+                    {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}
+                )
                 file.flush()
     return int(failed)
 

@@ -1,16 +1,21 @@
-"""Several `liger bench step` commands in the time of few: all variants build their models side by side, and are measured one after the other.
+"""Several `liger bench step` commands in the time of few: all variants build their models side by
+side, and are measured one after the other.
 
     python benchmarks/side_by_side.py COMMANDS OUT.csv [--one-step] [--without-attention]
 
-COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows are a group. The models of a group must fit together:
-a variant that waits for its turn holds its weights, or its part of them, and nothing else. One after the other builds its model, since with --parallel fsdp2
-each GPU has all weights until they are sharded. Whoever has the turn is alone with the GPUs, until its process ends. Weights for Unsloth are saved once for all
-variants of a model.
+COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows
+are a group. The models of a group must fit together:
+a variant that waits for its turn holds its weights, or its part of them, and nothing else. One
+after the other builds its model, since with --parallel fsdp2 each GPU has all weights until they
+are sharded. Whoever has the turn is alone with the GPUs, until its process ends. Weights for
+Unsloth are saved once for all variants of a model.
 
-Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step`` measures one step, after one of 4096 tokens that compiles
-kernels and makes moments; so does each trial of ``--largest-seq``, which OUT.trials lists. ``--without-attention`` also replaces the kernels of PyTorch's flash
-attention by some that allocate the same tensors and workspace, and return the queries, and zero for their gradients. All else is computed, and the peak is
-about that of the real step (MEASURED.md, "Long rows"); losses and times are not.
+Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step``
+measures one step, after one of 4096 tokens that compiles kernels and makes moments; so does each
+trial of ``--largest-seq``, which OUT.trials lists. ``--without-attention`` also replaces the
+kernels of PyTorch's flash attention by some that allocate the same tensors and workspace, and
+return the queries, and zero for their gradients. All else is computed, and the peak is about that
+of the real step (MEASURED.md, "Long rows"); losses and times are not.
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-TURNS, NUMBER, ALL = (f"SIDE_BY_SIDE_{name}" for name in ("TURNS", "NUMBER", "ALL"))  # set for the processes of the variants
+TURNS, NUMBER, ALL = (
+    f"SIDE_BY_SIDE_{name}" for name in ("TURNS", "NUMBER", "ALL")
+)  # set for the processes of the variants
 MODE = "SIDE_BY_SIDE_MODE"  # "one-step" or "without-attention"
 TRIALS = "SIDE_BY_SIDE_TRIALS"  # a file for what a search for the longest row has tried
 PATIENCE = 600.0  # seconds for the slowest to build its model
@@ -36,7 +43,8 @@ kept: list[Any] = []  # registrations of operators, which end with their objects
 
 
 def take(what: str) -> int | None:
-    """Wait until no other variant has the lock of this name. It ends with the process, or when what this returns is closed.
+    """Wait until no other variant has the lock of this name. It ends with the process, or when what
+    this returns is closed.
 
     The first rank takes it; the others poll, because a collective would use the GPU.
     """
@@ -69,7 +77,8 @@ def list_trial(number: str, batch: int, seq: int, said: str) -> None:
 
 
 class SavedOnce:
-    """``save_weights`` for several variants at a time, of which those of the same model share the weights."""
+    """``save_weights`` for several variants at a time, of which those of the same model share
+    the weights."""
 
     def __init__(self, save: Any):
         self.save, self.lock = save, threading.Lock()
@@ -87,7 +96,9 @@ class SavedOnce:
 
 def variant(path: str, spec: str, result: str) -> int:
     """``step_child.py``, which waits for its turn when it has built its model."""
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != os.path.dirname(os.path.abspath(__file__))]
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.abspath(folder) != os.path.dirname(os.path.abspath(__file__))
+    ]
     found = importlib.util.spec_from_file_location("step_child", path)
     assert found is not None and found.loader is not None
     child = importlib.util.module_from_spec(found)
@@ -138,34 +149,61 @@ def one_step(batches: Any, training: Any, batch: int) -> dict[str, Any]:
     training.step(data)
     training.synchronize()
     seconds = time.perf_counter() - begun
-    row = {"batch": batch, "tokens_per_s": batch * seq * training.shares / seconds, "step_ms": 1e3 * seconds, "spread": 0.0}
-    row |= {"peak_allocated_gb": memory.peak(), "peak_reserved_gb": memory.reserved(), "losses": torch.stack(training.losses[1:]).tolist()}
+    row = {
+        "batch": batch,
+        "tokens_per_s": batch * seq * training.shares / seconds,
+        "step_ms": 1e3 * seconds,
+        "spread": 0.0,
+    }
+    row |= {
+        "peak_allocated_gb": memory.peak(),
+        "peak_reserved_gb": memory.reserved(),
+        "losses": torch.stack(training.losses[1:]).tolist(),
+    }
     return row | {"gradient": None if training.gradient is None else training.gradient.item(), "memory_timeline": []}
 
 
 def replace_attention(device: str = "CUDA") -> None:
-    """Let flash attention compute nothing. What it allocates: the output, the log-sum-exp of each query; backward the gradients, in fp32 that of the
-    queries, too, and those of keys and values for each head of the queries, where heads share them."""
+    """Let flash attention compute nothing. What it allocates: the output, the log-sum-exp of each
+    query; backward the gradients, in fp32 that of the queries, too, and those of keys and values
+    for each head of the queries, where heads share them."""
     import torch
     from torch import Tensor
 
     def like(t: Tensor) -> Tensor:  # (batch, heads, length, channels), in memory (batch, length, heads, channels)
         return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *, scale: Any = None) -> Any:
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: Any = None,
+    ) -> Any:
         lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
         none, state = torch.empty(0, device=q.device), torch.zeros(2, dtype=torch.int64, device=q.device)
         return like(q).copy_(q), lse, none, none, q.shape[2], k.shape[2], state, none, none
 
-    def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, scale: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        workspace = [torch.empty(q.shape, dtype=torch.float32, device=q.device), *([like(q), like(q)] if q.shape[1] != k.shape[1] else [])]
+    def backward(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Any, scale: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        workspace = [
+            torch.empty(q.shape, dtype=torch.float32, device=q.device),
+            *([like(q), like(q)] if q.shape[1] != k.shape[1] else []),
+        ]
         gradients = like(q).zero_(), like(k).zero_(), like(v).zero_()
         del workspace
         return gradients
 
     torch.backends.cuda.enable_cudnn_sdp(False)
     library = torch.library.Library("aten", "IMPL", device)
-    for name, kernel in (("_scaled_dot_product_flash_attention", forward), ("_scaled_dot_product_flash_attention_backward", backward)):
+    for name, kernel in (
+        ("_scaled_dot_product_flash_attention", forward),
+        ("_scaled_dot_product_flash_attention_backward", backward),
+    ):
         library.impl(name, kernel)
     kept.append(library)
 
@@ -184,7 +222,10 @@ def main(argv: list[str]) -> int:
     from liger_kernel.bench.rows import parts_of, write_step_csv
     from liger_kernel.model_sizes import config_of
 
-    parsed = [[step.parse(line.split()) for line in group.splitlines() if line.strip()] for group in Path(commands).read_text().split("\n\n")]
+    parsed = [
+        [step.parse(line.split()) for line in group.splitlines() if line.strip()]
+        for group in Path(commands).read_text().split("\n\n")
+    ]
     os.environ["SIDE_BY_SIDE_CHILD"], step.CHILD = str(step.CHILD), Path(__file__).resolve()
     meta = step.environment()
     rows: list[dict[str, Any]] = []  # of groups that are over
@@ -192,7 +233,9 @@ def main(argv: list[str]) -> int:
     gpu = meta["gpus"] > 0
     meta |= {"dtype": "bfloat16" if gpu else "float32"}
     own, run = threading.local(), step.subprocess.run
-    step.subprocess.run = lambda *args, env=None, **more: run(*args, env={**(os.environ if env is None else env), **getattr(own, "turn", {})}, **more)
+    step.subprocess.run = lambda *args, env=None, **more: run(
+        *args, env={**(os.environ if env is None else env), **getattr(own, "turn", {})}, **more
+    )
 
     step.save_weights = SavedOnce(step.save_weights)
     child = step.run_child
@@ -220,7 +263,9 @@ def main(argv: list[str]) -> int:
         same = {field: getattr(a, field) for field in ("data", "lengths", "masked", "optimizer")}
         for row in found:
             said = (
-                row["failed"] or f"{row['step_ms']:,.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, {row['peak_allocated_gb']:.2f} GB, spread {row['spread']:.1%}"
+                row["failed"]
+                or f"{row['step_ms']:,.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, {row['peak_allocated_gb']:.2f} "
+                f"GB, spread {row['spread']:.1%}"
             )
             for what in ("batch", "seq"):
                 said += f", largest {what} {row[f'largest_{what}']:,}" if row.get(f"largest_{what}") else ""
@@ -234,7 +279,12 @@ def main(argv: list[str]) -> int:
         """All that is measured so far: a run that is stopped leaves what it has."""
         done = list(rows)
         for n, (a, model, _) in enumerate(jobs):
-            stock = {row["batch"]: row for m, job in enumerate(jobs) if job == (a, model, "stock") for row in measured.get(m, [])}
+            stock = {
+                row["batch"]: row
+                for m, job in enumerate(jobs)
+                if job == (a, model, "stock")
+                for row in measured.get(m, [])
+            }
             tolerance = step.PARITY["bfloat16" if a.autocast or a.quantize else meta["dtype"]]
             done += [step.judge(dict(row), stock.get(row["batch"]), tolerance) for row in measured.get(n, [])]
         write_step_csv({"meta": meta, "rows": done}, out)
@@ -246,8 +296,15 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="liger-bench-") as tmp:
             for i, a in enumerate(commands_of):
                 for model in a.model:
-                    step.write_tokens(a.data, config_of(step.values_of(a, model)).vocab_size, Path(tmp) / f"{i}-{model}.pt")
-            jobs = [(a, model, name) for a in commands_of for model in a.model for name in sorted(a.against, key=lambda name: name != "stock")]
+                    step.write_tokens(
+                        a.data, config_of(step.values_of(a, model)).vocab_size, Path(tmp) / f"{i}-{model}.pt"
+                    )
+            jobs = [
+                (a, model, name)
+                for a in commands_of
+                for model in a.model
+                for name in sorted(a.against, key=lambda name: name != "stock")
+            ]
             threads = [threading.Thread(target=measure, args=(n, *job, Path(tmp))) for n, job in enumerate(jobs)]
             for thread in threads:
                 thread.start()
@@ -259,4 +316,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(variant(os.environ["SIDE_BY_SIDE_CHILD"], *sys.argv[1:]) if TURNS in os.environ else main(sys.argv[1:]))
+        sys.exit(
+            variant(os.environ["SIDE_BY_SIDE_CHILD"], *sys.argv[1:]) if TURNS in os.environ else main(sys.argv[1:])
+        )

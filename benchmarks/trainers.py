@@ -1,9 +1,11 @@
-"""Tokens/s, peak memory and losses of transformers' Trainer and TRL's SFT, DPO and GRPO trainers on one GPU, with `use_liger_kernel` and without.
+"""Tokens/s, peak memory and losses of transformers' Trainer and TRL's SFT, DPO and GRPO trainers on
+one GPU, with `use_liger_kernel` and without.
 
     python benchmarks/trainers.py off rows.jsonl
     python benchmarks/trainers.py on rows.jsonl        # whichever liger_kernel Python finds
 
-A Llama-3.2-1B from random weights in bf16, SGD, random words, the same in every run. Needs datasets, accelerate and trl. Adds a line a trainer to the file.
+A Llama-3.2-1B from random weights in bf16, SGD, random words, the same in every run. Needs
+datasets, accelerate and trl. Adds a line a trainer to the file.
 """
 
 from __future__ import annotations
@@ -22,15 +24,35 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 GPU = torch.cuda.is_available()
 WORDS = [f"w{i}" for i in range(1000)]
 BIG = dict(
-    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
     rope_theta=500000.0,
-)  # fmt: skip
-SMALL = dict(vocab_size=1100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+)
+SMALL = dict(
+    vocab_size=1100,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 STEPS, PROMPT, COMPLETION = 8, 64, 256
 
 
@@ -43,7 +65,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(**(BIG if GPU else SMALL), tie_word_embeddings=True, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = LlamaConfig(
+        **(BIG if GPU else SMALL),
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     with torch.device("cuda" if GPU else "cpu"):
         return LlamaForCausalLM(config).to(torch.bfloat16 if GPU else torch.float32)
 
@@ -72,26 +101,42 @@ def trainers(common: dict[str, Any], length: int) -> dict[str, tuple[Any, int]]:
     text = lambda n: " ".join(draw.choice(WORDS) for _ in range(n))
     ids = torch.randint(4, 1000, (4 * STEPS, length), generator=torch.Generator().manual_seed(0)).tolist()
     part = length // 8
-    pairs = [dict(prompt=text(part), chosen=" " + text(3 * part), rejected=" " + text(3 * part)) for _ in range(2 * STEPS)]
+    pairs = [
+        dict(prompt=text(part), chosen=" " + text(3 * part), rejected=" " + text(3 * part)) for _ in range(2 * STEPS)
+    ]
     prompts = [dict(prompt=text(PROMPT)) for _ in range(4 * STEPS)]
     variety = lambda completions, **_: [float(len(set(c))) for c in completions]
 
     def plain() -> Trainer:
         rows = Dataset.from_dict(dict(input_ids=ids, labels=ids))
-        return Trainer(model=model(), args=TrainingArguments(per_device_train_batch_size=4, **common), train_dataset=rows)
+        return Trainer(
+            model=model(), args=TrainingArguments(per_device_train_batch_size=4, **common), train_dataset=rows
+        )
 
     def sft() -> Trainer:
         args = SFTConfig(per_device_train_batch_size=4, max_length=length, **common)
-        return SFTTrainer(model=model(), args=args, train_dataset=Dataset.from_dict(dict(input_ids=ids)), processing_class=words)
+        return SFTTrainer(
+            model=model(), args=args, train_dataset=Dataset.from_dict(dict(input_ids=ids)), processing_class=words
+        )
 
     def dpo() -> Trainer:
         args = DPOConfig(per_device_train_batch_size=2, max_length=length, **common)
-        return DPOTrainer(model=model(), ref_model=model(), args=args, train_dataset=Dataset.from_list(pairs), processing_class=words)
+        return DPOTrainer(
+            model=model(), ref_model=model(), args=args, train_dataset=Dataset.from_list(pairs), processing_class=words
+        )
 
     def grpo() -> Trainer:  # one generation, in the first step, that lasts for all
-        more = dict(max_completion_length=COMPLETION, temperature=1.0, beta=0.0, num_generations=8, steps_per_generation=5)
+        more = dict(
+            max_completion_length=COMPLETION, temperature=1.0, beta=0.0, num_generations=8, steps_per_generation=5
+        )
         args = GRPOConfig(per_device_train_batch_size=8, **more, **{**common, "max_steps": 5})
-        return GRPOTrainer(model=model(), reward_funcs=variety, args=args, train_dataset=Dataset.from_list(prompts), processing_class=words)
+        return GRPOTrainer(
+            model=model(),
+            reward_funcs=variety,
+            args=args,
+            train_dataset=Dataset.from_list(prompts),
+            processing_class=words,
+        )
 
     return {
         "Trainer": (plain, 4 * length),
@@ -121,9 +166,20 @@ def main() -> None:
     parser.add_argument("--trainers", default="Trainer,SFT,DPO,GRPO", help="comma-separated (default: %(default)s)")
     a = parser.parse_args()
     common = dict(
-        output_dir="runs/trainers", max_steps=STEPS, logging_steps=1, report_to=[], save_strategy="no", bf16=GPU, use_liger_kernel=a.flag == "on", optim="sgd",
-        learning_rate=1e-3, seed=0, use_cpu=not GPU, gradient_checkpointing=False, disable_tqdm=True,
-    )  # fmt: skip
+        output_dir="runs/trainers",
+        max_steps=STEPS,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        bf16=GPU,
+        use_liger_kernel=a.flag == "on",
+        optim="sgd",
+        learning_rate=1e-3,
+        seed=0,
+        use_cpu=not GPU,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
     spec = importlib.util.find_spec("liger_kernel")
     package = spec.origin if spec and a.flag == "on" else None
     made = trainers(common, 4096 if GPU else 32)

@@ -1,4 +1,5 @@
-"""The site: Sphinx with furo and MyST. `make docs` builds it into build/docs, with warnings as errors and without a network."""
+"""The site: Sphinx with furo and MyST. `make docs` builds it into build/docs, with warnings as
+errors and without a network."""
 
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "surface", "
 exclude_patterns = ["_ext", "benchmarks/data"]
 nitpicky = True
 highlight_language = "text"  # of blocks that name none: output, formulas
-# Types of other packages, of which no inventory is at hand without a network, and annotations that are abbreviations of ours
+# Types of other packages, of which no inventory is at hand without a network, and annotations that
+# are abbreviations of ours
 nitpick_ignore_regex = [("py:.*", r"(?!liger_kernel\.).*"), ("py:.*", r"liger_kernel(\.\w+)*\.[A-Z_]\w*")]
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
@@ -46,6 +48,14 @@ html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#0a7d6c", "color-brand-content": "#0a6b5d", "color-brand-visited": "#0a6b5d"},
-    "dark_css_variables": {"color-brand-primary": "#4cc3ae", "color-brand-content": "#4cc3ae", "color-brand-visited": "#4cc3ae"},
+    "light_css_variables": {
+        "color-brand-primary": "#0a7d6c",
+        "color-brand-content": "#0a6b5d",
+        "color-brand-visited": "#0a6b5d",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#4cc3ae",
+        "color-brand-content": "#4cc3ae",
+        "color-brand-visited": "#4cc3ae",
+    },
 }

@@ -1,4 +1,5 @@
-"""Door 1: load a model with kernels in place. A tiny random Llama stands in for a checkpoint; give a path or a hub id to use yours."""
+"""Door 1: load a model with kernels in place. A tiny random Llama stands in for a checkpoint;
+give a path or a hub id to use yours."""
 
 import sys
 import tempfile
@@ -10,14 +11,22 @@ from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
 
 def tiny_checkpoint(folder: str) -> str:
-    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     return folder
 
 
 with tempfile.TemporaryDirectory() as folder:
     path = sys.argv[1] if len(sys.argv) > 1 else tiny_checkpoint(folder)
-    # flags of apply_liger_kernel_to_llama are taken out of the keywords; all others go to transformers
+    # flags of apply_liger_kernel_to_llama are taken out of the keywords; all others go to
+    # transformers
     model = AutoLigerKernelForCausalLM.from_pretrained(path, dtype=torch.float32, rope=True)
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,5 @@
-"""What tests of PEFT's adapters share: which nodes of the engine ran, adapters that do something, and the gradients that a trainer's optimizer gets."""
+"""What tests of PEFT's adapters share: which nodes of the engine ran, adapters that do
+something, and the gradients that a trainer's optimizer gets."""
 
 from __future__ import annotations
 
@@ -40,11 +41,16 @@ class Gradients(transformers.TrainerCallback):
         self.found: dict[str, Tensor] = {}
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.found |= {f"{state.global_step}: {n}": p.grad.detach().float().clone() for n, p in model.named_parameters() if p.grad is not None}
+        self.found |= {
+            f"{state.global_step}: {n}": p.grad.detach().float().clone()
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        }
 
 
 def assert_rounds_as(ours: dict[str, Tensor], stock: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    """All gradients together are at most twice as far from the truth as stock's. (For one of a tiny model, how it rounds is luck.)"""
+    """All gradients together are at most twice as far from the truth as stock's. (For one of a
+    tiny model, how it rounds is luck.)"""
     assert ours.keys() == stock.keys() == truth.keys()
     distance = lambda found: sum(((found[n] - t).norm() / t.norm()).square().item() for n, t in truth.items()) ** 0.5
     assert 0 < distance(ours) <= 2 * distance(stock), f"{distance(ours):.1e}, stock {distance(stock):.1e}"

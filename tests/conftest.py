@@ -17,7 +17,8 @@ memory.SMALL = 0  # tensors of tests are small
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """``once(name, fn)``: what ``fn`` returns, JSON, which one of the test processes calls; the others wait for it."""
+    """``once(name, fn)``: what ``fn`` returns, JSON, which one of the test processes calls; the
+    others wait for it."""
     import fcntl  # not on Windows
 
     folder = tmp_path_factory.getbasetemp()
@@ -56,7 +57,8 @@ def computed(monkeypatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-# Of tests that take up to a minute each: they begin first, so that at the end no process waits for one of them.
+# Of tests that take up to a minute each: they begin first, so that at the end no process waits for
+# one of them.
 LONG = ("test_compile_targets", "test_warmup", "test_train", "test_runtime", "test_bench_step", "test_doors")
 
 
@@ -74,5 +76,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--max-skips", type=int, metavar="N", help="fail if more than N tests are skipped for reasons that tests/skipped.py does not list")
-    parser.addoption("--kernel-report", metavar="DIR", help="write registers, spills and shared memory of every kernel to DIR, one table an architecture")
+    parser.addoption(
+        "--max-skips",
+        type=int,
+        metavar="N",
+        help="fail if more than N tests are skipped for reasons that tests/skipped.py does not list",
+    )
+    parser.addoption(
+        "--kernel-report",
+        metavar="DIR",
+        help="write registers, spills and shared memory of every kernel to DIR, one table an architecture",
+    )

@@ -1,10 +1,12 @@
-"""Whether anything that a file may hold ends the runtime with a traceback, a hang, or a write or read elsewhere: random bytes and random structure.
+"""Whether anything that a file may hold ends the runtime with a traceback, a hang, or a write or
+read elsewhere: random bytes and random structure.
 
 python tests/fuzz.py                         10,000 cases over all kinds of files; the nightly run does this
 python tests/fuzz.py --seed 7 --cases 500    others, fewer
 python tests/fuzz.py --kind state --case 12  one of them, with its traceback
 
-Each case changes a valid file and calls what reads it, as a run does, in a forked process with limits of time and memory. A few are whole runs.
+Each case changes a valid file and calls what reads it, as a run does, in a forked process with
+limits of time and memory. A few are whole runs.
 What is read is right, or refused by ``UserError`` or a line.
 """
 
@@ -51,8 +53,42 @@ MEMORY = 2 << 30  # bytes beyond what the process has
 BATCH = 100  # cases of a process
 ELSEWHERE = ("/etc/passwd", "/dev/zero", "../../../elsewhere", "..")
 VALUES: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2, 10**9, 2**31, 2**63, 10**30, -(10**30), 10**400, 0.5, -0.0, 1e308, math.nan, math.inf),
-    *("", "x", "0", "-1", "\0", "\ud800", "é" * 50, "a" * 10_000, *ELSEWHERE, "step-99999999", "../x", "~", "{{ x }}", "${PATH}"),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        10**9,
+        2**31,
+        2**63,
+        10**30,
+        -(10**30),
+        10**400,
+        0.5,
+        -0.0,
+        1e308,
+        math.nan,
+        math.inf,
+    ),
+    *(
+        "",
+        "x",
+        "0",
+        "-1",
+        "\0",
+        "\ud800",
+        "é" * 50,
+        "a" * 10_000,
+        *ELSEWHERE,
+        "step-99999999",
+        "../x",
+        "~",
+        "{{ x }}",
+        "${PATH}",
+    ),
     "!!python/object/apply:os.system [id]",
     *([], {}, [[]], [1, 2], [None], {"a": 1}, {"": {}}, [[1, [0, 0, 0], True]]),
 ]
@@ -145,7 +181,15 @@ def of_pickle(content: bytes, rng: random.Random) -> bytes:
     """Metadata with one of its objects changed."""
     metadata = pickle.loads(content)
     for _ in range(rng.choice([1, 1, 3])):
-        place = rng.choice([metadata, *metadata.state_dict_metadata.values(), *metadata.storage_data.values(), *metadata.storage_data, metadata.storage_meta])
+        place = rng.choice(
+            [
+                metadata,
+                *metadata.state_dict_metadata.values(),
+                *metadata.storage_data.values(),
+                *metadata.storage_data,
+                metadata.storage_meta,
+            ]
+        )
         if (fields := getattr(place, "__dict__", None)) and rng.random() < 0.9:
             name = rng.choice(list(fields))
             value = rng.choice([*VALUES, torch.float8_e4m3fn, torch.Size([10**9]), metadata, (1,), *fields.values()])
@@ -167,9 +211,16 @@ def of_tensors(content: bytes, rng: random.Random) -> bytes:
 
 
 class Kind:
-    """A kind of file: its name in ``template``, a folder that is copied for each case, how it is changed, and what reads that folder."""
+    """A kind of file: its name in ``template``, a folder that is copied for each case, how it is
+    changed, and what reads that folder."""
 
-    def __init__(self, template: Path, name: str, change: Callable[[bytes, random.Random], bytes], read: Callable[[Path, random.Random], Any]):
+    def __init__(
+        self,
+        template: Path,
+        name: str,
+        change: Callable[[bytes, random.Random], bytes],
+        read: Callable[[Path, random.Random], Any],
+    ):
         self.template, self.name, self.change, self.read = template, name, change, read
 
     def make(self, place: Path, rng: random.Random) -> None:
@@ -179,7 +230,14 @@ class Kind:
         match rng.random():
             case x if x < 0.02:
                 path.unlink()
-                rng.choice([path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to(rng.choice(ELSEWHERE[:2])), lambda: None])()
+                rng.choice(
+                    [
+                        path.mkdir,
+                        lambda: os.mkfifo(path),
+                        lambda: path.symlink_to(rng.choice(ELSEWHERE[:2])),
+                        lambda: None,
+                    ]
+                )()
             case x if x < 0.6:
                 path.write_bytes(self.change(content, rng))
             case _:
@@ -189,7 +247,20 @@ class Kind:
 # -- what reads ------------------------------------------------------------------------------
 
 
-SIZES = dict(hidden=16, layers=1, heads=2, vocab=300, length=16, batch=2, steps=2, warmup=1, eval_fraction=0.0, log_every=1, device="cpu", kernels="off")
+SIZES = dict(
+    hidden=16,
+    layers=1,
+    heads=2,
+    vocab=300,
+    length=16,
+    batch=2,
+    steps=2,
+    warmup=1,
+    eval_fraction=0.0,
+    log_every=1,
+    device="cpu",
+    kernels="off",
+)
 
 
 class Readers:
@@ -198,7 +269,10 @@ class Readers:
     def __init__(self, work: Path):
         self.data = work / "data.jsonl"
         texts = [{"text": f"hello world, this is text number {i} of a small file"} for i in range(30)]
-        chat = [{"messages": [{"role": "user", "content": f"is it {i}?"}, {"role": "assistant", "content": "it is"}]} for i in range(5)]
+        chat = [
+            {"messages": [{"role": "user", "content": f"is it {i}?"}, {"role": "assistant", "content": "it is"}]}
+            for i in range(5)
+        ]
         self.data.write_text("".join(json.dumps(record) + "\n" for record in texts))
         self.config = TrainConfig(data=str(self.data), out=str(work / "run"), checkpoint_every=1, **SIZES)
         made: list[Any] = []
@@ -219,10 +293,17 @@ class Readers:
             "job.yaml": yaml.safe_dump(JOB),
             "job.json": json.dumps(JOB),
             "result.json": json.dumps(
-                {"meta": {"torch": "2"}, "rows": [{"op": "x", "case": "y", "dtype": "bf16", "mode": "full", "variant": "z", "device_ms": 1.0}]}
+                {
+                    "meta": {"torch": "2"},
+                    "rows": [
+                        {"op": "x", "case": "y", "dtype": "bf16", "mode": "full", "variant": "z", "device_ms": 1.0}
+                    ],
+                }
             ),
             "result.csv": "op,case,dtype,mode,variant,device_ms,torch\nx,y,bf16,full,z,1.0,2\n",
-            "__grp__kernel.json": json.dumps({"child_paths": {"kernel.cubin": "/x/kernel.cubin", "kernel.ttir": "/x/kernel.ttir"}}),
+            "__grp__kernel.json": json.dumps(
+                {"child_paths": {"kernel.cubin": "/x/kernel.cubin", "kernel.ttir": "/x/kernel.ttir"}}
+            ),
             "kernel.cubin": "x",
             "kernel.ttir": "x",
             "config.json": json.dumps(self.model.config.to_dict()),
@@ -235,7 +316,11 @@ class Readers:
         for name in ("ids", "labels", "lengths"):
             (files / "draft" / name).write_bytes(bytes(32))
         found = Rows.read(cache / "rows.safetensors")
-        save_file(found.tensors(), files / "part-000000.safetensors", {"part": json.dumps([len(found), [30, 0, 30], True, found.digest()])})
+        save_file(
+            found.tensors(),
+            files / "part-000000.safetensors",
+            {"part": json.dumps([len(found), [30, 0, 30], True, found.digest()])},
+        )
         (run / "checkpoints" / "identity.json").write_text(json.dumps({"seed": 0, "length": 16, "global_batch": 2}))
         step, read = "checkpoints/step-00000002", self.checkpoints
         self.kinds = {
@@ -260,7 +345,9 @@ class Readers:
             "draft": Kind(files, "draft/state.json", of_json, lambda place, _: tokenise.Draft(place / "draft").rows(4)),
             "tokenizer": Kind(cache, "tokenizer.json", of_json, lambda place, _: tokenise.loaded(place)),
             "tokenizer-config": Kind(cache, "tokenizer_config.json", of_json, lambda place, _: tokenise.loaded(place)),
-            "model-config": Kind(files, "config.json", of_json, lambda place, _: hub.configuration(str(place / "config.json"))),
+            "model-config": Kind(
+                files, "config.json", of_json, lambda place, _: hub.configuration(str(place / "config.json"))
+            ),
             "results": Kind(files, "result.json", of_json, lambda place, _: results.read(place / "result.json")),
             "results-csv": Kind(files, "result.csv", damaged, lambda place, _: results.read(place / "result.csv")),
             "kernels": Kind(files, "__grp__kernel.json", of_json, self.kernels),
@@ -274,7 +361,9 @@ class Readers:
     def checkpoints(self, place: Path, rng: random.Random) -> None:
         step = place / "checkpoints" / "step-00000002"
         folder.check(self.of(place))
-        if rng.random() < 0.7 and (step / "sums-0.json").is_file() and not (step / "sums-0.json").is_symlink():  # a stranger can write checksums, too
+        if (
+            rng.random() < 0.7 and (step / "sums-0.json").is_file() and not (step / "sums-0.json").is_symlink()
+        ):  # a stranger can write checksums, too
             with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
                 sums = json.loads((step / "sums-0.json").read_bytes())
                 for name in sums:
@@ -291,7 +380,14 @@ class Readers:
 
     def identity(self, place: Path, rng: random.Random) -> None:
         folder.check(self.of(place))
-        resume.accept(self.of(place), _Held(), self.model, self.ranks, place / "checkpoints", place / "checkpoints" / "step-00000002")
+        resume.accept(
+            self.of(place),
+            _Held(),
+            self.model,
+            self.ranks,
+            place / "checkpoints",
+            place / "checkpoints" / "step-00000002",
+        )
 
     def of(self, place: Path) -> TrainConfig:
         return TrainConfig(data=str(self.data), out=str(place), checkpoint_every=1, **SIZES)
@@ -330,10 +426,14 @@ class Readers:
 
     def whole(self, place: Path, rng: random.Random) -> None:
         """A run that goes on from a folder with one file that was changed."""
-        kind = self.kinds[rng.choice([name for name, kind in self.kinds.items() if kind.template == Path(self.config.out)])]
+        kind = self.kinds[
+            rng.choice([name for name, kind in self.kinds.items() if kind.template == Path(self.config.out)])
+        ]
         kind.make(place, rng)
         flags = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        cli.main(["train", *flags, "--steps", "3", "--checkpoint-every", "1", "--data", str(self.data), "--out", str(place)])
+        cli.main(
+            ["train", *flags, "--steps", "3", "--checkpoint-every", "1", "--data", str(self.data), "--out", str(place)]
+        )
 
     def join(self) -> None:
         """The group of the one process."""
@@ -356,7 +456,14 @@ def _noted(made: list[Any], init: Callable[..., None]) -> Callable[..., None]:
     return noting
 
 
-JOB = {"name": "a", "image": "registry/a:1", "replicas": 2, "labels": {"team": "x"}, "environment": {"A": "b"}, "train": {"steps": 3, "data": "stdlib"}}
+JOB = {
+    "name": "a",
+    "image": "registry/a:1",
+    "replicas": 2,
+    "labels": {"team": "x"},
+    "environment": {"A": "b"},
+    "train": {"steps": 3, "data": "stdlib"},
+}
 
 
 # -- what is watched -------------------------------------------------------------------------
@@ -367,8 +474,18 @@ class Strayed(BaseException):
 
 
 def watched(place: list[Path]) -> None:
-    """From now on nothing is written outside of ``place[0]``, and nothing that files name is read."""
-    writes = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0, "os.symlink": 1, "os.link": 1, "os.truncate": 0, "shutil.rmtree": 0}
+    """From now on nothing is written outside of ``place[0]``, and nothing that files name is
+    read."""
+    writes = {
+        "os.rename": 1,
+        "os.remove": 0,
+        "os.mkdir": 0,
+        "os.rmdir": 0,
+        "os.symlink": 1,
+        "os.link": 1,
+        "os.truncate": 0,
+        "shutil.rmtree": 0,
+    }
 
     def inside(path: Any) -> bool:
         text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
@@ -384,13 +501,23 @@ def watched(place: list[Path]) -> None:
             return
         if event == "open":
             path, mode, flags = args
-            writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) if isinstance(flags, int) else any(c in (mode or "") for c in "wax+")
+            writing = (
+                flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                if isinstance(flags, int)
+                else any(c in (mode or "") for c in "wax+")
+            )
             text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
             # a link in the folder of a model or tokenizer may lead to a file
-            named = os.path.realpath(text) in ("/etc/passwd", "/dev/zero") and ("checkpoints" in text or not os.path.islink(text))
+            named = os.path.realpath(text) in ("/etc/passwd", "/dev/zero") and (
+                "checkpoints" in text or not os.path.islink(text)
+            )
             if named or (writing and not inside(path)):
                 raise Strayed(f"{'wrote' if writing else 'read'} {path!r}")
-        elif event in writes and not all(inside(path) for path in args[: writes[event] + 1]) and not isinstance(args[-1], int):
+        elif (
+            event in writes
+            and not all(inside(path) for path in args[: writes[event] + 1])
+            and not isinstance(args[-1], int)
+        ):
             raise Strayed(f"{event} {args!r}")
         elif event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen"):
             raise Strayed(f"ran {args!r}")
@@ -418,7 +545,10 @@ def child(readers: Readers, name: str, cases: range, seed: int, work: Path, said
         try:
             with contextlib.ExitStack() as entered:
                 if not show:
-                    entered.enter_context(contextlib.redirect_stdout(out)), entered.enter_context(contextlib.redirect_stderr(out))
+                    (
+                        entered.enter_context(contextlib.redirect_stdout(out)),
+                        entered.enter_context(contextlib.redirect_stderr(out)),
+                    )
                 readers.whole(here, rng) if name == "whole" else readers.kinds[name].read(here, rng)
         except UserError as error:
             wrong = f"a message of {len(str(error))} characters" if len(str(error)) > 2000 else ""
@@ -435,8 +565,11 @@ def child(readers: Readers, name: str, cases: range, seed: int, work: Path, said
     os.write(said, b"end\n")
 
 
-def batch(readers: Readers, name: str, cases: range, seed: int, work: Path, show: bool = False) -> list[tuple[int, str]]:
-    """(case, what was wrong) of some cases. A process that hangs or dies is started again behind the case."""
+def batch(
+    readers: Readers, name: str, cases: range, seed: int, work: Path, show: bool = False
+) -> list[tuple[int, str]]:
+    """(case, what was wrong) of some cases. A process that hangs or dies is started again behind
+    the case."""
     wrong: list[tuple[int, str]] = []
     while cases:
         shutil.rmtree(work, ignore_errors=True)
@@ -453,7 +586,9 @@ def batch(readers: Readers, name: str, cases: range, seed: int, work: Path, show
                 os._exit(0)
         os.close(mouth)
         text, case, last = b"", cases.start, time.monotonic()
-        while select.select([ear], [], [], max(0.0, last + (WHOLE if name == "whole" else SECONDS) - time.monotonic()))[0]:
+        while select.select([ear], [], [], max(0.0, last + (WHOLE if name == "whole" else SECONDS) - time.monotonic()))[
+            0
+        ]:
             more = os.read(ear, 1 << 16)
             if not more:
                 break

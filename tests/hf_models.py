@@ -1,4 +1,5 @@
-"""What tests of patched models share: tiny models, a training step, and snapshots that tell whether anything is not the stock object."""
+"""What tests of patched models share: tiny models, a training step, and snapshots that tell
+whether anything is not the stock object."""
 
 from __future__ import annotations
 
@@ -23,19 +24,22 @@ KERNELS = DEVICE == "cuda" or os.environ.get("LIGER_TEST_INTERPRETED") == "1"  #
 
 @contextlib.contextmanager
 def served_by_kernels_or_references() -> Iterator[None]:
-    """Kernels on a GPU; on a CPU the references, as whole models take minutes in the interpreter: with LIGER_TEST_INTERPRETED=1."""
+    """Kernels on a GPU; on a CPU the references, as whole models take minutes in the
+    interpreter: with LIGER_TEST_INTERPRETED=1."""
     with contextlib.nullcontext() if KERNELS else references():
         yield
 
 
 def recognised(*model_types: str) -> None:
-    """What these are is known from here on: with another Transformers than the table's, recognition tries our functions, which is no call of a model."""
+    """What these are is known from here on: with another Transformers than the table's,
+    recognition tries our functions, which is no call of a model."""
     for model_type in model_types:
         rows.family(model_type)
 
 
 def forget_training() -> None:
-    """What accelerate keeps of one training does not reach the next: with older transformers it would go on in its dtype, and compiled."""
+    """What accelerate keeps of one training does not reach the next: with older transformers it
+    would go on in its dtype, and compiled."""
     from accelerate.state import AcceleratorState
 
     for name in [n for n in os.environ if n.startswith("ACCELERATE_")]:
@@ -48,7 +52,8 @@ SMOKE = ["llama", "gemma2", "qwen3_moe", "qwen2_vl"]  # what every version has a
 
 @contextlib.contextmanager
 def stock(family: str) -> Iterator[None]:
-    """Around what stock models do: other versions than the table's lack some types, and have some that do not train."""
+    """Around what stock models do: other versions than the table's lack some types, and have
+    some that do not train."""
     try:
         yield
     except Exception as error:
@@ -60,7 +65,10 @@ def stock(family: str) -> Iterator[None]:
 def make(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
     model = tiny_model(model_type, **more)
-    for name, p in model.named_parameters():  # norms at their initial 1 or 0 would hide offsets, and biases at 0 themselves
+    for (
+        name,
+        p,
+    ) in model.named_parameters():  # norms at their initial 1 or 0 would hide offsets, and biases at 0 themselves
         if p.ndim == 1:
             nn.init.normal_(p, p.mean().item() if "norm" in name else 0.0, 0.2)
     return model.to(DEVICE, dtype)
@@ -78,7 +86,10 @@ def batch_of(model: nn.Module) -> dict[str, Tensor]:
     """``tokens``, with an image in each sequence if the model takes images."""
     batch = tokens()
     torch.manual_seed(3)
-    return {k: v.to(DEVICE, model.dtype) if v.is_floating_point() else v.to(DEVICE) for k, v in (with_images(model, batch) or batch).items()}
+    return {
+        k: v.to(DEVICE, model.dtype) if v.is_floating_point() else v.to(DEVICE)
+        for k, v in (with_images(model, batch) or batch).items()
+    }
 
 
 def step(model: nn.Module, batch: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -91,8 +102,11 @@ def step(model: nn.Module, batch: dict[str, Any] | None = None, **kwargs: Any) -
     return out, {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_learning(ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float = 1e-5 if KERNELS else 2e-6) -> None:
-    """Loss and gradients equal to fp32 rounding: each to ``tolerance`` of its largest value, or of 1/1000 of the largest gradient of all.
+def assert_same_learning(
+    ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float = 1e-5 if KERNELS else 2e-6
+) -> None:
+    """Loss and gradients equal to fp32 rounding: each to ``tolerance`` of its largest value, or of
+    1/1000 of the largest gradient of all.
 
     (Some gradients, of key biases for example, are zero but for rounding.)
     """
@@ -100,7 +114,9 @@ def assert_same_learning(ours: dict[str, Tensor], stock: dict[str, Tensor], tole
     floor = max(g.abs().max().item() for n, g in stock.items() if n != "loss") / 1000
     for name, g in stock.items():
         error = (ours[name] - g).abs().max().item()
-        assert error <= tolerance * max(g.abs().max().item(), floor), f"{name}: error {error:.1e}, largest value {g.abs().max().item():.1e}"
+        assert error <= tolerance * max(g.abs().max().item(), floor), (
+            f"{name}: error {error:.1e}, largest value {g.abs().max().item():.1e}"
+        )
 
 
 def assert_same_bits(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
@@ -122,7 +138,9 @@ def assert_untouched(before: list[tuple[Any, dict[str, Any]]]) -> None:
     for owner, attributes in before:
         now = owner.__dict__
         changed = [k for k in attributes.keys() | now.keys() if now.get(k, owner) is not attributes.get(k, owner)]
-        changed = [k for k in changed if not isinstance(now.get(k), (Tensor, int))]  # models keep some themselves: positions after images, seeds
+        changed = [
+            k for k in changed if not isinstance(now.get(k), (Tensor, int))
+        ]  # models keep some themselves: positions after images, seeds
         assert not changed, f"{owner if isinstance(owner, type) else type(owner)}: {changed}"
 
 

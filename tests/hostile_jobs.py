@@ -1,4 +1,5 @@
-"""What people might write into fields of a job that would be something else in YAML, a shell or a template."""
+"""What people might write into fields of a job that would be something else in YAML, a shell or
+a template."""
 
 from __future__ import annotations
 
@@ -11,25 +12,86 @@ from liger_kernel.train.config import UserError
 
 FIELDS = [field.name for field in dataclasses.fields(Job) if field.name != "train"]
 HOSTILE = [
-    "", " ", "a b", "a; rm -rf /", "$(reboot)", "`id`", "{{ .Values.image }}", "{{ include \"x\" . }}", "}}", "<b>", "<{{ x }}>", "'", '"', "a'b", "a: b",
-    "- a", "&a", "*a", "!!python/object/apply:os.system [id]", "a\nb: c", "a\n---\nkind: Secret", "../../../x", "/etc/passwd", "..", "A=B", "-3", "1e3",
+    "",
+    " ",
+    "a b",
+    "a; rm -rf /",
+    "$(reboot)",
+    "`id`",
+    "{{ .Values.image }}",
+    '{{ include "x" . }}',
+    "}}",
+    "<b>",
+    "<{{ x }}>",
+    "'",
+    '"',
+    "a'b",
+    "a: b",
+    "- a",
+    "&a",
+    "*a",
+    "!!python/object/apply:os.system [id]",
+    "a\nb: c",
+    "a\n---\nkind: Secret",
+    "../../../x",
+    "/etc/passwd",
+    "..",
+    "A=B",
+    "-3",
+    "1e3",
     "0x10",
-    "yes", "null", "# a", 'a"b', "lots", "x" * 5000, "\0", "\ufeff", "Ünïcode", 10**6, -1, 1.5, True, [], [1, "x"], {}, {"a": 1}, {"a; b": "c"}, {"a": "b c"},
-    {"": "x"}, {"A=B": "x"},
-]  # fmt: skip
+    "yes",
+    "null",
+    "# a",
+    'a"b',
+    "lots",
+    "x" * 5000,
+    "\0",
+    "\ufeff",
+    "Ünïcode",
+    10**6,
+    -1,
+    1.5,
+    True,
+    [],
+    [1, "x"],
+    {},
+    {"a": 1},
+    {"a; b": "c"},
+    {"a": "b c"},
+    {"": "x"},
+    {"A=B": "x"},
+]
 OF_ITEMS = {  # of fields that hold items: what a value may be in them
-    **{name: [lambda v: {"A": v}, lambda v: {"example.com/a": v}] for name in ("environment", "node_selector", "monitor_labels", "labels", "annotations")},
+    **{
+        name: [lambda v: {"A": v}, lambda v: {"example.com/a": v}]
+        for name in ("environment", "node_selector", "monitor_labels", "labels", "annotations")
+    },
     "resources": [lambda v: {"rdma/ib": v}, lambda v: {"rdma/ib": "8", str(v): "1"}],
     "pull_secrets": [lambda v: [v], lambda v: ["tokens", v]],
-    "extra_volumes": [lambda v: [{"name": v, "emptyDir": {}}], lambda v: [{"name": "a", "csi": {"driver": v}}], lambda v: [{"name": "a", "csi": v}]],
-    "extra_mounts": [lambda v: [{"name": "x", "mountPath": v}], lambda v: [{"name": "x", "mountPath": "/x", "subPath": v}], lambda v: [v]],
+    "extra_volumes": [
+        lambda v: [{"name": v, "emptyDir": {}}],
+        lambda v: [{"name": "a", "csi": {"driver": v}}],
+        lambda v: [{"name": "a", "csi": v}],
+    ],
+    "extra_mounts": [
+        lambda v: [{"name": "x", "mountPath": v}],
+        lambda v: [{"name": "x", "mountPath": "/x", "subPath": v}],
+        lambda v: [v],
+    ],
 }
 
 
 def hostile(name: str, job: Callable[..., Job]) -> Iterator[tuple[Any, Job | None]]:
-    """(value, the job that has it in field ``name``, by ``job``, or None where it was refused by its name) of each hostile value."""
+    """(value, the job that has it in field ``name``, by ``job``, or None where it was refused by
+    its name) of each hostile value."""
     for value in HOSTILE:
-        around = {"queue": "team", "cluster_queue": "gpus", "quota_nodes": 3, "extra_volumes": [{"name": "x", "emptyDir": {}}]}
+        around = {
+            "queue": "team",
+            "cluster_queue": "gpus",
+            "quota_nodes": 3,
+            "extra_volumes": [{"name": "x", "emptyDir": {}}],
+        }
         around |= {"overlay": "eks"} if name in ("efa", "role") else {}
         for put in [value, *(form(value) for form in OF_ITEMS.get(name, ()))]:
             try:

@@ -1,4 +1,5 @@
-"""Without a GPU, kernels run in Triton's interpreter: this has to be imported before any kernel is defined."""
+"""Without a GPU, kernels run in Triton's interpreter: this has to be imported before any kernel
+is defined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter twice as fast: what it does anew for every call and value is done once.
+"""Makes Triton's interpreter twice as fast: what it does anew for every call and value is done
+once.
 
 What it computes stays the same. ``ops/_core/interpreter.py`` repairs that, for users, too.
 """
@@ -21,7 +22,11 @@ def _numpy(stock):
 
     def get_np_dtype(t):
         scalar = t.scalar
-        return stock(scalar) if isinstance(scalar, tl.pointer_type) else found.get(scalar.name) or found.setdefault(scalar.name, stock(scalar))
+        return (
+            stock(scalar)
+            if isinstance(scalar, tl.pointer_type)
+            else found.get(scalar.name) or found.setdefault(scalar.name, stock(scalar))
+        )
 
     return get_np_dtype
 
@@ -30,7 +35,8 @@ _patched: set[int] = set()  # the modules of the language that are, in the kerne
 
 
 def _once_a_kernel(stock):
-    """The interpreter patches the language anew for every call of a device function, which takes longer than most of these functions."""
+    """The interpreter patches the language anew for every call of a device function, which takes
+    longer than most of these functions."""
 
     @functools.cache
     def languages(fn):
@@ -93,8 +99,15 @@ def _constant(stock):
 def _operands(stock):
     """Operands of one type need no search for a common one, unless they are divided."""
 
-    def binary_op_type_checking_impl(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype and not (lhs.dtype.is_ptr() or div_or_mod):
+    def binary_op_type_checking_impl(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        if (
+            isinstance(lhs, tl.tensor)
+            and isinstance(rhs, tl.tensor)
+            and lhs.dtype is rhs.dtype
+            and not (lhs.dtype.is_ptr() or div_or_mod)
+        ):
             return self.broadcast_impl_value(lhs, rhs)
         return stock(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
@@ -151,5 +164,7 @@ def install() -> None:
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
     interpreter._patch_attr = _attribute
     interpreter._patch_builtin = _builtins(interpreter._patch_builtin)
-    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, op: None  # computes what nothing asserts where options.debug is off
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, op: (
+        None
+    )  # computes what nothing asserts where options.debug is off
     GridExecutor.__call__ = _kernel(GridExecutor.__call__)

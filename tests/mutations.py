@@ -1,10 +1,11 @@
-"""Whether tests notice: ten small mistakes in the source, one at a time, each of which must fail the test that is there for it.
+"""Whether tests notice: ten small mistakes in the source, one at a time, each of which must fail
+the test that is there for it.
 
 python tests/mutations.py            all of them, about four minutes of two cores; the nightly run does this
 python tests/mutations.py rope lora  some of them
 
-A mistake is made in a copy of ``src``, where the test must pass before it. A line that is no longer found is an error: let the mutation follow the source.
-A test that does not fail is worse than none.
+A mistake is made in a copy of ``src``, where the test must pass before it. A line that is no longer
+found is an error: let the mutation follow the source. A test that does not fail is worse than none.
 """
 
 from __future__ import annotations
@@ -121,12 +122,16 @@ def mutated(folder: Path, mutation: Mutation) -> None:
     path = folder / "liger_kernel" / mutation.file
     text = path.read_text()
     if text.count(mutation.before) != 1:
-        raise SystemExit(f"{mutation.file} has {text.count(mutation.before)} times what is to be mutated, not once: {mutation.before!r}")
+        raise SystemExit(
+            f"{mutation.file} has {text.count(mutation.before)} times what is to be mutated, not once: "
+            f"{mutation.before!r}"
+        )
     path.write_text(text.replace(mutation.before, mutation.after))
 
 
 def passes(folder: Path, mutation: Mutation) -> bool:
-    """Whether the mutation's test passes with the sources in ``folder``. ``SystemExit`` if there was nothing to fail."""
+    """Whether the mutation's test passes with the sources in ``folder``. ``SystemExit`` if there
+    was nothing to fail."""
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutation.tests, "-k", mutation.select]
     env = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -145,7 +150,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
             begin, mutation, folder = time.monotonic(), MUTATIONS[name], Path(temporary) / name
-            shutil.copytree(ROOT / "src" / "liger_kernel", folder / "liger_kernel", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / "src" / "liger_kernel", folder / "liger_kernel", ignore=shutil.ignore_patterns("__pycache__")
+            )
             if not passes(folder, mutation):
                 said = "FAILS WITHOUT IT"
             else:

@@ -1,4 +1,5 @@
-"""What each rank does in test_parallel.py: every way of running over several processes, compared with one process of the stock model.
+"""What each rank does in test_parallel.py: every way of running over several processes, compared
+with one process of the stock model.
 
 ``CHECKS`` are the ways. ``run(folder)`` starts the ranks, which write what they found of each.
 """
@@ -28,7 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -50,7 +58,9 @@ RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
 ROWS, LENGTH, IGNORED = 2 * RANKS, 12, 3  # of the batch of all ranks together
 TOLERANCE = 1e-5  # sums of other terms, in another order
 GPUS = torch.cuda.device_count()
-make = functools.partial(hf_models.make, **(dict(num_attention_heads=RANKS, num_key_value_heads=RANKS) if RANKS > 2 else {}))  # heads for every rank
+make = functools.partial(
+    hf_models.make, **(dict(num_attention_heads=RANKS, num_key_value_heads=RANKS) if RANKS > 2 else {})
+)  # heads for every rank
 
 
 def batch() -> dict[str, Tensor]:
@@ -87,8 +97,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def learn(run: nn.Module, ranks: int = RANKS, rank: int | None = None, parts: int = 1, seen: Collectives | None = None, **kwargs: Any) -> dict[str, Tensor]:
-    """Loss and gradients of the mean over all ranks' tokens, this rank learning its share of the batch in ``parts`` micro-batches."""
+def learn(
+    run: nn.Module,
+    ranks: int = RANKS,
+    rank: int | None = None,
+    parts: int = 1,
+    seen: Collectives | None = None,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Loss and gradients of the mean over all ranks' tokens, this rank learning its share of the
+    batch in ``parts`` micro-batches."""
     rank = dist.get_rank() if rank is None and ranks > 1 else rank or 0
     mine = {k: v.chunk(ranks)[rank] for k, v in batch().items()}
     n = (batch()["labels"][:, 1:] != -100).sum() / ranks
@@ -118,7 +136,9 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             out = func(*args, **(kwargs or {}))
             tensors = [t for t in torch.utils._pytree.tree_leaves((args, out)) if isinstance(t, Tensor)]
-            self.sizes += [(str(func), t.numel()) for t in {t.data_ptr(): t for t in tensors}.values()]  # in place: sent and returned
+            self.sizes += [
+                (str(func), t.numel()) for t in {t.data_ptr(): t for t in tensors}.values()
+            ]  # in place: sent and returned
             return out
         return func(*args, **(kwargs or {}))
 
@@ -132,14 +152,35 @@ FURTHER = (
     set()
     if GPUS
     else {
-        *("ddp_static_graph", "ddp_unused_parameters", "fsdp2_head_with_the_norm", "fsdp2_tied_in_one_group", "fsdp1_layers", "fsdp1_accumulates"),
-        *("lora_ddp", "lora_fsdp1", "fp8_accumulates", "fp8_fsdp2_every_linear", "fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1"),
+        *(
+            "ddp_static_graph",
+            "ddp_unused_parameters",
+            "fsdp2_head_with_the_norm",
+            "fsdp2_tied_in_one_group",
+            "fsdp1_layers",
+            "fsdp1_accumulates",
+        ),
+        *(
+            "lora_ddp",
+            "lora_fsdp1",
+            "fp8_accumulates",
+            "fp8_fsdp2_every_linear",
+            "fp8_fsdp2_checkpointed",
+            "fp8_fsdp2_steps",
+            "fp8_fsdp1",
+        ),
         *("tp_compiled", "tp_compiled_with_logits", "tp_sequence_parallel_compiled"),
         *("ulysses_compiled_layers_of_two_kinds", "experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
     }
 )
 # interpreted; whole models would take minutes so
-BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine", "lora_on_experts", "fp8_of_torchao_gathered_in_fp8"}
+BY_KERNELS = {
+    "norms_of_dtensors",
+    "a_sharded_head_by_kernels",
+    "lora_by_the_engine",
+    "lora_on_experts",
+    "fp8_of_torchao_gathered_in_fp8",
+}
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -300,11 +341,16 @@ def fsdp1(model: nn.Module, leaves: tuple[type, ...], use_orig_params: bool) -> 
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     device = torch.device("cuda", dist.get_rank()) if GPUS else torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy(set(leaves)), use_orig_params=use_orig_params, device_id=device)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy(set(leaves)), use_orig_params=use_orig_params, device_id=device
+    )
 
 
-def same_under_fsdp1(run: FullyShardedDataParallel, truth: dict[str, Tensor], head: str = "fused", **kwargs: Any) -> None:
-    """Gradients are what a step of gradient descent changes, as FSDP1 shows them whole only with ``use_orig_params``."""
+def same_under_fsdp1(
+    run: FullyShardedDataParallel, truth: dict[str, Tensor], head: str = "fused", **kwargs: Any
+) -> None:
+    """Gradients are what a step of gradient descent changes, as FSDP1 shows them whole only with
+    ``use_orig_params``."""
 
     def weights() -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(run):
@@ -328,7 +374,9 @@ def fsdp1_layers() -> None:
     for tied in (False, True):
         for use_orig_params in (True, False):
             model = patched(tie_word_embeddings=tied)
-            same_under_fsdp1(fsdp1(model, (type(model.model.layers[0]),), use_orig_params), expected(tie_word_embeddings=tied))
+            same_under_fsdp1(
+                fsdp1(model, (type(model.model.layers[0]),), use_orig_params), expected(tie_word_embeddings=tied)
+            )
 
 
 @check
@@ -353,8 +401,11 @@ WIDE = dict(vocab_size=2050)  # so that logits would be the largest thing sent
 
 
 def logits_stay(seen: Collectives) -> None:
-    """What is sent is smaller than one rank's share of the logits: hidden states, and three numbers a token."""
-    assert 0 < seen.largest() < ROWS * LENGTH * WIDE["vocab_size"] // RANKS // 4, sorted(set(seen.sizes), key=lambda x: -x[1])[:5]
+    """What is sent is smaller than one rank's share of the logits: hidden states, and three
+    numbers a token."""
+    assert 0 < seen.largest() < ROWS * LENGTH * WIDE["vocab_size"] // RANKS // 4, sorted(
+        set(seen.sizes), key=lambda x: -x[1]
+    )[:5]
 
 
 @check
@@ -372,16 +423,24 @@ def tp_by_plan() -> None:
 @check
 def tp_of_families() -> None:
     """Soft-capped logits, norms of heads, and classes that ranks share unequally."""
-    for model_type, more in (("gemma2", dict(tie_word_embeddings=False)), ("qwen3", {}), ("llama", dict(vocab_size=257))):
+    for model_type, more in (
+        ("gemma2", dict(tie_word_embeddings=False)),
+        ("qwen3", {}),
+        ("llama", dict(vocab_size=257)),
+    ):
         same(parallelize(patched(model_type, **more), "tp").model, expected(model_type, **more), head="sliced", ranks=1)
 
 
 @check
 def tp_options_of_the_loss() -> None:
-    """Labels smoothed, z-loss, statistics, and what needs whole logits, of which there is then one chunk at a time."""
+    """Labels smoothed, z-loss, statistics, and what needs whole logits, of which there is then
+    one chunk at a time."""
     run, one = parallelize(patched(), "tp").model, patched()
     for options, head in (
-        (dict(label_smoothing=0.1, lse_square_scale=1e-2, return_token_accuracy=True, return_predicted_tokens=True), {"sliced"}),
+        (
+            dict(label_smoothing=0.1, lse_square_scale=1e-2, return_token_accuracy=True, return_predicted_tokens=True),
+            {"sliced"},
+        ),
         (dict(use_token_scaling=True), {"called"}),
     ):
         run.zero_grad()
@@ -405,8 +464,13 @@ def tp_evaluates() -> None:
 
 @check
 def tp_default_head() -> None:
-    """``ColwiseParallel()`` without a thought about its output: this rank's logits, of which the stock loss would be wrong."""
-    for style in (ColwiseParallel(), ColwiseParallel(use_local_output=False), ColwiseParallel(output_layouts=Replicate())):
+    """``ColwiseParallel()`` without a thought about its output: this rank's logits, of which the
+    stock loss would be wrong."""
+    for style in (
+        ColwiseParallel(),
+        ColwiseParallel(use_local_output=False),
+        ColwiseParallel(output_layouts=Replicate()),
+    ):
         model = patched(**WIDE)
         parallelize_module(model, mesh(), {"lm_head": style})
         seen = Collectives()
@@ -415,7 +479,8 @@ def tp_default_head() -> None:
 
 
 def learns_compiled(model: nn.Module, **kwargs: Any) -> None:
-    """What the stock model learns in one process, with the gradients' placements of eager mode; every rank has the whole batch."""
+    """What the stock model learns in one process, with the gradients' placements of eager mode;
+    every rank has the whole batch."""
     torch._dynamo.reset()
     placements = []
     for run in (model, torch.compile(model, backend="aot_eager")):
@@ -423,7 +488,9 @@ def learns_compiled(model: nn.Module, **kwargs: Any) -> None:
         out = run(**batch(), use_cache=False, **kwargs)
         out.loss.backward()
         assert_same_learning({"loss": out.loss.detach()} | gradients(model), expected(**ONE_LAYER), TOLERANCE)
-        placements.append({name: p.grad.placements for name, p in model.named_parameters() if isinstance(p.grad, DTensor)})
+        placements.append(
+            {name: p.grad.placements for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+        )
     assert placements[0] == placements[1] and placements[0]["lm_head.weight"] == (Shard(0),), placements
 
 
@@ -432,7 +499,8 @@ ONE_LAYER = dict(num_hidden_layers=1)
 
 @check
 def tp_compiled() -> None:
-    """The hidden states leave the graph in which a rank's term of their gradient would be summed."""
+    """The hidden states leave the graph in which a rank's term of their gradient would be
+    summed."""
     model = patched(**ONE_LAYER)
     parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     learns_compiled(model)
@@ -454,7 +522,8 @@ def tp_sequence_parallel_compiled() -> None:
 
 @check
 def parts_of_dtensors_in_graphs() -> None:
-    """What a graph returns of a DTensor has the gradients that it has without a graph: the sum of the ranks' terms."""
+    """What a graph returns of a DTensor has the gradients that it has without a graph: the sum
+    of the ranks' terms."""
     from liger_kernel.ops._core.shards import on_own_rows
     from liger_kernel.parallel import received
 
@@ -471,7 +540,11 @@ def parts_of_dtensors_in_graphs() -> None:
     def norm(x: Tensor) -> tuple[Tensor, ...]:
         """A function that leaves the graph between the norm's weight and its use."""
         w = DTensor.from_local(x.sin(), group, [Replicate()], run_check=False)
-        y: Any = on_own_rows(lambda x, w: (torch._dynamo.graph_break(), x * w)[1], distribute_tensor(torch.ones(RANKS, 3, device=device), group, [Shard(0)]), w)
+        y: Any = on_own_rows(
+            lambda x, w: (torch._dynamo.graph_break(), x * w)[1],
+            distribute_tensor(torch.ones(RANKS, 3, device=device), group, [Shard(0)]),
+            w,
+        )
         return (y.to_local(),)
 
     for fn in (rows, norm):
@@ -491,7 +564,9 @@ def operators_given_dtensors() -> None:
     spread = lambda t: distribute_tensor(t.detach(), group, [Replicate()]) if isinstance(t, Tensor) else t
     right = set()
     for name, op in OPS.items():
-        args = next(case for case in op.cases if not (case.error or case.gpu or case.timed)).make(torch.float32, group.device_type)
+        args = next(case for case in op.cases if not (case.error or case.gpu or case.timed)).make(
+            torch.float32, group.device_type
+        )
         tensors = [k for k, v in args.items() if any(isinstance(t, Tensor) for t in tree_leaves(v))]
         for names in (tensors, tensors[:1], tensors[1:]):
             try:
@@ -501,7 +576,9 @@ def operators_given_dtensors() -> None:
                 continue
             right.add(name)
             for ours, theirs in zip(tree_leaves(found), tree_leaves(op.fn(**args)), strict=True):
-                torch.testing.assert_close(whole(ours), theirs, equal_nan=True, msg=lambda said, name=name: f"{name}: {said}")  # type: ignore[misc]
+                torch.testing.assert_close(
+                    whole(ours), theirs, equal_nan=True, msg=lambda said, name=name: f"{name}: {said}"
+                )  # type: ignore[misc]
     assert right >= {"rms_norm", "layer_norm", "glu", "cross_entropy", "softmax"}, right
 
 
@@ -528,14 +605,23 @@ def tp_sequence_parallel() -> None:
     model = by_sequence(patched(**WIDE))
     seen = Collectives()
     # positions: models count them on the embedding, of which each rank would see its part
-    same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen, position_ids=torch.arange(LENGTH, device=model.device)[None])
+    same(
+        model,
+        expected(**WIDE),
+        head="sliced",
+        ranks=1,
+        seen=seen,
+        position_ids=torch.arange(LENGTH, device=model.device)[None],
+    )
     logits_stay(seen)
 
 
 def by_sequence(model: nn.Module) -> nn.Module:
     sequence = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
     plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+        "model.embed_tokens": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        ),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1)),
     }
@@ -544,7 +630,10 @@ def by_sequence(model: nn.Module) -> nn.Module:
         plan |= {
             at + "input_layernorm": SequenceParallel(),
             at + "post_attention_layernorm": SequenceParallel(),
-            at + "self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+            at + "self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            ),
             at + "mlp": PrepareModuleInput(**sequence),
             **{at + f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
             **{at + f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")},
@@ -561,7 +650,10 @@ def norms_of_dtensors() -> None:
     from liger_kernel.ops._core import operator as _op
 
     group = mesh()
-    x, w, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(group.device_type) for shape in ((RANKS, 3 * RANKS - 1, 64), (64,), (64,)))
+    x, w, b = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(group.device_type)
+        for shape in ((RANKS, 3 * RANKS - 1, 64), (64,), (64,))
+    )
     kernels: list[str] = []
     launch = _op._start
     _op._start = lambda device, kernel, *more: (kernels.append(kernel.fn.__name__), launch(device, kernel, *more))[1]
@@ -571,7 +663,12 @@ def norms_of_dtensors() -> None:
         truth.square().sum().backward()
         for placement in (Shard(1), Shard(0), Replicate()):
             kernels.clear()
-            mine = [DTensor.from_local(x.clone(), group, [Replicate()]).redistribute(placements=[placement]).detach().requires_grad_()]
+            mine = [
+                DTensor.from_local(x.clone(), group, [Replicate()])
+                .redistribute(placements=[placement])
+                .detach()
+                .requires_grad_()
+            ]
             mine += [DTensor.from_local(t.clone(), group, [Replicate()]).requires_grad_() for t in weights]
             with Collectives() as seen:
                 y = fn(*mine)
@@ -581,10 +678,21 @@ def norms_of_dtensors() -> None:
             for ours, theirs in zip((y, *(t.grad for t in mine)), (truth, *(t.grad for t in one))):
                 torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
     _op._start = launch
-    late = DTensor.from_local(x.chunk(RANKS, -1)[dist.get_rank()].contiguous(), group, [Shard(2)])  # still on its way when the kernel is asked for
-    torch.testing.assert_close(rms_norm(late.redistribute(placements=[Replicate()], async_op=True)).to_local(), rms_norm(x))
-    columns = DTensor.from_local(x.chunk(RANKS, -1)[dist.get_rank()], group, [Shard(2)])  # rows in pieces: by PyTorch's own operators
-    torch.testing.assert_close(rms_norm(columns, DTensor.from_local(w, group, [Replicate()])).full_tensor(), rms_norm(x, w), rtol=1e-5, atol=1e-5)
+    late = DTensor.from_local(
+        x.chunk(RANKS, -1)[dist.get_rank()].contiguous(), group, [Shard(2)]
+    )  # still on its way when the kernel is asked for
+    torch.testing.assert_close(
+        rms_norm(late.redistribute(placements=[Replicate()], async_op=True)).to_local(), rms_norm(x)
+    )
+    columns = DTensor.from_local(
+        x.chunk(RANKS, -1)[dist.get_rank()], group, [Shard(2)]
+    )  # rows in pieces: by PyTorch's own operators
+    torch.testing.assert_close(
+        rms_norm(columns, DTensor.from_local(w, group, [Replicate()])).full_tensor(),
+        rms_norm(x, w),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     torch.testing.assert_close(glu(columns, columns).full_tensor(), glu(x, x), rtol=1e-5, atol=1e-5)
 
 
@@ -597,7 +705,10 @@ def a_sharded_head_by_kernels() -> None:
     torch.manual_seed(6)
     one = nn.Linear(16, 71).to(group.device_type)
     head = parallelize_module(copy.deepcopy(one), group, ColwiseParallel(input_layouts=Shard(1)))
-    x, target = torch.randn(2, 3 * RANKS, 16).to(group.device_type), torch.randint(0, 71, (6 * RANKS,)).to(group.device_type)
+    x, target = (
+        torch.randn(2, 3 * RANKS, 16).to(group.device_type),
+        torch.randint(0, 71, (6 * RANKS,)).to(group.device_type),
+    )
     target[3] = -100
     all_x, own_x = x.clone().requires_grad_(), x.chunk(RANKS, 1)[dist.get_rank()].clone().requires_grad_()
     truth = nn.functional.cross_entropy(one(all_x).flatten(0, 1), target)
@@ -651,15 +762,25 @@ def tp_in_fsdp2() -> None:
 
 @check
 def context_parallel() -> None:
-    """Every rank has a part of each sequence, and labels shifted before the cut; keys and values are gathered for attention."""
+    """Every rank has a part of each sequence, and labels shifted before the cut; keys and values
+    are gathered for attention."""
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from transformers import AttentionInterface
 
-    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
-        k, v = (all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD).repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
+    def attention(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        k, v = (
+            all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD).repeat_interleave(
+                module.num_key_value_groups, 1
+            )
+            for t in (k, v)
+        )
         first = dist.get_rank() * q.shape[2]
         causal = torch.arange(k.shape[2], device=q.device) <= first + torch.arange(q.shape[2], device=q.device)[:, None]
-        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling).transpose(1, 2), None
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling).transpose(
+            1, 2
+        ), None
 
     AttentionInterface.register("gathered", attention)
     model = patched()
@@ -668,8 +789,14 @@ def context_parallel() -> None:
     shifted = nn.functional.pad(whole_batch["labels"], (0, 1), value=-100)[:, 1:]
     cut = lambda t: t.chunk(RANKS, 1)[dist.get_rank()].contiguous()
     with calls_of_heads() as said:
-        out = model(input_ids=cut(whole_batch["input_ids"]), position_ids=cut(torch.arange(LENGTH, device=model.device)[None]), shift_labels=cut(shifted),
-                    attention_mask=None, num_items_in_batch=(shifted != -100).sum(), use_cache=False)  # fmt: skip
+        out = model(
+            input_ids=cut(whole_batch["input_ids"]),
+            position_ids=cut(torch.arange(LENGTH, device=model.device)[None]),
+            shift_labels=cut(shifted),
+            attention_mask=None,
+            num_items_in_batch=(shifted != -100).sum(),
+            use_cache=False,
+        )
         out.loss.backward()
     assert said == ["fused"] and out.logits is None
     found = {"loss": out.loss.detach()} | gradients(model)
@@ -706,7 +833,10 @@ def pipeline_stages() -> None:
     found = gradients(model)
     truth = {k: v for k, v in expected().items() if k != "loss"}
     if rank == 1:
-        found = {k.replace(f"layers.{k.split('.')[2]}", f"layers.{int(k.split('.')[2]) + half}") if ".layers." in k else k: v for k, v in found.items()}
+        found = {
+            k.replace(f"layers.{k.split('.')[2]}", f"layers.{int(k.split('.')[2]) + half}") if ".layers." in k else k: v
+            for k, v in found.items()
+        }
         found["loss"] = out.loss.detach()
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, {k: v.cpu() for k, v in found.items()})
@@ -718,12 +848,19 @@ def pipeline_stages() -> None:
 
 
 def documents(length: int = LENGTH) -> dict[str, Tensor]:
-    """Rows of two and three documents, of which one begins where the part of the second of two ranks does."""
+    """Rows of two and three documents, of which one begins where the part of the second of two
+    ranks does."""
     found = tokens(ROWS, length, ignored=IGNORED)
     at = torch.arange(length, device=found["labels"].device).expand(ROWS, -1)
-    begins = (at == 0) | (at == (length + 1) // 2) | ((at == 4) & (torch.arange(ROWS, device=at.device) % 2 == 1)[:, None])
+    begins = (
+        (at == 0) | (at == (length + 1) // 2) | ((at == 4) & (torch.arange(ROWS, device=at.device) % 2 == 1)[:, None])
+    )
     positions = at - torch.where(begins, at, 0).cummax(1).values
-    return {"input_ids": found["input_ids"], "labels": found["labels"].masked_fill(begins, -100), "position_ids": positions}
+    return {
+        "input_ids": found["input_ids"],
+        "labels": found["labels"].masked_fill(begins, -100),
+        "position_ids": positions,
+    }
 
 
 def padded(length: int = LENGTH, left: bool = False) -> dict[str, Tensor]:
@@ -733,7 +870,14 @@ def padded(length: int = LENGTH, left: bool = False) -> dict[str, Tensor]:
     return found | {"labels": found["labels"].masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
-def same_rows(model_type: str, mode: str, given: dict[str, Tensor], attention: str = "sdpa", change: Callable = lambda model: None, **more: Any) -> Parallel:
+def same_rows(
+    model_type: str,
+    mode: str,
+    given: dict[str, Tensor],
+    attention: str = "sdpa",
+    change: Callable = lambda model: None,
+    **more: Any,
+) -> Parallel:
     """Every rank is given the whole batch, and has the loss and the gradients of one process."""
 
     def build(flags: dict[str, Any] | None) -> nn.Module:
@@ -757,28 +901,47 @@ def same_rows(model_type: str, mode: str, given: dict[str, Tensor], attention: s
 
 @check
 def ulysses_families() -> None:
-    """Fewer key heads than ranks, norms of heads, windows, soft caps, sinks, experts; lengths that ranks do not share equally."""
+    """Fewer key heads than ranks, norms of heads, windows, soft caps, sinks, experts; lengths
+    that ranks do not share equally."""
     same_rows("llama", "ulysses", tokens(ROWS, LENGTH), num_attention_heads=2 * RANKS, num_key_value_heads=RANKS)
     same_rows("llama", "ulysses-fsdp2", tokens(ROWS, LENGTH + 1), num_attention_heads=2 * RANKS, num_key_value_heads=1)
     same_rows("qwen3", "ulysses-fsdp2", tokens(ROWS, LENGTH))
     same_rows("gemma2", "ulysses", tokens(ROWS, LENGTH), "eager", sliding_window=4)
     same_rows("gemma3_text", "ulysses-fsdp2", tokens(ROWS, LENGTH - 1), sliding_window=4)
     same_rows("mixtral", "ulysses", tokens(ROWS, LENGTH), output_router_logits=False)
-    same_rows("gpt_oss", "ulysses", documents(), "eager", output_router_logits=False, sliding_window=4)  # stock's masks know no documents
+    same_rows(
+        "gpt_oss", "ulysses", documents(), "eager", output_router_logits=False, sliding_window=4
+    )  # stock's masks know no documents
     same_rows("deepseek_v3", "ulysses", tokens(ROWS, LENGTH))  # values of another width than keys
 
 
 @check
 def ulysses_documents_and_padding() -> None:
     for length in (LENGTH, LENGTH + 1):
-        for model_type, attention in (("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa"), ("llama4_text", "sdpa")):
-            same_rows(model_type, "ulysses", documents(length), attention, **({"sliding_window": 4} if "gemma" in model_type else {}))
+        for model_type, attention in (
+            ("llama", "sdpa"),
+            ("llama", "eager"),
+            ("gemma3_text", "sdpa"),
+            ("llama4_text", "sdpa"),
+        ):
+            same_rows(
+                model_type,
+                "ulysses",
+                documents(length),
+                attention,
+                **({"sliding_window": 4} if "gemma" in model_type else {}),
+            )
             same_rows(model_type, "ulysses", padded(length, left=length > LENGTH), attention)
     bounds = (documents()["position_ids"].flatten() == 0).nonzero().flatten().int()
     bounds = torch.cat((bounds, bounds.new_tensor([ROWS * LENGTH])))
     import liger_kernel.transformers.attention  # noqa: F401  "liger_varlen"
 
-    same_rows("llama", "ulysses", documents() | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}, "liger_varlen")
+    same_rows(
+        "llama",
+        "ulysses",
+        documents() | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8},
+        "liger_varlen",
+    )
 
 
 @check
@@ -818,7 +981,8 @@ def ulysses_compiled_layers_of_two_kinds() -> None:
 
 @check
 def ulysses_gives_attention_whole_rows() -> None:
-    """As the model's own attention takes them: no mask where Flash Attention has none, whole positions, bounds as given, and its own name."""
+    """As the model's own attention takes them: no mask where Flash Attention has none, whole
+    positions, bounds as given, and its own name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import flash_attention_mask
@@ -845,12 +1009,17 @@ def ulysses_gives_attention_whole_rows() -> None:
         for call in calls:
             assert call["mask"] is None and call["name"] == "flash_of_test"
             assert [shape[:3] for shape in call["shapes"]] == [(ROWS, 2, LENGTH), (ROWS, 1, LENGTH)]
-            assert torch.equal(call["position_ids"], given["position_ids"]) if "position_ids" in given else call["position_ids"] is None
+            assert (
+                torch.equal(call["position_ids"], given["position_ids"])
+                if "position_ids" in given
+                else call["position_ids"] is None
+            )
 
 
 @check
 def ulysses_beside_other_ranks() -> None:
-    """Groups that share rows, and read other rows than the other groups: sums over all tokens, in micro-batches, clipped by the norm of one process."""
+    """Groups that share rows, and read other rows than the other groups: sums over all tokens,
+    in micro-batches, clipped by the norm of one process."""
     device = "cuda" if GPUS else "cpu"
     one = make("llama")
     step(one, batch())
@@ -858,7 +1027,9 @@ def ulysses_beside_other_ranks() -> None:
     for mode in ("ulysses", "ulysses-fsdp2"):
         for shape in dict.fromkeys([(1, RANKS), (RANKS, 1), (RANKS // 2, 2)]):
             p = parallelize(patched(), mode, mesh=init_device_mesh(device, shape, mesh_dim_names=("data", "sequence")))
-            assert (p.data_ranks, p.sequence_ranks) == shape and p.data_rank * shape[1] + p.sequence_rank == dist.get_rank()
+            assert (p.data_ranks, p.sequence_ranks) == shape and p.data_rank * shape[
+                1
+            ] + p.sequence_rank == dist.get_rank()
             mine = {k: v.chunk(p.data_ranks)[p.data_rank] for k, v in batch().items()}
             items, total = p.items((mine["labels"][:, 1:] != -100).sum()), torch.zeros((), device=device)
             for i in range(2):
@@ -866,7 +1037,9 @@ def ulysses_beside_other_ranks() -> None:
                     loss = p.model(**{k: v.chunk(2)[i] for k, v in mine.items()}, num_items_in_batch=items).loss
                     loss.backward()
                     total += loss.detach()
-            assert_same_learning({"loss": (p.total(total) / p.data_ranks).float()} | gradients(p.module), expected(), TOLERANCE)
+            assert_same_learning(
+                {"loss": (p.total(total) / p.data_ranks).float()} | gradients(p.module), expected(), TOLERANCE
+            )
             torch.testing.assert_close(p.clip_grad_norm_(None), norm, rtol=1e-5, atol=1e-6)
             if mode == "ulysses-fsdp2":  # as a step in the backward has it
                 squares = sum(w.grad.to_local().square().sum() for w in p.module.parameters() if w.grad is not None)
@@ -907,13 +1080,23 @@ def ulysses_refuses() -> None:
         ("roberta", {"is_decoder": True}, "counts positions by its attention mask or its tokens"),
         ("bert", {}, "is not causal"),
         ("mixtral", {"output_router_logits": True}, "set output_router_logits to False"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings dynamic"),
-        ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, f"must be a multiple of the {RANKS} ranks that share rows, got 1"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary embeddings dynamic",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 1, "num_key_value_heads": 1},
+            f"must be a multiple of the {RANKS} ranks that share rows, got 1",
+        ),
     ):
         before = make(model_type, **more)
         name, hooks = before.config._attn_implementation, len(before._forward_pre_hooks)
         refused(functools.partial(parallelize, before, "ulysses"), why)
-        assert before.config._attn_implementation == name and len(before._forward_pre_hooks) == hooks and before.training
+        assert (
+            before.config._attn_implementation == name and len(before._forward_pre_hooks) == hooks and before.training
+        )
     refused(lambda: parallelize(nn.Linear(2, 2), "ulysses"), "is no model of Transformers")
     refused(lambda: parallelize(make("llama").to("meta"), "ulysses", mesh=mesh()), "has no weights yet")
     p = parallelize(patched(), "ulysses")
@@ -923,7 +1106,10 @@ def ulysses_refuses() -> None:
     refused(lambda: p.model(**given, use_cache=True), "use_cache must be left out")
     refused(lambda: p.model(**given, logits_to_keep=1), "logits_to_keep must be left out")
     refused(lambda: p.model(**given, pixel_values=given["labels"]), "no tensors but")
-    refused(lambda: p.model(**given, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH, device=p.module.device)), "attention_mask must be a tensor (B, T)")
+    refused(
+        lambda: p.model(**given, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH, device=p.module.device)),
+        "attention_mask must be a tensor (B, T)",
+    )
     bounds = torch.tensor([0, ROWS * (LENGTH - 1)], dtype=torch.int32, device=p.module.device)
     short = {name: value[:, 1:] for name, value in given.items()}
     refused(lambda: p.model(**short, cu_seq_lens_q=bounds), f"must have a multiple of {RANKS} tokens, got {LENGTH - 1}")
@@ -938,7 +1124,9 @@ def adapted(use: bool, **more: Any) -> nn.Module:
     """With adapters in attention and on the head."""
     import peft
 
-    model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, **more))
+    model = peft.get_peft_model(
+        make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, **more)
+    )
     if use:
         _apply_liger_kernel_to_instance(model=model.get_base_model())
     return model
@@ -973,7 +1161,8 @@ def lora_fsdp2() -> None:
 
 @check
 def lora_by_the_engine() -> None:
-    """Linear layers of DDP, of FSDP, which gathers them, and of checkpointed layers under it, are nodes of the engine, and learn what stock's learn."""
+    """Linear layers of DDP, of FSDP, which gathers them, and of checkpointed layers under it,
+    are nodes of the engine, and learn what stock's learn."""
     import peft
 
     from liger_kernel.transformers.recognise import mlps, projections
@@ -999,7 +1188,9 @@ def lora_by_the_engine() -> None:
             run = fsdp1(model, (type(model.base_model.model.model.layers[0]),), True)
             loss = learn_any(run)["loss"]
             with FullyShardedDataParallel.summon_full_params(run, with_grads=True):
-                return {"loss": loss} | {name: g for name, g in gradients(run).items() if "lora_" in name}  # zeros for what is frozen
+                return {"loss": loss} | {
+                    name: g for name, g in gradients(run).items() if "lora_" in name
+                }  # zeros for what is frozen
         for layer in model.base_model.model.model.layers:
             fully_shard(layer, mesh=mesh())
         return learn_any(fully_shard(model, mesh=mesh()))
@@ -1018,7 +1209,8 @@ def lora_by_the_engine() -> None:
 
 @check
 def lora_on_experts() -> None:
-    """Experts with adapters of DDP, and of FSDP2 with and without checkpoints, which gathers their weights, are nodes, and learn what stock's learn."""
+    """Experts with adapters of DDP, and of FSDP2 with and without checkpoints, which gathers
+    their weights, are nodes, and learn what stock's learn."""
     import peft
 
     from liger_kernel.transformers.recognise import adapted_experts
@@ -1030,7 +1222,9 @@ def lora_on_experts() -> None:
     def wrapped(ours: bool, mode: str) -> dict[str, Tensor]:
         torch.manual_seed(4)
         of = ["experts.gate_up_proj", "experts.down_proj"]
-        model = peft.get_peft_model(make("qwen3_moe"), peft.LoraConfig(r=4, target_modules=[], target_parameters=of, init_lora_weights=False))
+        model = peft.get_peft_model(
+            make("qwen3_moe"), peft.LoraConfig(r=4, target_modules=[], target_parameters=of, init_lora_weights=False)
+        )
         if ours:
             off = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
             _apply_liger_kernel_to_instance(model=model.get_base_model(), **off)
@@ -1072,7 +1266,9 @@ def lora_on_a_head_of_tp() -> None:
     truth = step(peft.get_peft_model(make("llama"), config), batch())[1]
     torch.manual_seed(4)
     model = peft.get_peft_model(make("llama"), config)
-    parallelize_module(model, mesh(), {"base_model.model.lm_head.base_layer": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(
+        model, mesh(), {"base_model.model.lm_head.base_layer": ColwiseParallel(output_layouts=Replicate())}
+    )
     _apply_liger_kernel_to_instance(model=model.get_base_model())
     assert_same_learning(learn(model, ranks=1), truth, TOLERANCE)
 
@@ -1093,7 +1289,8 @@ def in_fp8(recipe: str = "tensorwise") -> nn.Module:
 
 @functools.cache
 def expected_in_fp8(recipe: str = "tensorwise", parts: int = 1) -> dict[str, Tensor]:
-    """The mean of what one process learns from the shares of all ranks: a scale of all activations is one of those that a rank has in a forward."""
+    """The mean of what one process learns from the shares of all ranks: a scale of all
+    activations is one of those that a rank has in a forward."""
     shares = [learn(in_fp8(recipe), rank=rank, parts=parts) for rank in range(RANKS)]
     return {name: sum(share[name] for share in shares) / RANKS for name in shares[0]}  # type: ignore[misc]  # a sum of tensors
 
@@ -1121,7 +1318,9 @@ def fp8_fsdp2() -> None:
     for recipe in recipes():
         p = parallelize(in_fp8(recipe), "fsdp2", own_head=True)
         same_in_fp8(learn(p.model), recipe)
-        assert [layer.reason for layer in projections_report(p.module).layers if layer.runs] == [f"in FP8, {recipe}"] * 14
+        assert [layer.reason for layer in projections_report(p.module).layers if layer.runs] == [
+            f"in FP8, {recipe}"
+        ] * 14
 
 
 @check
@@ -1158,7 +1357,10 @@ def fp8_fsdp2_mixed_precision() -> None:
 @check
 def fp8_fsdp2_steps() -> None:
     """Weights that an optimizer changes are cast again."""
-    optimizers = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in (parallelize(in_fp8(), mode).model for mode in ("ddp", "fsdp2"))]
+    optimizers = [
+        (run, torch.optim.SGD(run.parameters(), lr=0.1))
+        for run in (parallelize(in_fp8(), mode).model for mode in ("ddp", "fsdp2"))
+    ]
     losses: list[list[float]] = []
     for run, optimizer in optimizers:
         losses.append([])
@@ -1180,15 +1382,21 @@ def fp8_fsdp1() -> None:
 
 @check
 def fp8_tp() -> None:
-    """Weights that are sharded while they are multiplied stay in 16 or 32 bits, and the report says so."""
+    """Weights that are sharded while they are multiplied stay in 16 or 32 bits, and the report
+    says so."""
     p = parallelize(in_fp8(), "tp")
     same(p.model, head="sliced", ranks=1)
     stock = {layer.name: layer.reason for layer in projections_report(p.module).stock}
-    assert stock.pop("lm_head") and set(stock.values()) == {"its weight is quantised, or sharded while it is multiplied"} and len(stock) == 14
+    assert (
+        stock.pop("lm_head")
+        and set(stock.values()) == {"its weight is quantised, or sharded while it is multiplied"}
+        and len(stock) == 14
+    )
 
 
 def fp8_of_torchao_gathered_in_fp8() -> None:
-    """``enable_fsdp_float8_all_gather``: our nodes multiply what FSDP2 gathered, and learn what torchao's own code learns."""
+    """``enable_fsdp_float8_all_gather``: our nodes multiply what FSDP2 gathered, and learn what
+    torchao's own code learns."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
     multiplied: list[Tensor] = []
@@ -1208,7 +1416,9 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
             fully_shard(layer, mesh=mesh())
         fully_shard(model, mesh=mesh())
         if ours:
-            assert [layer.reason for layer in projections_report(model).layers if layer.runs] == ["in FP8, tensorwise, gathered in FP8"] * 7
+            assert [layer.reason for layer in projections_report(model).layers if layer.runs] == [
+                "in FP8, tensorwise, gathered in FP8"
+            ] * 7
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1221,7 +1431,8 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
         assert len(multiplied) == 7 * 2 * ours * (1 + checkpointing)  # layers and steps, and forwards of each
         return found
 
-    # a value that lies on the border between two numbers of FP8 may fall to either side, which moved a gradient by 8e-5 of the largest
+    # a value that lies on the border between two numbers of FP8 may fall to either side, which
+    # moved a gradient by 8e-5 of the largest
     recognised.float8_gathered = counting
     try:
         theirs = learnt(False)
@@ -1248,7 +1459,8 @@ def adapted_trunk() -> nn.Module:
 
 
 def policy_loss(model: nn.Module, ids: Tensor, advantages: Tensor) -> Tensor:
-    """Of hidden states and the head's weight, as TRL computes it: the model's own ``forward`` is not called."""
+    """Of hidden states and the head's weight, as TRL computes it: the model's own ``forward`` is
+    not called."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     hidden = causal.model(ids[:, :-1], use_cache=False).last_hidden_state
     loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo")
@@ -1269,28 +1481,42 @@ def after_steps(run: nn.Module, call: Callable[..., Tensor], rank: int = 0, rank
 
 @check
 def losses_beside_the_forward() -> None:
-    """Through the wrapper, as trainers redirect them: every rank has the weights that one process has."""
+    """Through the wrapper, as trainers redirect them: every rank has the weights that one
+    process has."""
     for mode, build in (("ddp", patched), ("fsdp2", adapted_trunk)):
         one = build()
         before = {name: p.detach().clone() for name, p in one.named_parameters()}
         truth = after_steps(one, functools.partial(policy_loss, one))
         p = parallelize(build(), mode)
-        found = after_steps(p.model, functools.partial(call_instead, p.model, p.module, policy_loss, p.module), dist.get_rank(), RANKS)
+        found = after_steps(
+            p.model, functools.partial(call_instead, p.model, p.module, policy_loss, p.module), dist.get_rank(), RANKS
+        )
         assert found.keys() == truth.keys()
         for name, w in found.items():
             first = w.clone()
             dist.broadcast(first, 0)
             assert torch.equal(w, first), f"{mode}: {name} differs between ranks"
-            torch.testing.assert_close(w - before[name], truth[name] - before[name], rtol=1e-3, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                w - before[name],
+                truth[name] - before[name],
+                rtol=1e-3,
+                atol=1e-6,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
         assert any(not torch.equal(w, before[name]) for name, w in found.items())
 
 
 @check
 def a_sharded_head_outside_its_forward_is_named() -> None:
     model = parallelize(patched(), "fsdp2").module
-    x, target = torch.randn(2, 3, model.config.hidden_size, device=model.device), torch.zeros(2, 3, dtype=torch.int64, device=model.device)
+    x, target = (
+        torch.randn(2, 3, model.config.hidden_size, device=model.device),
+        torch.zeros(2, 3, dtype=torch.int64, device=model.device),
+    )
     try:
-        LigerFusedLinearGRPOLoss(beta=0.0)(x, model.lm_head.weight, target, torch.ones_like(target), torch.ones(2, device=model.device))
+        LigerFusedLinearGRPOLoss(beta=0.0)(
+            x, model.lm_head.weight, target, torch.ones_like(target), torch.ones(2, device=model.device)
+        )
     except ValueError as error:
         assert "w must be whole, as x is, got a DTensor: gather a sharded head before its loss" in str(error)
     else:
@@ -1325,7 +1551,9 @@ def optimizers_of_mixed_shardings() -> None:
     for mode in ("none", "tp"):
         p = parallelize(patched(), mode)
         learn(p.model, ranks=1)
-        torch.optim.AdamW([{"params": same} for same in by_sharding(p.module.parameters())], lr=1e-2, eps=1e-3, foreach=True).step()
+        torch.optim.AdamW(
+            [{"params": same} for same in by_sharding(p.module.parameters())], lr=1e-2, eps=1e-3, foreach=True
+        ).step()
         updated.append({name: whole(w.detach()) for name, w in p.module.named_parameters()})
     for name, w in updated[0].items():
         torch.testing.assert_close(updated[1][name], w, rtol=1e-4, atol=1e-4)
@@ -1355,7 +1583,10 @@ def deepspeed_check(stage: int, adapters: bool) -> None:
         "train_micro_batch_size_per_gpu": ROWS // RANKS,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},  # every parameter comes and goes
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+        },  # every parameter comes and goes
     }
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -1366,7 +1597,9 @@ def deepspeed_check(stage: int, adapters: bool) -> None:
         engine.backward(out.loss)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
-    found = {"loss": loss / RANKS} | {n: g for n, p in model.named_parameters() if p.requires_grad and (g := safe_get_full_grad(p)) is not None}
+    found = {"loss": loss / RANKS} | {
+        n: g for n, p in model.named_parameters() if p.requires_grad and (g := safe_get_full_grad(p)) is not None
+    }
     engine.step()
     engine.destroy()
     assert out.logits is None and set(said) == {"called" if adapters and stage == 3 else "fused"}, said
@@ -1384,7 +1617,8 @@ if importlib.util.find_spec("deepspeed"):
 
 
 def spread(model: nn.Module, families: str = "auto", shared: bool = True) -> None:
-    """Spread the experts of ``model`` over the ranks by Transformers' plan and its exchange ``families``. ``shared``: whether the ranks share their batch."""
+    """Spread the experts of ``model`` over the ranks by Transformers' plan and its exchange
+    ``families``. ``shared``: whether the ranks share their batch."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     kind = "cuda" if GPUS else "cpu"
@@ -1395,7 +1629,9 @@ def spread(model: nn.Module, families: str = "auto", shared: bool = True) -> Non
     plan: dict[str, str] = {}
     for pattern, style in model.config.base_model_ep_plan.items():
         names = [*dict(model.named_parameters()), *dict(model.named_modules())]
-        plan |= {n: style for n in names if re.fullmatch("model." + pattern.replace(".", r"\.").replace("*", r"\d+"), n)}
+        plan |= {
+            n: style for n in names if re.fullmatch("model." + pattern.replace(".", r"\.").replace("*", r"\d+"), n)
+        }
     apply_expert_parallelism(model, mesh, tp, plan, families)
 
 
@@ -1405,7 +1641,10 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
         logits = make(model_type)(**batch(), use_cache=False).logits
     calls: list[tuple[int, ...]] = []
     moe = experts_module.moe
-    experts_module.moe = lambda x, gate_up, *rest, **how: (calls.append(tuple(gate_up.shape)), moe(x, gate_up, *rest, **how))[1]  # type: ignore[assignment]
+    experts_module.moe = lambda x, gate_up, *rest, **how: (
+        calls.append(tuple(gate_up.shape)),
+        moe(x, gate_up, *rest, **how),
+    )[1]  # type: ignore[assignment]
     patches = class_patches(model_type, parts_of(dict.fromkeys(flags_of(model_type), True)), "fused")
     try:
         if by_class:
@@ -1418,7 +1657,11 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
         layers = model.config.num_hidden_layers
         out = model(**batch(), use_cache=False)
         out.loss.backward()
-        assert out.logits is None and len(calls) == layers and {shape[0] for shape in calls} == {truth_experts(model_type) // RANKS}
+        assert (
+            out.logits is None
+            and len(calls) == layers
+            and {shape[0] for shape in calls} == {truth_experts(model_type) // RANKS}
+        )
         assert_same_learning({"loss": out.loss.detach()} | gradients(model), truth, TOLERANCE)
         calls.clear()
         with torch.no_grad():
@@ -1437,7 +1680,8 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
 
 
 def learns_from_own_batches() -> None:
-    """Each rank has its own rows, and layers are checkpointed. (The auxiliary loss is no sum over ranks.)"""
+    """Each rank has its own rows, and layers are checkpointed. (The auxiliary loss is no sum
+    over ranks.)"""
     truth = step(make("qwen3_moe", output_router_logits=False), batch())[1]
     model = make("qwen3_moe", output_router_logits=False)
     spread(model, "all_to_all", shared=False)
@@ -1447,7 +1691,11 @@ def learns_from_own_batches() -> None:
     loss = model(**mine, use_cache=False, num_items_in_batch=(batch()["labels"][:, 1:] != -100).sum()).loss
     loss.backward()
     found = {"loss": loss.detach().clone()}
-    found |= {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    found |= {
+        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
     for name, t in found.items():
         if not name.endswith(("gate_up_proj", "down_proj")) or "experts" not in name:
             dist.all_reduce(t)
@@ -1482,10 +1730,14 @@ def truth_experts(model_type: str) -> int:
     return next(len(p) for n, p in make(model_type).named_parameters() if n.endswith("experts.gate_up_proj"))
 
 
-if importlib.util.find_spec("transformers.distributed") and importlib.util.find_spec("transformers.distributed.expert_parallel"):
+if importlib.util.find_spec("transformers.distributed") and importlib.util.find_spec(
+    "transformers.distributed.expert_parallel"
+):
     for _type in ("qwen3_moe", "gpt_oss"):  # gpt_oss: transposed weights, biases
         for _by_class in (True, False):
-            CHECKS[f"experts_of_{_type}_{'class' if _by_class else 'instance'}"] = functools.partial(learns_over_ranks, _type, _by_class)
+            CHECKS[f"experts_of_{_type}_{'class' if _by_class else 'instance'}"] = functools.partial(
+                learns_over_ranks, _type, _by_class
+            )
     check(learns_from_own_batches)
     check(learns_beside_a_rank_without_tokens)
 
@@ -1495,11 +1747,19 @@ if importlib.util.find_spec("transformers.distributed") and importlib.util.find_
 
 def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+    }
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if GPUS else "cpu")
     if GPUS:
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if GPUS else "gloo", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(
+        "nccl" if GPUS else "gloo", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=60)
+    )
     for name in names:
         said = Path(folder) / f"{name}.{rank}"
         try:
@@ -1514,14 +1774,18 @@ def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:
 
 
 def run(names: list[str]) -> dict[str, list[str]]:
-    """What every rank said of every check. After a failure the ranks are started anew for the checks that are left, a few times."""
+    """What every rank said of every check. After a failure the ranks are started anew for the
+    checks that are left, a few times."""
     left, found = names, {}
     for _ in range(6):
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.suppress(ProcessException):
                 processes.start_ranks(_rank, (folder, processes.free_port(), left), RANKS)
             files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(RANKS)] for name in left}
-            found |= {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}
+            found |= {
+                name: [f.read_text() if f.exists() else "not reached" for f in of_ranks]
+                for name, of_ranks in files.items()
+            }
         left = [name for name in left if set(found[name]) == {"not reached"}]
         if not left:
             break

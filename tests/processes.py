@@ -27,9 +27,11 @@ PRELOADED = [
 
 @functools.cache
 def forkserver() -> multiprocessing.context.BaseContext:
-    """Processes forked from one, the same for all tests, that has imported all they need: what is not there is skipped. They see no GPU.
+    """Processes forked from one, the same for all tests, that has imported all they need: what is
+    not there is skipped. They see no GPU.
 
-    What they import asks for GPUs, and after that a fork cannot use them; nor can an optimizer step on the CPU, for which PyTorch 2.11 asks CUDA.
+    What they import asks for GPUs, and after that a fork cannot use them; nor can an optimizer step
+    on the CPU, for which PyTorch 2.11 asks CUDA.
     """
     from multiprocessing import forkserver
 
@@ -42,7 +44,8 @@ def forkserver() -> multiprocessing.context.BaseContext:
 
 
 def free_port() -> int:
-    """A port that nothing listens on. The system's own choice may be gone before it is used: it hands the same ones to every connection."""
+    """A port that nothing listens on. The system's own choice may be gone before it is used: it
+    hands the same ones to every connection."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -51,7 +54,8 @@ def free_port() -> int:
 
 
 def start_ranks(fn, args: tuple, ranks: int) -> None:
-    """``fn(rank, *args)`` in a process for each rank; returns when all have ended, raises ``ProcessException`` if one failed."""
+    """``fn(rank, *args)`` in a process for each rank; returns when all have ended, raises
+    ``ProcessException`` if one failed."""
     from torch.multiprocessing.spawn import start_processes
 
     method = "spawn" if torch.cuda.is_available() else "forkserver"

@@ -1,4 +1,5 @@
-"""Writes published_names.txt: what a wheel of the published package offers, read without importing it.
+"""Writes published_names.txt: what a wheel of the published package offers, read without importing
+it.
 
     python tests/published_names.py                      the newest on the index, downloaded by pip
     python tests/published_names.py --version 0.8.5
@@ -26,13 +27,27 @@ PACKAGE = "liger_kernel"
 LIST = Path(__file__).with_suffix(".txt")
 # for other hardware, in other languages than Triton, and the package's own tests
 ELSEWHERE = ("ops.backends.", "ops.cute.", "ops.cutedsl.", "ops.cutile.", "testing.")
-HEADER = "# What liger-kernel {version} offers: module, then its names with parameters and defaults. Those of a class are its constructor's. By {script}."
+HEADER = (
+    "# What liger-kernel {version} offers: module, then its names with parameters and defaults. Those of a "
+    "class are its constructor's. By {script}."
+)
 
 
 def newest(folder: Path, version: str | None = None) -> Path:
     """The wheel, downloaded by pip into ``folder``; ``CalledProcessError`` without a network."""
     asked = f"liger-kernel=={version}" if version else "liger-kernel"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder), asked]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        asked,
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True)
     (wheel,) = folder.glob("liger_kernel-*.whl")
     return wheel
@@ -63,7 +78,8 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def parameters(f: ast.FunctionDef) -> str:
-    """As they are written at a call: without types, and without what Python and autograd put in front."""
+    """As they are written at a call: without types, and without what Python and autograd put in
+    front."""
     a = f.args
     for each in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))):
         each.annotation = None
@@ -98,7 +114,8 @@ def of_class(c: ast.ClassDef) -> Iterator[str]:
 
 
 def fields(c: ast.ClassDef) -> str:
-    """The parameters of a dataclass; nothing for a class whose constructor is inherited, in part or whole."""
+    """The parameters of a dataclass; nothing for a class whose constructor is inherited, in part
+    or whole."""
     if c.bases or not any("dataclass" in ast.unparse(d) for d in c.decorator_list):
         return ""
     own = [s for s in c.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]

@@ -15,4 +15,8 @@ def further(*values) -> list:
 def in_both_dtypes(cases, *quick) -> list:
     """Parameters ``case, dtype``. In the interpreter, bf16 is slow of what is not ``quick``."""
     slow = lambda c, d: not torch.cuda.is_available() and d == torch.bfloat16 and c not in quick
-    return [pytest.param(c, d, id=f"{c}-{d}", marks=[pytest.mark.slow] * slow(c, d)) for c in cases for d in (torch.float32, torch.bfloat16)]
+    return [
+        pytest.param(c, d, id=f"{c}-{d}", marks=[pytest.mark.slow] * slow(c, d))
+        for c in cases
+        for d in (torch.float32, torch.bfloat16)
+    ]

@@ -1,7 +1,9 @@
-"""``--max-skips N``: the run fails if more than N tests are skipped for reasons other than those of ``LISTED``.
+"""``--max-skips N``: the run fails if more than N tests are skipped for reasons other than those of
+``LISTED``.
 
-A package that cannot be imported any more takes its tests away without a failure, a whole file of them as one. Reasons that are listed say what a machine
-without a GPU lacks, or what has an environment or a run of its own; all others are to be looked at.
+A package that cannot be imported any more takes its tests away without a failure, a whole file of
+them as one. Reasons that are listed say what a machine without a GPU lacks, or what has an
+environment or a run of its own; all others are to be looked at.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ class Skips:
 
     def _add(self, report: Any) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
-            self.found[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.found[report.nodeid] = (
+                report.longrepr[2].removeprefix("Skipped: ")
+                if isinstance(report.longrepr, tuple)
+                else str(report.longrepr)
+            )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._add(report)
@@ -70,6 +76,9 @@ class Skips:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.unlisted.total() > self.most:
-            terminalreporter.section(f"{self.unlisted.total()} tests or files skipped for reasons that tests/skipped.py does not list, allowed {self.most}")
+            terminalreporter.section(
+                f"{self.unlisted.total()} tests or files skipped for reasons that tests/skipped.py does not list, "
+                f"allowed {self.most}"
+            )
             for why, count in self.unlisted.most_common():
                 terminalreporter.write_line(f"{count:5} {why}")

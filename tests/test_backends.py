@@ -51,19 +51,33 @@ TARGET = torch.tensor([0, 3, -100, 10, 7, 7], device=DEVICE)
 # name -> differentiable arguments, further ones, and PyTorch's own words for it
 CALLS = {
     "rms_norm": ((draw(5, 24), draw(24)), dict(eps=1e-5, offset=1.0), lambda x, w: _rms(x, w, 1e-5, 1.0)),
-    "fused_add_rms_norm": ((draw(5, 24), draw(5, 24), draw(24)), {}, lambda x, r, w: (_rms(x + r, w, 1e-6, 0.0), x + r)),
+    "fused_add_rms_norm": (
+        (draw(5, 24), draw(5, 24), draw(24)),
+        {},
+        lambda x, r, w: (_rms(x + r, w, 1e-6, 0.0), x + r),
+    ),
     "layer_norm": ((draw(5, 24), draw(24), draw(24)), {}, lambda x, w, b: F.layer_norm(x, (24,), w, b, 1e-6)),
     "softmax": ((draw(5, 24),), {}, lambda x: x.softmax(-1)),
-    "swiglu": ((draw(5, 24), draw(5, 24)), dict(gate_multiplier=0.5, down_multiplier=3.0), lambda a, b: F.silu(a * 0.5) * b * 3),
+    "swiglu": (
+        (draw(5, 24), draw(5, 24)),
+        dict(gate_multiplier=0.5, down_multiplier=3.0),
+        lambda a, b: F.silu(a * 0.5) * b * 3,
+    ),
     "geglu": ((draw(5, 24), draw(5, 24)), {}, lambda a, b: F.gelu(a, approximate="tanh") * b),
     "rope": (
         (draw(2, 4, 5, 8), draw(2, 2, 5, 8)),
         dict(cos=ANGLES.cos(), sin=ANGLES.sin()),
-        lambda *qk: tuple(t * ANGLES.cos().to(t.dtype)[:, None] + _half_turn(t) * ANGLES.sin().to(t.dtype)[:, None] for t in qk),
+        lambda *qk: tuple(
+            t * ANGLES.cos().to(t.dtype)[:, None] + _half_turn(t) * ANGLES.sin().to(t.dtype)[:, None] for t in qk
+        ),
     ),
     "jsd": ((log_probs(5, 24), log_probs(5, 24)), {}, _jsd),
     "kl_div": ((log_probs(5, 24),), dict(y_true=draw(5, 24).softmax(-1)), None),
-    "cross_entropy": ((draw(6, 11),), dict(target=TARGET, label_smoothing=0.1), lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.1)),
+    "cross_entropy": (
+        (draw(6, 11),),
+        dict(target=TARGET, label_smoothing=0.1),
+        lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.1),
+    ),
     "fused_linear_cross_entropy": (
         (draw(6, 8), draw(11, 8)),
         dict(target=TARGET, reduction="sum"),
@@ -75,7 +89,10 @@ CALLS = {
         lambda x, w, tx, tw: _jsd(*((a @ b.t() / 2).log_softmax(-1) for a, b in ((x, w), (tx.detach(), tw.detach())))),
     ),
 }
-CALLS["kl_div"] = (*CALLS["kl_div"][:2], lambda x: F.kl_div(x, CALLS["kl_div"][1]["y_true"].to(x.dtype), reduction="batchmean"))
+CALLS["kl_div"] = (
+    *CALLS["kl_div"][:2],
+    lambda x: F.kl_div(x, CALLS["kl_div"][1]["y_true"].to(x.dtype), reduction="batchmean"),
+)
 
 
 def called(function, name: str, dtype: torch.dtype, **more):
@@ -102,7 +119,8 @@ def test_beside_pytorch(name, impl):
 
 
 def test_a_named_implementation_runs(monkeypatch):
-    """By argument, by the environment, for one operator or all, and by ``set_impl``, in this order."""
+    """By argument, by the environment, for one operator or all, and by ``set_impl``, in this
+    order."""
     x = torch.randn(3, 8, device=DEVICE)
     ran = []
     monkeypatch.setitem(backends._REGISTRY, "softmax", dict(backends._REGISTRY["softmax"]))
@@ -132,9 +150,13 @@ def test_what_is_preferred_runs_where_nobody_names_one(monkeypatch):
             return torch.zeros_like(x)
 
     backends.register_op("softmax", backend="zero", preference_rank=1)(Zero)
-    assert backends.available_impls("softmax")[0] == "zero" and backends.resolve_impl("softmax").autograd_function is Zero
+    assert (
+        backends.available_impls("softmax")[0] == "zero" and backends.resolve_impl("softmax").autograd_function is Zero
+    )
     assert not functional.softmax(torch.ones(2, 3)).any()
-    backends.register_op("softmax", backend="zero", preference_rank=1, capability=backends.Capability(modules=["no_such_module"]))(Zero)
+    backends.register_op(
+        "softmax", backend="zero", preference_rank=1, capability=backends.Capability(modules=["no_such_module"])
+    )(Zero)
     assert functional.softmax(torch.ones(2, 3)).any()
 
 
@@ -156,11 +178,19 @@ def test_names_of_implementations():
     importlib.import_module("liger_kernel.backends.dispatch")  # a submodule and a function
     assert backends.all_impls("rms_norm") == [TRITON, "torch"]
     assert backends.available_impls("rms_norm")[-1] == "torch"
-    assert backends.set_backend is backends.set_impl and backends.BackendNotAvailableError is backends.ImplNotAvailableError
+    assert (
+        backends.set_backend is backends.set_impl
+        and backends.BackendNotAvailableError is backends.ImplNotAvailableError
+    )
     assert set(functional.__all__) <= set(backends.all_registered_ops())
-    assert liger_kernel.available_impls("rms_norm") == backends.available_impls("rms_norm") and liger_kernel.functional is functional
+    assert (
+        liger_kernel.available_impls("rms_norm") == backends.available_impls("rms_norm")
+        and liger_kernel.functional is functional
+    )
     x, w = torch.randn(3, 8), torch.randn(8)
-    torch.testing.assert_close(backends.dispatch("rms_norm", x, w, 1e-5, 1.0, "gemma", False, None, impl="torch"), _rms(x, w, 1e-5, 1.0))
+    torch.testing.assert_close(
+        backends.dispatch("rms_norm", x, w, 1e-5, 1.0, "gemma", False, None, impl="torch"), _rms(x, w, 1e-5, 1.0)
+    )
 
 
 def test_capabilities():
@@ -193,7 +223,10 @@ def test_a_fallback_is_said_once_or_raised(monkeypatch):
 
 def test_no_kernels_at_all():
     """LIGER_KERNEL_IMPL=torch leaves everything to PyTorch, with no warning."""
-    code = "import warnings; warnings.simplefilter('error'); from liger_kernel.ops import _op; import torch; assert not _op.use_kernels(torch.ones(1))"
+    code = (
+        "import warnings; warnings.simplefilter('error'); from liger_kernel.ops import _op; import torch; assert "
+        "not _op.use_kernels(torch.ones(1))"
+    )
     env = os.environ | {"LIGER_KERNEL_IMPL": "torch", "TRITON_INTERPRET": "1"}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
 
@@ -203,7 +236,11 @@ def test_sets_of_operators():
 
     from liger_kernel.ops import LIGER_KERNEL_IMPL_ENV, select_impl
 
-    assert LIGER_KERNEL_IMPL_ENV == "LIGER_KERNEL_IMPL" and select_impl("cuda") is None and select_impl("cuda", "triton") is None
+    assert (
+        LIGER_KERNEL_IMPL_ENV == "LIGER_KERNEL_IMPL"
+        and select_impl("cuda") is None
+        and select_impl("cuda", "triton") is None
+    )
     with pytest.raises(RuntimeError, match=r"must be one of .* got 'cutile'"):
         select_impl("cuda", "cutile")
     info = ImplInfo("mine", ("npu", "xpu"), ("npu",), "my.module")
@@ -235,5 +272,7 @@ def test_native_kernels_are_not_here():
     x, gate, up, down = draw(5, 8), draw(3, 4, 8), draw(3, 4, 8), draw(3, 8, 4)
     index, weight = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], device=DEVICE), draw(5, 2)
     out = LigerExpertParallelFusedMoe()(x, index.int(), weight, gate, up, down, 3)
-    each = torch.einsum("eti,ehi->teh", F.silu(torch.einsum("th,eih->eti", x, gate)) * torch.einsum("th,eih->eti", x, up), down)
+    each = torch.einsum(
+        "eti,ehi->teh", F.silu(torch.einsum("th,eih->eti", x, gate)) * torch.einsum("th,eih->eti", x, up), down
+    )
     torch.testing.assert_close(out, (each.gather(1, index[..., None].expand(-1, -1, 8)) * weight[..., None]).sum(1))

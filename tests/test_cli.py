@@ -14,7 +14,9 @@ from liger_kernel.cli import COMMANDS, main
 
 
 def run(*argv, **env):
-    return subprocess.run([sys.executable, "-m", "liger_kernel.cli", *argv], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "liger_kernel.cli", *argv], capture_output=True, text=True, check=False
+    )
 
 
 def test_help_lists_every_command(capsys):
@@ -71,7 +73,10 @@ def test_env_says_what_serves(capsys):
     assert ("kernels on the GPU" in rows["operators"]) == torch.cuda.is_available()
     assert rows["attention"].strip().startswith("sdpa by ") and rows["attention"].endswith("installed")
     assert "(enabled: flash, cudnn, mem efficient, math)" in rows["attention"]
-    assert f"packed documents by {'varlen_attn' if torch.cuda.is_available() else 'sdpa with a mask: no GPU'};" in rows["attention"]
+    assert (
+        f"packed documents by {'varlen_attn' if torch.cuda.is_available() else 'sdpa with a mask: no GPU'};"
+        in rows["attention"]
+    )
 
 
 def test_the_old_door_to_env(capsys):
@@ -108,13 +113,18 @@ def test_a_terminal_without_a_letter_or_a_stream_that_is_closed_ends_no_command(
         assert stream.buffer.getvalue().decode("ascii").startswith("gr\\xf6\\xdfe\nliger: ")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "x"), RuntimeError("loop.cc:48] rv != -1. pipe: Too many open files")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "x"), RuntimeError("loop.cc:48] rv != -1. pipe: Too many open files")]
+)
 def test_too_few_file_descriptors_are_said(error, monkeypatch, capsys):
     """Packages below have errors of their own for it."""
     monkeypatch.setattr(cli, "env", mock.Mock(side_effect=error))
     assert cli.main(["env"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("liger env: this process may not open as many files as it needs: `ulimit -n`") and said.count("\n") == 1
+    assert (
+        said.startswith("liger env: this process may not open as many files as it needs: `ulimit -n`")
+        and said.count("\n") == 1
+    )
     monkeypatch.setattr(cli, "env", mock.Mock(side_effect=RuntimeError("another")))
     with pytest.raises(RuntimeError, match="another"):
         cli.main(["env"])

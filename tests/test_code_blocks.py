@@ -1,7 +1,10 @@
-"""Every block of code of README and docs/ runs here, on tiny models in the place of those of the hub; why one cannot run here stands in the name of its test.
+"""Every block of code of README and docs/ runs here, on tiny models in the place of those of the
+hub; why one cannot run here stands in the name of its test.
 
-The blocks of a page run one after the other, with what the page takes for given (``GIVEN``). A line ``print(...)  # text`` must print that text, if it is one
-of ``SAID``. Of commands, in blocks or indented, ``liger`` runs at tiny sizes, or its arguments are parsed; files that other programs get must be there.
+The blocks of a page run one after the other, with what the page takes for given (``GIVEN``). A line
+``print(...)  # text`` must print that text, if it is one of ``SAID``. Of commands, in blocks or
+indented, ``liger`` runs at tiny sizes, or its arguments are parsed; files that other programs get
+must be there.
 """
 
 from __future__ import annotations
@@ -31,22 +34,36 @@ sys.path.append(str(ROOT / "docs" / "_ext"))
 
 import command_line  # noqa: E402  found by the line above
 
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
+}
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 SAID = re.compile(r"^print\(.*\)  # (True.*|False.*|None|torch\.Size.*|tensor.*|Liger\w+|\d[\d.]*)$", re.M)
-TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-IDS = {name for text in PAGES.values() for name in re.findall(r"[\"' ]((?:meta-llama|Qwen|google|mistralai|allenai|openai)/[\w.-]+)", text)}
-# Blocks that need more than this machine has, by a line in them; a package that is missing is a reason that needs no line here
-NOT_RUN = {
-    "FullyShardedDataParallel(model": "FSDP1 needs a GPU",
+TINY = dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+IDS = {
+    name
+    for text in PAGES.values()
+    for name in re.findall(r"[\"' ]((?:meta-llama|Qwen|google|mistralai|allenai|openai)/[\w.-]+)", text)
 }
+# Blocks that need more than this machine has, by a line in them; a package that is missing is a
+# reason that needs no line here
+NOT_RUN = {"FullyShardedDataParallel(model": "FSDP1 needs a GPU"}
 
 
 def blocks(page: str, *languages: str) -> list[str]:
     return [code for _, language, code in FENCE.findall(PAGES[page]) if language in languages]
 
 
-# -- Python ---------------------------------------------------------------------------------------------------------------------------------------------
+# -- Python
+# ---------------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def tiny(folder: Path) -> Path:
@@ -58,13 +75,16 @@ def tiny(folder: Path) -> Path:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokens = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|end|>"])}, []))
         tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|end|>", pad_token="<|end|>").save_pretrained(folder)
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokens, eos_token="<|end|>", pad_token="<|end|>"
+        ).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch) -> Path:
-    """A working directory with some chats, and with a folder for every id of the hub that pages name; ``train`` makes two tiny steps."""
+    """A working directory with some chats, and with a folder for every id of the hub that pages
+    name; ``train`` makes two tiny steps."""
     from liger_kernel.train import loop
 
     checkpoint = tiny(tmp_path / "checkpoint")
@@ -75,7 +95,12 @@ def offline(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(loop, "train", lambda config: train(dataclasses.replace(config, **sizes)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    chat = {"messages": [{"role": "user", "content": "Name a prime."}, {"role": "assistant", "content": "Seven is a prime number."}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "Name a prime."},
+            {"role": "assistant", "content": "Seven is a prime number."},
+        ]
+    }
     Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 16)
     return tmp_path
 
@@ -84,8 +109,14 @@ def common(folder: Path) -> dict[str, Any]:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).to(DEVICE).train()
     ids = torch.randint(0, 512, (2, 32), device=DEVICE)
     names = {"torch": torch, "model": model, "ids": ids, "name": folder / "checkpoint", "labels": ids.clone()}
-    names |= {"apply_liger_kernel_to_llama": apply_liger_kernel_to_llama, "AutoLigerKernelForCausalLM": AutoLigerKernelForCausalLM}
-    names |= {"rows": [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))], "positions": torch.arange(32, device=DEVICE)[None]}
+    names |= {
+        "apply_liger_kernel_to_llama": apply_liger_kernel_to_llama,
+        "AutoLigerKernelForCausalLM": AutoLigerKernelForCausalLM,
+    }
+    names |= {
+        "rows": [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))],
+        "positions": torch.arange(32, device=DEVICE)[None],
+    }
     return names | {"TrainingArguments": transformers.TrainingArguments, "__name__": "page"}
 
 
@@ -101,13 +132,27 @@ def of_losses(folder: Path) -> dict[str, Any]:
     labels = torch.randint(0, 512, (4, 8), device=DEVICE)
     labels[:, :3] = -100
     head, reference = (torch.nn.Linear(16, 512, device=DEVICE) for _ in range(2))
-    return {"head": head, "hidden": make(4, 8, 16).requires_grad_(), "labels": labels, "ref_hidden": make(4, 8, 16), "ref_head": reference}
+    return {
+        "head": head,
+        "hidden": make(4, 8, 16).requires_grad_(),
+        "labels": labels,
+        "ref_hidden": make(4, 8, 16),
+        "ref_head": reference,
+    }
 
 
 def of_distributed(folder: Path) -> dict[str, Any]:
     """One rank."""
     names = common(folder)
-    names |= {"F": torch.nn.functional, "rank": 0, "ranks": 1, "data_ranks": 1, "sequence_ranks": 1, "device": DEVICE, "learnt_tokens": 2 * 31 * 2}
+    names |= {
+        "F": torch.nn.functional,
+        "rank": 0,
+        "ranks": 1,
+        "data_ranks": 1,
+        "sequence_ranks": 1,
+        "device": DEVICE,
+        "learnt_tokens": 2 * 31 * 2,
+    }
     return names | {"batches": [{"input_ids": names["ids"], "labels": names["labels"]}] * 2}
 
 
@@ -122,13 +167,17 @@ def of_training(folder: Path) -> dict[str, Any]:
     import peft
 
     names = common(folder)
-    adapted = peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)), peft.LoraConfig(r=2, target_modules="all-linear"))
+    adapted = peft.get_peft_model(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)),
+        peft.LoraConfig(r=2, target_modules="all-linear"),
+    )
     adapted.save_pretrained(folder / "tuned")
     names["model"].requires_grad_(False)
     return names
 
 
-# File name of a page -> what it takes for given beyond a model, tokens and rows; a page keeps it when it moves
+# File name of a page -> what it takes for given beyond a model, tokens and rows; a page keeps it
+# when it moves
 GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": of_readme,
     "losses.md": of_losses,
@@ -205,7 +254,8 @@ def test_every_reason_has_its_block():
     assert [line for line in NOT_RUN if not any(line in block for block in code)] == []
 
 
-# -- commands -----------------------------------------------------------------------------------------------------------------------------------------------
+# -- commands
+# -----------------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 # Commands that take minutes, a GPU or a cluster: their arguments are parsed
 PARSED = {
@@ -216,10 +266,24 @@ PARSED = {
     "fit": "simulates steps, half a minute",
     "deploy submit": "needs a cluster",
 }
-SMALL = "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 --limit 8 --warmup 0"
+SMALL = (
+    "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 "
+    "--limit 8 --warmup 0"
+)
 SMALL += " --eval-fraction 0 --eval-every 0"
-# Options that need several processes, packages or services; tests/train and tests/integrations run them
-ELSEWHERE = ("--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "--quantize", "--model", "--config", "--data")
+# Options that need several processes, packages or services; tests/train and tests/integrations run
+# them
+ELSEWHERE = (
+    "--nproc",
+    "--nnodes",
+    "--trainer",
+    "--report",
+    "--metrics-port",
+    "--quantize",
+    "--model",
+    "--config",
+    "--data",
+)
 # Other programs, and why they do not run here
 PROGRAMS = {
     "git": "needs the repository's address",
@@ -230,27 +294,44 @@ PROGRAMS = {
     "make": "makes environments",
     "docker": "needs a registry",
     **dict.fromkeys(
-        ("kubectl", "helm", "kustomize", "curl", "flyte", "pyflyte", "promtool", "torchrun", "mlflow", "tensorboard"), "needs a cluster or a server"
+        ("kubectl", "helm", "kustomize", "curl", "flyte", "pyflyte", "promtool", "torchrun", "mlflow", "tensorboard"),
+        "needs a cluster or a server",
     ),
 }
-EXTRAS = set(re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.M))
+EXTRAS = set(
+    re.findall(
+        r"^([\w-]+) = \[",
+        (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0],
+        re.M,
+    )
+)
 WORD = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*({'|'.join(['liger', *PROGRAMS])})\b")
 
 
 def commands(page: str) -> list[str]:
-    """Lines of shell blocks, and indented lines that begin with a program; continued lines are one."""
+    """Lines of shell blocks, and indented lines that begin with a program; continued lines are
+    one."""
     text = FENCE.sub("", PAGES[page])
     shown = [line.strip() for line in re.sub(r"\\\n +", "", text).splitlines() if re.match(r"^ {4}\S", line)]
-    indented = [re.split(r" {3,}", line)[0] for line in shown if WORD.match(line)]  # what follows says what a command does
-    fenced = [line for block in blocks(page, "bash", "console", "sh", "shell") for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    return [line.removeprefix("$ ").strip() for line in [*fenced, *indented] if line.strip() and not line.startswith("#")]
+    indented = [
+        re.split(r" {3,}", line)[0] for line in shown if WORD.match(line)
+    ]  # what follows says what a command does
+    fenced = [
+        line
+        for block in blocks(page, "bash", "console", "sh", "shell")
+        for line in re.sub(r"\\\n\s*", "", block).splitlines()
+    ]
+    return [
+        line.removeprefix("$ ").strip() for line in [*fenced, *indented] if line.strip() and not line.startswith("#")
+    ]
 
 
 EVERY = [(page, line) for page in PAGES for line in dict.fromkeys(commands(page))]
 
 
 def parts(line: str) -> list[list[str]]:
-    """The words of every command in a line, without comments, redirections and variables before a command."""
+    """The words of every command in a line, without comments, redirections and variables before
+    a command."""
     words = shlex.split(re.sub(r"<([\w ]+)>", r"\1", line).replace("&&", " ; ").replace("|", " ; "), comments=True)
     found: list[list[str]] = [[]]
     for word in words:
@@ -258,14 +339,21 @@ def parts(line: str) -> list[list[str]]:
             found.append([])
         elif found[-1] or not re.match(r"^[A-Z_]+=", word):
             found[-1].append(word)
-    return [part[: next((i for i, word in enumerate(part) if word in (">", ">>", "<")), len(part))] for part in found if part]
+    return [
+        part[: next((i for i, word in enumerate(part) if word in (">", ">>", "<")), len(part))]
+        for part in found
+        if part
+    ]
 
 
 def described(page: str, line: str) -> str:
     """The name of a command's test: what the command is, and why it does not run."""
     first = parts(line)[0] if parts(line) else [""]
     elsewhere = [word for word in first if word.partition("=")[0] in ELSEWHERE]
-    why = PROGRAMS.get(first[0]) or next((PARSED[name] for name in (" ".join(first[1:3]), first[-1] if len(first) < 2 else first[1]) if name in PARSED), "")
+    why = PROGRAMS.get(first[0]) or next(
+        (PARSED[name] for name in (" ".join(first[1:3]), first[-1] if len(first) < 2 else first[1]) if name in PARSED),
+        "",
+    )
     why = why or (f"{elsewhere[0]} has tests of its own" if elsewhere and first[:2] == ["liger", "train"] else "")
     return f"{page}: {line[:60].strip()}" + (f"; not run: {why}" if why else "")
 
@@ -286,8 +374,13 @@ def test_commands(page, line, offline, capsys):
 
 
 def run(words: list[str]) -> None:
-    """A command of ours, at a tiny size; or, where that is no matter of seconds, its arguments alone."""
-    name = " ".join(words[:2]) if words[0] in ("deploy", "bench") and len(words) > 1 and not words[1].startswith("-") else words[0]
+    """A command of ours, at a tiny size; or, where that is no matter of seconds, its arguments
+    alone."""
+    name = (
+        " ".join(words[:2])
+        if words[0] in ("deploy", "bench") and len(words) > 1 and not words[1].startswith("-")
+        else words[0]
+    )
     assert words[0] in cli.COMMANDS, words
     words = ["rms_norm" if word in ("OP", "NAME") else "llama" if word == "MODEL_TYPE" else word for word in words]
     if "..." in words or "COMMAND" in words or any(re.fullmatch(r"\[.*", word) for word in words):

@@ -1,4 +1,5 @@
-"""The house: rooms in the order that CONTRIBUTING.md gives them, imports that go down only, and old paths that are the same modules."""
+"""The house: rooms in the order that CONTRIBUTING.md gives them, imports that go down only, and
+old paths that are the same modules."""
 
 import ast
 import functools
@@ -17,7 +18,8 @@ from liger_kernel import _legacy
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 PACKAGE = "liger_kernel"
-# Modules that import others by a name that is no constant, and what they may reach: all but these are seen in their source
+# Modules that import others by a name that is no constant, and what they may reach: all but these
+# are seen in their source
 BY_HAND = {
     "liger_kernel._legacy": "a module whose other path is imported",
     "liger_kernel.backends": "where implementations of an operator are registered",
@@ -44,13 +46,20 @@ MODULES = modules()
 
 
 def imports(name: str) -> Iterator[str]:
-    """Modules of the package that module ``name`` imports, at its top, within functions, or by ``importlib`` and a constant."""
+    """Modules of the package that module ``name`` imports, at its top, within functions, or by
+    ``importlib`` and a constant."""
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
-            yield from (f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and isinstance(named := node.args[0], ast.Constant):
+            yield from (
+                f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names
+            )
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("import_module")
+            and isinstance(named := node.args[0], ast.Constant)
+        ):
             yield from {named.value} & MODULES.keys()
 
 
@@ -61,14 +70,18 @@ def graph() -> dict[str, set[str]]:
 
 
 def rooms() -> list[str]:
-    """Rooms of CONTRIBUTING.md's list, from below: what is imported stands above what imports it."""
+    """Rooms of CONTRIBUTING.md's list, from below: what is imported stands above what imports
+    it."""
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## The shape of the code\n", 1)[1]
-    block = [line for line in text.split("\n\n")[0].splitlines() if line.startswith("    ") and not line.startswith("     ")]
+    block = [
+        line for line in text.split("\n\n")[0].splitlines() if line.startswith("    ") and not line.startswith("     ")
+    ]
     return [line.split()[0].removesuffix("/").removesuffix(".py") for line in block]
 
 
 def child(package: str, name: str) -> str | None:
-    """Which child of ``package`` module ``name`` is or lies in; None for the package itself and what lies elsewhere."""
+    """Which child of ``package`` module ``name`` is or lies in; None for the package itself and
+    what lies elsewhere."""
     return name[len(package) + 1 :].split(".")[0] if name.startswith(f"{package}.") else None
 
 
@@ -127,7 +140,9 @@ def test_imports_by_hand_are_listed():
         name
         for name, path in MODULES.items()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")) and not isinstance(node.args[0], ast.Constant)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(("import_module", "__import__"))
+        and not isinstance(node.args[0], ast.Constant)
     }
     assert by_hand == set(BY_HAND)
 
@@ -159,7 +174,11 @@ def test_what_is_not_formatted_is_laid_out_by_meaning_or_says_why():
         says_why = any(line.lstrip().startswith("#") and "fmt: skip" in line for line in lines)
         if not says_why:
             allowed = laid_out(path)
-            stray += [f"{path.name}:{i}" for i, line in enumerate(lines, 1) if line.endswith("# fmt: skip") and i not in allowed]
+            stray += [
+                f"{path.name}:{i}"
+                for i, line in enumerate(lines, 1)
+                if line.endswith("# fmt: skip") and i not in allowed
+            ]
     assert not stray, ", ".join(stray)
 
 
@@ -173,12 +192,17 @@ def test_a_type_that_is_ignored_has_a_reason():
     assert not found, ", ".join(found)
 
 
-NEEDS = {"liger_kernel.deploy.flyte1": "flytekit", "liger_kernel.deploy.flyte2": "flyte", "liger_kernel.train.lightning": "lightning"}
+NEEDS = {
+    "liger_kernel.deploy.flyte1": "flytekit",
+    "liger_kernel.deploy.flyte2": "flyte",
+    "liger_kernel.train.lightning": "lightning",
+}
 
 
 @pytest.mark.parametrize("path", (ROOT / "tests" / "module_paths.txt").read_text().split())
 def test_where_a_module_was_it_is_found(path):
-    """Paths of all modules before they had rooms; one that has moved is the module that is there now, so that what is replaced at one path is at the other."""
+    """Paths of all modules before they had rooms; one that has moved is the module that is there
+    now, so that what is replaced at one path is at the other."""
     if path in NEEDS:
         pytest.importorskip(NEEDS[path])
     now = _legacy.ALIASES.get(path, path)
@@ -193,7 +217,11 @@ def test_where_a_module_was_it_is_found(path):
         ("liger_kernel.ops.rms_norm", "scaled_rows", ["liger_kernel.ops.norms.rows"]),
         ("liger_kernel.transformers.slots", "GLU_NAMES", ["liger_kernel.transformers.recognise.mlps"]),
         ("liger_kernel.transformers.patch", "_callers", ["liger_kernel.transformers.patching.select"]),
-        ("liger_kernel.transformers.slots", "PLACE", ["liger_kernel.transformers.recognise.family", "liger_kernel.transformers.recognise.infer"]),
+        (
+            "liger_kernel.transformers.slots",
+            "PLACE",
+            ["liger_kernel.transformers.recognise.family", "liger_kernel.transformers.recognise.infer"],
+        ),
     ],
 )
 def test_what_is_replaced_where_a_module_was_is_replaced_in_its_parts(path, name, homes, monkeypatch):

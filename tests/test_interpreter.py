@@ -1,4 +1,5 @@
-"""Kernels in Triton's interpreter compute what PyTorch computes, to the bit, in the dtype that it does not know; other kernels stay as they are."""
+"""Kernels in Triton's interpreter compute what PyTorch computes, to the bit, in the dtype that
+it does not know; other kernels stay as they are."""
 
 from __future__ import annotations
 
@@ -86,11 +87,14 @@ for name in ("rms_norm", "layer_norm", "dyt"):
         assert launched, name
         assert_as_accurate(run(op.fn, args), run(op.reference, like(args)), run(op.reference, like(args, torch.float64)))
 assert stock == (vars(interpreter), vars(interpreter.InterpreterBuilder))
-"""
+"""  # noqa: E501
 
 
 def test_a_user_sets_the_variable(user_env):
-    """Without what these tests do to the interpreter. It is repaired while a kernel of ours runs, and no longer."""
-    done = subprocess.run([sys.executable, "-c", OF_A_USER], env=user_env | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    """Without what these tests do to the interpreter. It is repaired while a kernel of ours
+    runs, and no longer."""
+    done = subprocess.run(
+        [sys.executable, "-c", OF_A_USER], env=user_env | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr  # of lanes that a mask discards

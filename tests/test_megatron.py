@@ -1,6 +1,8 @@
-"""What we put into Megatron-core, tried on a small stand-in for it: modules of the same names, with the signatures that it has.
+"""What we put into Megatron-core, tried on a small stand-in for it: modules of the same names, with
+the signatures that it has.
 
-Megatron-core itself is no dependency; what its own code computes is written out here where it matters.
+Megatron-core itself is no dependency; what its own code computes is written out here where it
+matters.
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_kernel.megatron import LigerMegatronCrossEntropy, LigerMegatronRMSNorm, LigerMegatronSwiGLU, apply_liger_kernel_to_megatron
+from liger_kernel.megatron import (
+    LigerMegatronCrossEntropy,
+    LigerMegatronRMSNorm,
+    LigerMegatronSwiGLU,
+    apply_liger_kernel_to_megatron,
+)
 from liger_kernel.testing import assert_as_accurate, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,8 +47,18 @@ def megatron(monkeypatch) -> SimpleNamespace:
     class WrappedTorchNorm:
         """What it builds is no instance of it."""
 
-        def __new__(cls, config, hidden_size, eps=1e-5, persist_layer_norm=False, zero_centered_gamma=False, normalization="LayerNorm"):
-            return {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization](hidden_size, eps=eps)
+        def __new__(
+            cls,
+            config,
+            hidden_size,
+            eps=1e-5,
+            persist_layer_norm=False,
+            zero_centered_gamma=False,
+            normalization="LayerNorm",
+        ):
+            return {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization](
+                hidden_size, eps=eps
+            )
 
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1, asked=0)
 
@@ -82,13 +99,21 @@ def test_only_what_is_asked_for_is_patched(megatron):
     assert type(megatron.torch_norm.WrappedTorchNorm(CONFIG, 8)) is torch.nn.RMSNorm
     apply_liger_kernel_to_megatron()
     assert type(megatron.torch_norm.WrappedTorchNorm(CONFIG, 8)) is LigerMegatronRMSNorm
-    assert megatron.mlp.bias_swiglu_impl is stock_swiglu and megatron.tensor_parallel.vocab_parallel_cross_entropy is stock_cross_entropy
+    assert (
+        megatron.mlp.bias_swiglu_impl is stock_swiglu
+        and megatron.tensor_parallel.vocab_parallel_cross_entropy is stock_cross_entropy
+    )
 
 
 def test_everything_is_patched_wherever_it_was_imported_once(megatron):
     everything = dict(rms_norm=True, cross_entropy=True, swiglu=True)
     apply_liger_kernel_to_megatron(**everything)
-    patched = [megatron.mlp.bias_swiglu_impl, megatron.tensor_parallel.vocab_parallel_cross_entropy, megatron.gpt.fused, megatron.gpt.LNImpl]
+    patched = [
+        megatron.mlp.bias_swiglu_impl,
+        megatron.tensor_parallel.vocab_parallel_cross_entropy,
+        megatron.gpt.fused,
+        megatron.gpt.LNImpl,
+    ]
     assert all(p.__liger_patched__ is True for p in patched)
     assert patched[0] is megatron.fused_bias_swiglu.bias_swiglu_impl and patched[0].fallback_impl is stock_swiglu
     assert patched[1] is megatron.cross_entropy.vocab_parallel_cross_entropy
@@ -96,7 +121,11 @@ def test_everything_is_patched_wherever_it_was_imported_once(megatron):
     assert megatron.mine.bias_swiglu_impl is stock_swiglu
     new = megatron.gpt.LNImpl.__new__
     apply_liger_kernel_to_megatron(**everything)
-    assert patched[0] is megatron.mlp.bias_swiglu_impl and patched[0].fallback_impl is stock_swiglu and megatron.gpt.LNImpl.__new__ is new
+    assert (
+        patched[0] is megatron.mlp.bias_swiglu_impl
+        and patched[0].fallback_impl is stock_swiglu
+        and megatron.gpt.LNImpl.__new__ is new
+    )
 
 
 def test_norms(megatron):
@@ -104,11 +133,18 @@ def test_norms(megatron):
     build = megatron.gpt.LNImpl
     assert type(build(SimpleNamespace(normalization="LayerNorm"), 8)) is torch.nn.LayerNorm
     ours = build(config=CONFIG, hidden_size=48, eps=1e-4).to(DEVICE)
-    assert type(build(CONFIG, 8, normalization="LayerNorm")) is type(build(CONFIG, 8, 1e-5, False, False, "LayerNorm")) is LigerMegatronRMSNorm
+    assert (
+        type(build(CONFIG, 8, normalization="LayerNorm"))
+        is type(build(CONFIG, 8, 1e-5, False, False, "LayerNorm"))
+        is LigerMegatronRMSNorm
+    )
     assert isinstance(ours, LigerMegatronRMSNorm) and ours.eps == 1e-4 and ours.weight.sequence_parallel is False
     assert build(SimpleNamespace(normalization="RMSNorm", sequence_parallel=True), 8).weight.sequence_parallel is True
     torch.manual_seed(0)
-    args = dict(x=torch.randn(5, 2, 48, device=DEVICE, dtype=torch.bfloat16, requires_grad=True), w=torch.randn(48, device=DEVICE).bfloat16().requires_grad_())
+    args = dict(
+        x=torch.randn(5, 2, 48, device=DEVICE, dtype=torch.bfloat16, requires_grad=True),
+        w=torch.randn(48, device=DEVICE).bfloat16().requires_grad_(),
+    )
     ours.bfloat16()
     theirs = lambda x, w: F.rms_norm(x, (48,), w, 1e-4)
     values = run(lambda x, w: torch.func.functional_call(ours, dict(weight=w), (x,)), like(args))
@@ -129,7 +165,9 @@ def test_zero_centered_norms_begin_as_the_identity_weight():
         assert not zero.weight.any()
 
 
-@pytest.mark.parametrize("how", [dict(config=CONFIG, normalization="LayerNorm"), dict(config=SimpleNamespace(normalization="LayerNorm"))])
+@pytest.mark.parametrize(
+    "how", [dict(config=CONFIG, normalization="LayerNorm"), dict(config=SimpleNamespace(normalization="LayerNorm"))]
+)
 def test_another_normalization_is_refused(how):
     with pytest.raises(ValueError, match="normalization must be 'RMSNorm', got 'LayerNorm'"):
         LigerMegatronRMSNorm(hidden_size=8, **how)
@@ -137,14 +175,20 @@ def test_another_normalization_is_refused(how):
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_cross_entropy(megatron, label_smoothing):
-    """Megatron leaves a label 1 - label_smoothing, and gives the K - 1 other classes the rest in equal parts."""
+    """Megatron leaves a label 1 - label_smoothing, and gives the K - 1 other classes the rest in
+    equal parts."""
     apply_liger_kernel_to_megatron(cross_entropy=True)
     torch.manual_seed(0)
-    logits, labels = torch.randn(5, 2, 31, device=DEVICE, requires_grad=True), torch.randint(0, 31, (5, 2), device=DEVICE)
+    logits, labels = (
+        torch.randn(5, 2, 31, device=DEVICE, requires_grad=True),
+        torch.randint(0, 31, (5, 2), device=DEVICE),
+    )
     labels[0] = -100
 
     def megatrons(logits):
-        q = torch.full_like(logits, label_smoothing / 30).scatter(-1, labels.clamp(min=0)[..., None], 1 - label_smoothing)
+        q = torch.full_like(logits, label_smoothing / 30).scatter(
+            -1, labels.clamp(min=0)[..., None], 1 - label_smoothing
+        )
         return -(q * logits.log_softmax(-1)).sum(-1).where(labels != -100, 0)
 
     loss = megatron.tensor_parallel.vocab_parallel_cross_entropy(logits, labels, label_smoothing)
@@ -158,7 +202,11 @@ def test_cross_entropy(megatron, label_smoothing):
 
 def test_cross_entropy_defaults():
     ours = LigerMegatronCrossEntropy()
-    assert (ours.reduction, ours.label_smoothing_formula, ours.label_smoothing_mode) == ("none", "megatron", "partition")
+    assert (ours.reduction, ours.label_smoothing_formula, ours.label_smoothing_mode) == (
+        "none",
+        "megatron",
+        "partition",
+    )
 
 
 def test_swiglu(megatron):
@@ -174,7 +222,11 @@ def test_swiglu_leaves_to_megatron_what_it_has_not(caplog):
     x = torch.ones(2, 8, device=DEVICE)
     seen = []
     ours = LigerMegatronSwiGLU(fallback_impl=lambda *args: (seen.append(args), args[0])[1])
-    calls = {"a bias": (x, torch.ones(8, device=DEVICE), False, False), "fp8_input_store": (x, None, True, False), "cpu_offload_input": (x, None, False, True)}
+    calls = {
+        "a bias": (x, torch.ones(8, device=DEVICE), False, False),
+        "fp8_input_store": (x, None, True, False),
+        "cpu_offload_input": (x, None, False, True),
+    }
     for reason, args in calls.items():
         with caplog.at_level(logging.WARNING):
             assert ours(*args) is x and ours(*args) is x
@@ -210,12 +262,22 @@ def test_what_was_there_can_be_found(megatron):
 
 def test_a_name_that_megatron_has_moved(megatron):
     del megatron.fused_cross_entropy.fused_vocab_parallel_cross_entropy
-    with pytest.raises(ImportError, match=r"requires megatron-core with megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy"):
+    with pytest.raises(
+        ImportError,
+        match=r"requires megatron-core with "
+        r"megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy",
+    ):
         apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
 
 
 def test_modules_say_what_they_are():
     assert "zero_centered_gamma=False" in repr(LigerMegatronRMSNorm(CONFIG, 8))
     said = repr(LigerMegatronCrossEntropy(ignore_index=42, label_smoothing=0.07))
-    for part in ("ignore_index=42", "label_smoothing=0.07", "reduction='none'", "label_smoothing_formula='megatron'", "label_smoothing_mode='partition'"):
+    for part in (
+        "ignore_index=42",
+        "label_smoothing=0.07",
+        "reduction='none'",
+        "label_smoothing_formula='megatron'",
+        "label_smoothing_mode='partition'",
+    ):
         assert part in said

@@ -1,4 +1,5 @@
-"""Rematerialisation: equal gradients with less kept, and nothing lost where others look at, change or free what it works with."""
+"""Rematerialisation: equal gradients with less kept, and nothing lost where others look at,
+change or free what it works with."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Kept(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given:  # views are of what was there
+            if (
+                isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given
+            ):  # views are of what was there
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
 
@@ -65,7 +68,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A norm, projections that share its output, and a gated activation; ``between`` may look at the norm's output or put something else in its place."""
+    """A norm, projections that share its output, and a gated activation; ``between`` may look at
+    the norm's output or put something else in its place."""
 
     calls: list[tuple[int, ...]] = []
 
@@ -323,7 +327,11 @@ def test_views_of_an_output():
     class Inside(Layer):
         def body(self, x):
             y = memory.cheap(norm, x, self.w)
-            return self.q(y[1:]).sum(0) + self.k(y.transpose(0, 1)[::2].flatten(0, 1)).sum(0) + self.gate(y[..., 4:].repeat(1, 1, 2)[..., :16]).sum((0, 1))
+            return (
+                self.q(y[1:]).sum(0)
+                + self.k(y.transpose(0, 1)[::2].flatten(0, 1)).sum(0)
+                + self.gate(y[..., 4:].repeat(1, 1, 2)[..., :16]).sum((0, 1))
+            )
 
         def forward(self, x):
             return self.body(x)
@@ -375,7 +383,8 @@ def test_changed_inputs_raise_as_in_stock(what):
 
 
 def test_freed_inputs():
-    """A sharded weight that is gone when the norm has run leaves its output saved; one that goes later is an error, not garbage."""
+    """A sharded weight that is gone when the norm has run leaves its output saved; one that goes
+    later is an error, not garbage."""
     for early in (True, False):
         layer = Rematerialised()
         weight = nn.Parameter(layer.w.detach().clone())
@@ -474,9 +483,18 @@ def test_compiles_as_if_it_were_not_there():
 
 
 def test_levels():
-    assert [memory.level_of(v) for v in (True, False, None, "off", "cheap", "mlp")] == ["cheap", "off", "off", "off", "cheap", "mlp"]
+    assert [memory.level_of(v) for v in (True, False, None, "off", "cheap", "mlp")] == [
+        "cheap",
+        "off",
+        "off",
+        "off",
+        "cheap",
+        "mlp",
+    ]
     for wrong in ("all", 1, 2.0):
-        with pytest.raises(ValueError, match=r"rematerialise: must be True, False or one of \('off', 'cheap', 'mlp'\), got"):
+        with pytest.raises(
+            ValueError, match=r"rematerialise: must be True, False or one of \('off', 'cheap', 'mlp'\), got"
+        ):
             memory.level_of(wrong)
 
 
@@ -607,8 +625,14 @@ def test_kept_attention_is_offloaded(monkeypatch):
         monkeypatch.setattr(offloading, name, value)
     moved: list[tuple[int, ...]] = []
     init = offloading._Moved.__init__
-    monkeypatch.setattr(offloading._Moved, "__init__", lambda self, run, lane, t, blocks: moved.append(tuple(t.shape)) or init(self, run, lane, t, blocks))
-    body = lambda self, x: checkpoint(Attends.forward, self, x, use_reentrant=False, context_fn=memory.keeping_attention)
+    monkeypatch.setattr(
+        offloading._Moved,
+        "__init__",
+        lambda self, run, lane, t, blocks: moved.append(tuple(t.shape)) or init(self, run, lane, t, blocks),
+    )
+    body = lambda self, x: checkpoint(
+        Attends.forward, self, x, use_reentrant=False, context_fn=memory.keeping_attention
+    )
     module, found = type("Offloaded", (Attends,), {"forward": offloading.offloaded(body)})(), []
     for each in (lambda x: module(x), lambda x: body(module, x)):
         x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
@@ -625,7 +649,12 @@ def test_kept_attention_is_freed_with_the_graph():
     gc.disable()
     try:
         with Kept() as kept:
-            y = checkpoint(Attends(), torch.randn(2, 48, 64, device=DEVICE), use_reentrant=False, context_fn=memory.keeping_attention)
+            y = checkpoint(
+                Attends(),
+                torch.randn(2, 48, 64, device=DEVICE),
+                use_reentrant=False,
+                context_fn=memory.keeping_attention,
+            )
         held = kept.bytes()
         assert held >= y.nbytes + 2 * 2 * 48 * 64 * 4
         del y
@@ -650,13 +679,29 @@ def test_kept_attention_under_compile(compiled):
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import assert_same_bits, assert_untouched, everything_of, make, recognised, served_by_kernels_or_references, snapshot, step, tokens  # noqa: E402
+from hf_models import (  # noqa: E402
+    assert_same_bits,
+    assert_untouched,
+    everything_of,
+    make,
+    recognised,
+    served_by_kernels_or_references,
+    snapshot,
+    step,
+    tokens,
+)
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.transformers import restore  # noqa: E402
 from liger_kernel.transformers.recognise import experts  # noqa: E402
 
-FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "mixtral"]  # plain; norms of heads; four norms; packed gate and up; experts
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma2",
+    "phi3",
+    "mixtral",
+]  # plain; norms of heads; four norms; packed gate and up; experts
 
 
 @pytest.fixture(autouse=True)
@@ -726,7 +771,8 @@ def test_undo_and_switches():
 
 
 class FlashAttnFunc(torch.autograd.Function):
-    """Keeps what flash attention keeps, under its name. (PyTorch's own takes another form without a GPU.)"""
+    """Keeps what flash attention keeps, under its name. (PyTorch's own takes another form
+    without a GPU.)"""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -739,14 +785,28 @@ class FlashAttnFunc(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
-def saved_bytes(level: bool | str, layers: int, hooked: bool = False, hidden: int = 2048, batch: int = 2, length: int = 512, fp8: str | None = None) -> int:
-    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone; ``hooked``: its MLPs must call their parts. ``fp8``: a recipe."""
+def saved_bytes(
+    level: bool | str,
+    layers: int,
+    hooked: bool = False,
+    hidden: int = 2048,
+    batch: int = 2,
+    length: int = 512,
+    fp8: str | None = None,
+) -> int:
+    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone;
+    ``hooked``: its MLPs must call their parts. ``fp8``: a recipe."""
     attention = lambda module, q, k, v, *args, **kwargs: (FlashAttnFunc.apply(q, k, v).transpose(1, 2), None)
     transformers.AttentionInterface.register("saving_little", attention)
     config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=hidden, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128,
+        hidden_size=hidden,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
         attn_implementation="saving_little",
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(batch, length, dtype=torch.long)
@@ -756,7 +816,9 @@ def saved_bytes(level: bool | str, layers: int, hooked: bool = False, hidden: in
     for layer in layers_of(model) if hooked else ():
         layer.mlp.down_proj.register_forward_hook(lambda *_: None)
     with _op.intercept_launches(lambda *_: None, device="meta"), Kept() as kept:
-        out = model.model(input_ids=ids, attention_mask=torch.ones(batch, 1, length, length, device="meta"), use_cache=False).last_hidden_state
+        out = model.model(
+            input_ids=ids, attention_mask=torch.ones(batch, 1, length, length, device="meta"), use_cache=False
+        ).last_hidden_state
     assert out.grad_fn is not None
     return kept.bytes()
 
@@ -778,7 +840,13 @@ def test_experts_compute_again(monkeypatch):
     """At level "mlp"; gradients have the same bits."""
     model, asked, found = make("qwen3_moe", num_hidden_layers=1), [], []
     recognised("qwen3_moe")
-    monkeypatch.setattr(experts, "moe", lambda *args, recompute, of=experts.moe, **how: asked.append(recompute) or of(*args, recompute=recompute, **how))
+    monkeypatch.setattr(
+        experts,
+        "moe",
+        lambda *args, recompute, of=experts.moe, **how: (
+            asked.append(recompute) or of(*args, recompute=recompute, **how)
+        ),
+    )
     for level in (False, True, "mlp"):
         found.append(step(patched(model, level))[1])
     assert asked == [False, False, True]
@@ -788,7 +856,8 @@ def test_experts_compute_again(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil"])
 def test_saved_bytes_of_a_layer_in_fp8(recipe):
-    """Of an input that nobody else keeps, a cast; what levels compute again is not kept at all; gate and up are kept in 16 bits. As docs/guides/fp8.md says."""
+    """Of an input that nobody else keeps, a cast; what levels compute again is not kept at all;
+    gate and up are kept in 16 bits. As docs/guides/fp8.md says."""
     kept = lambda level, fp8: saved_bytes(level, 3, fp8=fp8) - saved_bytes(level, 1, fp8=fp8)
     hidden = 2 * 2 * 512 * 2048 * 2  # bytes of one activation of two layers, in bf16
     for level in (False, True, "mlp"):
@@ -822,7 +891,9 @@ def test_autocast_models(level):
 def test_lora(level):
     peft = pytest.importorskip("peft")
     model = make("llama")
-    lora = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     torch.manual_seed(0)
     model = peft.get_peft_model(model, lora).train()
     inner = model.base_model.model
@@ -862,7 +933,8 @@ def test_quantised_linear():
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_fsdp2(alone):
-    """Weights of layers are freed after the forward and gathered again for the backward; those of norms that are units of their own before that."""
+    """Weights of layers are freed after the forward and gathered again for the backward; those
+    of norms that are units of their own before that."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -877,7 +949,9 @@ def test_fsdp2(alone):
                     fully_shard(unit, mesh=mesh)
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             fully_shard(model, mesh=mesh)
-            with mock.patch.object(memory._Recipe, "_compute", autospec=True, side_effect=memory._Recipe._compute) as compute:
+            with mock.patch.object(
+                memory._Recipe, "_compute", autospec=True, side_effect=memory._Recipe._compute
+            ) as compute:
                 _, found = step(model)
             learned.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()})
             rebuilt.append(compute.call_count)
@@ -885,8 +959,12 @@ def test_fsdp2(alone):
         dist.destroy_process_group()
     for each in learned[1:]:
         assert_same_bits(each, learned[0])
-    activations = 0 if DEVICE == "cuda" else 2  # of two layers: kernels have the whole MLP in one, and do that without being asked
-    assert rebuilt == ([0, activations, 0] if alone else [0, 4 + activations, 4])  # and norms, where their weights are there
+    activations = (
+        0 if DEVICE == "cuda" else 2
+    )  # of two layers: kernels have the whole MLP in one, and do that without being asked
+    assert rebuilt == (
+        [0, activations, 0] if alone else [0, 4 + activations, 4]
+    )  # and norms, where their weights are there
 
 
 def test_modules_of_ours():

@@ -1,7 +1,10 @@
-"""Kernels touch only memory that is theirs: tensors between unreadable pages, tensors spread over more than 2^31 elements, indices out of range.
+"""Kernels touch only memory that is theirs: tensors between unreadable pages, tensors spread over
+more than 2^31 elements, indices out of range.
 
-A stray access kills the process, hence each operator runs in one of its own, forked from one that has imported everything; by hand,
-``python test_memory_safety.py guarded rms_norm all``. The interpreter makes real accesses at real addresses, so none of this needs a GPU.
+A stray access kills the process, hence each operator runs in one of its own, forked from one that
+has imported everything; by hand,
+``python test_memory_safety.py guarded rms_norm all``. The interpreter makes real accesses at real
+addresses, so none of this needs a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def _map(n_bytes: int) -> int:
     """Address of private zero pages that cost nothing until they are touched; never freed."""
-    address = libc.mmap(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    address = libc.mmap(
+        None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0
+    )
     if address in (None, ctypes.c_void_p(-1).value):
         raise MemoryError(f"mmap of {n_bytes} bytes: errno {ctypes.get_errno()}")
     return address
@@ -60,7 +65,8 @@ def contiguous(shape, row_stride: int | None = None) -> tuple[int, ...]:
 
 
 def guarded(shape, dtype: torch.dtype, *, front: bool = False, padding: int = 0) -> Tensor:
-    """An empty tensor that ends where an unreadable page begins, or begins where one ends; its rows ``padding`` elements apart."""
+    """An empty tensor that ends where an unreadable page begins, or begins where one ends; its
+    rows ``padding`` elements apart."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     stride = contiguous(shape, shape[-1] + padding if len(shape) > 1 else None)
@@ -73,7 +79,8 @@ def guarded(shape, dtype: torch.dtype, *, front: bool = False, padding: int = 0)
 
 
 def sparse(shape, dtype: torch.dtype) -> Tensor:
-    """An empty tensor whose rows lie so far apart that the last begins at element ``SPARSE_SPAN`` or beyond."""
+    """An empty tensor whose rows lie so far apart that the last begins at element
+    ``SPARSE_SPAN`` or beyond."""
     rows = math.prod(shape[:-1])
     if len(shape) < 2 or rows < 2:
         return torch.empty(shape, dtype=dtype)
@@ -83,7 +90,10 @@ def sparse(shape, dtype: torch.dtype) -> Tensor:
 
 def moved(tensors: dict, place) -> dict:
     """The same arguments, tensors copied into memory from ``place(shape, dtype)``."""
-    return {k: place(v.shape, v.dtype).copy_(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for k, v in tensors.items()}
+    return {
+        k: place(v.shape, v.dtype).copy_(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v
+        for k, v in tensors.items()
+    }
 
 
 def _allocate_from(place) -> None:
@@ -109,7 +119,12 @@ def check_guarded(op) -> None:
         place = lambda shape, dtype, options=options: guarded(shape, dtype, **options)
         allocators = {
             (owner, n): getattr(owner, n)
-            for owner, n in ((torch.Tensor, "new_empty"), (torch.Tensor, "new_zeros"), (torch, "empty_like"), (torch, "zeros_like"))
+            for owner, n in (
+                (torch.Tensor, "new_empty"),
+                (torch.Tensor, "new_zeros"),
+                (torch, "empty_like"),
+                (torch, "zeros_like"),
+            )
         }
         for case in _small_cases(op):
             print(f"{op.name} {case.name}, unreadable page at {name}", flush=True)
@@ -138,7 +153,8 @@ def _expected(op, case) -> tuple:
 
 
 def check_sparse(op) -> None:
-    """Every case, with rows of the inputs and of the upstream gradients so far apart that their offsets do not fit into 32 bits."""
+    """Every case, with rows of the inputs and of the upstream gradients so far apart that their
+    offsets do not fit into 32 bits."""
     for case in _small_cases(op):
         print(f"{op.name} {case.name}, offsets beyond 2^31", flush=True)
         args = case.make(torch.bfloat16, "cpu")
@@ -152,7 +168,8 @@ def check_sparse(op) -> None:
 
 
 def check_indices(op) -> None:
-    """Every case that takes integers, with some out of range: what comes out is the operator's business, what is read is not."""
+    """Every case that takes integers, with some out of range: what comes out is the operator's
+    business, what is read is not."""
     for case in _small_cases(op):
         args = case.make(torch.bfloat16, "cpu")
         for name in [k for k, v in args.items() if isinstance(v, Tensor) and not v.is_floating_point()]:
@@ -197,7 +214,9 @@ def _in_its_own_process(checks: list[str], op_name: str, cases: str, folder: Pat
     return process.exitcode, said.read_text() if said.exists() else ""
 
 
-by_addresses = pytest.mark.skipif(not _op.INTERPRET, reason="addresses are checked in the interpreter; on a GPU by compute-sanitizer")
+by_addresses = pytest.mark.skipif(
+    not _op.INTERPRET, reason="addresses are checked in the interpreter; on a GPU by compute-sanitizer"
+)
 
 
 def _takes_integers(op) -> bool:

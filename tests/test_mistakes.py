@@ -1,4 +1,5 @@
-"""What a user types wrong: one line on stderr that names the nearest right name, exit code 2, and no traceback."""
+"""What a user types wrong: one line on stderr that names the nearest right name, exit code 2,
+and no traceback."""
 
 import dataclasses
 import json
@@ -23,7 +24,10 @@ FILES = {
     "one.jsonl": '{"text": "hello"}\n',
     "empty.jsonl": "",
     "broken.jsonl": '{"text": "x"}\n{oops\n',
-    "chats.jsonl": json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}) + "\n",
+    "chats.jsonl": json.dumps(
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    )
+    + "\n",
     "silent.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
     "bad.parquet": "no parquet",
     "text.txt": "hello",
@@ -71,15 +75,25 @@ TABLE = [
     ("train --lr nan", "lr must be positive, got nan"),
     ("train --precision fp23", r"--precision must be one of auto, fp32, .*; got 'fp23'; did you mean fp32\?"),
     ("train --parallel ddpp", r"--parallel must be one of .*; got 'ddpp'; did you mean ddp\?"),
-    ("train --parallel deepspeed-z3", "trainer torch offers parallel none, ddp, fsdp2, tp, ulysses, ulysses-fsdp2; got deepspeed-z3"),
+    (
+        "train --parallel deepspeed-z3",
+        "trainer torch offers parallel none, ddp, fsdp2, tp, ulysses, ulysses-fsdp2; got deepspeed-z3",
+    ),
     ("train --heads 3", "heads must divide hidden into even parts, .* got hidden 256, heads 3, kv_heads 1"),
     ("train --metrics-port 99999", r"metrics_port must be in \[0, 65535\]"),
     ("train --device cpuu", r"cannot use device 'cpuu': it must be cpu, cuda or cuda:N; did you mean cpu\?"),
-    pytest.param("train --device cuda", "device is cuda:0, but PyTorch sees no GPU here", marks=pytest.mark.skipif(CUDA, reason="there is a GPU")),
+    pytest.param(
+        "train --device cuda",
+        "device is cuda:0, but PyTorch sees no GPU here",
+        marks=pytest.mark.skipif(CUDA, reason="there is a GPU"),
+    ),
     ("train --report tensorbord", r"report must be of tensorboard, .*; did you mean tensorboard\?"),
     ("train --quantize nf4", "quantize nf4 needs lora, a rank of 1 or more"),
     ("train --store bucket --checkpoint-every 1", "store must be a URI, such as s3://bucket/run"),
-    ("train --nproc 2 --parallel ddp --rdzv-endpoint host", "rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'host'"),
+    (
+        "train --nproc 2 --parallel ddp --rdzv-endpoint host",
+        "rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'host'",
+    ),
     ("train --nproc 2 --parallel ddp --nnodes x", "nnodes must be N or MIN:MAX, got 'x'"),
     # its config files
     ("train --config confg.yaml", r"cannot read confg.yaml: No such file or directory; did you mean config.yaml\?"),
@@ -106,9 +120,16 @@ TABLE = [
     # its model, tokenizer and folders
     ("train --model nope", rf"no model 'nope': {NO_HUB} "),
     ("train --model ./modle", r"no such folder: ./modle; did you mean model\?"),
-    ("train --model model/tuned", "no such folder: model/tuned; if you mean the model on the Hugging Face hub, fetch it first: hf download model/tuned$"),
+    (
+        "train --model model/tuned",
+        "no such folder: model/tuned; if you mean the model on the Hugging Face hub, fetch it first: hf download "
+        "model/tuned$",
+    ),
     ("train --model nope/", "no such folder: nope/"),
-    ("train --data model/chats", "no such folder: model/chats; if you mean the dataset on .*: hf download --repo-type dataset model/chats$"),
+    (
+        "train --data model/chats",
+        "no such folder: model/chats; if you mean the dataset on .*: hf download --repo-type dataset model/chats$",
+    ),
     ("train --model empty", "empty holds no tokenizer: it has no tokenizer.json or tokenizer_config.json"),
     ("train --tokenizer empty --data chats.jsonl", "empty holds no tokenizer"),
     ("train --tokenizer nope --data chats.jsonl", rf"no model 'nope': {NO_HUB} "),
@@ -143,12 +164,21 @@ TABLE = [
     ("bench rms_norm --mode backwards", r"no mode 'backwards'; did you mean backward\?"),
     ("bench rms_norm --against upstrem", r"no variant 'upstrem'; did you mean upstream\?"),
     ("bench rms_norm --repeats 0", "--repeats must be at least 1, got 0"),
-    ("bench rms_norm --upstream-path nowhere", "--upstream-path: no such folder: nowhere; `pip install --no-deps --target nowhere liger-kernel=="),
-    ("bench rms_norm --against upstream --upstream-path empty", "--upstream-path empty holds no liger_kernel; `pip install"),
+    (
+        "bench rms_norm --upstream-path nowhere",
+        "--upstream-path: no such folder: nowhere; `pip install --no-deps --target nowhere liger-kernel==",
+    ),
+    (
+        "bench rms_norm --against upstream --upstream-path empty",
+        "--upstream-path empty holds no liger_kernel; `pip install",
+    ),
     ("bench rms_norm --against quack --quack-path empty", "--quack-path empty holds no quack"),
     ("bench rms_norm --base nope", "--base(: no git revision 'nope'| needs a git checkout| needs git)"),
     ("bench rms_norm --json empty", "cannot write to empty: it is a folder"),
-    ("bench rms_norm --json choice.json", "cannot write to choice.json: it holds something else; give another name, or remove it"),
+    (
+        "bench rms_norm --json choice.json",
+        "cannot write to choice.json: it holds something else; give another name, or remove it",
+    ),
     ("bench rms_norm --csv text.txt", "cannot write to text.txt: it holds something else"),
     ("bench rms_norm --csv text.txt/x.csv", "cannot write to text.txt/x.csv: .* is a file, not a folder"),
     ("bench rms_norm --resume", "--resume needs --json FILE"),
@@ -178,10 +208,23 @@ TABLE = [
     ("bench step --lengths -5", "--lengths must be at least 0, got -5"),
     ("bench step --masked nan", r"--masked must be in \[0, 1\), got nan"),
     ("bench step --peak-tflops -1", "--peak-tflops must be positive, got -1"),
-    ("bench step --optimizer adam", r"--optimizer must be one of sgd, adamw, adamw-bf16, adamw-8bit, adamw-8bit-bf16; got 'adam'; did you mean adamw\?"),
-    ("bench step --optimizer-on-cpu", "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got none"),
-    ("bench step --gpus 2 --optimizer-in-backward", "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
-    ("bench step --gpus 2 --optimizer adamw-bf16", "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
+    (
+        "bench step --optimizer adam",
+        r"--optimizer must be one of sgd, adamw, adamw-bf16, adamw-8bit, adamw-8bit-bf16; got 'adam'; did you mean "
+        r"adamw\?",
+    ),
+    (
+        "bench step --optimizer-on-cpu",
+        "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got none",
+    ),
+    (
+        "bench step --gpus 2 --optimizer-in-backward",
+        "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp",
+    ),
+    (
+        "bench step --gpus 2 --optimizer adamw-bf16",
+        "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp",
+    ),
     ("bench step --lora 8 --lora-targets q_prj", r"no linear layer 'q_prj'; did you mean q_proj\?"),
     ("bench step --json empty", "cannot write to empty: it is a folder"),
     ("bench step --json list.json", "cannot write to list.json: it holds something else"),
@@ -220,22 +263,36 @@ TABLE = [
     ("fit --model tiny --gpu h100 --kernels off --tiled-mlp 3", "tiled_mlp needs kernels on, got off"),
     ("fit --model tiny --gpu h100 --keep-attention", "keep_attention needs gradient_checkpointing full, got none"),
     ("fit --model tiny --gpu h100 --quantize nf4", "quantize nf4 needs lora, a rank of 1 or more"),
-    ("fit --model tiny --gpu h100 --rematerialise mpl", r"--rematerialise must be one of off, cheap, mlp; got 'mpl'; did you mean mlp\?"),
+    (
+        "fit --model tiny --gpu h100 --rematerialise mpl",
+        r"--rematerialise must be one of off, cheap, mlp; got 'mpl'; did you mean mlp\?",
+    ),
     ("fit --model tiny --gpu h100 --steps 5", r"no flag --steps"),
     pytest.param(
-        "fit --model tiny", r"this machine has no GPU: give --gpu, one of a100-40, .*, or --memory-gb", marks=pytest.mark.skipif(CUDA, reason="there is a GPU")
+        "fit --model tiny",
+        r"this machine has no GPU: give --gpu, one of a100-40, .*, or --memory-gb",
+        marks=pytest.mark.skipif(CUDA, reason="there is a GPU"),
     ),
     # deploy
     ("deploy", "liger deploy: the following arguments are required: COMMAND"),
     ("deploy rendr job.yaml", r"liger deploy: no command 'rendr'; did you mean render\?"),
     ("deploy render jib.yaml", r"cannot read jib.yaml: No such file or directory; did you mean job.yaml\?"),
     ("deploy render job.yaml", r"job.yaml: unknown name 'imag'; did you mean image\?"),
-    ("deploy render kind.yaml", r"kind must be one of pytorchjob, trainjob, jobset; got 'jobsett'; did you mean jobset\?"),
-    ("deploy render trainjob.yaml", r"trainjob.yaml: train: unknown name 'checkpoint_evry'; did you mean checkpoint_every\?"),
+    (
+        "deploy render kind.yaml",
+        r"kind must be one of pytorchjob, trainjob, jobset; got 'jobsett'; did you mean jobset\?",
+    ),
+    (
+        "deploy render trainjob.yaml",
+        r"trainjob.yaml: train: unknown name 'checkpoint_evry'; did you mean checkpoint_every\?",
+    ),
     ("deploy render goodjob.yaml --as helmm", r"--as must be one of .*; got 'helmm'; did you mean helm\?"),
     ("deploy render goodjob.yaml --as helm", r"helm is \d+ files: give --to DIR"),
     ("deploy render goodjob.yaml --to text.txt", "cannot write to text.txt"),
-    ("deploy submit goodjob.yaml --dry-run sever", r"--dry-run must be one of client, server; got 'sever'; did you mean server\?"),
+    (
+        "deploy submit goodjob.yaml --dry-run sever",
+        r"--dry-run must be one of client, server; got 'sever'; did you mean server\?",
+    ),
 ]
 
 
@@ -258,9 +315,12 @@ def _unreachable(self, *args, **kwargs):
 
 
 def own(err: str) -> str:
-    """What liger and Python print; other packages (bitsandbytes, torchao) have lines and warnings of their own when they are imported."""
+    """What liger and Python print; other packages (bitsandbytes, torchao) have lines and
+    warnings of their own when they are imported."""
     assert "Traceback" not in err, err
-    return "".join(line for line in err.splitlines(keepends=True) if line.startswith(("liger", "usage", "Exception", "BrokenPipe")))
+    return "".join(
+        line for line in err.splitlines(keepends=True) if line.startswith(("liger", "usage", "Exception", "BrokenPipe"))
+    )
 
 
 @pytest.mark.parametrize("line, said", TABLE, ids=[str(getattr(row, "values", row)[0]) for row in TABLE])
@@ -282,12 +342,16 @@ def test_layers_that_a_model_lacks(here, capsys):
 
 
 def test_a_kernel_that_a_family_lacks(here, capsys):
-    line = "train --data chats.jsonl --geglu --vocab 300 --hidden 32 --heads 2 --layers 1 --device cpu --eval-fraction 0"
+    line = (
+        "train --data chats.jsonl --geglu --vocab 300 --hidden 32 --heads 2 --layers 1 --device cpu --eval-fraction 0"
+    )
     assert main(line.split()) == 2
     assert re.search("llama has no kernel flag geglu; its flags are rope, .*swiglu", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("found, said", [("RepositoryNotFoundError", "has no public model of that name"), ("GatedRepoError", None)])
+@pytest.mark.parametrize(
+    "found, said", [("RepositoryNotFoundError", "has no public model of that name"), ("GatedRepoError", None)]
+)
 def test_the_hub_is_asked_once(found, said, here, monkeypatch):
     import huggingface_hub
     from huggingface_hub import errors
@@ -324,7 +388,14 @@ def test_the_hub_is_asked_once(found, said, here, monkeypatch):
 
 # -- help, pipes and Ctrl-C ------------------------------------------------------------------
 
-HELP = [[], *([name] for name in COMMANDS), ["bench", "step"], ["bench", "report"], ["deploy", "render"], ["deploy", "submit"]]
+HELP = [
+    [],
+    *([name] for name in COMMANDS),
+    ["bench", "step"],
+    ["bench", "report"],
+    ["deploy", "render"],
+    ["deploy", "submit"],
+]
 HEAVY = {"torch", "triton", "transformers", "numpy", "matplotlib", "huggingface_hub"}
 TIMED = f"""
 import json, sys, time
@@ -350,15 +421,25 @@ def test_mistakes_in_flags_import_nothing_heavy():
     code = TIMED.replace('"--help"', '"--nope"')
     for command in HELP[1:]:
         done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout.rpartition("LOADED ")[2])[1] == [] and done.stderr.count("\n") == 1, (command, done.stderr)
+        assert json.loads(done.stdout.rpartition("LOADED ")[2])[1] == [] and done.stderr.count("\n") == 1, (
+            command,
+            done.stderr,
+        )
 
 
 @pytest.mark.parametrize("line", ["ops", "--help", *further("train --help", "models llama")])
 def test_a_pipe_that_is_closed_is_no_mistake(line):
-    """``liger ops | head``: no traceback, no line, and the exit code that shells have for it; argparse itself writes help, and ignores what fails."""
+    """``liger ops | head``: no traceback, no line, and the exit code that shells have for it;
+    argparse itself writes help, and ignores what fails."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "liger_kernel.cli", *line.split()], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "liger_kernel.cli", *line.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     os.close(writer)
     assert done.returncode in ((141, 0) if "--help" in line else (141,)) and not own(done.stderr)
 
@@ -366,11 +447,16 @@ def test_a_pipe_that_is_closed_is_no_mistake(line):
 def test_ctrl_c_takes_one_line(tmp_path, user_env):
     """While it trains, here at the first progress line."""
     (tmp_path / "text.jsonl").write_text('{"text": "%s"}\n' % ("def add(a, b): return a + b. " * 60))
-    flags = "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1 --log-every 1 --device cpu --eval-fraction 0"
+    flags = (
+        "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1 "
+        "--log-every 1 --device cpu --eval-fraction 0"
+    )
     env = user_env | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     command = [sys.executable, "-m", "liger_kernel.cli", "train", *flags.split()]
     heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs do not hear it
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    ) as process:
         assert process.stdout
         for text in process.stdout:
             if text.startswith("step "):
@@ -392,7 +478,9 @@ def test_a_name_that_is_not_there_is_answered_with_the_nearest():
         ("AutoLigerKernelForCausalLm", "AutoLigerKernelForCausalLM"),
         ("projection_report", "projections_report"),
     ):
-        with pytest.raises(AttributeError, match=f"'liger_kernel.transformers' has no attribute '{wrong}'; did you mean {right}\\?"):
+        with pytest.raises(
+            AttributeError, match=f"'liger_kernel.transformers' has no attribute '{wrong}'; did you mean {right}\\?"
+        ):
             getattr(liger, wrong)
     assert not hasattr(liger, "__wrapped__")
 
@@ -400,12 +488,21 @@ def test_a_name_that_is_not_there_is_answered_with_the_nearest():
 @pytest.mark.parametrize(
     "args, kwargs, said",
     [
-        ((), dict(model="llama"), r"model must be .* \(an nn.Module\), got 'llama'; AutoLigerKernelForCausalLM.from_pretrained\('llama'\) loads"),
+        (
+            (),
+            dict(model="llama"),
+            r"model must be .* \(an nn.Module\), got 'llama'; AutoLigerKernelForCausalLM.from_pretrained\('llama'\) "
+            r"loads",
+        ),
         ((), dict(model=3), "model must be a model that is built"),
         ((), dict(rms_nrm=True), r"unexpected keyword argument 'rms_nrm'; did you mean rms_norm\?"),
         ((), dict(foo=True), "unexpected keyword argument 'foo'; it takes rope, .*projections"),
         ((), dict(rope="no"), "rope must be True or False, got 'no'"),
-        ((torch.nn.Linear(1, 1),), {}, r"rope must be True or False, got a model \(Linear\); pass the model by its name: model=..."),
+        (
+            (torch.nn.Linear(1, 1),),
+            {},
+            r"rope must be True or False, got a model \(Linear\); pass the model by its name: model=...",
+        ),
     ],
 )
 def test_arguments_of_apply_functions(args, kwargs, said):
@@ -427,9 +524,22 @@ def test_arguments_of_auto_classes():
 
     from liger_kernel.transformers import AutoLigerKernelForCausalLM, restore
 
-    config = transformers.LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=16)
-    for wrong, right in (("rms_nrm", "rms_norm"), ("fused_linear_crossentropy", "fused_linear_cross_entropy"), ("rematerialize", "rematerialise")):
-        with pytest.raises(TypeError, match=f"AutoLigerKernelForCausalLM: no argument '{wrong}'; did you mean {right}\\?"):
+    config = transformers.LlamaConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=16,
+    )
+    for wrong, right in (
+        ("rms_nrm", "rms_norm"),
+        ("fused_linear_crossentropy", "fused_linear_cross_entropy"),
+        ("rematerialize", "rematerialise"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"AutoLigerKernelForCausalLM: no argument '{wrong}'; did you mean {right}\\?"
+        ):
             AutoLigerKernelForCausalLM.from_config(config, **{wrong: True})
     config.rms_nrm = 1  # transformers' own arguments, and fields of a configuration, pass
     AutoLigerKernelForCausalLM.from_config(config, attn_implementation="eager", rms_norm=False)
@@ -441,7 +551,9 @@ def test_a_model_type_that_is_nearly_one_is_named():
     from liger_kernel.transformers.patching import once
 
     once.WARNED.discard(("lama", ""))
-    with pytest.warns(UserWarning, match=r"lama: liger_kernel has no kernels for this type of model, .*; did you mean llama\?"):
+    with pytest.warns(
+        UserWarning, match=r"lama: liger_kernel has no kernels for this type of model, .*; did you mean llama\?"
+    ):
         _apply_liger_kernel("lama")
 
 

@@ -1,4 +1,5 @@
-"""The notebooks of docs/ run on a CPU, and print what they store: what the site shows is what they do.
+"""The notebooks of docs/ run on a CPU, and print what they store: what the site shows is what they
+do.
 
 jupyter execute --inplace docs/notebooks/*.ipynb      stores what they print now
 """
@@ -18,7 +19,10 @@ NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 def printed(notebook) -> list[str]:
     """What each cell of code prints; warnings, which differ between machines, aside."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    return ["".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout") for cell in cells]
+    return [
+        "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")
+        for cell in cells
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -39,4 +43,8 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nothing_of_a_machine_is_stored(path):
     text = path.read_text()
-    assert '"stderr"' not in text and "site-packages" not in text and "execution" not in nbformat.read(path, 4).cells[-1].metadata
+    assert (
+        '"stderr"' not in text
+        and "site-packages" not in text
+        and "execution" not in nbformat.read(path, 4).cells[-1].metadata
+    )

@@ -1,6 +1,8 @@
-"""Offloading: equal bits, the order of copies, copies that are late, a host without room, and what stays where it is.
+"""Offloading: equal bits, the order of copies, copies that are late, a host without room, and what
+stays where it is.
 
-Without a GPU the "device" is the CPU, too: copies go from its memory to its memory. ``Late`` is a lane whose copies run as late as they may.
+Without a GPU the "device" is the CPU, too: copies go from its memory to its memory. ``Late`` is a
+lane whose copies run as late as they may.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Log = list[tuple[str, int]]
 
 
 class Late(offloading.Lane):
-    """Copies run when a stream waits for them. What nobody waits for is never copied, and what is freed before its copy is lost."""
+    """Copies run when a stream waits for them. What nobody waits for is never copied, and what
+    is freed before its copy is lost."""
 
     class Stream:
         def __init__(self) -> None:
@@ -95,7 +98,11 @@ def moved(monkeypatch) -> list[Tensor]:
     """What is copied to the host."""
     found: list[Tensor] = []
     init = offloading._Moved.__init__
-    monkeypatch.setattr(offloading._Moved, "__init__", lambda self, run, lane, t, blocks: found.append(t.detach()) or init(self, run, lane, t, blocks))
+    monkeypatch.setattr(
+        offloading._Moved,
+        "__init__",
+        lambda self, run, lane, t, blocks: found.append(t.detach()) or init(self, run, lane, t, blocks),
+    )
     return found
 
 
@@ -141,7 +148,9 @@ def learn(module: nn.Module, backwards: int = 1, run=lambda module, x: module(x)
     y = run(module, x * 1.0)
     for i in range(backwards):
         y.square().sum().backward(retain_graph=i < backwards - 1)
-    return {"y": y.detach(), "x": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad} | {
+        n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
+    }
 
 
 def assert_equal(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
@@ -186,7 +195,9 @@ def test_views_and_repetitions_are_copied_once(moved, lane):
     body(None, other).backward()
     assert torch.equal(x.grad, other.grad)
     storages = [t.untyped_storage()._cdata for t in moved]
-    assert len(set(storages)) == len(storages) and sum(t.numel() == x.numel() for t in moved) <= 4  # exp, sin, cos, and a view as integers
+    assert (
+        len(set(storages)) == len(storages) and sum(t.numel() == x.numel() for t in moved) <= 4
+    )  # exp, sin, cos, and a view as integers
 
 
 def test_several_readers_of_what_comes_back(lane):
@@ -253,7 +264,8 @@ def test_a_change_before_it_is_saved_again(moved, lane):
 
 @pytest.fixture
 def log(monkeypatch) -> Log:
-    """Copies out and back, by place in the order of saving, reads, and when a tensor leaves the device."""
+    """Copies out and back, by place in the order of saving, reads, and when a tensor leaves the
+    device."""
     found: Log = []
     cls = offloading._Moved
     for name, said in (("fetch", "back"), ("read", "read"), ("let_go", "leaves")):
@@ -277,8 +289,18 @@ def test_one_layer_ahead(log, checkpointed, monkeypatch):
     monkeypatch.setattr(offloading, "AHEAD", 1)  # so that it fetches one at a time
     y.sum().backward()
     assert log == [
-        ("read", 3), ("back", 2), ("leaves", 3), ("read", 2), ("back", 1), ("leaves", 2), ("read", 1), ("back", 0), ("leaves", 1), ("read", 0), ("leaves", 0)
-    ]  # fmt: skip  # a layer a step
+        ("read", 3),
+        ("back", 2),
+        ("leaves", 3),
+        ("read", 2),
+        ("back", 1),
+        ("leaves", 2),
+        ("read", 1),
+        ("back", 0),
+        ("leaves", 1),
+        ("read", 0),
+        ("leaves", 0),
+    ]  # a layer a step
 
 
 def test_nothing_comes_back_twice(log):
@@ -294,7 +316,15 @@ def test_further_ahead_where_tensors_are_small(log, monkeypatch):
     y = Offloaded(False, layers=4)(x_of() * 1)
     log.clear()
     y.sum().backward()
-    assert [e for e in log if e[0] != "leaves"] == [("read", 3), ("back", 2), ("back", 1), ("read", 2), ("back", 0), ("read", 1), ("read", 0)]
+    assert [e for e in log if e[0] != "leaves"] == [
+        ("read", 3),
+        ("back", 2),
+        ("back", 1),
+        ("read", 2),
+        ("back", 0),
+        ("read", 1),
+        ("read", 0),
+    ]
 
 
 def test_some_copies_may_be_late(monkeypatch, log):
@@ -364,13 +394,20 @@ def test_what_the_host_has_no_room_for_stays(monkeypatch, moved, fits):
 
     monkeypatch.setattr(offloading.Lane, "_pin", counted)
     monkeypatch.setattr(offloading, "host_room", lambda: left[0])
-    with pytest.warns(UserWarning, match=r"activation_offloading: the host has 0\.0 GB of memory left, so the activations that do not fit stay") as said:
+    with pytest.warns(
+        UserWarning,
+        match=r"activation_offloading: the host has 0\.0 GB of memory left, so the activations that do not fit stay",
+    ) as said:
         ours = learn(Offloaded(False))
     assert_equal(ours, learn(Layers(False)))
     assert len(moved) == fits and len(said) == 1
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory\nmore"), OSError("CUDA error: out of memory")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error: out of memory\nmore"), OSError("CUDA error: out of memory")],
+    ids=lambda e: type(e).__name__,
+)
 def test_memory_that_cannot_be_pinned(monkeypatch, error):
     def refuse(*args, **kwargs):
         raise error
@@ -391,12 +428,33 @@ GB = 2**30
 @pytest.mark.parametrize(
     "own, files, gb",
     [
-        ("0::/", {"memory.max": 8 * GB, "memory.current": GB, "memory.stat": f"anon 5\ninactive_file {GB}\n"}, 8),  # a container
+        (
+            "0::/",
+            {"memory.max": 8 * GB, "memory.current": GB, "memory.stat": f"anon 5\ninactive_file {GB}\n"},
+            8,
+        ),  # a container
         ("0::/", {"memory.max": "max", "memory.current": GB}, 24),
-        ("0::/system.slice/run.scope", {"system.slice/run.scope/memory.max": 8 * GB, "system.slice/run.scope/memory.current": GB}, 7),
-        ("0::/job/step", {"job/memory.max": 6 * GB, "job/memory.current": GB, "job/step/memory.max": "max", "job/step/memory.current": 5}, 5),
+        (
+            "0::/system.slice/run.scope",
+            {"system.slice/run.scope/memory.max": 8 * GB, "system.slice/run.scope/memory.current": GB},
+            7,
+        ),
+        (
+            "0::/job/step",
+            {
+                "job/memory.max": 6 * GB,
+                "job/memory.current": GB,
+                "job/step/memory.max": "max",
+                "job/step/memory.current": 5,
+            },
+            5,
+        ),
         ("0::/gone", {"memory.max": 8 * GB, "memory.current": GB, "memory.stat": "anon 5\n"}, 7),
-        ("4:cpu,memory:/job\n2:pids:/x", {"memory/job/memory.limit_in_bytes": 4 * GB, "memory/job/memory.usage_in_bytes": GB}, 3),
+        (
+            "4:cpu,memory:/job\n2:pids:/x",
+            {"memory/job/memory.limit_in_bytes": 4 * GB, "memory/job/memory.usage_in_bytes": GB},
+            3,
+        ),
         ("4:memory:/docker/1", {"memory/memory.limit_in_bytes": 4 * GB, "memory/memory.usage_in_bytes": 0}, 4),
         (None, {"memory.max": 8 * GB, "memory.current": GB}, 7),
     ],
@@ -438,7 +496,11 @@ def driver(monkeypatch):
     monkeypatch.setattr(offloading, "_pages", [])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **more: empty(*(n if n < 2**40 else 0 for n in size), **more | {"pin_memory": False}))
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *size, **more: empty(*(n if n < 2**40 else 0 for n in size), **more | {"pin_memory": False}),
+    )
 
     def of(answers) -> Driver:
         found = Driver(answers)
@@ -474,7 +536,9 @@ def test_other_accelerators_pin_as_pytorch_does(driver):
 
 def test_a_system_that_gives_no_pages(driver, monkeypatch):
     driver(0)
-    monkeypatch.setattr(offloading.mmap, "mmap", lambda *args, **more: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory")))
+    monkeypatch.setattr(
+        offloading.mmap, "mmap", lambda *args, **more: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory"))
+    )
     assert offloading._pinned(2**20, GPU).nbytes == 2**20 and not offloading._pages
 
 
@@ -493,7 +557,9 @@ def test_parameters_stay(frozen, autocast, moved):
     shapes = {tuple(p.shape) for layer in module.layers if layer.up.weight.requires_grad for p in layer.parameters()}
     assert moved and not weights & {t.untyped_storage()._cdata for t in moved}
     casts = [t for t in moved if tuple(t.shape) in shapes or tuple(t.mT.shape) in shapes]
-    assert len(casts) == 2 * (frozen and autocast)  # autocast keeps no cast of a frozen weight, so each is an activation like others
+    assert len(casts) == 2 * (
+        frozen and autocast
+    )  # autocast keeps no cast of a frozen weight, so each is an activation like others
 
 
 def test_small_tensors_and_parts_of_large_ones_stay(monkeypatch, moved):
@@ -509,7 +575,10 @@ def test_other_tensors_stay(moved):
         pass
 
     def body(self, x):
-        return x.as_subclass(Marked).exp().as_subclass(Tensor).sum() + torch.view_as_real(torch.complex(x, x).conj() * torch.complex(x, x)).sum()
+        return (
+            x.as_subclass(Marked).exp().as_subclass(Tensor).sum()
+            + torch.view_as_real(torch.complex(x, x).conj() * torch.complex(x, x)).sum()
+        )
 
     x, other = x_of(), x_of()
     offloads(body)(x).backward()
@@ -528,13 +597,17 @@ def test_on_a_cpu_nothing_is_moved(monkeypatch, moved):
 
 
 def test_it_steps_aside_for_hooks_of_others(moved):
-    """Such as torch's ``save_on_cpu``, or the hooks of TRL and torchtune, which are in place around the whole step."""
+    """Such as torch's ``save_on_cpu``, or the hooks of TRL and torchtune, which are in place
+    around the whole step."""
 
     def under_hooks(module: nn.Module, x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
             return module(x)
 
-    with pytest.warns(UserWarning, match=r"activation_offloading: it steps aside for the hooks for saved tensors of torch\.autograd\.graph"):
+    with pytest.warns(
+        UserWarning,
+        match=r"activation_offloading: it steps aside for the hooks for saved tensors of torch\.autograd\.graph",
+    ):
         ours = learn(Offloaded(False), run=under_hooks)
     assert_equal(ours, learn(Layers(False)))
     assert not moved
@@ -590,7 +663,10 @@ def test_torch_func(moved):
 def test_torch_compile_of_the_module(moved):
     torch._dynamo.reset()
     compiled = torch.compile(Offloaded(), backend="aot_eager", fullgraph=True)
-    with pytest.warns(UserWarning, match="steps aside for torch.compile, which chooses what it keeps: compile the layers, not the model"):
+    with pytest.warns(
+        UserWarning,
+        match="steps aside for torch.compile, which chooses what it keeps: compile the layers, not the model",
+    ):
         ours = compiled(x_of())
     torch.testing.assert_close(ours, Layers()(x_of()))
     assert not moved
@@ -699,7 +775,9 @@ def test_less_memory_of_a_gpu(monkeypatch, checkpointed):
         for p in module.parameters():
             nn.init.normal_(p, std=0.02)
         for _ in range(3):
-            x = torch.randn(16384, 1024, device=DEVICE, dtype=torch.bfloat16, generator=torch.Generator(DEVICE).manual_seed(0)).requires_grad_()
+            x = torch.randn(
+                16384, 1024, device=DEVICE, dtype=torch.bfloat16, generator=torch.Generator(DEVICE).manual_seed(0)
+            ).requires_grad_()
             module.zero_grad()
             before = torch.cuda.memory_allocated()
             y = module(x)

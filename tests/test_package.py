@@ -21,7 +21,9 @@ HEAVY = "torch", "triton", "transformers", "numpy", "matplotlib", "importlib.met
 
 def loaded_by(code: str) -> set[str]:
     """The heavy packages that a fresh interpreter has loaded after ``code``."""
-    code = f"import sys\n{code}\nprint('LOADED', *({HEAVY!r} & sys.modules.keys()))".replace(repr(HEAVY), repr(set(HEAVY)))
+    code = f"import sys\n{code}\nprint('LOADED', *({HEAVY!r} & sys.modules.keys()))".replace(
+        repr(HEAVY), repr(set(HEAVY))
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return set(out.rpartition("LOADED")[2].split())
 
@@ -53,7 +55,9 @@ def test_forms_of_issues_are_yaml_with_a_name_and_fields():
     forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     for path in forms:
         form = yaml.safe_load(path.read_text())
-        assert {"name", "description", "body"} <= form.keys() and all({"type", "attributes"} <= part.keys() for part in form["body"])
+        assert {"name", "description", "body"} <= form.keys() and all(
+            {"type", "attributes"} <= part.keys() for part in form["body"]
+        )
         assert len({part["id"] for part in form["body"]}) == len(form["body"])
     assert forms
 
@@ -71,21 +75,33 @@ def test_names_by_which_it_is_looked_up():
 
 
 def test_frameworks_see_a_version_of_the_08_series_that_no_index_has():
-    """Frameworks compare the version with the oldest that they support; a pin of ours never matches LinkedIn's release of the same number."""
+    """Frameworks compare the version with the oldest that they support; a pin of ours never
+    matches LinkedIn's release of the same number."""
     version = Version(liger_kernel.__version__)
-    assert Version("0.8.5") < version < Version("0.9") and version.local and liger_kernel.__version__.endswith(_others.MARK)
-    assert Version(version.public) not in SpecifierSet(f"=={version}") and version in SpecifierSet(f"=={version.public}")
+    assert (
+        Version("0.8.5") < version < Version("0.9")
+        and version.local
+        and liger_kernel.__version__.endswith(_others.MARK)
+    )
+    assert Version(version.public) not in SpecifierSet(f"=={version}") and version in SpecifierSet(
+        f"=={version.public}"
+    )
     transformers = pytest.importorskip("transformers.utils")
     assert transformers.is_liger_kernel_available()
 
 
 def run(path: list, code: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | variables
-    return subprocess.run([sys.executable, "-W", "always", "-c", code], env=env, capture_output=True, text=True, check=True, cwd=folder)
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], env=env, capture_output=True, text=True, check=True, cwd=folder
+    )
 
 
 SRC = Path(liger_kernel.__file__).parents[1]
-REPORT = "from liger_kernel import env_report as e; e.PACKAGES = (); e.importlib.util.find_spec = lambda _: None; e.print_env_report()"
+REPORT = (
+    "from liger_kernel import env_report as e; e.PACKAGES = (); e.importlib.util.find_spec = lambda _: None; "
+    "e.print_env_report()"
+)
 
 
 def installed(folder: Path, name: str, version: str, package: bool = True) -> Path:
@@ -103,10 +119,18 @@ def of_linkedin(tmp_path: Path) -> list[tuple[list[Path], str]]:
     (bare / "liger_kernel").mkdir(parents=True)
     (bare / "liger_kernel" / "__init__.py").touch()
     stable = installed(tmp_path / "stable", "liger_kernel", "0.8.5")
-    both = installed(installed(tmp_path / "both", "liger_kernel", "0.8.5", package=False), "liger_kernel_nightly", "0.9.0.dev1", package=False)
+    both = installed(
+        installed(tmp_path / "both", "liger_kernel", "0.8.5", package=False),
+        "liger_kernel_nightly",
+        "0.9.0.dev1",
+        package=False,
+    )
     return [
         ([SRC, stable], f"liger-kernel 0.8.5 in {stable}"),
-        ([both, SRC], f"liger-kernel 0.8.5 in {both}, liger-kernel-nightly 0.9.0.dev1 in {both}"),  # ours is an editable install
+        (
+            [both, SRC],
+            f"liger-kernel 0.8.5 in {both}, liger-kernel-nightly 0.9.0.dev1 in {both}",
+        ),  # ours is an editable install
         ([SRC, bare], f"a liger_kernel without metadata in {bare}"),
     ]
 
@@ -114,13 +138,17 @@ def of_linkedin(tmp_path: Path) -> list[tuple[list[Path], str]]:
 def test_another_package_of_our_name_is_reported_once(tmp_path):
     for path, name in of_linkedin(tmp_path):
         done = run(path, "import liger_kernel.transformers.functional, liger_kernel.train")
-        assert done.stderr.count("UserWarning") == 1 and f"is loaded from {SRC / 'liger_kernel'}, but there is also {name};" in done.stderr, done.stderr
+        assert (
+            done.stderr.count("UserWarning") == 1
+            and f"is loaded from {SRC / 'liger_kernel'}, but there is also {name};" in done.stderr
+        ), done.stderr
         assert run(path, "import liger_kernel", LOCAL_RANK="1").stderr == ""
         assert f"also installed  {name}\n" in run(path, REPORT).stdout
 
 
 def test_ours_alone_is_silent(tmp_path):
-    """Also where it is on the path twice, where a folder of data has its name, or where a path is no folder."""
+    """Also where it is on the path twice, where a folder of data has its name, or where a path
+    is no folder."""
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "rows.jsonl").touch()
     installed(tmp_path, "liger_kernel", liger_kernel.__version__, package=False)
@@ -129,17 +157,30 @@ def test_ours_alone_is_silent(tmp_path):
     assert done.stderr == ""
     report = run([SRC], REPORT).stdout
     assert "also installed  no other package named liger_kernel\n" in report
-    assert report.startswith(f"liger-kernel    {liger_kernel.__version__} (not LinkedIn's package) in {SRC / 'liger_kernel'}\n")
+    assert report.startswith(
+        f"liger-kernel    {liger_kernel.__version__} (not LinkedIn's package) in {SRC / 'liger_kernel'}\n"
+    )
 
 
 def texts() -> dict[str, str]:
     """Every file of the repository that people read or run, by its path."""
-    names = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     found = {name: ROOT / name for name in names.split("\n") if name and not name.startswith("benchmarks/data/")}
-    return {name: path.read_text() for name, path in found.items() if path.is_file() and path.suffix not in (".png", ".svg", ".ico", ".gz")}
+    return {
+        name: path.read_text()
+        for name, path in found.items()
+        if path.is_file() and path.suffix not in (".png", ".svg", ".ico", ".gz")
+    }
 
 
-# where pip is given a version for a folder of its own, a file or a repository, takes the package away, or LinkedIn's package is what the text is about
+# where pip is given a version for a folder of its own, a file or a repository, takes the package
+# away, or LinkedIn's package is what the text is about
 MEANT = re.compile(r"--target|liger-kernel(\[[\w,-]+\])? @ |uninstall|LinkedIn")
 
 
@@ -149,15 +190,22 @@ def fetched_from_an_index(text: str) -> list[str]:
     return [
         line.strip()
         for i, line in enumerate(lines)
-        if re.search(r"pip3? install.*\bliger[-_]kernel\b", line) and not MEANT.search(" ".join(lines[max(i - 1, 0) : i + 2]))
+        if re.search(r"pip3? install.*\bliger[-_]kernel\b", line)
+        and not MEANT.search(" ".join(lines[max(i - 1, 0) : i + 2]))
     ]
 
 
 def test_no_text_installs_linkedins_package_for_ours():
     me = Path(__file__).relative_to(ROOT).as_posix()
-    assert [f"{name}: {line}" for name, text in texts().items() if name != me for line in fetched_from_an_index(text)] == []
-    assert fetched_from_an_index("x\n    pip install -q 'liger-kernel[k8s]'\n") and fetched_from_an_index("`pip install -U liger_kernel`")
-    assert not fetched_from_an_index("pip install 'liger-kernel[k8s] @ file:///tmp/x.whl'") and not fetched_from_an_index("pip install -e '.[k8s]'")
+    assert [
+        f"{name}: {line}" for name, text in texts().items() if name != me for line in fetched_from_an_index(text)
+    ] == []
+    assert fetched_from_an_index("x\n    pip install -q 'liger-kernel[k8s]'\n") and fetched_from_an_index(
+        "`pip install -U liger_kernel`"
+    )
+    assert not fetched_from_an_index(
+        "pip install 'liger-kernel[k8s] @ file:///tmp/x.whl'"
+    ) and not fetched_from_an_index("pip install -e '.[k8s]'")
 
 
 def test_extras_that_are_named_exist():
@@ -184,7 +232,9 @@ def test_what_is_installed_is_pinned():
     assert wanted <= pins.keys()
 
 
-@pytest.mark.parametrize("module", ["liger_kernel", "liger_kernel.cli", "liger_kernel.env_report", "liger_kernel.train"])
+@pytest.mark.parametrize(
+    "module", ["liger_kernel", "liger_kernel.cli", "liger_kernel.env_report", "liger_kernel.train"]
+)
 def test_importing_is_instant(module):
     assert loaded_by(f"import {module}") - ({"importlib.metadata"} if module.endswith("env_report") else set()) == set()
 
@@ -200,6 +250,9 @@ def test_the_console_script_exists():
 
 def test_importing_asks_no_gpu(user_env):
     """Asking for a GPU starts its driver, after which forked processes cannot use it."""
-    code = "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_kernel.ops.utils, liger_kernel.nn, liger_kernel.chunked_loss"
+    code = (
+        "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_kernel.ops.utils, "
+        "liger_kernel.nn, liger_kernel.chunked_loss"
+    )
     done = subprocess.run([sys.executable, "-c", code], env=user_env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

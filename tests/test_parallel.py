@@ -1,6 +1,8 @@
-"""Patched models over two processes learn what one process of the stock model learns: DDP, FSDP, ZeRO, tensor, sequence and pipeline parallel.
+"""Patched models over two processes learn what one process of the stock model learns: DDP, FSDP,
+ZeRO, tensor, sequence and pipeline parallel.
 
-A process costs seconds, so that one group of ranks makes all checks; every check is a test of its own, which reads what the ranks said.
+A process costs seconds, so that one group of ranks makes all checks; every check is a test of its
+own, which reads what the ranks said.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize, tenso
 
 @pytest.fixture(scope="module")
 def outcome(request, once):
-    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path and "name" in getattr(item, "callspec", _None).params]
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and "name" in getattr(item, "callspec", _None).params
+    ]
     return once("parallel", lambda: parallel_ranks.run(names))
 
 
@@ -34,7 +40,10 @@ class _None:
 
 
 @pytest.mark.skipif(0 < parallel_ranks.GPUS < parallel_ranks.RANKS, reason="needs a GPU for every rank, or none")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in parallel_ranks.FURTHER)) for name in parallel_ranks.CHECKS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in parallel_ranks.FURTHER)) for name in parallel_ranks.CHECKS],
+)
 def test_over_ranks(name, outcome):
     said = outcome[name]
     assert said == ["fine"] * parallel_ranks.RANKS, "\n".join(said)

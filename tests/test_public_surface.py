@@ -23,18 +23,18 @@ FUNCTIONS = _names("""
     AttnRes CrossEntropy DyT Embedding FusedAddRMSNorm FusedLinearCrossEntropy FusedLinearJSD FusedLinearScaledCrossEntropy FusedMoE
     FusedNeighborhoodAttention GELUMul GroupNorm JSD KLDivLoss LayerNorm Llama4Rope MHCCoeffs MHCPre MHCPostRes MLP ModulatedRMSNorm
     MultiTokenAttention PolyNorm Qwen2VLMRope ReLUSquared RMSNorm Rope Softmax Sparsemax SiLUMul FusedGateUpSiLUMul TiledMLP TVDLoss
-""")
+""")  # noqa: E501
 MODULES = _names("""
     CrossEntropyLoss FusedLinearCrossEntropyLoss FusedLinearJSD JSD KLDIVLoss TVDLoss VocabParallelCrossEntropy RMSNorm RMSNormForGemma
     RMSNormForGemma2 RMSNormForGemma3 RMSNormForGemma4 RMSNormForOlmo2 RMSNormForGlm4 RMSNormForQwen3Next FusedAddRMSNorm ModulatedRMSNorm LayerNorm
     PolyNorm DyT Softmax Sparsemax ReLUSquared SwiGLUMLP BlockSparseTop2MLP Phi3SwiGLUMLP Qwen3MoeSwiGLUMLP FalconH1SwiGLUMLP Experts MLP FalconH1MLP
     GEGLUMLP TiledGEGLUMLP TiledSwiGLUMLP MHC MultiTokenAttention FusedNeighborhoodAttention
-""")
+""")  # noqa: E501
 FUNCTIONAL = _names("""
     cross_entropy fused_linear_cross_entropy fused_linear_jsd geglu swiglu group_norm jsd kl_div tvd sparsemax softmax multi_token_attention
     fused_neighborhood_attention layer_norm rms_norm modulated_rms_norm poly_norm fused_add_rms_norm rope qwen2vl_mrope relu_squared dyt mhc_coeffs
     mhc_pre mhc_post_res mhc_apply mhc_forward attn_res
-""")
+""")  # noqa: E501
 PATHS = _names("""
     ops.backends.registry:IMPL_REGISTRY ops.fused_linear_cross_entropy:fused_linear_cross_entropy_forward ops.utils:is_hip
     ops.fused_linear_cross_entropy:fused_linear_cross_entropy_backward ops.fused_linear_cross_entropy:MAX_FUSED_SIZE ops.utils:device_context
@@ -61,11 +61,11 @@ PATHS = _names("""
     transformers.geglu:LigerGEGLUMLPForGemma4 transformers.swiglu:LigerHunyuanV1SwiGLUMLP transformers.rope:liger_rotary_pos_emb_vision
     transformers.experimental.embedding:LigerEmbedding transformers.qwen2vl_mrope:liger_multimodal_rotary_pos_emb
     transformers.functional:CrossEntropyOutput ops:infer_device
-""")
+""")  # noqa: E501
 FAMILIES = _names("""
     gemma gemma2 gemma3 gemma3_text glm4 glm4v glm4v_moe gpt_oss granite internvl llama llama4 llava mistral mixtral mllama olmo2 paligemma phi3
     qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe
-""")
+""")  # noqa: E501
 EVERY = [
     *(f"ops:Liger{name}Function" for name in FUNCTIONS),
     *(f"transformers:Liger{name}" for name in MODULES),
@@ -99,7 +99,8 @@ def test_it_is_there(path):
 
 
 def published() -> list[tuple[str, str, ast.arguments | None]]:
-    """Module, name and parameters of everything in published_names.txt; None where a name has none."""
+    """Module, name and parameters of everything in published_names.txt; None where a name has
+    none."""
     rows, module = [], ""
     for line in LIST.read_text().splitlines()[1:]:
         if line[0] == " ":
@@ -114,12 +115,20 @@ PUBLISHED = published()
 IGNORED = "in_place"  # has no effect, whatever it says
 # Where ours is another one on purpose
 DIFFERS = {
-    "transformers.monkey_patch:apply_liger_kernel_to_granite": "the fused head serves its scaled logits, too, and is the default",
-    **{f"transformers.monkey_patch:apply_liger_kernel_to_{m}": "a kernel serves its experts, too, and is the default" for m in ("gpt_oss", "deepseek_v4")},
-    "chunked_loss.kto_loss:LigerFusedLinearKTOFunction.apply": "without a reference, use_ref_model=True is an error; one that is given is used",
+    "transformers.monkey_patch:apply_liger_kernel_to_granite": "the fused head serves its scaled logits, too, and is "
+    "the default",
+    **{
+        f"transformers.monkey_patch:apply_liger_kernel_to_{m}": "a kernel serves its experts, too, and is the default"
+        for m in ("gpt_oss", "deepseek_v4")
+    },
+    "chunked_loss.kto_loss:LigerFusedLinearKTOFunction.apply": "without a reference, use_ref_model=True is an error; "
+    "one that is given is used",
     "transformers.swiglu:LigerPhi3SwiGLUMLP.forward": "the argument is called as in transformers",
     # flags that other models take are listed, and those that none takes are refused
-    **{f"transformers.monkey_patch:apply_liger_kernel_to_{m}": "names its flags" for m in ("llava", "nemotron", "internvl", "smolvlm")},
+    **{
+        f"transformers.monkey_patch:apply_liger_kernel_to_{m}": "names its flags"
+        for m in ("llava", "nemotron", "internvl", "smolvlm")
+    },
 }
 
 
@@ -129,7 +138,8 @@ def parameters_of(it) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize("module, name, asked", [pytest.param(*row, id=f"{row[0]}:{row[1]}") for row in PUBLISHED])
 def test_it_takes_what_is_published(module, name, asked):
-    """The same parameters in the same order with the same defaults; there may be more behind them."""
+    """The same parameters in the same order with the same defaults; there may be more behind
+    them."""
     owner, _, method = name.partition(".")
     if owner == "LigerORPOTrainer":
         pytest.importorskip("trl", reason="trl is not installed")
@@ -137,11 +147,15 @@ def test_it_takes_what_is_published(module, name, asked):
     if asked is None or f"{module}:{name}" in DIFFERS:
         return
     of_torch = method == "apply" and next(c for c in it.__mro__ if "apply" in vars(c)).__module__.startswith("torch.")
-    if of_torch or (method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL):  # it is forward that says what it takes
+    if of_torch or (
+        method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL
+    ):  # it is forward that says what it takes
         it, by_position = it.forward, of_torch
     elif method:
         it = getattr(it, method)
-    if module.startswith("transformers.model.") and "forward" in name:  # its own model's forward, which may name them in another order
+    if (
+        module.startswith("transformers.model.") and "forward" in name
+    ):  # its own model's forward, which may name them in another order
         inspect.signature(it).bind(None, **dict.fromkeys(a.arg for a in (*asked.args, *asked.kwonlyargs)))
         return
     ours = parameters_of(it)
@@ -162,7 +176,9 @@ def test_it_takes_what_is_published(module, name, asked):
 
 def same_default(p: inspect.Parameter, default: ast.expr | None) -> None:
     if default is not None and p.name != IGNORED:
-        if isinstance(default, ast.Call) or (isinstance(default, ast.Name) and default.id.isupper()):  # a field's factory, a constant of theirs
+        if isinstance(default, ast.Call) or (
+            isinstance(default, ast.Name) and default.id.isupper()
+        ):  # a field's factory, a constant of theirs
             assert p.default is not p.empty
         elif isinstance(default, ast.Name):  # of torch: a dtype
             assert str(p.default).rpartition(".")[2] == default.id
@@ -188,8 +204,14 @@ SOME = ("llama", "gemma3", "qwen2_vl", "muse_glimmer", "mllama")  # the others a
 def forwards() -> list:
     from liger_kernel._legacy import FORWARDS
 
-    rows = [(module.rpartition(".")[2], name, cls) for module, functions in FORWARDS.items() for name, cls in functions.items()]
-    return [pytest.param(*row, id="-".join(row[:2]), marks=[] if row[0] in SOME else pytest.mark.families) for row in rows]
+    rows = [
+        (module.rpartition(".")[2], name, cls)
+        for module, functions in FORWARDS.items()
+        for name, cls in functions.items()
+    ]
+    return [
+        pytest.param(*row, id="-".join(row[:2]), marks=[] if row[0] in SOME else pytest.mark.families) for row in rows
+    ]
 
 
 @pytest.mark.parametrize("module, name, cls", forwards())
@@ -220,14 +242,22 @@ def test_the_loss_of_a_trainable_head():
     loss, z_loss, accuracy, predicted = unpack_cross_entropy_result(found)
     torch.testing.assert_close(loss, want)
     assert z_loss is accuracy is None and torch.equal(predicted.view(2, 5)[:, :-1], model.lm_head(x).argmax(-1)[:, :-1])
-    assert unpack_cross_entropy_result((loss, 1)) == (loss, 1, None, None) and unpack_cross_entropy_result(loss) == (loss, None, None, None)
+    assert unpack_cross_entropy_result((loss, 1)) == (loss, 1, None, None) and unpack_cross_entropy_result(loss) == (
+        loss,
+        None,
+        None,
+        None,
+    )
 
 
 def test_every_form_of_import_finds_a_module():
-    """Unless the module above has an operator of its name. A module may be the one above, too, under another name."""
+    """Unless the module above has an operator of its name. A module may be the one above, too,
+    under another name."""
     from liger_kernel._legacy import ALIASES
 
-    operators = [path for path in ALIASES if path.startswith("liger_kernel.ops.") and path.count(".") == 2] + ["liger_kernel.backends.dispatch"]
+    operators = [path for path in ALIASES if path.startswith("liger_kernel.ops.") and path.count(".") == 2] + [
+        "liger_kernel.backends.dispatch"
+    ]
     for path in ALIASES:
         above, _, name = path.rpartition(".")
         for form in (f"import {path} as it", f"from {above} import {name} as it"):
@@ -240,7 +270,7 @@ REEXPORTS = _names("""
     transformers.functional:LigerRMSNormFunction transformers.jsd:LigerJSDFunction transformers.swiglu:LigerSiLUMulFunction
     transformers.cross_entropy:CrossEntropyOutput transformers.monkey_patch:LigerRMSNorm transformers.model.mistral:LigerForCausalLMLoss
     transformers.model.gemma3:LigerGemma3CausalLMOutputWithPast
-""")
+""")  # noqa: E501
 
 
 @pytest.mark.parametrize("path", REEXPORTS)
@@ -256,7 +286,11 @@ def test_what_published_modules_import_is_there_too(path):
 
 
 def test_losses_as_functions():
-    from liger_kernel.ops import LigerCrossEntropyFunction, LigerFusedLinearCrossEntropyFunction, LigerFusedLinearScaledCrossEntropyFunction
+    from liger_kernel.ops import (
+        LigerCrossEntropyFunction,
+        LigerFusedLinearCrossEntropyFunction,
+        LigerFusedLinearScaledCrossEntropyFunction,
+    )
 
     torch.manual_seed(0)
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
@@ -286,7 +320,12 @@ def test_pairs_without_autograd(monkeypatch):
         pytest.skip("no kernels here")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    x, b, w, dy = torch.randn(2, 3, 8, device=device), torch.randn(2, 3, 8, device=device), torch.randn(8, device=device), torch.randn(2, 3, 8, device=device)
+    x, b, w, dy = (
+        torch.randn(2, 3, 8, device=device),
+        torch.randn(2, 3, 8, device=device),
+        torch.randn(8, device=device),
+        torch.randn(2, 3, 8, device=device),
+    )
     leaves = [t.clone().requires_grad_() for t in (x, w)]
     want = torch.nn.functional.rms_norm(leaves[0], (8,), leaves[1], 1e-6)
     y, rows, rstd, *rest = rms_norm_forward(x, w, 1e-6, 0.0, "llama", None)
@@ -306,7 +345,9 @@ def test_launchers_without_autograd():
     from liger_kernel.ops import dyt, mhc_coeffs, mhc_post_res, mhc_pre, mlp, tvd
     from liger_kernel.ops.published import launchers
 
-    new = lambda *shape: torch.randn(*shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(sum(shape))).requires_grad_()
+    new = lambda *shape: torch.randn(
+        *shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(sum(shape))
+    ).requires_grad_()
     grad, close = torch.autograd.grad, torch.testing.assert_close
     x, a, g, b, dy = new(2, 5, 8), new(1), new(8), new(8) + 1, new(2, 5, 8).detach()
     for weights in ((a, g, b), (a, g)):
@@ -316,7 +357,10 @@ def test_launchers_without_autograd():
 
     q, p, labels = new(4, 6), new(4, 6).detach().softmax(-1), torch.tensor([0, -100, 1, 2], device=DEVICE)
     for reduction in ("none", "sum", "mean", "batchmean"):
-        close(launchers.kldiv_forward_triton(q, p.log(), True, reduction, 0.0), torch.nn.functional.kl_div(q, p, reduction=reduction))
+        close(
+            launchers.kldiv_forward_triton(q, p.log(), True, reduction, 0.0),
+            torch.nn.functional.kl_div(q, p, reduction=reduction),
+        )
         loss, dq = launchers.tv_distance_forward_triton(q.softmax(-1), p, labels, reduction, -100, True)
         s = q.softmax(-1).detach().requires_grad_()
         want = tvd(s, p, labels, reduction=reduction)
@@ -370,22 +414,38 @@ def test_functions_as_veomni_0_1_12_calls_them():
     torch.manual_seed(0)
     x, w, g, target = (torch.randn(*shape, device=DEVICE) for shape in ((6, 16), (20, 16), (16,), (6,)))
     target = target.abs().long()
-    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss(reduction="mean")(w, x, target), torch.nn.functional.cross_entropy(x @ w.t(), target))
-    torch.testing.assert_close(LigerRMSNormFunction.apply(x, g, 1e-6, 0.0, "llama", False), torch.nn.functional.rms_norm(x, (16,), g, 1e-6))
+    torch.testing.assert_close(
+        LigerFusedLinearCrossEntropyLoss(reduction="mean")(w, x, target),
+        torch.nn.functional.cross_entropy(x @ w.t(), target),
+    )
+    torch.testing.assert_close(
+        LigerRMSNormFunction.apply(x, g, 1e-6, 0.0, "llama", False), torch.nn.functional.rms_norm(x, (16,), g, 1e-6)
+    )
     torch.testing.assert_close(LigerSiLUMulFunction.apply(x, x + 1), torch.nn.functional.silu(x) * (x + 1))
-    q, k, angle = torch.randn(2, 4, 5, 8, device=DEVICE), torch.randn(2, 2, 5, 8, device=DEVICE), torch.randn(1, 5, 4, device=DEVICE)
+    q, k, angle = (
+        torch.randn(2, 4, 5, 8, device=DEVICE),
+        torch.randn(2, 2, 5, 8, device=DEVICE),
+        torch.randn(1, 5, 4, device=DEVICE),
+    )
     cos, sin = (torch.cat((t, t), -1)[:, None] for t in (angle.cos(), angle.sin()))
     half = lambda t: torch.cat((-t[..., 4:], t[..., :4]), -1)
-    torch.testing.assert_close(liger_rotary_pos_emb(q, k, cos[:, 0], sin[:, 0]), tuple(t * cos + half(t) * sin for t in (q, k)))
+    torch.testing.assert_close(
+        liger_rotary_pos_emb(q, k, cos[:, 0], sin[:, 0]), tuple(t * cos + half(t) * sin for t in (q, k))
+    )
 
 
 @needs_kernels
 def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
     from liger_kernel.ops.losses.vocab_parallel.cross_entropy import LigerVocabParallelCEFunction
 
-    logits, target = torch.randn(2, 5, 32, device=DEVICE, requires_grad=True), torch.randint(0, 32, (2, 5), device=DEVICE)
+    logits, target = (
+        torch.randn(2, 5, 32, device=DEVICE, requires_grad=True),
+        torch.randint(0, 32, (2, 5), device=DEVICE),
+    )
     target[0, 1] = -100
-    loss = LigerVocabParallelCEFunction.apply(logits.reshape(-1, 1, 32), target.reshape(-1, 1), None, -100, 0.0, "pytorch", "global").reshape_as(target)
+    loss = LigerVocabParallelCEFunction.apply(
+        logits.reshape(-1, 1, 32), target.reshape(-1, 1), None, -100, 0.0, "pytorch", "global"
+    ).reshape_as(target)
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(2, 5)
     torch.testing.assert_close(loss, want)
     guarded = []
@@ -395,16 +455,23 @@ def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
 
 
 def test_the_pair_of_the_head_without_autograd():
-    from liger_kernel.ops.published.fused_linear_cross_entropy import fused_linear_cross_entropy_backward, fused_linear_cross_entropy_forward
+    from liger_kernel.ops.published.fused_linear_cross_entropy import (
+        fused_linear_cross_entropy_backward,
+        fused_linear_cross_entropy_forward,
+    )
 
     torch.manual_seed(0)
     x, w, b = (torch.randn(*shape, requires_grad=True) for shape in ((6, 8), (11, 8), (11,)))
     target = torch.tensor([0, 3, -100, 10, 7, 7])
     want = torch.nn.functional.cross_entropy(x @ w.t() + b, target, reduction="sum")
-    loss, z_loss, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(x, w, target, bias=b, reduction="sum", return_token_accuracy=True)
+    loss, z_loss, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(
+        x, w, target, bias=b, reduction="sum", return_token_accuracy=True
+    )
     torch.testing.assert_close(loss, want)
     assert not loss.requires_grad and z_loss is predicted is None and 0 <= accuracy <= 1
-    torch.testing.assert_close(fused_linear_cross_entropy_backward(torch.tensor(3.0), *grads), torch.autograd.grad(3 * want, (x, w, b)))
+    torch.testing.assert_close(
+        fused_linear_cross_entropy_backward(torch.tensor(3.0), *grads), torch.autograd.grad(3 * want, (x, w, b))
+    )
     assert fused_linear_cross_entropy_forward(x, w, target)[-1] is None
 
 
@@ -427,7 +494,16 @@ def test_private_names_that_others_import():
 
     assert LigerJSDFunction is ours and callable(_infer_amd_arch)
     losses, mask = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    expected = dict(grpo=(1.5 + 8) / 2, sapo=(1.5 + 8) / 2, bnpo=11 / 3, dapo=11 / 3, cispo=11 / 3, vespo=11 / 3, dr_grpo=11 / 6, luspo=11 / 2)
+    expected = dict(
+        grpo=(1.5 + 8) / 2,
+        sapo=(1.5 + 8) / 2,
+        bnpo=11 / 3,
+        dapo=11 / 3,
+        cispo=11 / 3,
+        vespo=11 / 3,
+        dr_grpo=11 / 6,
+        luspo=11 / 2,
+    )
     for loss_type, loss in expected.items():
         torch.testing.assert_close(_reduce_grpo_loss(losses, mask, loss_type, None), torch.tensor(loss))
     torch.testing.assert_close(_reduce_grpo_loss(losses, None, "dr_grpo", 7), losses.sum() / 14)
@@ -438,7 +514,9 @@ def test_devices():
     from liger_kernel import utils
     from liger_kernel.ops.published.utils import amp_custom_bwd, amp_custom_fwd, device_context
 
-    assert (utils.infer_device(), utils.infer_comm_backend()) == (("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo"))
+    assert (utils.infer_device(), utils.infer_comm_backend()) == (
+        ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    )
     assert utils.is_npu_available() is False
     if torch.cuda.is_available():
         assert utils.infer_device_arch()[:2] in ("sm", "gf") and utils.get_total_gpu_memory() > 0
@@ -468,7 +546,13 @@ def test_devices():
 
 def test_another_implementation_is_refused_audibly():
     code = "import warnings; warnings.simplefilter('error', UserWarning); import liger_kernel.ops"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"LIGER_KERNEL_IMPL": "cutile"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"LIGER_KERNEL_IMPL": "cutile"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "LIGER_KERNEL_IMPL=cutile" in done.stderr and done.returncode
 
 
@@ -484,7 +568,9 @@ def test_cache_of_many_processes(tmp_path, monkeypatch):
     assert type(manager).__name__ == LigerTritonFileCacheManager.__name__
     for data, read in ((b"\x00binary", Path.read_bytes), ("text", Path.read_text)):
         path = manager.put(data, "kernel", binary=isinstance(data, bytes))
-        assert read(Path(path)) == data and [p.name for p in Path(path).parent.iterdir() if "lock" not in p.name] == ["kernel"]
+        assert read(Path(path)) == data and [p.name for p in Path(path).parent.iterdir() if "lock" not in p.name] == [
+            "kernel"
+        ]
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         manager.put(b"more", "other")
@@ -492,7 +578,8 @@ def test_cache_of_many_processes(tmp_path, monkeypatch):
 
 
 def test_calls_of_what_fsdp_has_sharded():
-    """What is called sees the gathered parameters, and the module's own ``forward`` is back at once."""
+    """What is called sees the gathered parameters, and the module's own ``forward`` is back at
+    once."""
     from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
 
     class Wrapper(torch.nn.Module):  # what FSDP1 does around a call
@@ -525,7 +612,11 @@ def test_calls_of_what_fsdp_has_sharded():
 def test_modules_of_muse_glimmer():
     """What transformers has computes the same with the same weights."""
     modeling = pytest.importorskip("transformers.models.muse_glimmer.modeling_muse_glimmer")
-    from liger_kernel.transformers import LigerRMSNormForMuseGlimmer, LigerRMSNormForMuseGlimmerTextCentered, LigerSwiGLUMLPForMuseGlimmer
+    from liger_kernel.transformers import (
+        LigerRMSNormForMuseGlimmer,
+        LigerRMSNormForMuseGlimmerTextCentered,
+        LigerSwiGLUMLPForMuseGlimmer,
+    )
 
     config = types.SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_activation="silu")
     pairs = [
@@ -544,7 +635,9 @@ def test_modules_of_muse_glimmer():
     with pytest.raises(ValueError, match="dim must be"):
         LigerRMSNormForMuseGlimmer()
     with pytest.raises(ValueError, match="activation must be one of"):
-        LigerSwiGLUMLPForMuseGlimmer(types.SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_activation="gelu"))
+        LigerSwiGLUMLPForMuseGlimmer(
+            types.SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_activation="gelu")
+        )
 
 
 def test_a_layer_norm_with_a_named_implementation():
@@ -563,8 +656,12 @@ def test_a_layer_norm_with_a_named_implementation():
 def test_modules_print_their_settings():
     from liger_kernel import nn
 
-    assert "softcap=30.0" in repr(nn.LigerFusedLinearCrossEntropyLoss(softcap=30.0)) and "reduction='sum'" in repr(nn.LigerTVDLoss("sum"))
-    assert "act='silu'" in repr(nn.LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=4, intermediate_size=8, hidden_act="silu")))
+    assert "softcap=30.0" in repr(nn.LigerFusedLinearCrossEntropyLoss(softcap=30.0)) and "reduction='sum'" in repr(
+        nn.LigerTVDLoss("sum")
+    )
+    assert "act='silu'" in repr(
+        nn.LigerSwiGLUMLP(types.SimpleNamespace(hidden_size=4, intermediate_size=8, hidden_act="silu"))
+    )
 
 
 def test_weights_drawn_again():
@@ -585,7 +682,9 @@ def test_chunks_of_losses_with_a_loop_of_their_own():
     y[1, 2:] = y[2] = -100
     logits, counts = x @ w.t() + b, y != -100
     each = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(4, 5)
-    chosen, rejected, of_chosen, of_rejected, nll = chunked_loss.LigerFusedLinearPreferenceBase.chunk_forward(x, w, y, b)
+    chosen, rejected, of_chosen, of_rejected, nll = chunked_loss.LigerFusedLinearPreferenceBase.chunk_forward(
+        x, w, y, b
+    )
     torch.testing.assert_close(torch.cat((chosen, rejected)), each.sum(1) / counts.sum(1).clamp(min=1))
     torch.testing.assert_close(torch.cat((of_chosen, of_rejected)), logits)
     torch.testing.assert_close(nll, -each[:2].sum())
@@ -593,7 +692,9 @@ def test_chunks_of_losses_with_a_loop_of_their_own():
     marks = torch.tensor([True, False, True, False])
     logps, *sums = chunked_loss.LigerFusedLinearUnpairedPreferenceBase.chunk_forward(x, w, y, marks, b)
     torch.testing.assert_close(logps, each.sum(1))
-    torch.testing.assert_close(sums, [logps[marks].sum(), logps[~marks].sum(), logits[marks].sum(), logits[~marks].sum()])
+    torch.testing.assert_close(
+        sums, [logps[marks].sum(), logps[~marks].sum(), logits[marks].sum(), logits[~marks].sum()]
+    )
     ids = y.clamp(min=0)
     want = (logits / 0.7).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     torch.testing.assert_close(chunked_loss.LigerFusedLinearPPOBase.chunk_forward(x, w, ids, b, temperature=0.7), want)
@@ -607,7 +708,10 @@ def test_ropes_of_llama4_in_a_module():
     stock = module.apply_rotary_emb, module.vision_apply_rotary_emb
     apply_liger_llama4_rope_full(module)
     try:
-        assert (module.apply_rotary_emb, module.vision_apply_rotary_emb) == (liger_llama4_text_rotary_pos_emb, liger_llama4_vision_rotary_pos_emb)
+        assert (module.apply_rotary_emb, module.vision_apply_rotary_emb) == (
+            liger_llama4_text_rotary_pos_emb,
+            liger_llama4_vision_rotary_pos_emb,
+        )
     finally:
         restore("llama4")
     assert (module.apply_rotary_emb, module.vision_apply_rotary_emb) == stock
@@ -616,6 +720,15 @@ def test_ropes_of_llama4_in_a_module():
 def test_type_checkers_see_what_documents_import():
     """``typed_uses.py`` has every import of ours that documents and examples show."""
     root = Path(__file__).parents[1]
-    named = lambda text: {(m, n) for m, names in re.findall(r"^ *from (liger_kernel[\w.]*) import ([\w, ]+)", text, re.M) for n in names.split(", ")}
-    shown = set().union(*(named(path.read_text()) for path in (root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py"))))
+    named = lambda text: {
+        (m, n)
+        for m, names in re.findall(r"^ *from (liger_kernel[\w.]*) import (\([^)]*\)|[\w, ]+)", text, re.M)
+        for n in re.findall(r"\w+", names)
+    }
+    shown = set().union(
+        *(
+            named(path.read_text())
+            for path in (root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py"))
+        )
+    )
     assert shown and not shown - named((root / "tests" / "typed_uses.py").read_text())

@@ -1,4 +1,5 @@
-"""The reference has every public name, every command and every operator's formula; its pages are in docs/reference, what fills them in docs/_ext."""
+"""The reference has every public name, every command and every operator's formula; its pages are
+in docs/reference, what fills them in docs/_ext."""
 
 import argparse
 import importlib
@@ -27,26 +28,39 @@ def test_every_public_name_is_documented_once():
 
 @pytest.mark.parametrize("module", surface.MODULES)
 def test_what_a_module_offers_is_seen(module):
-    """Names of ours without an underscore, counted in another way: a function or class that a user can import is public."""
+    """Names of ours without an underscore, counted in another way: a function or class that a
+    user can import is public."""
     module = importlib.import_module(module)
     named = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     values = {name: getattr(module, name) for name in named}
     ours = {name for name, value in values.items() if inspect.isclass(value) and value.__module__ == module.__name__}
-    ours |= {name for name, value in values.items() if inspect.isfunction(value) and value.__module__ == module.__name__}
+    ours |= {
+        name for name, value in values.items() if inspect.isfunction(value) and value.__module__ == module.__name__
+    }
     assert ours <= surface.public(module).keys()
 
 
 def test_modules_of_the_lists_are_all_that_users_import():
     """What README, pages and examples import is a module of the reference, or in one."""
-    texts = [path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py"))]
+    texts = [
+        path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py"))
+    ]
     imported = {
-        (m, name) for text in texts for m, names in re.findall(r"^ *from (liger_kernel[\w.]*) import ([\w, ]+)", text, re.M) for name in names.split(", ")
+        (m, name)
+        for text in texts
+        for m, names in re.findall(r"^ *from (liger_kernel[\w.]*) import ([\w, ]+)", text, re.M)
+        for name in names.split(", ")
     }
     paths = {path for every in surface.paths().values() for path in every}
     named = {f"{module}.{name}" for module, name in imported} - paths
     functions = {path for path in named if not inspect.ismodule(surface.find(path))}
-    assert imported and {path for path in functions if surface.identity(surface.find(path)) not in surface.paths()} == set()
-    assert {path for path in named - functions if not any(module.startswith(path) for module in surface.MODULES)} == set()
+    assert (
+        imported
+        and {path for path in functions if surface.identity(surface.find(path)) not in surface.paths()} == set()
+    )
+    assert {
+        path for path in named - functions if not any(module.startswith(path) for module in surface.MODULES)
+    } == set()
 
 
 def test_every_command_is_documented():
@@ -86,12 +100,21 @@ def test_docstrings_are_plain_text_but_for_code_and_formulas(docstring, rest):
 def test_every_public_name_has_a_docstring_of_its_own():
     values = {first: surface.find(first) for first, *_ in surface.paths().values()}
     own = lambda value: vars(value).get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
-    applied = {path for path, value in values.items() if inspect.isclass(getattr(value, "__self__", None))}  # Function.apply, of PyTorch
+    applied = {
+        path for path, value in values.items() if inspect.isclass(getattr(value, "__self__", None))
+    }  # Function.apply, of PyTorch
     assert [path for path, value in values.items() if path not in applied and not (own(value) or "").strip()] == []
 
 
 # What has no paper to name, and what is no computation of an operator
-NO_SOURCE = {"softmax", "kl_div", "linear_logprobs", "fused_add_rms_norm", "vocab_parallel_linear_cross_entropy", "embedding"}
+NO_SOURCE = {
+    "softmax",
+    "kl_div",
+    "linear_logprobs",
+    "fused_add_rms_norm",
+    "vocab_parallel_linear_cross_entropy",
+    "embedding",
+}
 NO_OPERATOR = {
     "CrossEntropyOutput": "a result",
     "LigerFusedNeighborhoodAttentionConfig": "options",
@@ -111,7 +134,14 @@ def test_an_operator_says_shapes_dtypes_errors_and_its_source():
         text = "\n".join(surface.entry(f"liger_kernel.ops.{op.name}", op.fn, [])) + op.doc
         shape, dtype = re.search(r"\([\w.]+,[\w .,/+]*\)|\(\.\.\.\)", text), re.search(r"dtype|fp32", text)
         lacking[op.name] = [
-            word for word, found in (("shapes", shape), ("dtypes", dtype), ("errors", "ValueError" in text), ("source", "arXiv" in text)) if not found
+            word
+            for word, found in (
+                ("shapes", shape),
+                ("dtypes", dtype),
+                ("errors", "ValueError" in text),
+                ("source", "arXiv" in text),
+            )
+            if not found
         ]
     assert {name for name, words in lacking.items() if words == ["source"]} == NO_SOURCE
     assert {name: words for name, words in lacking.items() if words not in ([], ["source"])} == {}
@@ -119,11 +149,23 @@ def test_an_operator_says_shapes_dtypes_errors_and_its_source():
 
 def test_modules_and_functions_lead_to_their_operator():
     """So do those of other doors; what an operator says is said once."""
-    doors = ("liger_kernel.nn.", "liger_kernel.transformers.Liger", "liger_kernel.transformers.liger_", "liger_kernel.functional.", "liger_kernel.megatron.")
-    found = {path: surface.operators_of(surface.find(path)) for path, *_ in surface.paths().values() if path.startswith(doors)}
+    doors = (
+        "liger_kernel.nn.",
+        "liger_kernel.transformers.Liger",
+        "liger_kernel.transformers.liger_",
+        "liger_kernel.functional.",
+        "liger_kernel.megatron.",
+    )
+    found = {
+        path: surface.operators_of(surface.find(path))
+        for path, *_ in surface.paths().values()
+        if path.startswith(doors)
+    }
     assert {path.split(".")[-1] for path, names in found.items() if not names} == set(NO_OPERATOR)
     assert found["liger_kernel.transformers.LigerMHC"] == ["mhc_coeffs", "mhc_pre", "mhc_post_res"]
-    assert found["liger_kernel.functional.swiglu"] == ["glu"] and found["liger_kernel.transformers.LigerFusedLinearJSD"] == ["linear_divergence"]
+    assert found["liger_kernel.functional.swiglu"] == ["glu"] and found[
+        "liger_kernel.transformers.LigerFusedLinearJSD"
+    ] == ["linear_divergence"]
 
 
 def test_chunked_losses_have_their_formula():

@@ -1,4 +1,5 @@
-"""The cap on skipped tests: a test or a file that is skipped for no listed reason fails the run, also over processes of xdist."""
+"""The cap on skipped tests: a test or a file that is skipped for no listed reason fails the run,
+also over processes of xdist."""
 
 import subprocess
 import sys
@@ -30,11 +31,26 @@ def test_skips_are_counted(text, reason, options, code, tmp_path):
         "from skipped import Skips\n"
         "def pytest_addoption(parser): parser.addoption('--max-skips', type=int)\n"
         "def pytest_configure(config):\n"
-        "    if config.getoption('--max-skips') is not None: config.pluginmanager.register(Skips(config.getoption('--max-skips')))\n"
+        "    if config.getoption('--max-skips') is not None: "
+        "config.pluginmanager.register(Skips(config.getoption('--max-skips')))\n"
     )
     (tmp_path / "test_a.py").write_text(text.format(reason))
     (tmp_path / "test_b.py").write_text("def test_passes(): pass\n")
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={tmp_path}", *options, str(tmp_path)]
-    done = subprocess.run(argv, env={"PYTHONPATH": str(Path(__file__).parent)}, capture_output=True, text=True, check=False, cwd=tmp_path)
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        f"--rootdir={tmp_path}",
+        *options,
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        argv, env={"PYTHONPATH": str(Path(__file__).parent)}, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == code, done.stdout + done.stderr
     assert (f"    1 {reason}" in done.stdout) == bool(code)

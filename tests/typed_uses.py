@@ -1,4 +1,5 @@
-"""What documents and examples import, as type checkers see it: `make lint` runs mypy and pyright over it, and nothing runs it.
+"""What documents and examples import, as type checkers see it: `make lint` runs mypy and pyright
+over it, and nothing runs it.
 
 An ignored line is a mistake that both must find: an ignore that is not needed is an error, too.
 """
@@ -9,13 +10,27 @@ from torch import Tensor, nn
 
 from liger_kernel import hub, memory
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase
-from liger_kernel.nn import LigerExperts, LigerFloat8TrainingLinear, LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+from liger_kernel.nn import (
+    LigerExperts,
+    LigerFloat8TrainingLinear,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerRMSNorm,
+    LigerSwiGLUMLP,
+    liger_rotary_pos_emb,
+)
 from liger_kernel.ops import expert_load, linear_cross_entropy, load_balancing_loss, rms_norm
 from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
-from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, attention, projections_report, quantize_base, restore
+from liger_kernel.transformers import (
+    AutoLigerKernelForCausalLM,
+    apply_liger_kernel_to_llama,
+    attention,
+    projections_report,
+    quantize_base,
+    restore,
+)
 
 SHOWN = (
     hub,
@@ -37,7 +52,12 @@ SHOWN = (
 
 
 def other_door() -> LigerRMSNorm:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm, apply_liger_kernel_to_qwen3_moe, train_in_fp8
+    from liger_kernel.transformers import (
+        LigerFusedLinearCrossEntropyLoss,
+        LigerRMSNorm,
+        apply_liger_kernel_to_qwen3_moe,
+        train_in_fp8,
+    )
 
     train_in_fp8(nn.Linear(2048, 2048), "rowwise", filter=("lm_head",))
     apply_liger_kernel_to_qwen3_moe(swiglu=False)

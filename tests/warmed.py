@@ -1,4 +1,5 @@
-"""What every process of a test would do anew, and what takes a rank a third of its time: done once, before processes are forked."""
+"""What every process of a test would do anew, and what takes a rank a third of its time: done
+once, before processes are forked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``all-rows``: every row of benchmarks/data as tables that can be sorted and filtered, by the table and the script of ``liger bench report``."""
+"""``all-rows``: every row of benchmarks/data as tables that can be sorted and filtered, by the
+table and the script of ``liger bench report``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def tables() -> str:
     spec.loader.exec_module(pages)
     parts = []
     for title, kind in (("Operators", "op"), ("Training steps", "model")):
-        labelled = lambda row: row | {"source": row["source"].removesuffix(".csv"), "variant": variant_label(row["variant"])}
+        labelled = lambda row: (
+            row | {"source": row["source"].removesuffix(".csv"), "variant": variant_label(row["variant"])}
+        )
         rows = [labelled(row) for result in pages.results(kind) for row in result["rows"]]
         parts += [f'<p class="rubric">{title}</p>', report.sortable_table(rows, f"table-{kind}")]
     return "\n".join([*parts, f"<script>{report.SCRIPT}</script>"])

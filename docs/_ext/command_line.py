@@ -1,4 +1,5 @@
-"""``.. command:: train``: what ``liger train --help`` says, as tables, from the parser of the command itself."""
+"""``.. command:: train``: what ``liger train --help`` says, as tables, from the parser of the
+command itself."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def parser_of(words: str) -> argparse.ArgumentParser:
         raise _Found(self)
 
     original = argparse.ArgumentParser.parse_args
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", found), mock.patch.object(argparse.ArgumentParser, "parse_known_args", found):
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", found),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", found),
+    ):
         try:
             getattr(cli, words.split()[0])(words.split()[1:])
         except _Found as parser:
@@ -35,7 +39,11 @@ def lines(words: str) -> Iterator[str]:
     parser = parser_of(words)
     yield from [*parser.description.splitlines(), ""] if parser.description else []
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if action.help is not argparse.SUPPRESS and "--help" not in action.option_strings]
+        actions = [
+            action
+            for action in group._group_actions
+            if action.help is not argparse.SUPPRESS and "--help" not in action.option_strings
+        ]
         if not actions:
             continue
         yield from [f".. rubric:: {(group.title or '').capitalize()}", ""]
@@ -49,7 +57,11 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> Itera
             yield from [f"``{choice.dest}``", f"   {choice.help or ''}", ""]
         return
     names = ", ".join(action.option_strings) or action.metavar or action.dest
-    value = "" if action.nargs == 0 or not action.option_strings else f" {action.metavar or (_choices(action) or action.dest.upper())}"
+    value = (
+        ""
+        if action.nargs == 0 or not action.option_strings
+        else f" {action.metavar or (_choices(action) or action.dest.upper())}"
+    )
     yield f"``{names if isinstance(names, str) else ' '.join(names)}{value}``"
     text = parser._get_formatter()._expand_help(action) if action.help else ""
     yield from [f"   {_escaped(text)}", ""]

@@ -1,4 +1,5 @@
-"""Links of pages to files of the repository that are no pages: their address is below the repository's URL, of which the package's metadata has one."""
+"""Links of pages to files of the repository that are no pages: their address is below the
+repository's URL, of which the package's metadata has one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ LINK = re.compile(r"(\[[^\]\n]*\]\()((?:\.\./)+[^)#\s]+)((?:#[^)\s]*)?\))")
 
 
 def outside(text: str, page: Path) -> tuple[str, list[str]]:
-    """The text of a page with its links to what lies outside of ``docs/`` as plain words, and those of them that lead nowhere."""
+    """The text of a page with its links to what lies outside of ``docs/`` as plain words, and
+    those of them that lead nowhere."""
     missing = []
 
     def plain(found: re.Match[str]) -> str:

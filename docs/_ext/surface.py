@@ -1,7 +1,8 @@
 """The reference, generated from the lists by which the package names its public surface.
 
-``.. surface:: MODULE`` documents every public name of a module; ``:only:`` and ``:without:`` choose by the modules that names are defined in, and ``:names:``
-by a regular expression. An object that has several paths is documented once, at the first of ``MODULES``; the others are named there.
+``.. surface:: MODULE`` documents every public name of a module; ``:only:`` and ``:without:`` choose
+by the modules that names are defined in, and ``:names:`` by a regular expression. An object that
+has several paths is documented once, at the first of ``MODULES``; the others are named there.
 """
 
 from __future__ import annotations
@@ -42,22 +43,31 @@ MODULES = [
 
 
 def public(module: ModuleType) -> dict[str, Any]:
-    """The functions and classes of ours that a module offers: those of ``__all__``, or, without one, all whose names have no underscore."""
+    """The functions and classes of ours that a module offers: those of ``__all__``, or, without
+    one, all whose names have no underscore."""
     listed = getattr(module, "__all__", None)
-    names = sorted({*dir(module), *listed} if listed and module.__name__ == "liger_kernel.transformers" else listed or dir(module))
+    names = sorted(
+        {*dir(module), *listed} if listed and module.__name__ == "liger_kernel.transformers" else listed or dir(module)
+    )
     names = [name for name in names if not name.startswith("_") or (listed and name in listed)]
     found = {name: getattr(module, name) for name in names}
     return {name: value for name, value in found.items() if is_documented(value, module, bool(listed))}
 
 
 def is_documented(value: Any, module: ModuleType, listed: bool) -> bool:
-    """Functions, classes and ``Function.apply`` of ours; in a module without a list that is not a list of imports itself, only its own."""
+    """Functions, classes and ``Function.apply`` of ours; in a module without a list that is not
+    a list of imports itself, only its own."""
     if not (inspect.isroutine(value) or inspect.isclass(value)):
         return False
     home = home_of(value)
     if not home.startswith("liger_kernel"):
         return False
-    return listed or Path(module.__file__ or "").name == "__init__.py" or home == module.__name__ or module.__name__ == "liger_kernel.transformers.functional"
+    return (
+        listed
+        or Path(module.__file__ or "").name == "__init__.py"
+        or home == module.__name__
+        or module.__name__ == "liger_kernel.transformers.functional"
+    )
 
 
 def home_of(value: Any) -> str:
@@ -67,14 +77,16 @@ def home_of(value: Any) -> str:
 
 
 def identity(value: Any) -> Any:
-    """What two paths to one object have in common: ``Function.apply`` is made anew whenever it is asked for."""
+    """What two paths to one object have in common: ``Function.apply`` is made anew whenever it
+    is asked for."""
     owner = getattr(value, "__self__", None)
     return (owner, value.__name__) if inspect.isclass(owner) else id(value)
 
 
 @functools.cache
 def paths() -> dict[Any, list[str]]:
-    """Every public object, by its identity, and its paths, the one that it is documented by first."""
+    """Every public object, by its identity, and its paths, the one that it is documented by
+    first."""
     found: dict[Any, list[str]] = {}
     for name in MODULES:
         module = importlib.import_module(name)
@@ -92,10 +104,16 @@ def find(path: str) -> Any:
 def chosen(module: str, only: str = "", without: str = "", names: str = "") -> list[tuple[str, Any, list[str]]]:
     """(path, object, other paths) of what ``.. surface:: module`` documents."""
     every, found = paths(), []
-    below = lambda value, prefixes: any(home_of(value) == prefix or home_of(value).startswith(prefix + ".") for prefix in prefixes.split())
+    below = lambda value, prefixes: any(
+        home_of(value) == prefix or home_of(value).startswith(prefix + ".") for prefix in prefixes.split()
+    )
     for attribute, value in public(importlib.import_module(module)).items():
         first, *others = every[identity(value)]
-        wanted = (not only or below(value, only)) and not (without and below(value, without)) and re.fullmatch(names or ".*", attribute)
+        wanted = (
+            (not only or below(value, only))
+            and not (without and below(value, without))
+            and re.fullmatch(names or ".*", attribute)
+        )
         if wanted and first == f"{module}.{attribute}":
             found.append((first, value, others))
     return found
@@ -114,28 +132,40 @@ def documented(page: str) -> list[str]:
 
 
 def rest(text: str) -> list[str]:
-    """A docstring as reStructuredText: outside of double backquotes nothing is markup, and what is indented is a formula or a table."""
+    """A docstring as reStructuredText: outside of double backquotes nothing is markup, and what
+    is indented is a formula or a table."""
     escape = lambda plain: re.sub(r"[*|`\\]|_(?!\w)", r"\\\g<0>", plain)
     out: list[str] = []
     for formula, group in itertools.groupby(text.splitlines(), lambda line: line.startswith(" ") or not line.strip()):
         lines = list(group)
         if formula and any(line.strip() for line in lines):
-            out += ["", "::", "", *(f"   {line}".rstrip() for line in textwrap.dedent("\n".join(lines)).strip("\n").splitlines()), ""]
+            out += [
+                "",
+                "::",
+                "",
+                *(f"   {line}".rstrip() for line in textwrap.dedent("\n".join(lines)).strip("\n").splitlines()),
+                "",
+            ]
         elif formula:
             out += [""]
         else:
-            out += "".join(part if part.startswith("``") else escape(part) for part in re.split(r"(``.+?``)", "\n".join(lines), flags=re.S)).splitlines()
+            out += "".join(
+                part if part.startswith("``") else escape(part)
+                for part in re.split(r"(``.+?``)", "\n".join(lines), flags=re.S)
+            ).splitlines()
     return out
 
 
 # Modules whose docstring has the formula of an operator that lies in another file
 FORMULAS = {"cross_entropy": "liger_kernel.ops.losses.cross_entropy_rows", "rms_norm": "liger_kernel.ops.norms.rows"}
-# Modules of the package whose docstring has the formula, the shapes and the source of what is defined in them
+# Modules of the package whose docstring has the formula, the shapes and the source of what is
+# defined in them
 STATED = ("liger_kernel.chunked_loss.", "liger_kernel.ops.losses.linear_loss", "liger_kernel.ops.losses.grpo_loss")
 
 
 def notes(value: Any, others: list[str]) -> Iterator[str]:
-    """What the docstring of an object leaves to others: formula and source, which its module or its operator states, the errors of its cases, other paths."""
+    """What the docstring of an object leaves to others: formula and source, which its module or
+    its operator states, the errors of its cases, other paths."""
     from liger_kernel.ops import OPS
 
     operator = OPS.get(getattr(value, "__name__", ""))
@@ -156,7 +186,8 @@ def notes(value: Any, others: list[str]) -> Iterator[str]:
 
 
 def operators_of(value: Any) -> list[str]:
-    """The operators that an object calls, itself or by other functions and classes of ours that it names; a call of an operator is not followed."""
+    """The operators that an object calls, itself or by other functions and classes of ours that
+    it names; a call of an operator is not followed."""
     from liger_kernel.ops import OPS
 
     found, seen, open_ = [], set(), [value]
@@ -164,7 +195,10 @@ def operators_of(value: Any) -> list[str]:
         one = open_.pop(0)
         one = getattr(one, "__wrapped__", one)
         if inspect.isclass(one):
-            open_ += [inspect.unwrap(member.__func__ if isinstance(member, (staticmethod, classmethod)) else member) for member in methods(one)]
+            open_ += [
+                inspect.unwrap(member.__func__ if isinstance(member, (staticmethod, classmethod)) else member)
+                for member in methods(one)
+            ]
         code = getattr(one, "__code__", None)
         if code is None or one in seen or not one.__module__.startswith(CALLERS):
             continue
@@ -178,19 +212,28 @@ def operators_of(value: Any) -> list[str]:
                 open_.append(other)
     if home_of(value) == "liger_kernel.functional":
         found += re.findall(r'^@_over\("(\w+)"\)', inspect.getsource(inspect.unwrap(value)))
-    if not found and home_of(value).startswith("liger_kernel.ops."):  # a Function or a launcher, which lies beside its operator
+    if not found and home_of(value).startswith(
+        "liger_kernel.ops."
+    ):  # a Function or a launcher, which lies beside its operator
         found += [name for name, operator in OPS.items() if operator.fn.__module__ == home_of(value)]
     return list(dict.fromkeys(found))
 
 
-CALLERS = tuple(f"liger_kernel.{name}" for name in ("nn", "transformers.functional", "megatron", "hub", "ops.published"))
+CALLERS = tuple(
+    f"liger_kernel.{name}" for name in ("nn", "transformers.functional", "megatron", "hub", "ops.published")
+)
 
 
 def methods(cls: type) -> list[Any]:
-    """What a class of ours and its bases of ours compute with; of a method that is defined again, the last."""
+    """What a class of ours and its bases of ours compute with; of a method that is defined
+    again, the last."""
     ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith("liger_kernel")]
     merged = {name: member for base in ours for name, member in vars(base).items()}
-    return [member for name, member in merged.items() if inspect.isroutine(member) or isinstance(member, (staticmethod, classmethod))]
+    return [
+        member
+        for name, member in merged.items()
+        if inspect.isroutine(member) or isinstance(member, (staticmethod, classmethod))
+    ]
 
 
 def entry(path: str, value: Any, others: list[str]) -> Iterator[str]:
@@ -200,13 +243,20 @@ def entry(path: str, value: Any, others: list[str]) -> Iterator[str]:
         parameters = list(inspect.signature(owner.forward).parameters.values())
         yield f".. py:function:: {path}({', '.join(str(p) for p in parameters if p.name != 'ctx')})"
         text = rest(inspect.cleandoc(owner.__doc__ or ""))
-        yield from ["", *(f"   {line}" for line in [f"``{owner.__name__}.apply``, with arguments by position.", "", *text]), ""]
+        yield from [
+            "",
+            *(f"   {line}" for line in [f"``{owner.__name__}.apply``, with arguments by position.", "", *text]),
+            "",
+        ]
     elif FAMILY.search(path):  # hundreds, whose docstrings differ in one word
         yield from [f".. py:function:: {path}{_signature(value)}", "   :single-line-parameter-list:", ""]
     else:
         yield f".. auto{'class' if inspect.isclass(value) else 'function'}:: {path}"
         if inspect.isclass(value):
-            yield from ["   :members:", f"   :exclude-members: {'forward, backward, apply' if is_function(value) else 'extra_repr'}"]
+            yield from [
+                "   :members:",
+                f"   :exclude-members: {'forward, backward, apply' if is_function(value) else 'extra_repr'}",
+            ]
             yield from ["   :undoc-members:"] if is_module(value) else []  # forward, whose arguments are what matters
     yield from (f"   {line}".rstrip() for line in notes(value, others))
     yield ""

@@ -1,4 +1,5 @@
-"""Hugging Face's kernels: our layers from the local repository that comes with the package, for any model whose layers are marked."""
+"""Hugging Face's kernels: our layers from the local repository that comes with the package, for
+any model whose layers are marked."""
 
 import torch
 from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping
@@ -6,7 +7,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_kernel import hub
 
-config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+config = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = LlamaForCausalLM(config).to(device).train()
 

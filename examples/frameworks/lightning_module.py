@@ -1,4 +1,5 @@
-"""Lightning: a patched model inside a module. The loss is computed in the model's own forward, so that sharding strategies see it."""
+"""Lightning: a patched model inside a module. The loss is computed in the model's own forward,
+so that sharding strategies see it."""
 
 import lightning
 import torch
@@ -6,7 +7,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+config = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 class Module(lightning.LightningModule):
@@ -25,5 +33,7 @@ class Module(lightning.LightningModule):
 
 
 rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 512, (32, 64))]
-trainer = lightning.Trainer(max_epochs=1, precision="bf16-mixed", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = lightning.Trainer(
+    max_epochs=1, precision="bf16-mixed", logger=False, enable_checkpointing=False, enable_progress_bar=False
+)
 trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=4))

@@ -1,4 +1,5 @@
-"""PEFT's adapters on a patched model: patch before `get_peft_model` or after it, nothing else changes. What is saved loads without us."""
+"""PEFT's adapters on a patched model: patch before `get_peft_model` or after it, nothing else
+changes. What is saved loads without us."""
 
 import tempfile
 
@@ -8,7 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+config = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 lora = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 ids = torch.randint(0, config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(1)).to(device)

@@ -1,7 +1,9 @@
 """Import paths of LinkedIn's package, and paths that modules had before they moved.
 
-A path in ``ALIASES`` gives the same module object as the module's present path, so a replacement at one path has effect at the other. If such a module
-lacks a name, the name is looked up in ``liger_kernel.nn`` and ``liger_kernel.ops``: LinkedIn's modules import what they use by name, and users rely on that.
+A path in ``ALIASES`` gives the same module object as the module's present path, so a replacement at
+one path has effect at the other. If such a module lacks a name, the name is looked up in
+``liger_kernel.nn`` and ``liger_kernel.ops``: LinkedIn's modules import what they use by name, and
+users rely on that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _ROOMS = {
     "losses.divergence": "fused_ce_tvd jsd kl_div linear_divergence logit_divergence tvd",
     "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
     "projections": "mlp moe tiled_mlp",
-    "published": "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy utils",
+    "published": "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy "
+    "utils",
     "residual": "attn_res mhc",
     "rotary": "qk_norm_rope rope",
 }
@@ -60,7 +63,8 @@ _OPS, _HERE = "liger_kernel.ops.", "liger_kernel.transformers."
 # below ``liger_kernel.transformers``: file of ``liger_kernel.nn`` -> paths in LinkedIn's package
 _NN = {
     "attention": "fused_neighborhood_attention multi_token_attention softmax sparsemax",
-    "losses": "cross_entropy fused_ce_tvd fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div jsd kl_div tvd vocab_parallel_cross_entropy",
+    "losses": "cross_entropy fused_ce_tvd fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div jsd kl_div "
+    "tvd vocab_parallel_cross_entropy",
     "mlps": "geglu mlp relu_squared swiglu tiled_mlp",
     "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
     "residual": "mhc",
@@ -101,9 +105,11 @@ _SPLIT = {
         _HERE + file: [_HERE + part for part in parts.split()]
         for file, parts in {
             "head.forward": "head.loss head.outputs head.recipe head.stand_in head.state",
-            "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values recognise.rows",
+            "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values "
+            "recognise.rows",
             "patching.fusions": "patching.wrappers recognise.plain",
-            "recognise.slots": """recognise.activations recognise.compare recognise.experts recognise.family recognise.infer recognise.mlps
+            "recognise.slots": """recognise.activations recognise.compare recognise.experts recognise.family
+            recognise.infer recognise.mlps
                                   recognise.norms recognise.ropes recognise.variant""",
         }.items()
     },
@@ -113,7 +119,10 @@ ALIASES = {
     **{_OPS + old: _OPS + new for old, new in _RENAMED.items()},
     **{f"liger_kernel.backends.{part}": "liger_kernel.backends" for part in ("capability", "dispatch", "registry")},
     **{_HERE + name: f"liger_kernel.nn.{file}" for file, names in _NN.items() for name in names.split()},
-    **dict.fromkeys(("liger_kernel.triton", "liger_kernel.triton.monkey_patch", "liger_kernel._triton_cache"), "liger_kernel.compile.cache"),
+    **dict.fromkeys(
+        ("liger_kernel.triton", "liger_kernel.triton.monkey_patch", "liger_kernel._triton_cache"),
+        "liger_kernel.compile.cache",
+    ),
     **{_HERE + old: _HERE + new for old, new in _MOVED.items()},
     **dict.fromkeys((_HERE + "trainer", _HERE + "trainer.orpo_trainer"), _HERE + "orpo_trainer"),
     "liger_kernel.bench.models": "liger_kernel.model_sizes",
@@ -124,20 +133,31 @@ ALIASES = {
 
 _MODELS = _HERE + "model."
 _CAUSAL = """
-    deepseek_v2=DeepseekV2 deepseek_v3=DeepseekV3 deepseek_v4=DeepseekV4 exaone4=Exaone4 falcon_h1=FalconH1 gemma=Gemma gemma2=Gemma2 glm4=Glm4
-    gpt_oss=GptOss hunyuan_v1=HunYuanDenseV1 llama=Llama llama4=Llama4 ministral=Ministral mistral=Mistral mixtral=Mixtral mllama=Mllama nemotron=Nemotron
-    olmo2=Olmo2 olmo3=Olmo3 phi3=Phi3 qwen2=Qwen2 qwen3=Qwen3 qwen3_5=Qwen3_5 qwen3_5_moe=Qwen3_5Moe qwen3_moe=Qwen3Moe qwen3_next=Qwen3Next smollm3=SmolLM3
+    deepseek_v2=DeepseekV2 deepseek_v3=DeepseekV3 deepseek_v4=DeepseekV4 exaone4=Exaone4 falcon_h1=FalconH1
+    gemma=Gemma gemma2=Gemma2 glm4=Glm4
+    gpt_oss=GptOss hunyuan_v1=HunYuanDenseV1 llama=Llama llama4=Llama4 ministral=Ministral mistral=Mistral
+    mixtral=Mixtral mllama=Mllama nemotron=Nemotron
+    olmo2=Olmo2 olmo3=Olmo3 phi3=Phi3 qwen2=Qwen2 qwen3=Qwen3 qwen3_5=Qwen3_5 qwen3_5_moe=Qwen3_5Moe
+    qwen3_moe=Qwen3Moe qwen3_next=Qwen3Next smollm3=SmolLM3
 """
 _CONDITIONAL = """
-    glm4v=Glm4v glm4v_moe=Glm4vMoe internvl=InternVL llava=Llava muse_glimmer=MuseGlimmer paligemma=PaliGemma qwen2_vl=Qwen2VL qwen2_5_vl=Qwen2_5_VL
+    glm4v=Glm4v glm4v_moe=Glm4vMoe internvl=InternVL llava=Llava muse_glimmer=MuseGlimmer paligemma=PaliGemma
+    qwen2_vl=Qwen2VL qwen2_5_vl=Qwen2_5_VL
     qwen3_vl=Qwen3VL qwen3_vl_moe=Qwen3VLMoe smolvlm=SmolVLM
 """
 
-# module of ``transformers.model`` -> function to assign to a class or bind to a model -> the class of transformers for it
+# module of ``transformers.model`` -> function to assign to a class or bind to a model -> the class
+# of transformers for it
 FORWARDS: dict[str, dict[str, str]] = {
     **{_MODELS + m: {"lce_forward": f"{c}ForCausalLM"} for m, c in (pair.split("=") for pair in _CAUSAL.split())},
-    **{_MODELS + m: {"lce_forward": f"{c}ForConditionalGeneration"} for m, c in (pair.split("=") for pair in _CONDITIONAL.split())},
-    **{_MODELS + m.lower(): {"causal_forward": f"{m}ForCausalLM", "multimodal_forward": f"{m}ForConditionalGeneration"} for m in ("Gemma3", "Gemma4")},
+    **{
+        _MODELS + m: {"lce_forward": f"{c}ForConditionalGeneration"}
+        for m, c in (pair.split("=") for pair in _CONDITIONAL.split())
+    },
+    **{
+        _MODELS + m.lower(): {"causal_forward": f"{m}ForCausalLM", "multimodal_forward": f"{m}ForConditionalGeneration"}
+        for m in ("Gemma3", "Gemma4")
+    },
     _MODELS + "pixtral": {},
 }
 for _module in ("gemma", "gemma2", "llama", "mixtral", "phi3", "qwen2"):
@@ -152,7 +172,9 @@ for _module, _function, _class in (
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a module of ``ALIASES``, or creates one of ``FORWARDS``, when it is imported."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(fullname, self) if fullname in ALIASES or fullname in FORWARDS else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -160,7 +182,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             _add_forwards(module)
         else:
             for path in ALIASES:
-                if path == module.__name__ or path.startswith(f"{module.__name__}."):  # a module has no folder in which Python could find the modules below it
+                if path == module.__name__ or path.startswith(
+                    f"{module.__name__}."
+                ):  # a module has no folder in which Python could find the modules below it
                     _put(path)
 
 
@@ -179,9 +203,11 @@ _REPLACED: dict[tuple[str, str], list[Any]] = {}  # module and name -> its value
 
 
 class _Split(ModuleType):
-    """A module that was larger. If it lacks a constant or a private name, the name is read and replaced in all the parts that have it now.
+    """A module that was larger. If it lacks a constant or a private name, the name is read and
+    replaced in all the parts that have it now.
 
-    Deleting such a name restores its value before the replacement: pytest and mock delete names that the module itself did not have.
+    Deleting such a name restores its value before the replacement: pytest and mock delete names
+    that the module itself did not have.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -206,7 +232,8 @@ class _Split(ModuleType):
 
 
 def _having(module: ModuleType, name: str) -> list[ModuleType]:
-    """The modules that have ``name``: ``module`` itself, or else those of its parts that have the same value as the first part with the name."""
+    """The modules that have ``name``: ``module`` itself, or else those of its parts that have
+    the same value as the first part with the name."""
     if name in vars(module) or name.startswith("__"):
         return [module] if name in vars(module) else []
     parts = [part for path in _SPLIT[module.__name__] if name in vars(part := importlib.import_module(path))]
@@ -214,14 +241,16 @@ def _having(module: ModuleType, name: str) -> list[ModuleType]:
 
 
 def alias(package: str) -> None:
-    """Make the modules of ``ALIASES`` below ``package`` available under these paths, too. Names that the package already has do not change."""
+    """Make the modules of ``ALIASES`` below ``package`` available under these paths, too. Names
+    that the package already has do not change."""
     for path in ALIASES:
         if path.startswith(f"{package}."):
             _put(path)
 
 
 def _put(path: str) -> None:
-    """Make the module for ``path`` available under it, and in the module above: ``import a.b as c`` looks there."""
+    """Make the module for ``path`` available under it, and in the module above: ``import a.b as
+    c`` looks there."""
     sys.modules[path] = _named(path)
     above, _, name = path.rpartition(".")
     vars(importlib.import_module(above)).setdefault(name, sys.modules[path])
@@ -236,7 +265,9 @@ def _add_forwards(module: ModuleType) -> None:
         if not hasattr(transformers, cls):
             raise ImportError(f"{module.__name__}: transformers {transformers.__version__} has no {cls}")
         vars(module)[name] = with_fused_head(getattr(transformers, cls))
-    vars(module)["__getattr__"] = functools.partial(_elsewhere, module.__name__, beside=(_MODELS + "loss_utils", _MODELS + "output_classes"))
+    vars(module)["__getattr__"] = functools.partial(
+        _elsewhere, module.__name__, beside=(_MODELS + "loss_utils", _MODELS + "output_classes")
+    )
 
 
 def _elsewhere(module: str, name: str, beside: Sequence[str]) -> Any:

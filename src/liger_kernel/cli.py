@@ -1,4 +1,5 @@
-"""``liger``: train, fit, demo, models, ops, bench, tune, warmup, deploy, env. A command's code is imported only when the command runs, so help is instant."""
+"""``liger``: train, fit, demo, models, ops, bench, tune, warmup, deploy, env. A command's code
+is imported only when the command runs, so help is instant."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ COMMANDS = {
     "demo": "train a small Llama twice, as Hugging Face ships it and with our kernels, and compare",
     "models": "the model families: what is swapped, what is left alone and why",
     "ops": "the operators and the cases they are tested on",
-    "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other packages",
+    "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other "
+    "packages",
     "tune": "search an operator's launch configurations on this GPU",
     "warmup": "compile the kernels that training a model needs, with or without a GPU",
     "deploy": "render a training job for Kubernetes, or submit it",
@@ -45,7 +47,8 @@ def train(argv: list[str]) -> int:
         return ranks.EXIT_PREEMPTED
     if int(os.environ.get("RANK", "0")):
         return 0
-    # without steps, as after a restart of a finished run, there are no tokens/s, and without its metrics.json no loss
+    # without steps, as after a restart of a finished run, there are no tokens/s, and without its
+    # metrics.json no loss
     loss = f"loss {metrics['losses'][-1]:.4f}, " if metrics["losses"] else ""
     rate = f"{metrics['tokens_per_second']:,.0f} tokens/s, " if metrics["tokens_per_second"] else ""
     memory = f"{metrics['peak_memory'] / 1e9:.2f} GB at most ({metrics['memory_kind']})"
@@ -73,8 +76,14 @@ def models(argv: list[str]) -> int:
     parser = Parser(prog="liger models", description="The model families: what is swapped, what is left alone and why.")
     parser.add_argument("model_type", nargs="*", help="only these model types")
     does = parser.add_mutually_exclusive_group()
-    does.add_argument("--check", action="store_true", help="derive the table from the installed transformers and show the difference")
-    does.add_argument("--write", action="store_true", help="derive the table, and write families.py, __init__.pyi, and in a checkout docs/models.md")
+    does.add_argument(
+        "--check", action="store_true", help="derive the table from the installed transformers and show the difference"
+    )
+    does.add_argument(
+        "--write",
+        action="store_true",
+        help="derive the table, and write families.py, __init__.pyi, and in a checkout docs/models.md",
+    )
     a = parser.parse_args(argv)
     if a.write and a.model_type:
         raise UserError("--write writes the whole table: leave out the model types")
@@ -157,18 +166,24 @@ def env(argv: list[str]) -> None:
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install {' '.join(missing)}")
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install "
+            f"{' '.join(missing)}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code. A mistake of the user gives one line on stderr and 2 (``LIGER_TRACEBACK=1`` adds the traceback)."""
+    """Run one command and return its exit code. A mistake of the user gives one line on stderr
+    and 2 (``LIGER_TRACEBACK=1`` adds the traceback)."""
     argv = sys.argv[1:] if argv is None else argv
     name = "liger"
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  # until the end
         elif isinstance(getattr(sys, stream), io.TextIOWrapper):
-            getattr(sys, stream).reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks ends no command
+            getattr(sys, stream).reconfigure(
+                errors="backslashreplace"
+            )  # a name that the terminal's encoding lacks ends no command
     try:
         try:
             command = _command(argv)
@@ -181,11 +196,15 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()  # here, so that a closed pipe raises inside this try
     except BrokenPipeError:  # `liger ops | head`
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter discards the rest of the buffer at its end
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # the interpreter discards the rest of the buffer at its end
         return PIPE_CLOSED
     except Exception as error:
         known = sentence(error)
-        if os.environ.get("LIGER_TRACEBACK") == "1" or not (known or isinstance(error, (UserError, ImportError, OSError))):
+        if os.environ.get("LIGER_TRACEBACK") == "1" or not (
+            known or isinstance(error, (UserError, ImportError, OSError))
+        ):
             raise
         more = "" if isinstance(error, UserError) else f" ({type(error).__name__}; LIGER_TRACEBACK=1 shows where)"
         text = known or in_a_line(error, None)
@@ -200,7 +219,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command(argv: list[str]) -> str | None:
     """The command at the start of ``argv``. Without one, print the help and return None."""
-    parser = Parser(prog="liger", usage="liger COMMAND [-h] ...", description=(liger_kernel.__doc__ or "").splitlines()[0])
+    parser = Parser(
+        prog="liger", usage="liger COMMAND [-h] ...", description=(liger_kernel.__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--version", action="version", version=f"liger-kernel {liger_kernel.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="liger")
     for name, text in COMMANDS.items():

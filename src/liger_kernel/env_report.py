@@ -1,4 +1,5 @@
-"""The installed packages, the GPU, and whether kernels or PyTorch code runs: the information that a bug report needs first."""
+"""The installed packages, the GPU, and whether kernels or PyTorch code runs: the information
+that a bug report needs first."""
 
 from __future__ import annotations
 
@@ -11,7 +12,19 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accelerate", "peft", "bitsandbytes", "trl", "deepspeed", "lightning")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "trl",
+    "deepspeed",
+    "lightning",
+)
 
 
 def environment() -> dict[str, str]:
@@ -48,7 +61,12 @@ def environment() -> dict[str, str]:
 def _driver() -> str:
     if not shutil.which("nvidia-smi"):
         return "unknown"
-    query = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    query = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return query.stdout.split("\n")[0].strip() if query.returncode == 0 and query.stdout.strip() else "unknown"
 
 
@@ -61,7 +79,8 @@ def _serving(gpu: bool) -> str:
 
 
 def _attention(device: str) -> str:
-    """The backend that PyTorch uses for causal attention in bf16, its alternatives, and the packages that transformers could use instead."""
+    """The backend that PyTorch uses for causal attention in bf16, its alternatives, and the
+    packages that transformers could use instead."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -69,7 +88,10 @@ def _attention(device: str) -> str:
 
     q = torch.empty(1, 8, 128, 128, dtype=torch.bfloat16, device=device)
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name.lower().replace("_", " ")
-    may = {name: getattr(torch.backends.cuda, f"{name.replace(' ', '_')}_sdp_enabled")() for name in ("flash", "cudnn", "mem efficient", "math")}
+    may = {
+        name: getattr(torch.backends.cuda, f"{name.replace(' ', '_')}_sdp_enabled")()
+        for name in ("flash", "cudnn", "mem efficient", "math")
+    }
     lacking = varlen_lacks(q.device, q.dtype)
     installed = []
     for name in ("flash-attn", "flash-attn-3", "flash-attn-4", "kernels"):
@@ -77,7 +99,8 @@ def _attention(device: str) -> str:
             installed.append(f"{name} {importlib.metadata.version(name)}")
     return (
         f"sdpa by {chosen} (enabled: {', '.join(name for name, on in may.items() if on)}); packed documents by "
-        f"{f'sdpa with a mask: {lacking}' if lacking else 'varlen_attn'}; {', '.join(installed) or 'no other package'} installed"
+        f"{f'sdpa with a mask: {lacking}' if lacking else 'varlen_attn'}; "
+        f"{', '.join(installed) or 'no other package'} installed"
     )
 
 

@@ -1,7 +1,10 @@
-"""Operators as functions, under the names of LinkedIn's package, with a choice of the implementation.
+"""Operators as functions, under the names of LinkedIn's package, with a choice of the
+implementation.
 
-Each function takes ``impl`` (or ``backend``), a name of ``liger_kernel.backends`` such as "triton" or "torch", and ``mode``, a variant of an implementation;
-ours have no modes. ``in_place`` and ``row_mode`` are accepted and ignored. They are differentiable like the operators of ``liger_kernel.ops``.
+Each function takes ``impl`` (or ``backend``), a name of ``liger_kernel.backends`` such as "triton"
+or "torch", and ``mode``, a variant of an implementation; ours have no modes. ``in_place`` and
+``row_mode`` are accepted and ignored. They are differentiable like the operators of
+``liger_kernel.ops``.
 """
 
 from __future__ import annotations
@@ -36,11 +39,15 @@ __all__ = [
     "swiglu",
 ]
 
-_CHOICE = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None") for name in ("impl", "mode", "backend")]
+_CHOICE = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+    for name in ("impl", "mode", "backend")
+]
 
 
 def _over(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers ``fn(run, ...)``, which calls ``run``, the operator ``op`` or its reference, and returns ``fn(..., impl=, mode=, backend=)``."""
+    """Registers ``fn(run, ...)``, which calls ``run``, the operator ``op`` or its reference, and
+    returns ``fn(..., impl=, mode=, backend=)``."""
 
     def make(fn: Callable[..., Any]) -> Callable[..., Any]:
         register_ours(fn.__name__, OPS[op], fn)
@@ -48,7 +55,9 @@ def _over(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         arguments = signature.replace(parameters=list(signature.parameters.values())[1:])
 
         @functools.wraps(fn)
-        def call(*args: Any, impl: str | None = None, mode: str | None = None, backend: str | None = None, **kwargs: Any) -> Any:
+        def call(
+            *args: Any, impl: str | None = None, mode: str | None = None, backend: str | None = None, **kwargs: Any
+        ) -> Any:
             given = arguments.bind(*args, **kwargs)
             given.apply_defaults()
             return dispatch(fn.__name__, *given.arguments.values(), impl=impl or backend, mode=mode)
@@ -73,13 +82,21 @@ def rms_norm(
     in_place: bool = False,
     row_mode: bool | None = None,
 ) -> Tensor:
-    """``x / rms(x) * (weight + offset)`` over the last dim; ``casting_mode``: "llama", "gemma" or "none"."""
+    """``x / rms(x) * (weight + offset)`` over the last dim; ``casting_mode``: "llama", "gemma"
+    or "none"."""
     return run(x, weight, eps=eps, offset=offset, casting=casting_mode)
 
 
 @_over("fused_add_rms_norm")
 def fused_add_rms_norm(
-    run: Run, X: Tensor, R: Tensor, W: Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = False
+    run: Run,
+    X: Tensor,
+    R: Tensor,
+    W: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return ``rms_norm`` of ``X + R``, and that sum."""
     return run(X, R, W, eps=eps, offset=offset, casting=casting_mode)
@@ -110,20 +127,34 @@ def geglu(run: Run, a: Tensor, b: Tensor) -> Tensor:
 
 
 @_over("rope")
-def rope(run: Run, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate q (B, Hq, T, D) and k (B, Hk, T, D) by tables (B or 1, T, D) as Transformers makes them; ``position_ids`` has no effect."""
+def rope(
+    run: Run, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotate q (B, Hq, T, D) and k (B, Hk, T, D) by tables (B or 1, T, D) as Transformers makes
+    them; ``position_ids`` has no effect."""
     return run(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting=in_place_of(q, k, cos))
 
 
 @_over("jsd")
-def jsd(run: Run, _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100) -> Tensor:
-    """Generalised Jensen-Shannon divergence of log-probabilities, the student's first, over the rows that are not ignored."""
+def jsd(
+    run: Run,
+    _input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of log-probabilities, the student's first, over the
+    rows that are not ignored."""
     return run(_input, target, shift_labels, beta=beta, ignore_index=ignore_index)
 
 
 @_over("kl_div")
-def kl_div(run: Run, y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10) -> Tensor:
-    """``F.kl_div`` of log-probabilities ``y_pred`` and probabilities ``y_true``, or their logarithm with ``log_target``."""
+def kl_div(
+    run: Run, y_pred: Tensor, y_true: Tensor, reduction: str = "batchmean", log_target: bool = False, eps: float = 1e-10
+) -> Tensor:
+    """``F.kl_div`` of log-probabilities ``y_pred`` and probabilities ``y_true``, or their
+    logarithm with ``log_target``."""
     return run(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
 
 
@@ -142,9 +173,16 @@ def cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Cross entropy of logits (M, V) and class indices (M,): loss, z-loss, token accuracy, predicted classes; None for what is not requested."""
+    """Cross entropy of logits (M, V) and class indices (M,): loss, z-loss, token accuracy,
+    predicted classes; None for what is not requested."""
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap)
+    options = dict(
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=lse_square_scale,
+        softcap=softcap,
+    )
     return published(run(input, target, weight, **options, stats=any(asked)), target, ignore_index, *asked)
 
 
@@ -167,10 +205,27 @@ def fused_linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """``cross_entropy`` of ``_input @ weight.T + bias``, which our kernels never store as a whole; "torch" does."""
+    """``cross_entropy`` of ``_input @ weight.T + bias``, which our kernels never store as a
+    whole; "torch" does."""
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap)
-    found = run(_input, weight, target, bias, ce_weight, **options, token_scaling=use_token_scaling, accum_dtype=accum_dtype, stats=any(asked))
+    options = dict(
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=lse_square_scale,
+        softcap=softcap,
+    )
+    found = run(
+        _input,
+        weight,
+        target,
+        bias,
+        ce_weight,
+        **options,
+        token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype,
+        stats=any(asked),
+    )
     return published(found, target, ignore_index, *asked)
 
 

@@ -1,18 +1,27 @@
-"""Rematerialisation: values that are cheap to compute are not stored for the backward pass, but computed again in it.
+"""Rematerialisation: values that are cheap to compute are not stored for the backward pass, but
+computed again in it.
 
-A linear layer saves its input for the gradient of its weight. If that input is a norm's output or ``act(gate) * up``, it can be computed from tensors that
-are saved anyway, the norm's input or gate and up, in one pass over memory. ``cheap(op, ...)`` computes such a value and notes how. While a ``rematerialised``
-forward runs, the value, or a cast or a view of it, is not saved; the note is saved instead, and the backward pass computes the value once for all readers.
+A linear layer saves its input for the gradient of its weight. If that input is a norm's output or
+``act(gate) * up``, it can be computed from tensors that are saved anyway, the norm's input or gate
+and up, in one pass over memory. ``cheap(op, ...)`` computes such a value and notes how. While a
+``rematerialised`` forward runs, the value, or a cast or a view of it, is not saved; the note is
+saved instead, and the backward pass computes the value once for all readers.
 
-Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, as in non-reentrant checkpointing: what works there works here. ``cheap`` pushes the hooks.
-They are popped when all readers of the value have run (``taken``), at the latest when the forward ends, because every save costs host time meanwhile. The
-hooks are not used where others have hooks or forbid them (checkpointing, ``torch.func``), under ``torch.compile``, without gradients, and while a backward
-pass recomputes a forward. Those of ``offloading`` get from these what is not recomputed, and what it is recomputed from.
+Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, as in non-reentrant
+checkpointing: what works there works here. ``cheap`` pushes the hooks. They are popped when all
+readers of the value have run (``taken``), at the latest when the forward ends, because every save
+costs host time meanwhile. The hooks are not used where others have hooks or forbid them
+(checkpointing, ``torch.func``), under ``torch.compile``, without gradients, and while a backward
+pass recomputes a forward. Those of ``offloading`` get from these what is not recomputed, and what
+it is recomputed from.
 
-A checkpointed layer recomputes everything, its attention, too, which is most of the work in long rows. With ``keeping_attention`` as the ``context_fn`` of
-``torch.utils.checkpoint.checkpoint``, the outputs of attention (and their log-sum-exp) are kept, and the second forward has no attention in it.
+A checkpointed layer recomputes everything, its attention, too, which is most of the work in long
+rows. With ``keeping_attention`` as the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, the
+outputs of attention (and their log-sum-exp) are kept, and the second forward has no attention in
+it.
 
-This file needs nothing but PyTorch: ``rematerialised`` works for any module whose norms and activations call ``cheap``.
+This file needs nothing but PyTorch: ``rematerialised`` works for any module whose norms and
+activations call ``cheap``.
 """
 
 from __future__ import annotations
@@ -33,7 +42,9 @@ from liger_kernel import offloading
 from liger_kernel.offloading import PLAIN, VIEWS, hooks_allowed, top_hooks
 
 LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
-SMALL = 16 * 2**20  # bytes up to which level "cheap" keeps a value: where layers are that quick, the GPU waits for the host, and hooks cost its time
+SMALL = 16 * 2**20
+# bytes up to which level "cheap" keeps a value: where layers are that quick, the GPU waits for the
+# host, and hooks cost its time
 
 
 class _Local(threading.local):
@@ -45,7 +56,8 @@ _local = _Local()
 
 
 def level_of(value: bool | str | None) -> str:
-    """Return the level of a flag: True is "cheap", False and None are "off". Raises ``ValueError`` for an unknown level."""
+    """Return the level of a flag: True is "cheap", False and None are "off". Raises
+    ``ValueError`` for an unknown level."""
     level = "cheap" if value is True else "off" if value is False or value is None else value
     if level not in LEVELS:
         raise ValueError(f"rematerialise: must be True, False or one of {LEVELS}, got {value!r}")
@@ -53,25 +65,38 @@ def level_of(value: bool | str | None) -> str:
 
 
 class _Recipe:
-    """How to compute a value again, and, while a backward needs it, the value by dtype: its own, or that of casts which were saved."""
+    """How to compute a value again, and, while a backward needs it, the value by dtype: its own,
+    or that of casts which were saved."""
 
     __slots__ = ("device", "dtype", "left", "op", "options", "stream", "tensors", "users", "values")
 
     def __init__(self, y: Tensor, op: Callable[..., Tensor], tensors: list[Any], options: dict[str, Any]):
-        self.dtype, self.device, self.op, self.tensors, self.options = y.dtype, y.device, op, tensors, options  # tensors: as the graph would hold them
+        self.dtype, self.device, self.op, self.tensors, self.options = (
+            y.dtype,
+            y.device,
+            op,
+            tensors,
+            options,
+        )  # tensors: as the graph would hold them
         self.users = self.left = 0
         self.values: dict[torch.dtype, Tensor] = {}
         self.stream: Any = None
 
     def available(self) -> bool:
-        """Whether the tensors after the first (the weights) hold data: sharded weights may be freed as soon as their module has run."""
-        return all(t is None or t.untyped_storage().size() > 0 or not t.numel() for t in map(offloading.held, self.tensors[1:]))
+        """Whether the tensors after the first (the weights) hold data: sharded weights may be
+        freed as soon as their module has run."""
+        return all(
+            t is None or t.untyped_storage().size() > 0 or not t.numel() for t in map(offloading.held, self.tensors[1:])
+        )
 
     def _compute(self, dtype: torch.dtype) -> Tensor:
         if self.dtype in self.values:
             return self.values[self.dtype].to(dtype)
         if not self.available():
-            raise RuntimeError(f"{self.op.__name__}: a tensor that recomputation needs was freed before the backward pass; patch with rematerialise=False")
+            raise RuntimeError(
+                f"{self.op.__name__}: a tensor that recomputation needs was freed before the backward pass; patch "
+                "with rematerialise=False"
+            )
         with torch.no_grad():
             return self.op(*(t if t is None else offloading.unpack(t) for t in self.tensors), **self.options).to(dtype)
 
@@ -94,11 +119,14 @@ class _Recipe:
 
 
 class _Region:
-    """One call of a rematerialised forward: values and their recipes, found by storage and, for casts, by the node that made them."""
+    """One call of a rematerialised forward: values and their recipes, found by storage and, for
+    casts, by the node that made them."""
 
     def __init__(self, level: str, save: Callable[[Tensor], Any]):
         self.level, self.save = level, save  # ``save``: what the graph holds of a tensor that is not recomputed
-        self.by_storage: dict[int, tuple[Tensor, int, _Recipe]] = {}  # the values are held, so that no other tensor gets their storage
+        self.by_storage: dict[
+            int, tuple[Tensor, int, _Recipe]
+        ] = {}  # the values are held, so that no other tensor gets their storage
         self.by_node: dict[Any, tuple[Tensor, int, _Recipe]] = {}
         self.hooks: saved_tensors_hooks | None = None
 
@@ -116,7 +144,9 @@ class _Region:
         self.close()
         self.by_storage, self.by_node = {}, {}  # saved tensors hold the hooks, and these the region
 
-    def declare(self, y: Tensor, op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
+    def declare(
+        self, y: Tensor, op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], options: dict[str, Any]
+    ) -> None:
         entry = y, y._version, _Recipe(y, op, [t if t is None else self.save(t) for t in tensors], options)
         self.by_storage[y.untyped_storage()._cdata] = self.by_node[y.grad_fn] = entry
         self.open()
@@ -141,7 +171,11 @@ class _Region:
             return None
         source, number = node.next_functions[0]
         entry = self.by_node.get(source)
-        whole = entry is not None and entry[0].output_nr == number and t.untyped_storage().nbytes() == entry[0].numel() * t.itemsize
+        whole = (
+            entry is not None
+            and entry[0].output_nr == number
+            and t.untyped_storage().nbytes() == entry[0].numel() * t.itemsize
+        )
         return entry if whole else None
 
 
@@ -162,13 +196,15 @@ def _unpack(saved: Any) -> Tensor:
 
 
 def _saved_by() -> Callable[[Tensor], Any] | None:
-    """What saves a tensor now, if nobody's hooks but those of ``offloading`` are in place; None if others' are."""
+    """What saves a tensor now, if nobody's hooks but those of ``offloading`` are in place; None
+    if others' are."""
     top = top_hooks()
     return offloading.as_it_is if top is None else top[0] if top[1] is offloading.unpack else None
 
 
 def cheap(op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
-    """Return ``op(*tensors, **options)``. In a rematerialised forward the result is not saved but recomputed in the backward pass.
+    """Return ``op(*tensors, **options)``. In a rematerialised forward the result is not saved but
+    recomputed in the backward pass.
 
     ``op`` must give identical bits in every call.
     """
@@ -184,7 +220,9 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
     if y.nbytes <= SMALL and region.level == "cheap":
         return
     # ZeRO-3 (ds_id) takes the data out of a parameter when its module has run
-    if y.grad_fn is not None and all(t is None or (type(t) in PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)):
+    if y.grad_fn is not None and all(
+        t is None or (type(t) in PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)
+    ):
         region.declare(y, op, tensors, options)
 
 
@@ -198,9 +236,11 @@ def recomputed(t: Tensor) -> bool:
 
 
 def last(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return ``module(x)`` as the last call of its layer that saves anything: if the layer is checkpointed, its recomputation may end in ``module``.
+    """Return ``module(x)`` as the last call of its layer that saves anything: if the layer is
+    checkpointed, its recomputation may end in ``module``.
 
-    If one checkpoint contains several layers, only the last one gains; the others are right, but compute their projections twice.
+    If one checkpoint contains several layers, only the last one gains; the others are right, but
+    compute their projections twice.
     """
     if torch.compiler.is_compiling():
         return module(x)
@@ -223,20 +263,28 @@ def level() -> str:
 
 
 def needed() -> None:
-    """Say that the declared value will be saved next, by projections that follow after something else."""
+    """Say that the declared value will be saved next, by projections that follow after something
+    else."""
     if not torch.compiler.is_compiling() and _local.region is not None:
         _local.region.open()
 
 
 def taken() -> None:
-    """Say that all readers of the declared value have run: until the next declaration, saving costs nothing extra."""
+    """Say that all readers of the declared value have run: until the next declaration, saving
+    costs nothing extra."""
     if not torch.compiler.is_compiling() and _local.region is not None and torch.is_grad_enabled():
         _local.region.close()
 
 
 def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return ``function(x)``, a gated MLP. At level "mlp" nothing in it is saved; the backward pass recomputes all but its last product from x."""
-    if torch.compiler.is_compiling() or (region := _local.region) is None or region.level != "mlp" or not torch.is_grad_enabled():
+    """Return ``function(x)``, a gated MLP. At level "mlp" nothing in it is saved; the backward
+    pass recomputes all but its last product from x."""
+    if (
+        torch.compiler.is_compiling()
+        or (region := _local.region) is None
+        or region.level != "mlp"
+        or not torch.is_grad_enabled()
+    ):
         return function(x)
     region.open()  # x is saved by the checkpoint
     if _saved_by() is None and top_hooks()[1] is not _unpack:
@@ -245,7 +293,8 @@ def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
-    """Wrap the ``forward`` of a layer: values of ``cheap`` are recomputed in the backward pass instead of saved. Gradients are bit-identical."""
+    """Wrap the ``forward`` of a layer: values of ``cheap`` are recomputed in the backward pass
+    instead of saved. Gradients are bit-identical."""
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +316,13 @@ def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
 _ATTENTION = {
     "aten": [
         f"_scaled_dot_product_{name}"
-        for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable")
+        for name in (
+            "flash_attention",
+            "efficient_attention",
+            "cudnn_attention",
+            "flash_attention_for_cpu",
+            "fused_attention_overrideable",
+        )
     ],
     "torch_attn": ["_varlen_attn"],
     "flash_attn": ["_flash_attn_forward", "_flash_attn_varlen_forward"],
@@ -277,8 +332,11 @@ _ATTENTION = {
 
 
 def attention_operators() -> set[Any]:
-    """The attention operators of PyTorch, of the flash-attn packages and of ours, as far as they are there."""
-    found = (getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _ATTENTION.items() for name in names)
+    """The attention operators of PyTorch, of the flash-attn packages and of ours, as far as they
+    are there."""
+    found = (
+        getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _ATTENTION.items() for name in names
+    )
     return {packet.default for packet in found if packet is not None}
 
 
@@ -292,7 +350,8 @@ class _Output:
 
 
 class _Attention(TorchDispatchMode):
-    """Sees the operators of a checkpointed forward. ``kept``: the outputs of each call of attention."""
+    """Sees the operators of a checkpointed forward. ``kept``: the outputs of each call of
+    attention."""
 
     supports_higher_order_operators = True  # such as flex attention that is not compiled, which passes
 
@@ -305,7 +364,8 @@ class _Attention(TorchDispatchMode):
         return True  # layers that are compiled call attention, too
 
     def drawn(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether the call draws random numbers: dropout must move the generator in the second forward, too."""
+        """Whether the call draws random numbers: dropout must move the generator in the second
+        forward, too."""
         given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
         return any(given.get(name) for name in ("dropout_p", "attn_dropout_p"))
 
@@ -321,7 +381,8 @@ class _Keep(_Attention):
 
 
 class _Again(_Attention):
-    """The second forward, which gets the outputs. It computes one that was changed in place after the first."""
+    """The second forward, which gets the outputs. It computes one that was changed in place
+    after the first."""
 
     def __enter__(self) -> Any:
         self.outputs = iter(self.kept)  # from the beginning: a graph that is kept has several backward passes
@@ -337,12 +398,15 @@ class _Again(_Attention):
 
 def _alias(t: Tensor) -> Tensor:
     """``t`` without a place in the graph. It shares the version of ``t``."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # as for views above autograd
+    with torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    ):  # as for views above autograd
         return t.detach()
 
 
 def keeping_attention() -> tuple[_Keep, _Again]:
-    """A ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: the outputs of attention are kept. Gradients are bit-identical."""
+    """A ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: the
+    outputs of attention are kept. Gradients are bit-identical."""
     kept: list[Any] = []
     save = _saved_by() or offloading.as_it_is
     return _Keep(kept, save), _Again(kept, save)

@@ -1,4 +1,5 @@
-"""The models whose training steps are measured, as configurations for random weights, and the arithmetic a step of theirs needs."""
+"""The models whose training steps are measured, as configurations for random weights, and the
+arithmetic a step of theirs needs."""
 
 from __future__ import annotations
 
@@ -7,41 +8,105 @@ from typing import Any
 LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, rms_norm_eps=1e-5, num_key_value_heads=8)
 
 QWEN = dict(rope_theta=1000000.0)
-GEMMA = dict(model_type="gemma", head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192)
+GEMMA = dict(
+    model_type="gemma", head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192
+)
 
 
 def _sized(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, **more)
+    return dict(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, **more
+    )
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": LLAMA3 | _sized(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, max_position_embeddings=131072),
-    "llama-3.2-3b": LLAMA3 | _sized(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True, max_position_embeddings=131072),
+    "llama-3.2-1b": LLAMA3
+    | _sized(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, max_position_embeddings=131072),
+    "llama-3.2-3b": LLAMA3
+    | _sized(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True, max_position_embeddings=131072),
     "llama-3-8b": LLAMA3 | _sized(4096, 14336, 32, 32, head_dim=128, max_position_embeddings=8192),
     "llama-3-70b": LLAMA3 | _sized(8192, 28672, 80, 64, head_dim=128, max_position_embeddings=8192),
     "llama-3-8b-4layers": LLAMA3 | _sized(4096, 14336, 4, 32, head_dim=128, max_position_embeddings=8192),
-    "qwen2.5-7b-4layers": QWEN | _sized(3584, 18944, 4, 28, model_type="qwen2", num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768),
+    "qwen2.5-7b-4layers": QWEN
+    | _sized(
+        3584, 18944, 4, 28, model_type="qwen2", num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768
+    ),
     "qwen3-0.6b": QWEN
     | _sized(1024, 3072, 28, 16, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
     | dict(tie_word_embeddings=True, max_position_embeddings=40960),
     "qwen3-1.7b": QWEN
     | _sized(2048, 6144, 28, 16, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
     | dict(tie_word_embeddings=True, max_position_embeddings=40960),
-    "qwen3-8b": QWEN | _sized(4096, 12288, 36, 32, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
-    "qwen3-14b": QWEN | _sized(5120, 17408, 40, 40, model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
+    "qwen3-8b": QWEN
+    | _sized(
+        4096,
+        12288,
+        36,
+        32,
+        model_type="qwen3",
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    ),
+    "qwen3-14b": QWEN
+    | _sized(
+        5120,
+        17408,
+        40,
+        40,
+        model_type="qwen3",
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    ),
     "qwen3-30b-a3b": QWEN
-    | _sized(2048, 6144, 48, 32, model_type="qwen3_moe", num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960)
+    | _sized(
+        2048,
+        6144,
+        48,
+        32,
+        model_type="qwen3_moe",
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    )
     | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
     "mixtral-8x7b": QWEN
-    | _sized(4096, 14336, 32, 32, model_type="mixtral", num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768)
+    | _sized(
+        4096,
+        14336,
+        32,
+        32,
+        model_type="mixtral",
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=32768,
+    )
     | dict(num_local_experts=8, num_experts_per_tok=2),
-    "gpt-oss-20b": _sized(2880, 2880, 24, 64, model_type="gpt_oss", num_key_value_heads=8, head_dim=64, vocab_size=201088, max_position_embeddings=131072)
+    "gpt-oss-20b": _sized(
+        2880,
+        2880,
+        24,
+        64,
+        model_type="gpt_oss",
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=201088,
+        max_position_embeddings=131072,
+    )
     | dict(num_local_experts=32, num_experts_per_tok=4, sliding_window=128),
     "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
     "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
-    "gemma-3-1b": dict(model_type="gemma3_text", head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768)
+    "gemma-3-1b": dict(
+        model_type="gemma3_text", head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768
+    )
     | _sized(1152, 6912, 26, 4, num_key_value_heads=1),
-    "tiny": _sized(64, 128, 2, 4, model_type="llama", num_key_value_heads=2, vocab_size=500, max_position_embeddings=4096),
+    "tiny": _sized(
+        64, 128, 2, 4, model_type="llama", num_key_value_heads=2, vocab_size=500, max_position_embeddings=4096
+    ),
 }
 
 
@@ -54,12 +119,15 @@ def config_of(values: dict[str, Any]) -> Any:
 
 
 def step_flops(values: dict[str, Any], batch: int, seq: int, causal: bool = True) -> float:
-    """Model FLOPs of one training step on ``batch`` rows of ``seq`` tokens, recomputation not counted.
+    """Model FLOPs of one training step on ``batch`` rows of ``seq`` tokens, recomputation not
+    counted.
 
-    Per token 6 N + 6 H V + 12 A C summed over the layers: N the weights of the matrices in the layers (of a mixture, the router's and those of the
-    experts of a token), H V those of the output head (looking up an embedding is free), A heads x head size, and C the mean number of tokens attended
-    to: T / 2 under a causal mask, W - W^2 / 2T under a sliding window W < T, T without ``causal``. Each multiply-add is 2 in the forward and 4 in the
-    backward.
+    Per token 6 N + 6 H V + 12 A C summed over the layers: N the weights of the matrices in the
+    layers (of a mixture, the router's and those of the
+    experts of a token), H V those of the output head (looking up an embedding is free), A heads x
+    head size, and C the mean number of tokens attended
+    to: T / 2 under a causal mask, W - W^2 / 2T under a sliding window W < T, T without ``causal``.
+    Each multiply-add is 2 in the forward and 4 in the backward.
     """
     import torch
     import transformers
@@ -85,7 +153,9 @@ def token_flops(model: Any, seq: int, causal: bool = True) -> float:
         return sum(p.numel() for p in matrices) if isinstance(m, torch.nn.Linear) or kind.endswith("Router") else 0
 
     matrices = sum(weights(m) for m in model.modules() if m is not head)
-    width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(getattr(config, "sliding_window", None) or seq, seq)
     context = {"sliding_attention": window - window**2 / (2 * seq), "full_attention": seq / 2}

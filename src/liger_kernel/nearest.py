@@ -1,4 +1,5 @@
-"""The right name that is nearest to a wrong one, by meaning or by spelling: what error messages suggest."""
+"""The right name that is nearest to a wrong one, by meaning or by spelling: what error messages
+suggest."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Iterable
 
 MANY = 40  # names that a message lists at most
 
-# Our flag -> what transformers, TRL, axolotl, LLaMA-Factory and others call it. A comma: the second name is that of other commands.
+# Our flag -> what transformers, TRL, axolotl, LLaMA-Factory and others call it. A comma: the second
+# name is that of other commands.
 SYNONYMS = {
     "model": "model-name model-name-or-path base-model model-id",
     "hidden": "hidden-size",
@@ -71,14 +73,16 @@ SYNONYMS = {
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of ``names`` that is most like ``name``, whatever its case; None if none is like it (``difflib``'s ratio is below ``cutoff``)."""
+    """The one of ``names`` that is most like ``name``, whatever its case; None if none is like
+    it (``difflib``'s ratio is below ``cutoff``)."""
     plain = {each.casefold(): each for each in names}
     found = difflib.get_close_matches(name.casefold(), plain, n=1, cutoff=cutoff)
     return plain[found[0]] if found else None
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """What others' flag ``name`` is called among ``names``, with a value if it implies one; "" if none of these does it, None if it is no such flag."""
+    """What others' flag ``name`` is called among ``names``, with a value if it implies one; ""
+    if none of these does it, None if it is no such flag."""
     form = lambda flag: flag.lstrip("-").replace("_", "-").casefold()
     ours, name = {form(each): each for each in names}, form(name)
     for flags, theirs in SYNONYMS.items():

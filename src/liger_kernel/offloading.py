@@ -1,19 +1,25 @@
-"""Offloading: large tensors that are saved for the backward pass wait in the CPU's memory. Values do not change by a bit.
+"""Offloading: large tensors that are saved for the backward pass wait in the CPU's memory. Values
+do not change by a bit.
 
-While an ``offloaded`` forward runs, every large tensor that autograd saves is copied to pinned memory, on a stream of its own, and leaves the GPU when its
-copy is done. In a checkpointed model these are the inputs of the layers; in any other model they are the larger activations. The backward pass reads them in
-reverse order: while it works with one, the next ones are on their way back. With layers 1, 2, 3:
+While an ``offloaded`` forward runs, every large tensor that autograd saves is copied to pinned
+memory, on a stream of its own, and leaves the GPU when its copy is done. In a checkpointed model
+these are the inputs of the layers; in any other model they are the larger activations. The backward
+pass reads them in reverse order: while it works with one, the next ones are on their way back. With
+layers 1, 2, 3:
 
     forward    1 runs, its input is copied      2 runs, the input of 1 leaves the GPU      3 runs, the input of 2 leaves      (that of 3 stays)
     backward   3 runs, the input of 2 comes     2 runs, the input of 1 comes               1 runs
 
-Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, so both kinds of checkpointing work, and every layer does. A storage is copied once,
-however many views of it are saved. What stays on the GPU: parameters, buffers and casts of parameters, tensors of fewer than ``LEAST`` bytes, sharded and
-quantised tensors, and what the host has no room for. Nothing is lost if a copy is late: whoever reuses the memory or reads the values waits for it, on the
-GPU. Offloading steps aside, with a warning, for hooks of other code, ``torch.compile`` around the model, ``torch.func``, and CUDA graphs.
+Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, so both kinds of checkpointing
+work, and every layer does. A storage is copied once, however many views of it are saved. What stays
+on the GPU: parameters, buffers and casts of parameters, tensors of fewer than ``LEAST`` bytes,
+sharded and quantised tensors, and what the host has no room for. Nothing is lost if a copy is late:
+whoever reuses the memory or reads the values waits for it, on the GPU. Offloading steps aside, with
+a warning, for hooks of other code, ``torch.compile`` around the model, ``torch.func``, and CUDA
+graphs.
 
 This file needs nothing but PyTorch: ``offloaded`` works for the forward of any module.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -38,14 +44,19 @@ __all__ = ["offloaded"]
 
 LEAST = 2**20  # bytes of a tensor that is worth a copy
 AHEAD = 2**28  # bytes that come back before they are needed: 5 ms of copies; one tensor, if it is larger
-LATE = 2**28  # bytes that are copied while the forward goes on, and are still on the device; one tensor, if it is larger
+LATE = (
+    2**28
+)  # bytes that are copied while the forward goes on, and are still on the device; one tensor, if it is larger
 BLOCK = 2**26  # bytes of a piece of pinned memory: PyTorch rounds what it pins up to a power of two
 RESERVE = 2**32  # bytes of the host's memory that are left to others
 STAYS = ("cpu", "meta")  # devices with nothing to gain
 
 PLAIN = (Tensor, nn.Parameter)
 # Nodes of views, which lie between a cast and who saves it
-VIEWS = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Unsqueeze", "Slice", "Alias")}
+VIEWS = {
+    f"{name}Backward0"
+    for name in ("View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Unsqueeze", "Slice", "Alias")
+}
 
 
 def top_hooks() -> Any:
@@ -60,7 +71,8 @@ def hooks_allowed() -> bool:
 
 
 def modified(t: Tensor, version: int) -> RuntimeError:
-    """PyTorch's own error for a saved tensor that is at another ``version`` than when it was saved."""
+    """PyTorch's own error for a saved tensor that is at another ``version`` than when it was
+    saved."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{t.type()} {list(t.shape)} is at version {t._version}; expected version {version} instead"
@@ -76,7 +88,8 @@ _pages: list[mmap.mmap] = []  # what the driver knows, which must stay where it 
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:
-    """``size`` bytes of pinned memory, for the life of the process. Raises an ``OSError`` or a ``RuntimeError`` if there are none."""
+    """``size`` bytes of pinned memory, for the life of the process. Raises an ``OSError`` or a
+    ``RuntimeError`` if there are none."""
     block = _registered(size, device) if device.type == "cuda" else None
     return torch.empty(size, dtype=torch.uint8, pin_memory=True) if block is None else block
 
@@ -84,8 +97,9 @@ def _pinned(size: int, device: torch.device) -> Tensor:
 def _registered(size: int, device: torch.device) -> Tensor | None:
     """The same from pages that PyTorch's threads make, or None if the system or the driver refuses.
 
-    The driver's own allocation takes 0.6 s a GB, almost all of it to make pages, one by one in one thread. Here all threads make them, huge ones if the system
-    lets them, and the driver only registers them: 0.04 s a GB (H200, 16 cores).
+    The driver's own allocation takes 0.6 s a GB, almost all of it to make pages, one by one in one
+    thread. Here all threads make them, huge ones if the system lets them, and the driver only
+    registers them: 0.04 s a GB (H200, 16 cores).
     """
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -101,32 +115,47 @@ def _registered(size: int, device: torch.device) -> Tensor | None:
     if not refused:
         return block
     _pages.remove(pages)
-    # PyTorch's next kernel would report this error. The failure of an allocation of its own takes it away
+    # PyTorch's next kernel would report this error. The failure of an allocation of its own takes
+    # it away
     with contextlib.suppress(RuntimeError):
         torch.empty(2**62, dtype=torch.uint8, pin_memory=True)
     return None
 
 
 def host_room(root: Path = Path("/")) -> int:
-    """Bytes of the host's memory that are free; in a container, or under a limit of systemd or SLURM, those up to the limit."""
+    """Bytes of the host's memory that are free; in a container, or under a limit of systemd or
+    SLURM, those up to the limit."""
     proc, rooms = root / "proc", [sys.maxsize]
     with contextlib.suppress(OSError, KeyError, ValueError):  # not Linux
         fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         rooms.append(1024 * int(fields["MemAvailable"].split()[0]))
     groups = [("", "/")]
     with contextlib.suppress(OSError, ValueError):
-        groups = [(kinds, path) for _, kinds, path in (line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines())]
+        groups = [
+            (kinds, path)
+            for _, kinds, path in (line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines())
+        ]
     for kinds, path in groups:
         if kinds and "memory" not in kinds.split(","):
             continue
         top = root / "sys" / "fs" / "cgroup" / ("memory" if kinds else "")
-        own = top / path.lstrip("/")  # every group above it has a limit of its own, up to the top, which may be the container's
-        rooms += (_room_of(folder, *(_GROUP_V1 if kinds else _GROUP)) for folder in (own, *own.parents) if folder.is_relative_to(top))
+        own = top / path.lstrip(
+            "/"
+        )  # every group above it has a limit of its own, up to the top, which may be the container's
+        rooms += (
+            _room_of(folder, *(_GROUP_V1 if kinds else _GROUP))
+            for folder in (own, *own.parents)
+            if folder.is_relative_to(top)
+        )
     return min(rooms)
 
 
-# files of a control group's limit and use, and what its memory.stat calls the pages that the system takes back first
-_GROUP, _GROUP_V1 = ("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# files of a control group's limit and use, and what its memory.stat calls the pages that the system
+# takes back first
+_GROUP, _GROUP_V1 = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def _room_of(group: Path, limit: str, used: str, cached: str) -> int:
@@ -135,7 +164,14 @@ def _room_of(group: Path, limit: str, used: str, cached: str) -> int:
     except (OSError, ValueError):  # no such group, or no limit: the word "max"
         return sys.maxsize
     with contextlib.suppress(OSError, ValueError):
-        room += next((int(line.split()[1]) for line in (group / "memory.stat").read_text().splitlines() if line.startswith(f"{cached} ")), 0)
+        room += next(
+            (
+                int(line.split()[1])
+                for line in (group / "memory.stat").read_text().splitlines()
+                if line.startswith(f"{cached} ")
+            ),
+            0,
+        )
     return room
 
 
@@ -145,9 +181,11 @@ def pieces(size: int) -> list[int]:
 
 
 class Lane:
-    """The copies between one device and the host: a stream, on which they run in order, and the pinned blocks, which are used again and again.
+    """The copies between one device and the host: a stream, on which they run in order, and the
+    pinned blocks, which are used again and again.
 
-    A block may be taken again while a copy of it is still to run: the next one runs after that, on the same stream.
+    A block may be taken again while a copy of it is still to run: the next one runs after that, on
+    the same stream.
     """
 
     def __init__(self, device: torch.device):
@@ -173,12 +211,18 @@ class Lane:
     def _pin(self, size: int) -> Tensor | None:
         room = host_room()
         if room - size < RESERVE:
-            _warn(f"the host has {max(room, 0) / 1e9:.1f} GB of memory left, so the activations that do not fit stay on the GPU")
+            _warn(
+                f"the host has {max(room, 0) / 1e9:.1f} GB of memory left, so the activations that do not fit stay "
+                "on the GPU"
+            )
             return None
         try:
             return torch.empty(size, dtype=torch.uint8) if self.device.type == "cpu" else _pinned(size, self.device)
         except (RuntimeError, OSError) as error:  # the system limits how much may be pinned
-            _warn(f"no more memory can be pinned ({str(error).splitlines()[0]}), so the activations that do not fit stay on the GPU")
+            _warn(
+                f"no more memory can be pinned ({str(error).splitlines()[0]}), so the activations that do not fit "
+                "stay on the GPU"
+            )
             return None
 
     def give(self, blocks: list[Tensor]) -> None:
@@ -186,11 +230,13 @@ class Lane:
             self.free[block.numel()].append(block)
 
     def out(self, data: Tensor, blocks: list[Tensor]) -> Any:
-        """Copy ``data`` to the blocks, after everything that computes now; returns the event after it."""
+        """Copy ``data`` to the blocks, after everything that computes now; returns the event
+        after it."""
         return self._copy((block[: len(part)], part) for block, part in zip(blocks, data.split(BLOCK)))
 
     def back(self, blocks: list[Tensor], data: Tensor) -> Any:
-        """Copy the blocks to ``data``, whose memory may still be in use by what computes now; returns the event after it."""
+        """Copy the blocks to ``data``, whose memory may still be in use by what computes now;
+        returns the event after it."""
         return self._copy((part, block[: len(part)]) for block, part in zip(blocks, data.split(BLOCK)))
 
     def _copy(self, pairs: Iterator[tuple[Tensor, Tensor]]) -> Any:
@@ -205,16 +251,20 @@ _lane = functools.cache(Lane)
 
 
 class _Moved:
-    """A storage of ``size`` bytes that was copied to the host. ``here``: its bytes on the device, while they are there; ``event``: after their last copy.
+    """A storage of ``size`` bytes that was copied to the host. ``here``: its bytes on the device,
+    while they are there; ``event``: after their last copy.
 
-    ``saved``: the tensor that was saved, while its own storage is here. ``users``: how often it was saved, ``left``: how often it will be read until the
-    device's memory is freed. Only that depends on the counts: who reads more often gets another copy.
+    ``saved``: the tensor that was saved, while its own storage is here. ``users``: how often it was
+    saved, ``left``: how often it will be read until the device's memory is freed. Only that depends
+    on the counts: who reads more often gets another copy.
     """
 
     def __init__(self, run: _Run, lane: Lane, t: Tensor, blocks: list[Tensor]):
         storage = t.untyped_storage()
         self.run, self.lane, self.blocks, self.size, self.version = run, lane, blocks, storage.nbytes(), t._version
-        self.source = StorageWeakRef(storage)  # while it is held, no other storage gets this address, by which this one is found
+        self.source = StorageWeakRef(
+            storage
+        )  # while it is held, no other storage gets this address, by which this one is found
         self.saved: Tensor | None = t.detach()
         self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
         self.stream, self.event = lane.now(), lane.out(self.here, blocks)
@@ -255,7 +305,8 @@ class _Moved:
             self.here = self.saved = self.event = None
 
     def intact(self) -> bool:
-        """Whether the saved tensor was not changed in place, as far as it is here: the copy may have part of a change."""
+        """Whether the saved tensor was not changed in place, as far as it is here: the copy may
+        have part of a change."""
         if self.saved is not None and self.saved._version != self.version:
             self.changed = modified(self.saved, self.version)
         return self.changed is None
@@ -277,7 +328,9 @@ class _Run:
     """One offloaded forward. ``order``: what was copied, in the order of saving."""
 
     def __init__(self, module: nn.Module):
-        self.owned = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if isinstance(t, PLAIN)}
+        self.owned = {
+            t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers()) if isinstance(t, PLAIN)
+        }
         self.order: list[weakref.ref[_Moved]] = []
         self.by_storage: dict[int, weakref.ref[_Moved]] = {}
         self.leaving: deque[_Moved] = deque()  # what is still on the device, the newest last
@@ -319,7 +372,8 @@ class _Run:
         self.by_storage[storage._cdata] = weakref.ref(moved)
         self.order.append(self.by_storage[storage._cdata])
         self.leaving.append(moved)
-        # the newest stays, which the backward reads first. Whether copies are done is not asked: the host is far ahead of them, and the device waits
+        # the newest stays, which the backward reads first. Whether copies are done is not asked:
+        # the host is far ahead of them, and the device waits
         while len(self.leaving) > 1 and sum(each.size for each in self.leaving) > LATE:
             self.leaving.popleft().let_go()
         return moved
@@ -341,7 +395,8 @@ class _Run:
 
 
 def _of_parameter(t: Tensor) -> bool:
-    """Whether ``t`` is a view of a parameter, or a cast of one, as autocast makes them for linear layers."""
+    """Whether ``t`` is a view of a parameter, or a cast of one, as autocast makes them for
+    linear layers."""
     if t._is_view() and isinstance(t._base, nn.Parameter):
         return True
     node = t.grad_fn
@@ -352,12 +407,17 @@ def _of_parameter(t: Tensor) -> bool:
 
 
 def as_it_is(t: Tensor) -> tuple[Tensor, int]:
-    """What the graph holds of a tensor that stays where it is. A leaf is held itself, because its owner may change its data meanwhile (ZeRO)."""
-    return t if t.grad_fn is None else t.detach(), t._version  # detached: it may be the output of the node that saves it
+    """What the graph holds of a tensor that stays where it is. A leaf is held itself, because
+    its owner may change its data meanwhile (ZeRO)."""
+    return (
+        t if t.grad_fn is None else t.detach(),
+        t._version,
+    )  # detached: it may be the output of the node that saves it
 
 
 def held(saved: Any) -> Tensor | None:
-    """The tensor in what the graph holds; None if there is none, or if it was copied to the host."""
+    """The tensor in what the graph holds; None if there is none, or if it was copied to the
+    host."""
     return None if saved is None or type(saved) is _View else saved[0]
 
 
@@ -384,9 +444,12 @@ def unpack(saved: Any) -> Tensor:
 
 
 def offloaded(forward: Callable) -> Callable:
-    """Wrap the ``forward`` of a module: large tensors that are saved for the backward pass wait in the host's memory. Gradients are bit-identical."""
+    """Wrap the ``forward`` of a module: large tensors that are saved for the backward pass wait
+    in the host's memory. Gradients are bit-identical."""
 
-    compiled = torch.compiler.assume_constant_result(lambda: _warn(f"{ASIDE} torch.compile, which chooses what it keeps: compile the layers, not the model"))
+    compiled = torch.compiler.assume_constant_result(
+        lambda: _warn(f"{ASIDE} torch.compile, which chooses what it keeps: compile the layers, not the model")
+    )
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -419,4 +482,8 @@ def _in_the_way() -> str | None:
         return "" if owner.startswith("liger_kernel.") else f"the hooks for saved tensors of {owner}"
     if not hooks_allowed():
         return "torch.func"
-    return "a CUDA graph that is recorded" if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() else None
+    return (
+        "a CUDA graph that is recorded"
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        else None
+    )

@@ -1,4 +1,5 @@
-"""Models over several processes: PyTorch's modes, what a loss needs of a sharded head, and the norm of sharded gradients.
+"""Models over several processes: PyTorch's modes, what a loss needs of a sharded head, and the norm
+of sharded gradients.
 
 ``parallelize`` puts a model, patched or not, under one of ``MODES``:
 
@@ -10,7 +11,7 @@
     ulysses-fsdp2  the same, with everything sharded over all ranks as under fsdp2
 
 Only this file knows how FSDP, ZeRO and DTensor work. It does not need Transformers.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_pa
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        FullyShardedDataParallel,
+        MixedPrecisionPolicy,
+        fully_shard,
+    )
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 else:  # a PyTorch for one process: nothing is an instance of these
@@ -48,9 +55,11 @@ ULYSSES = {"ulysses": "ddp", "ulysses-fsdp2": "fsdp2"}  # how their weights are 
 class Parallel:
     """A model under one of ``MODES``.
 
-    Call ``model``; use ``module``, the model itself, for names of parameters, ``state_dict`` and configuration. Ranks with the same ``data_rank`` must read the
-    same batches, ranks with different ones different batches. There are ``data_ranks`` of them. ``mesh`` is None in a single process. Under ulysses, ``mesh``
-    has the dims data and sequence, and this rank computes part ``sequence_rank`` of ``sequence_ranks`` of its rows.
+    Call ``model``; use ``module``, the model itself, for names of parameters, ``state_dict`` and
+    configuration. Ranks with the same ``data_rank`` must read the same batches, ranks with
+    different ones different batches. There are ``data_ranks`` of them. ``mesh`` is None in a single
+    process. Under ulysses, ``mesh`` has the dims data and sequence, and this rank computes part
+    ``sequence_rank`` of ``sequence_ranks`` of its rows.
     """
 
     model: nn.Module
@@ -63,7 +72,8 @@ class Parallel:
     sequence_ranks: int = 1
 
     def total(self, count: Tensor | float, *, sequences: bool = False) -> Tensor:
-        """The sum of a number over all data ranks, with ``sequences`` over all that share rows, too, in fp64 on the model's device.
+        """The sum of a number over all data ranks, with ``sequences`` over all that share rows,
+        too, in fp64 on the model's device.
 
         It costs one small all-reduce for each dim of the mesh that has several such ranks.
         """
@@ -75,19 +85,23 @@ class Parallel:
         return sum_
 
     def items(self, tokens: Tensor | float) -> Tensor:
-        """Return ``num_items_in_batch`` for this rank's losses, if it learns ``tokens`` tokens before its next step.
+        """Return ``num_items_in_batch`` for this rank's losses, if it learns ``tokens`` tokens
+        before its next step.
 
-        Every mode averages gradients over data ranks. If sums of losses are divided by this number, gradients are those of the mean over all tokens of all
-        ranks, however unequal their numbers are. The mean loss is the sum of the data ranks' losses, divided by ``data_ranks``. Ranks that share rows all pass
-        the tokens of whole rows, and have the same loss.
+        Every mode averages gradients over data ranks. If sums of losses are divided by this number,
+        gradients are those of the mean over all tokens of all ranks, however unequal their numbers
+        are. The mean loss is the sum of the data ranks' losses, divided by ``data_ranks``. Ranks
+        that share rows all pass the tokens of whole rows, and have the same loss.
         """
         return self.total(tokens) / self.data_ranks
 
     @contextlib.contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """A context for forward and backward of a micro-batch: under DDP, only the ``last`` micro-batch before a step reduces gradients.
+        """A context for forward and backward of a micro-batch: under DDP, only the ``last``
+        micro-batch before a step reduces gradients.
 
-        Under FSDP2 every micro-batch reduces gradients, so that they are sharded between micro-batches, too.
+        Under FSDP2 every micro-batch reduces gradients, so that they are sharded between
+        micro-batches, too.
         """
         with contextlib.nullcontext() if last or self.mode not in ("ddp", "ulysses") else self.model.no_sync():  # type: ignore[operator]  # DDP has it
             yield
@@ -109,16 +123,21 @@ def parallelize(
     cpu_offload: bool = False,
     **options: Any,
 ) -> Parallel:
-    """Put ``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it before; make its optimizer after, with groups ``by_sharding``.
+    """Put ``model`` under ``mode``, over the ranks of a 1-dim ``mesh`` (default: all). Patch it
+    before; make its optimizer after, with groups ``by_sharding``.
 
-    Under ulysses, the ranks of the last dim of a ``mesh`` of 1 or 2 dims share their rows, which they all pass to ``model`` whole; ``liger_kernel.ulysses``
-    says what it makes of them. Weights are replicated or sharded over all ranks of the mesh.
+    Under ulysses, the ranks of the last dim of a ``mesh`` of 1 or 2 dims share their rows, which
+    they all pass to ``model`` whole; ``liger_kernel.ulysses`` says what it makes of them. Weights
+    are replicated or sharded over all ranks of the mesh.
 
-    The model is moved to its device, with the same weights on every rank. For FSDP2: layers compute in ``param_dtype`` (default: the dtype of the weights);
-    weights are stored and updated in their own dtype, and gradients are reduced in ``reduce_dtype``. ``reshard_after_forward=False`` halves the number of
-    gathers and needs more memory. ``own_head`` shards the output head outside of the root's group, so that it is gathered only while it is used. With
-    ``cpu_offload``, shards of weights and gradients, and so the optimizer's step and state, are in the CPU's memory (``CPUOffloadPolicy``). ``options`` go to
-    DistributedDataParallel or ``fully_shard``. Raises ``ValueError`` for an unknown mode, and for models that the mode cannot split.
+    The model is moved to its device, with the same weights on every rank. For FSDP2: layers compute
+    in ``param_dtype`` (default: the dtype of the weights); weights are stored and updated in their
+    own dtype, and gradients are reduced in ``reduce_dtype``. ``reshard_after_forward=False`` halves
+    the number of gathers and needs more memory. ``own_head`` shards the output head outside of the
+    root's group, so that it is gathered only while it is used. With ``cpu_offload``, shards of
+    weights and gradients, and so the optimizer's step and state, are in the CPU's memory
+    (``CPUOffloadPolicy``). ``options`` go to DistributedDataParallel or ``fully_shard``. Raises
+    ``ValueError`` for an unknown mode, and for models that the mode cannot split.
     """
     if mode not in MODES:
         raise ValueError(f"parallelize: mode must be one of {MODES}, got {mode!r}")
@@ -138,7 +157,9 @@ def parallelize(
         return Parallel(model, model, mode, mesh)
     if ULYSSES.get(mode, mode) == "ddp":
         on = [device.index] if device.type == "cuda" else None
-        run: nn.Module = nn.parallel.DistributedDataParallel(model, device_ids=on, process_group=mesh.get_group(), **options)
+        run: nn.Module = nn.parallel.DistributedDataParallel(
+            model, device_ids=on, process_group=mesh.get_group(), **options
+        )
     else:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         options |= {"mesh": mesh, "mp_policy": policy}
@@ -155,23 +176,29 @@ def parallelize(
         fully_shard(model, **options)
         run = model
     if shared is not None:
-        return Parallel(run, model, mode, shared, shared.get_local_rank(0), shared.size(0), shared.get_local_rank(1), shared.size(1))
+        return Parallel(
+            run, model, mode, shared, shared.get_local_rank(0), shared.size(0), shared.get_local_rank(1), shared.size(1)
+        )
     return Parallel(run, model, mode, mesh, mesh.get_local_rank(), mesh.size())
 
 
 def _share_rows(model: nn.Module, mode: str, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """Ranks of the last dim of ``mesh`` share rows from now on. Returns the mesh (data, sequence), and that of all ranks, which hold the weights."""
+    """Ranks of the last dim of ``mesh`` share rows from now on. Returns the mesh (data,
+    sequence), and that of all ranks, which hold the weights."""
     from liger_kernel import ulysses  # needs Transformers
 
     if mesh.ndim > 2:
         raise ValueError(f"parallelize: mesh of mode {mode} must have 1 or 2 dims, got {mesh.ndim}")
-    shared = mesh if mesh.ndim == 2 else DeviceMesh(mesh.device_type, mesh.mesh[None], mesh_dim_names=("data", "sequence"))
+    shared = (
+        mesh if mesh.ndim == 2 else DeviceMesh(mesh.device_type, mesh.mesh[None], mesh_dim_names=("data", "sequence"))
+    )
     ulysses.share_rows(model, shared.get_group(1))
     return shared, DeviceMesh(mesh.device_type, mesh.mesh.flatten()) if mesh.ndim == 2 else mesh
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: what Transformers says must not be split, otherwise the content of the outermost lists of modules."""
+    """Return the decoder layers: what Transformers says must not be split, otherwise the content
+    of the outermost lists of modules."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
     if found:
@@ -181,7 +208,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for m in outer for layer in m if any(True for _ in layer.parameters())]
 
 
-# What transformers' plans call the ways to shard a layer, and how PyTorch does it. A head's logits are gathered for those who ask for them.
+# What transformers' plans call the ways to shard a layer, and how PyTorch does it. A head's logits
+# are gathered for those who ask for them.
 STYLES = {
     "colwise": lambda: ColwiseParallel(),
     "rowwise": lambda: RowwiseParallel(),
@@ -193,21 +221,28 @@ SUMMED = "replicated_with_grad_allreduce"  # the same weights on every rank, of 
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of a Transformers model in place, by its ``tp_plan``. Norms, and layers that the plan does not name, stay whole."""
+    """Shard the linear layers of a Transformers model in place, by its ``tp_plan``. Norms, and
+    layers that the plan does not name, stay whole."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     unknown = sorted({s for s in plan.values() if s not in (*STYLES, SUMMED)})
     config = getattr(model, "config", None)
     if not plan or unknown:
         why = f"with the plan {', '.join(unknown)}" if unknown else "without a plan"
-        raise ValueError(f"parallelize: mode tp needs a model whose tp_plan is made of {', '.join((*STYLES, SUMMED))}, got {type(model).__name__} {why}")
+        raise ValueError(
+            f"parallelize: mode tp needs a model whose tp_plan is made of {', '.join((*STYLES, SUMMED))}, got "
+            f"{type(model).__name__} {why}"
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, name, None)) and heads % mesh.size():
-            raise ValueError(f"parallelize: {name} must be a multiple of the {mesh.size()} ranks of mode tp, got {heads}")
+            raise ValueError(
+                f"parallelize: {name} must be a multiple of the {mesh.size()} ranks of mode tp, got {heads}"
+            )
     tied = _tied(model)
     shared = {name.rpartition(".")[0] for names in tied for name in names}
     if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in model.named_modules() for pattern in plan):
         raise ValueError(
-            f"parallelize: mode tp needs modules that {type(model).__name__}'s tp_plan names, which have other names here: of adapters, for example"
+            f"parallelize: mode tp needs modules that {type(model).__name__}'s tp_plan names, which have other names "
+            "here: of adapters, for example"
         )
     for name, module in list(model.named_modules()):
         style = next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
@@ -239,13 +274,18 @@ def _summed(g: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm`` (None: only measure). Returns the norm before, 0-dim and plain.
+    """Scale the gradients of ``model`` so that their 2-norm is at most ``max_norm`` (None: only
+    measure). Returns the norm before, 0-dim and plain.
 
-    It is the norm of the whole gradient and the same on every rank, however parameters are sharded: each distinct sharding is reduced once, replicas count
-    once. Under FSDP1, ``model`` must be the root. A DeepSpeed engine is refused, because DeepSpeed clips itself (``gradient_clipping``).
+    It is the norm of the whole gradient and the same on every rank, however parameters are sharded:
+    each distinct sharding is reduced once, replicas count once. Under FSDP1, ``model`` must be the
+    root. A DeepSpeed engine is refused, because DeepSpeed clips itself (``gradient_clipping``).
     """
     if hasattr(model, "get_global_grad_norm"):
-        raise ValueError("clip_grad_norm_: model must not be a DeepSpeed engine, which clips for itself: set gradient_clipping in its configuration")
+        raise ValueError(
+            "clip_grad_norm_: model must not be a DeepSpeed engine, which clips for itself: set gradient_clipping in "
+            "its configuration"
+        )
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(float("inf") if max_norm is None else max_norm)
     parameters = [p for p in model.parameters() if p.grad is not None]
@@ -257,14 +297,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def grad_norm(grads: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of gradients of all shardings together; 0-dim and plain. Every rank must call it."""
+    """The 2-norm of gradients of all shardings together; 0-dim and plain. Every rank must call
+    it."""
     norms = [torch.nn.utils.get_total_norm(group) for group in by_sharding(grads)]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
 
 
 def by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Split ``tensors`` into lists of one mesh and sharding each. Fused and foreach optimizers need such groups, as they compute with all tensors at once."""
+    """Split ``tensors`` into lists of one mesh and sharding each. Fused and foreach optimizers
+    need such groups, as they compute with all tensors at once."""
     groups: dict[Any, list[Tensor]] = {}
     for t in tensors:
         groups.setdefault((t.device_mesh, t.placements) if isinstance(t, DTensor) else None, []).append(t)
@@ -272,7 +314,8 @@ def by_sharding(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def in_blocks(p: Tensor, least: int, block: int) -> bool | None:
-    """Whether a quantiser of ``block`` values cuts the shards of ``p`` into whole blocks, on all ranks alike; None if it cuts none of them.
+    """Whether a quantiser of ``block`` values cuts the shards of ``p`` into whole blocks, on all
+    ranks alike; None if it cuts none of them.
 
     It leaves a shard alone that has fewer than ``least`` values or is no whole number of blocks.
     """
@@ -283,16 +326,20 @@ def in_blocks(p: Tensor, least: int, block: int) -> bool | None:
 
 
 def plain_parts(t: Tensor) -> dict[str, Tensor]:
-    """What a checkpoint holds of ``t``: by attribute the codes and scales of torchao's quantised tensors, sharded as ``t`` is; of all others ``t``, as ``""``.
+    """What a checkpoint holds of ``t``: by attribute the codes and scales of torchao's quantised
+    tensors, sharded as ``t`` is; of all others ``t``, as ``""``.
 
-    They share memory with ``t``. DCP can stage, write and shard them anew, as it cannot with the class itself; ``in_blocks`` says which shards it fits.
+    They share memory with ``t``. DCP can stage, write and shard them anew, as it cannot with the
+    class itself; ``in_blocks`` says which shards it fits.
     """
     local: Any = t.to_local() if isinstance(t, DTensor) else t
     if not (hasattr(local, "codes") and hasattr(local, "scale")):
         return {"": t}
     parts = {"codes": local.codes, "scale": local.scale}
     width = t.shape[1:].numel()
-    if width % local.block_size == 0:  # a row has whole blocks: scales are sharded by the same rows, however many a rank has
+    if (
+        width % local.block_size == 0
+    ):  # a row has whole blocks: scales are sharded by the same rows, however many a rank has
         parts["scale"] = local.scale.view(-1, width // local.block_size)
     if not isinstance(t, DTensor):
         return parts
@@ -301,13 +348,21 @@ def plain_parts(t: Tensor) -> dict[str, Tensor]:
     for name, part in parts.items():
         shape = torch.Size((rows[name], *part.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        sharded[name] = DTensor.from_local(part, t.device_mesh, t.placements, run_check=False, shape=shape, stride=stride)
+        sharded[name] = DTensor.from_local(
+            part, t.device_mesh, t.placements, run_check=False, shape=shape, stride=stride
+        )
     return sharded  # type: ignore[return-value]  # a DTensor is a Tensor
 
 
 Hook = Callable[..., Any]
-_SHARDING = ("torch.distributed.fsdp.", "deepspeed.")  # whose hooks bring a module's parameters for the time of its call
-_TENSOR = ("torch.distributed.tensor.", "transformers.distributed.")  # whose hooks, or forward, spread a module's work over ranks
+_SHARDING = (
+    "torch.distributed.fsdp.",
+    "deepspeed.",
+)  # whose hooks bring a module's parameters for the time of its call
+_TENSOR = (
+    "torch.distributed.tensor.",
+    "transformers.distributed.",
+)  # whose hooks, or forward, spread a module's work over ranks
 
 
 def _is_from(function: Any, packages: tuple[str, ...]) -> bool:
@@ -323,14 +378,19 @@ def _hooks(module: nn.Module) -> list[Hook]:
 
 
 def local(t: Tensor) -> Tensor:
-    """The part of a ``DTensor`` that this rank holds, itself and no view; any other tensor itself."""
+    """The part of a ``DTensor`` that this rank holds, itself and no view; any other tensor
+    itself."""
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
 def unsharded_class(module: nn.Module) -> type:
     """Return the class of ``module`` before ``fully_shard`` made a class of its own."""
     cls = type(module)
-    return cls.__bases__[1] if isinstance(module, FSDPModule) and cls.__bases__[:1] == (FSDPModule,) and len(cls.__bases__) == 2 else cls
+    return (
+        cls.__bases__[1]
+        if isinstance(module, FSDPModule) and cls.__bases__[:1] == (FSDPModule,) and len(cls.__bases__) == 2
+        else cls
+    )
 
 
 def is_linear(head: nn.Module) -> bool:
@@ -339,7 +399,8 @@ def is_linear(head: nn.Module) -> bool:
 
 
 def is_own_linear(function: Callable) -> bool:
-    """Whether ``function``, in the place of ``F.linear``, computes the same: ZeRO-3 has one that keeps less for the backward."""
+    """Whether ``function``, in the place of ``F.linear``, computes the same: ZeRO-3 has one that
+    keeps less for the backward."""
     return _is_from(function, ("deepspeed.runtime.zero.",))
 
 
@@ -354,11 +415,13 @@ def is_hooked(head: nn.Module) -> bool:
 
 
 def is_sharded(head: nn.Module) -> bool:
-    """Whether parameters of ``head`` or its parts exist only while they, or a model around them, are called (FSDP1, FSDP2, ZeRO-3)."""
+    """Whether parameters of ``head`` or its parts exist only while they, or a model around them,
+    are called (FSDP1, FSDP2, ZeRO-3)."""
     for m in head.modules():
         if isinstance(m, FullyShardedDataParallel) or any(_is_from(hook, _SHARDING) for hook in _hooks(m)):
             return True
-        # FSDP1 puts views of what it has gathered in the place of parameters, new ones each time; functional_call puts any tensors there
+        # FSDP1 puts views of what it has gathered in the place of parameters, new ones each time;
+        # functional_call puts any tensors there
         if _ranks() and any(map(_is_view, (*m._parameters.values(), *m.__dict__.values()))):
             return True
     return any(hasattr(p, "ds_id") for p in head.parameters())
@@ -378,22 +441,28 @@ def bare(head: nn.Module) -> nn.Module:
 
 
 def needs_entering(head: nn.Module) -> bool:
-    """Whether the parameters of ``head`` exist only while it is called (FSDP1, FSDP2, ZeRO-3), and nobody else observes its calls."""
+    """Whether the parameters of ``head`` exist only while it is called (FSDP1, FSDP2, ZeRO-3),
+    and nobody else observes its calls."""
     hooks = _hooks(head)
     sharded = isinstance(head, FullyShardedDataParallel) or any(_is_from(hook, _SHARDING) for hook in hooks)
     return sharded and all(_is_from(hook, (*_SHARDING, *_TENSOR)) for hook in hooks)
 
 
 def entered(head: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run ``function(*args, **kwargs)`` instead of one call of ``head``: its parameters are gathered once and its gradients reduced once.
+    """Run ``function(*args, **kwargs)`` instead of one call of ``head``: its parameters are
+    gathered once and its gradients reduced once.
 
-    A sharded head that is called chunk by chunk would be gathered for each chunk. ``function`` may call ``bare(head).forward``.
+    A sharded head that is called chunk by chunk would be gathered for each chunk. ``function`` may
+    call ``bare(head).forward``.
     """
-    return call_instead(head, bare(head), function, *args, **kwargs) if needs_entering(head) else function(*args, **kwargs)
+    return (
+        call_instead(head, bare(head), function, *args, **kwargs) if needs_entering(head) else function(*args, **kwargs)
+    )
 
 
 def call_instead(head: nn.Module, inner: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call ``head``, with ``function`` instead of the ``forward`` of ``inner``, which is a part of the head or the head itself."""
+    """Call ``head``, with ``function`` instead of the ``forward`` of ``inner``, which is a part
+    of the head or the head itself."""
     hooks = {name: getattr(head, name) for name in ("_forward_pre_hooks", "_forward_hooks")}
     forward = inner.__dict__.get("forward")
 
@@ -419,10 +488,12 @@ def call_instead(head: nn.Module, inner: nn.Module, function: Callable, *args: A
 
 
 def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
-    """Return ``head`` and the rows that it computes with, for the arguments of a call; None if only the call itself tells.
+    """Return ``head`` and the rows that it computes with, for the arguments of a call; None if only
+    the call itself tells.
 
-    For a head that is sharded by vocabulary, the rows are plain and whole on every rank, and their gradient is this rank's term. What the head's own hooks
-    gather (for example a sequence that is spread over ranks) is gathered here.
+    For a head that is sharded by vocabulary, the rows are plain and whole on every rank, and their
+    gradient is this rank's term. What the head's own hooks gather (for example a sequence that is
+    spread over ranks) is gathered here.
     """
     if not is_tensor_parallel(head):
         return head, x
@@ -451,7 +522,10 @@ def _is_vocabulary_parallel(head: nn.Module) -> bool:
     if not is_linear(head) or not all(_is_from(hook, (*_SHARDING, *_TENSOR)) for hook in _hooks(head)):
         return False
     parameters = [p for p in (head.weight, head.bias) if p is not None]
-    return all(isinstance(p, DTensor) and p.placements[-1] == Shard(0) for p in parameters) and min(_slices(head.weight)) > 0
+    return (
+        all(isinstance(p, DTensor) and p.placements[-1] == Shard(0) for p in parameters)
+        and min(_slices(head.weight)) > 0
+    )
 
 
 def _mesh_of(w: Any) -> DeviceMesh:
@@ -468,7 +542,8 @@ def _slices(w: Any) -> list[int]:
 
 
 class VocabularyParallel(nn.Module):
-    """A linear head (V, H) whose classes are spread over ranks. ``received`` makes it, together with the rows to call it with."""
+    """A linear head (V, H) whose classes are spread over ranks. ``received`` makes it, together
+    with the rows to call it with."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -487,13 +562,18 @@ class VocabularyParallel(nn.Module):
             w, b, mesh = self._local()
             shape = torch.Size((*x.shape[:-1], self.out_features))
             stride = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(F.linear(x, w, b), mesh, [Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride).full_tensor()
+            return DTensor.from_local(
+                F.linear(x, w, b), mesh, [Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride
+            ).full_tensor()
 
         return entered(self.head, logits, x)
 
-    def cross_entropy(self, x: Tensor, target: Tensor, *, stats: bool = False, ignore_index: int = -100, **options: Any) -> Any:
-        """``linear_cross_entropy`` of rows x (M, H) and target (M,). Logits never leave a rank: ranks exchange three numbers per row, and with ``stats``
-        the best class of each slice. With ``stats`` it returns loss, None and predicted classes (M,).
+    def cross_entropy(
+        self, x: Tensor, target: Tensor, *, stats: bool = False, ignore_index: int = -100, **options: Any
+    ) -> Any:
+        """``linear_cross_entropy`` of rows x (M, H) and target (M,). Logits never leave a rank:
+        ranks exchange three numbers per row, and with ``stats`` the best class of each slice. With
+        ``stats`` it returns loss, None and predicted classes (M,).
 
         ``options`` are those of ``vocab_parallel_linear_cross_entropy``.
         """
@@ -506,7 +586,14 @@ class VocabularyParallel(nn.Module):
             if not stats:
                 return found
             sign = -1.0 if options.get("logit_scale", 1.0) < 0 else 1.0
-            best = _best_classes(x.detach(), w.detach(), None if b is None else b.detach(), sign, mesh, sum(self.slices[: mesh.get_local_rank()]))
+            best = _best_classes(
+                x.detach(),
+                w.detach(),
+                None if b is None else b.detach(),
+                sign,
+                mesh,
+                sum(self.slices[: mesh.get_local_rank()]),
+            )
             return found, None, best.where(as_index(target) != ignore_index, -1)
 
         return entered(self.head, loss, x)
@@ -516,7 +603,9 @@ class VocabularyParallel(nn.Module):
 def _best_classes(x: Tensor, w: Tensor, b: Tensor | None, sign: float, mesh: DeviceMesh, first: int) -> Tensor:
     """The class of the largest logit of each row, of all ranks' classes; the first of equals."""
     rows = auto_chunk_rows(x.shape[0], w.shape[0], x.shape[1], x.element_size(), on_gpu(x))
-    value, index = (torch.cat(parts) for parts in zip(*((sign * F.linear(c, w, b)).float().max(-1) for c in x.split(rows))))
+    value, index = (
+        torch.cat(parts) for parts in zip(*((sign * F.linear(c, w, b)).float().max(-1) for c in x.split(rows)))
+    )
     own = torch.stack((value.double(), (index + first).double()))
     parts = own.new_empty(mesh.size(), *own.shape)
     dist.all_gather(list(parts.unbind()), own, group=mesh.get_group())

@@ -37,7 +37,8 @@ def infer_comm_backend() -> str:
 
 
 def infer_device_arch(device_id: int = 0) -> str:
-    """The architecture of a GPU, such as ``sm90`` or ``gfx942``; for other devices the name of the kind of device."""
+    """The architecture of a GPU, such as ``sm90`` or ``gfx942``; for other devices the name of
+    the kind of device."""
     import torch
 
     kind = infer_device()
@@ -55,7 +56,8 @@ def _infer_amd_arch(device_id: int) -> str:
 
 
 def varlen_lacks(device: Any, dtype: Any) -> str | None:
-    """The reason why PyTorch's ``varlen_attn`` does not support a ``torch.device`` and dtype; None if it does."""
+    """The reason why PyTorch's ``varlen_attn`` does not support a ``torch.device`` and dtype;
+    None if it does."""
     import torch
 
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
@@ -64,7 +66,11 @@ def varlen_lacks(device: Any, dtype: Any) -> str | None:
         return "no GPU"
     if torch.version.hip or torch.cuda.get_device_properties(device).major < 8:
         return "the GPU is none that varlen_attn serves"
-    return None if dtype in (torch.bfloat16, torch.float16) else f"varlen_attn takes no {str(dtype).removeprefix('torch.')}"
+    return (
+        None
+        if dtype in (torch.bfloat16, torch.float16)
+        else f"varlen_attn takes no {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def get_total_gpu_memory() -> int:
@@ -87,7 +93,8 @@ def transformers_version_dispatch(
     before_kwargs: Mapping[str, Any] | None = None,
     after_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """``after_fn`` with its arguments if transformers is at least ``required_version``, else ``before_fn`` with its own."""
+    """``after_fn`` with its arguments if transformers is at least ``required_version``, else
+    ``before_fn`` with its own."""
     from packaging.version import Version
     from transformers import __version__
 

@@ -1,4 +1,5 @@
-"""``liger warmup``: compile the kernels that training a model needs, before training, with or without a GPU."""
+"""``liger warmup``: compile the kernels that training a model needs, before training, with or
+without a GPU."""
 
 from __future__ import annotations
 
@@ -12,16 +13,28 @@ from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.hub import configuration
 from liger_kernel.train.mistakes import Parser, UserError, at_least
 
-# torch, Triton and transformers are imported by what uses them: help and mistakes in flags answer before
+# torch, Triton and transformers are imported by what uses them: help and mistakes in flags answer
+# before
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="liger warmup", description="Compile the kernels that training a model needs into Triton's cache (TRITON_CACHE_DIR).")
+    parser = Parser(
+        prog="liger warmup",
+        description="Compile the kernels that training a model needs into Triton's cache (TRITON_CACHE_DIR).",
+    )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a config of liger train, of which model, batch, length, precision, parallel and kernels are read")
-    add("--model", metavar="NAME", help=f"a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
+    add(
+        "--config",
+        metavar="FILE",
+        help="a config of liger train, of which model, batch, length, precision, parallel and kernels are read",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        help=f"a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}",
+    )
     add("--batch", type=int, default=1, help="rows of a step (default: 1)")
     add("--seq", type=int, default=2048, help="tokens a row (default: 2048)")
     add("--arch", choices=TARGETS, help="the GPU to compile for (default: the GPU of this machine)")
@@ -30,7 +43,9 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     a = parser.parse_args(argv)
     at_least(1, batch=a.batch, seq=a.seq)
     if (a.config is None) == (a.model is None):
-        raise UserError("give --model NAME or --config FILE" if a.model is None else "give --model or --config, not both")
+        raise UserError(
+            "give --model NAME or --config FILE" if a.model is None else "give --model or --config, not both"
+        )
     return a
 
 
@@ -38,7 +53,9 @@ def main(argv: list[str]) -> int:
     a = read_flags(argv)
     train = TrainConfig.load(a.config) if a.config else None
     if train and train.model is None:
-        raise UserError(f"{a.config} names no model: the vocabulary of a new model is not known before its data is read")
+        raise UserError(
+            f"{a.config} names no model: the vocabulary of a new model is not known before its data is read"
+        )
     import torch
     from triton import knobs
 
@@ -49,7 +66,9 @@ def main(argv: list[str]) -> int:
 
     model_config = configuration(train.model if train and train.model else a.model)
     if a.arch is None and not torch.cuda.is_available():
-        raise UserError(f"this machine has no GPU: choose the GPU to compile for with --arch, one of {', '.join(TARGETS)}")
+        raise UserError(
+            f"this machine has no GPU: choose the GPU to compile for with --arch, one of {', '.join(TARGETS)}"
+        )
     if operator.INTERPRET:
         raise UserError("TRITON_INTERPRET=1 is set, so Triton interprets kernels and compiles none: unset it")
     start = time.perf_counter()
@@ -57,10 +76,15 @@ def main(argv: list[str]) -> int:
     dtype, autocast = getattr(torch, a.dtype), getattr(torch, a.autocast) if a.autocast else None
     with compiling_for(a.arch) if a.arch else contextlib.nullcontext():
         if train:
-            found = kernels.training_launches(train, model_config, "bf16-mixed" if train.precision == "auto" else train.precision)
+            found = kernels.training_launches(
+                train, model_config, "bf16-mixed" if train.precision == "auto" else train.precision
+            )
         else:
             found = model_launches(model_config, batch=a.batch, seq=a.seq, dtype=dtype, autocast=autocast)
         compiled, needed = compile_launches(found)
         arch = config.arch()
-    print(f"{needed} kernels for {arch}: {compiled} compiled, {needed - compiled} found in {knobs.cache.dir}; {time.perf_counter() - start:.1f} s")
+    print(
+        f"{needed} kernels for {arch}: {compiled} compiled, {needed - compiled} found in {knobs.cache.dir}; "
+        f"{time.perf_counter() - start:.1f} s"
+    )
     return 0

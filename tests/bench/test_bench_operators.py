@@ -23,18 +23,24 @@ from liger_kernel.ops._core.config import Tile
 from liger_kernel.testing import backward, forward, like
 from liger_kernel.train.config import UserError
 
-CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS.values() for case in op.cases if not case.error and not case.gpu]
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{case.name}")
+    for op in OPS.values()
+    for case in op.cases
+    if not case.error and not case.gpu
+]
 in_every_case = pytest.mark.parametrize("op, case", CASES)
 INDICES = {"target", "position_ids", "cos", "sin", "class_weight"}  # inputs without gradient
 
 
 class Elementwise(TorchDispatchMode):
-    """Counts an operation for each element that an elementwise operation writes or a reduction reads, but for products of matrices."""
+    """Counts an operation for each element that an elementwise operation writes or a reduction
+    reads, but for products of matrices."""
 
     # fmt: off
     FREE = (
-        "view", "reshape", "expand", "clone", "copy", "detach", "empty", "zeros", "ones", "slice", "select", "transpose", "unsqueeze", "squeeze",
-        "cat", "stack", "split", "alias", "gather", "scatter", "index", "where", "full", "fill", "mm", "t.", "_to_copy", "permute", "as_strided",
+        "view", "reshape", "expand", "clone", "copy", "detach", "empty", "zeros", "ones", "slice", "select", "transpose", "unsqueeze", "squeeze",  # noqa: E501
+        "cat", "stack", "split", "alias", "gather", "scatter", "index", "where", "full", "fill", "mm", "t.", "_to_copy", "permute", "as_strided",  # noqa: E501
         "scalar", "new_",
     )
     # fmt: on
@@ -47,7 +53,11 @@ class Elementwise(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not any(func.__name__.startswith(name) for name in self.FREE):
-            tensors = [t for t in (*args, *(out if isinstance(out, tuple | list) else [out])) if isinstance(t, Tensor) and t.is_floating_point()]
+            tensors = [
+                t
+                for t in (*args, *(out if isinstance(out, tuple | list) else [out]))
+                if isinstance(t, Tensor) and t.is_floating_point()
+            ]
             each = next((n for name, n in self.FUSED.items() if func.__name__.startswith(name)), 1)
             self.count += each * max((t.numel() for t in tensors), default=0)
         return out
@@ -60,10 +70,13 @@ def test_declared_bytes_are_those_of_inputs_and_outputs(op, case):
     grads = backward(outs, args, {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
     cost, size = op.cost(**args), lambda tensors: sum(t.nbytes for t in tensors)
     inputs = [v for v in args.values() if isinstance(v, Tensor)]
-    written = [o for o in outs.values() if o.ndim > 1 and not any(o.data_ptr() == t.data_ptr() for t in inputs)]  # one may be an input, handed on
+    written = [
+        o for o in outs.values() if o.ndim > 1 and not any(o.data_ptr() == t.data_ptr() for t in inputs)
+    ]  # one may be an input, handed on
     per_row = 16 * max(t.shape[0] for t in inputs)  # losses and statistics, which nobody counts
     assert abs(cost.forward - size(inputs) - size(written)) <= per_row
-    # a backward reads the upstream gradients and writes the others; what else it reads is some of the forward's inputs
+    # a backward reads the upstream gradients and writes the others; what else it reads is some of
+    # the forward's inputs
     least = size(grads.values()) + size(o for o in outs.values() if o.ndim > 1)
     assert least <= cost.backward + per_row and cost.backward <= least + size(inputs) + per_row
     assert max(cost.forward, cost.backward) <= cost.of("full")[0] <= cost.forward + cost.backward
@@ -73,7 +86,9 @@ def test_declared_bytes_are_those_of_inputs_and_outputs(op, case):
 def test_declared_operations_are_those_that_a_count_finds(op, case):
     if case.args.get("groups", 1) > 1:
         pytest.skip("the counter multiplies the weight gradient of a grouped convolution by its groups")
-    args = case.make(torch.float32, "cpu") | ({"compact": False} if "compact" in case.args else {})  # the reference computes every row
+    args = case.make(torch.float32, "cpu") | (
+        {"compact": False} if "compact" in case.args else {}
+    )  # the reference computes every row
     with FlopCounterMode(display=False) as products, Elementwise() as elementwise:
         outs = forward(op.reference, args)
         backward(outs, args, {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
@@ -84,7 +99,9 @@ def test_declared_operations_are_those_that_a_count_finds(op, case):
     else:
         assert declared_products == products.get_total_flops()
     if not declared_products:
-        assert 0.25 < cost.of("full")[1] / elementwise.count < 4  # a factor of four moves a dot on the roofline, nothing else
+        assert (
+            0.25 < cost.of("full")[1] / elementwise.count < 4
+        )  # a factor of four moves a dot on the roofline, nothing else
 
 
 def test_modes_are_parts_of_the_whole():
@@ -117,7 +134,9 @@ def test_a_kernel_that_raises_is_a_row_that_says_so():
         raise RuntimeError("no such GPU")
 
     op = dataclasses.replace(OPS["rms_norm"], fn=fn)
-    ours = next(r for r in operators.measure(op, op.cases[0], torch.float32, ["full"], [], {}, 3) if r["variant"] == "ours")
+    ours = next(
+        r for r in operators.measure(op, op.cases[0], torch.float32, ["full"], [], {}, 3) if r["variant"] == "ours"
+    )
     assert ours["failed"] == "RuntimeError: no such GPU" and not ours["accurate"] and "device_ms" not in ours
 
 
@@ -127,15 +146,32 @@ def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     json_file, csv_file = tmp_path / "b.json", tmp_path / "b.csv"
     code = cli.main(
-        ["bench", "rms_norm", "linear_cross_entropy", "--smoke", "--against", "eager,quack,upstream", "--json", str(json_file), "--csv", str(csv_file)]
+        [
+            "bench",
+            "rms_norm",
+            "linear_cross_entropy",
+            "--smoke",
+            "--against",
+            "eager,quack,upstream",
+            "--json",
+            str(json_file),
+            "--csv",
+            str(csv_file),
+        ]
     )
     said = capsys.readouterr().out
     assert code == 0 and "this measures the CPU path" in said
     assert "pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR" in said
     result = json.loads(json_file.read_text())
-    assert {r["op"] for r in result["rows"]} == {"rms_norm", "linear_cross_entropy"} and all(r["accurate"] for r in result["rows"])
+    assert {r["op"] for r in result["rows"]} == {"rms_norm", "linear_cross_entropy"} and all(
+        r["accurate"] for r in result["rows"]
+    )
     assert all(r["percent_of_floor"] > 0 and r["error_pytorch"] is not None for r in result["rows"])
-    assert result["meta"]["copy_tb_s"] > 0 and result["meta"]["date"] and result["meta"]["command"].startswith("liger bench rms_norm")
+    assert (
+        result["meta"]["copy_tb_s"] > 0
+        and result["meta"]["date"]
+        and result["meta"]["command"].startswith("liger bench rms_norm")
+    )
     header, *lines = csv_file.read_text().splitlines()
     assert {"hardware", "torch", "date", "device_ms"} <= set(header.split(",")) and len(lines) == len(result["rows"])
     # resumed, it measures nothing again
@@ -154,7 +190,9 @@ def test_a_rival_of_our_own_name_is_loaded_beside_us(tmp_path):
     package.mkdir(parents=True)
     (tmp_path / "liger_kernel" / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
-    (package / "functional.py").write_text("import liger_kernel\nWHO = 'theirs'\ndef late():\n    import liger_kernel\n    return liger_kernel.__file__\n")
+    (package / "functional.py").write_text(
+        "import liger_kernel\nWHO = 'theirs'\ndef late():\n    import liger_kernel\n    return liger_kernel.__file__\n"
+    )
     import liger_kernel
 
     rival = rivals.load("upstream", str(tmp_path))
@@ -194,8 +232,16 @@ def test_kernels_are_counted_between_separators():
         span = types.SimpleNamespace(start=start, elapsed_us=lambda: length)
         return types.SimpleNamespace(name=name, time_range=span, device_type=torch.autograd.DeviceType.CUDA)
 
-    events = [event("memset", 0, 50), event("spin_kernel(long)", 1, 9), event("_fwd", 2, 3.0), event("_bwd", 3, 4.0), event("spin_kernel(long)", 4, 9),
-              event("copy", 5, 7), event("spin_kernel(long)", 6, 9), event("spin_kernel(long)", 7, 9)]  # fmt: skip
+    events = [
+        event("memset", 0, 50),
+        event("spin_kernel(long)", 1, 9),
+        event("_fwd", 2, 3.0),
+        event("_bwd", 3, 4.0),
+        event("spin_kernel(long)", 4, 9),
+        event("copy", 5, 7),
+        event("spin_kernel(long)", 6, 9),
+        event("spin_kernel(long)", 7, 9),
+    ]
     assert clock._between_separators(types.SimpleNamespace(events=lambda: events[::-1])) == [[3.0, 4.0], []]
 
 
@@ -207,7 +253,9 @@ def test_times():
 def test_nobody_always_follows_the_same_other():
     """Heat that one contestant leaves behind would count against the next."""
     ran = []
-    clock.race({name: lambda name=name: lambda: ran.append(name) for name in "abc"}, repeats=12, warmup=0, device_only=False)
+    clock.race(
+        {name: lambda name=name: lambda: ran.append(name) for name in "abc"}, repeats=12, warmup=0, device_only=False
+    )
     assert all(sorted(ran[i : i + 3]) == list("abc") for i in range(0, 36, 3)), "each once a round"
     before = {name: {a for a, b in itertools.pairwise(ran[:36]) if b == name} for name in "abc"}
     assert all(len(found) > 1 for found in before.values())
@@ -226,7 +274,9 @@ def tuned(monkeypatch, best, accurate=lambda tile: True):
 
     op = dataclasses.replace(OPS["rms_norm"], fn=fn)
     monkeypatch.setattr(tune, "DEVICE", "cpu")
-    monkeypatch.setattr(tune, "timed_call", lambda fn, base, repeats: (fn(**like(base)), 0.5 if asked["tile"] == best else 1.0)[1])
+    monkeypatch.setattr(
+        tune, "timed_call", lambda fn, base, repeats: (fn(**like(base)), 0.5 if asked["tile"] == best else 1.0)[1]
+    )
     monkeypatch.setattr(tune, "accuracy", lambda *_: (0.0, 0.0, accurate(asked["tile"])))
     return tune.search(op, op.cases[0], "fp32", 5)
 
@@ -278,10 +328,20 @@ def test_casts_are_measured_beside_torchao(op):
     pytest.importorskip("torchao")
     eager = dataclasses.replace(op, rivals={name: rival for name, rival in op.rivals.items() if "+" not in name})
     for case in (c for c in op.cases if not c.gpu):
-        rows = list(operators.measure(eager, case, torch.bfloat16, ["backward", "full"], ["eager"], {"ao": rivals.load("ao")}, 3))
-        assert {row["mode"] for row in rows} == {"full"} and {row["variant"] for row in rows} == {"ours", "eager", *eager.rivals}
+        rows = list(
+            operators.measure(
+                eager, case, torch.bfloat16, ["backward", "full"], ["eager"], {"ao": rivals.load("ao")}, 3
+            )
+        )
+        assert {row["mode"] for row in rows} == {"full"} and {row["variant"] for row in rows} == {
+            "ours",
+            "eager",
+            *eager.rivals,
+        }
         assert not any(row["failed"] for row in rows) and all(row["accurate"] for row in rows), rows
-        assert rows[0]["bytes"] >= sum(t.nbytes for t in case.make(torch.bfloat16, operators.DEVICE).values() if isinstance(t, Tensor))
+        assert rows[0]["bytes"] >= sum(
+            t.nbytes for t in case.make(torch.bfloat16, operators.DEVICE).values() if isinstance(t, Tensor)
+        )
 
 
 def test_values_of_casts_are_those_of_torchao():
@@ -294,4 +354,6 @@ def test_values_of_casts_are_those_of_torchao():
         for found, other, expected in zip(ours, theirs, reference):
             assert found.shape == other.shape and found.dtype == other.dtype and torch.equal(found, expected)
             if found.dtype == torch.uint8:
-                assert (found == other).float().mean() >= (1 if args["recipe"] == "mxfp8_rceil" else 0.98)  # torchao's factor is rounded twice
+                assert (found == other).float().mean() >= (
+                    1 if args["recipe"] == "mxfp8_rceil" else 0.98
+                )  # torchao's factor is rounded twice

@@ -1,4 +1,5 @@
-"""The pages of docs/benchmarks say what the files of benchmarks/data say, and these files read as the results that they were written from."""
+"""The pages of docs/benchmarks say what the files of benchmarks/data say, and these files read
+as the results that they were written from."""
 
 import importlib.util
 import re
@@ -28,7 +29,12 @@ def test_a_number_that_was_changed_is_found():
 
 def test_every_operator_that_was_measured_is_on_a_page():
     measured = {row["op"] for result in pages.results("op") for row in result["rows"]}
-    shown = {name for text in PAGES.values() for names in re.findall(r"<!-- operators (.*?) -->", text) for name in names.split()}
+    shown = {
+        name
+        for text in PAGES.values()
+        for names in re.findall(r"<!-- operators (.*?) -->", text)
+        for name in names.split()
+    }
     assert measured == shown
 
 
@@ -45,9 +51,20 @@ def test_every_file_says_its_command_and_every_table_its_baseline():
 def test_a_rival_is_compared_within_its_file_only():
     text = pages.operators("rms_norm")
     line = next(line for line in text.splitlines() if line.startswith("| rms_norm | llama3-8b |"))
-    file = next(r for r in pages.results("op")[::-1] if any((row["op"], row["case"]) == ("rms_norm", "llama3-8b") for row in r["rows"]))
-    ms = {row["variant"]: row["device_ms"] for row in file["rows"] if (row["op"], row["case"]) == ("rms_norm", "llama3-8b")}
-    assert f"| {rows.digits(ms['ours'])} |" in line and f"{rows.digits(ms['torch'])} ({rows.times(ms['torch'] / ms['ours'])})" in line
+    file = next(
+        r
+        for r in pages.results("op")[::-1]
+        if any((row["op"], row["case"]) == ("rms_norm", "llama3-8b") for row in r["rows"])
+    )
+    ms = {
+        row["variant"]: row["device_ms"]
+        for row in file["rows"]
+        if (row["op"], row["case"]) == ("rms_norm", "llama3-8b")
+    }
+    assert (
+        f"| {rows.digits(ms['ours'])} |" in line
+        and f"{rows.digits(ms['torch'])} ({rows.times(ms['torch'] / ms['ours'])})" in line
+    )
 
 
 def test_a_variant_that_is_there_again_begins_another_run():
@@ -58,15 +75,40 @@ def test_a_variant_that_is_there_again_begins_another_run():
 
 def test_a_csv_reads_as_the_result_it_was_made_of(tmp_path):
     meta = dict.fromkeys(rows.META) | {"hardware": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-20"}
-    operator = {"op": "glu", "case": "1e5", "dtype": "bf16", "mode": "full", "variant": "ours", "shape": {"x": [2, 3]}, "failed": None, "accurate": True,
-                "device_ms": 0.5, "kernels": 3}  # fmt: skip
-    rows.write_csv({"meta": meta, "rows": [operator, operator | {"variant": "eager", "failed": "out of memory", "device_ms": None}]}, tmp_path / "ops.csv")
+    operator = {
+        "op": "glu",
+        "case": "1e5",
+        "dtype": "bf16",
+        "mode": "full",
+        "variant": "ours",
+        "shape": {"x": [2, 3]},
+        "failed": None,
+        "accurate": True,
+        "device_ms": 0.5,
+        "kernels": 3,
+    }
+    rows.write_csv(
+        {
+            "meta": meta,
+            "rows": [operator, operator | {"variant": "eager", "failed": "out of memory", "device_ms": None}],
+        },
+        tmp_path / "ops.csv",
+    )
     read = rows.read(tmp_path / "ops.csv")
     assert read["meta"] == meta
     first = {name: value for name, value in read["rows"][0].items() if value is not None}
     assert first == {name: value for name, value in operator.items() if value is not None}
     assert read["rows"][1]["failed"] == "out of memory"
-    step = {"model": "m", "variant": "ours", "batch": 4, "seq": 8, "gpus": 1, "tokens_per_s": 10.0, "step_ms": 2.5, "breakdown_ms": {"gemm": 1.5, "idle": 0.5}}
+    step = {
+        "model": "m",
+        "variant": "ours",
+        "batch": 4,
+        "seq": 8,
+        "gpus": 1,
+        "tokens_per_s": 10.0,
+        "step_ms": 2.5,
+        "breakdown_ms": {"gemm": 1.5, "idle": 0.5},
+    }
     run = {"meta": meta | {"data": "random", "lengths": 0, "masked": 0, "optimizer": "sgd"}, "rows": [step]}
     rows.write_step_csv(run, tmp_path / "steps.csv")
     (found,) = rows.read(tmp_path / "steps.csv")["rows"]
@@ -74,5 +116,7 @@ def test_a_csv_reads_as_the_result_it_was_made_of(tmp_path):
 
 
 def test_report_takes_the_csv(tmp_path, capsys):
-    assert report.main([str(pages.DATA / "2026-11-22-h200-steps-all.csv"), "--markdown", str(tmp_path / "table.md")]) == 0
+    assert (
+        report.main([str(pages.DATA / "2026-11-22-h200-steps-all.csv"), "--markdown", str(tmp_path / "table.md")]) == 0
+    )
     assert "66,766" in capsys.readouterr().out and "66,766" in (tmp_path / "table.md").read_text()

@@ -1,4 +1,5 @@
-"""``liger bench step``: that it measures what it says, and that a step which learns something else gets no ratio."""
+"""``liger bench step``: that it measures what it says, and that a step which learns something
+else gets no ratio."""
 
 import csv
 import importlib.util
@@ -27,26 +28,32 @@ TINY = MODELS["tiny"]
 
 KERNELS = {
     "nvjet_tst_192x192_64x3_2x1_v_bz_coopB_TNT": "gemm",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": "gemm",
-    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn_align8>(cutlass_80_tensorop_bf16_s16816gemm_bf16::Params)": "gemm",
-    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, false>": "gemm",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": "gemm",  # noqa: E501
+    "void "
+    "cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn_align8>(cutlass_80_tensorop_bf16_s16816gemm_bf16::Params)": "gemm",  # noqa: E501
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false, false>": "gemm",  # noqa: E501
     "triton_tem_fused_mm_3": "gemm",
-    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bfloat16_t>>": "attention",
-    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128>>": "attention",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
+    "cutlass::bfloat16_t>>": "attention",
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128>>": "attention",  # noqa: E501
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_4x1x1_kernel0_0": "attention",
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)": "attention",
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpListAlphaFunctor<c10::BFloat16, 2, 2, 0>>": "optimizer",
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>": "optimizer",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, "
+    "BinaryOpListAlphaFunctor<c10::BFloat16, 2, 2, 0>>": "optimizer",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, "
+    "FusedAdamMathFunctor<float, 4>>": "optimizer",
     "_rms_norm_backward_kernel": "norm",
     "_block_rms_norm_forward_kernel": "norm",
     "_swiglu_forward_kernel": "activation",
     "_geglu_tanh_backward_kernel": "activation",
     "_triton_rope": "rope",
     "liger_cross_entropy_kernel": "loss",
-    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, c10::BFloat16, float, float, LogSoftMaxForwardEpilogue>": "loss",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, c10::BFloat16, float, float, "
+    "LogSoftMaxForwardEpilogue>": "loss",
     "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>": "loss",
-    "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel(at::TensorIteratorBase&)>": "activation",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous "
+    "namespace)::silu_kernel(at::TensorIteratorBase&)>": "activation",
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3": "norm",
     "triton_poi_fused_mul_silu_5": "activation",
     "triton_poi_fused_add_cat_cos_mul_neg_sin_1": "rope",
@@ -82,7 +89,16 @@ def test_kind_of_a_kernel_by_what_launched_it(kernel, chain, kind):
 
 
 def event(category, name, start, duration, tid=1, **args):
-    return dict(ph="X", cat=category, name=name, pid=1, tid=tid, ts=start, dur=duration, args={k.replace("_", " "): v for k, v in args.items()})
+    return dict(
+        ph="X",
+        cat=category,
+        name=name,
+        pid=1,
+        tid=tid,
+        ts=start,
+        dur=duration,
+        args={k.replace("_", " "): v for k, v in args.items()},
+    )
 
 
 def test_breakdown_follows_kernels_to_their_launch_and_the_backward_to_its_forward():
@@ -93,14 +109,25 @@ def test_breakdown_follows_kernels_to_their_launch_and_the_backward_to_its_forwa
         event("cuda_runtime", "cudaLaunchKernel", 12, 2, forward, correlation=100),
         event("cpu_op", "liger::glu_fwd", 120, 20, forward, External_id=2),
         event("cuda_driver", "cuLaunchKernelEx", 122, 2, forward, correlation=101),
-        event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 200, 30, backward, External_id=3, Sequence_number=5, Fwd_thread_id=1),
+        event(
+            "cpu_op",
+            "autograd::engine::evaluate_function: MulBackward0",
+            200,
+            30,
+            backward,
+            External_id=3,
+            Sequence_number=5,
+            Fwd_thread_id=1,
+        ),
         event("cpu_op", "aten::mul", 205, 20, backward, External_id=4),
         event("cuda_runtime", "cudaLaunchKernel", 206, 2, backward, correlation=102),
         event("kernel", "elementwise", 1000, 100, device, correlation=100),
         event("kernel", "_fwd", 1200, 50, device, correlation=101),
         event("kernel", "elementwise", 1300, 200, device, correlation=102),
         event("kernel", "ncclDevKernel_AllReduce", 1400, 300, device + 1, correlation=999),
-        event("kernel", "elementwise", 2000, 40, device, correlation=998, External_id=2),  # the launch is not in the trace, the operator is
+        event(
+            "kernel", "elementwise", 2000, 40, device, correlation=998, External_id=2
+        ),  # the launch is not in the trace, the operator is
     ]
     found = profile.breakdown(events, steps=2, step_ms=0.5)
     expected = {"norm": 150.0, "activation": 45.0, "communication": 150.0, "idle": 500 - (100 + 50 + 400 + 40) / 2}
@@ -126,7 +153,15 @@ def test_a_recomputed_forward_is_the_one_that_its_backward_belongs_to():
 EXPERTS = dict(model_type="qwen3_moe", head_dim=16, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2)
 
 
-@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3", "head_dim": 32, "num_hidden_layers": 3}, {"model_type": "gemma", "head_dim": 16}, EXPERTS])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "qwen3", "head_dim": 32, "num_hidden_layers": 3},
+        {"model_type": "gemma", "head_dim": 16},
+        EXPERTS,
+    ],
+)
 def test_flops_are_what_pytorch_counts(changes):
     import transformers
 
@@ -134,9 +169,13 @@ def test_flops_are_what_pytorch_counts(changes):
     values = TINY | changes
     config = config_of(values)
     config._experts_implementation = "eager"  # products that the counter knows
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # which computes the masked half, too
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    )  # which computes the masked half, too
     ids = torch.randint(0, 500, (B, T))
-    rotary = 2 * B * T * model.model.rotary_emb.inv_freq.numel()  # angles by a product with one column: not the model's work
+    rotary = (
+        2 * B * T * model.model.rotary_emb.inv_freq.numel()
+    )  # angles by a product with one column: not the model's work
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     assert 0 <= counter.get_total_flops() - step_flops(values, B, T, causal=False) <= rotary
@@ -175,8 +214,21 @@ def test_models_are_of_the_size_in_their_names():
 
 
 def row(variant, **fields):
-    measured = dict(failed=None, tokens_per_s=100.0, step_ms=10.0, spread=0.01, mfu=0.5, peak_allocated_gb=8.0, losses=[4.0, 3.0, 2.0, 1.0])
-    return {"model": "tiny", "variant": variant, **measured, "memory_timeline": [(0.0, 1.0, "start"), (5.0, 8.0, "head"), (9.0, 1.0, "optimizer")]} | fields
+    measured = dict(
+        failed=None,
+        tokens_per_s=100.0,
+        step_ms=10.0,
+        spread=0.01,
+        mfu=0.5,
+        peak_allocated_gb=8.0,
+        losses=[4.0, 3.0, 2.0, 1.0],
+    )
+    return {
+        "model": "tiny",
+        "variant": variant,
+        **measured,
+        "memory_timeline": [(0.0, 1.0, "start"), (5.0, 8.0, "head"), (9.0, 1.0, "optimizer")],
+    } | fields
 
 
 def judged(*rows):
@@ -184,7 +236,9 @@ def judged(*rows):
 
 
 def test_equal_losses_give_ratios():
-    stock, ours = judged(row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.005]))
+    stock, ours = judged(
+        row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.005])
+    )
     assert ours["accurate"] and ours["loss_parity"] == pytest.approx(0.005)
     text = step.table([stock, ours], 1e-2)
     assert "1.50x" in text and "0.50x" in text and "differ" not in text
@@ -194,11 +248,35 @@ def test_equal_losses_give_ratios():
 @pytest.mark.parametrize(
     "rate, spread, cpu, said",
     [
-        (150.0, 0.01, False, "ours: 1.50x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 3.0%: steps spread by 1.0%; runs on other days and"),
-        (102.0, 0.01, False, "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s 3.0%: "),
+        (
+            150.0,
+            0.01,
+            False,
+            "ours: 1.50x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 3.0%: steps spread by 1.0%; "
+            "runs on other days and",
+        ),
+        (
+            102.0,
+            0.01,
+            False,
+            "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s "
+            "3.0%: ",
+        ),
         (98.0, 0.01, False, "ours: no difference in tokens/s from stock beyond the noise"),
-        (102.0, 0.01, True, "ours: 1.02x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 1.0%: steps spread by 1.0%; how much runs differ was"),
-        (110.0, 0.2, False, "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s 20.0%: "),
+        (
+            102.0,
+            0.01,
+            True,
+            "ours: 1.02x the tokens/s of stock; 0.50x its peak memory (noise of tokens/s 1.0%: steps spread by 1.0%; "
+            "how much runs differ was",
+        ),
+        (
+            110.0,
+            0.2,
+            False,
+            "ours: no difference in tokens/s from stock beyond the noise; 0.50x its peak memory (noise of tokens/s "
+            "20.0%: ",
+        ),
         (900.0, 0.6, True, "ours: no difference in tokens/s from stock beyond the noise"),
     ],
 )
@@ -219,7 +297,9 @@ def test_what_failed_or_learnt_something_else_has_no_headline():
 
 
 def test_other_losses_give_no_ratio():
-    stock, ours = judged(row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.02]))
+    stock, ours = judged(
+        row("stock"), row("ours", tokens_per_s=150.0, peak_allocated_gb=4.0, losses=[4.0, 3.0, 2.0, 1.02])
+    )
     assert ours["accurate"] is False
     text = step.table([stock, ours], 1e-2)
     assert "1.50x" not in text and "0.50x" not in text
@@ -283,10 +363,19 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--batch", "4,x"], "--batch must be numbers"),
         (["--batch", "4,0"], "--batch must be at least 1, got 0"),
         (["--batch", "4,8", "--profile"], "need a single --batch"),
-        (["--gpus", "2", "--parallel", "ulysses", "--against", "upstream"], "upstream has no --parallel ulysses: leave it out"),
+        (
+            ["--gpus", "2", "--parallel", "ulysses", "--against", "upstream"],
+            "upstream has no --parallel ulysses: leave it out",
+        ),
         (["--gpus", "2", "--parallel", "ep"], "--parallel ep needs a mixture of experts, got llama-3.2-1b"),
-        (["--gpus", "2", "--parallel", "ep", "--model", "mixtral-8x7b", "--against", "upstream"], "upstream has no --parallel ep: leave it out"),
-        (["--gpus", "2", "--parallel", "ep", "--model", "mixtral-8x7b", "--lora", "8"], "--parallel ep trains all weights in 16 bits"),
+        (
+            ["--gpus", "2", "--parallel", "ep", "--model", "mixtral-8x7b", "--against", "upstream"],
+            "upstream has no --parallel ep: leave it out",
+        ),
+        (
+            ["--gpus", "2", "--parallel", "ep", "--model", "mixtral-8x7b", "--lora", "8"],
+            "--parallel ep trains all weights in 16 bits",
+        ),
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--lora", "-1"], "--lora must be at least 0, got -1"),
         (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
@@ -296,7 +385,10 @@ def test_a_search_without_a_capacity_doubles_and_halves():
         (["--lora-dropout", "0.1"], "--lora-dropout needs --lora R"),
         (["--quantize", "nf4"], "--quantize needs --lora R"),
         (["--against", "stock,unsloth"], "unsloth needs --lora R"),
-        (["--lora", "8", "--against", "unsloth", "--gpus", "2", "--parallel", "fsdp2"], "unsloth has no --parallel fsdp2: only ddp, or one GPU"),
+        (
+            ["--lora", "8", "--against", "unsloth", "--gpus", "2", "--parallel", "fsdp2"],
+            "unsloth has no --parallel fsdp2: only ddp, or one GPU",
+        ),
         (["--lora", "8", "--against", "unsloth", "--attention", "eager"], "unsloth has its own attention"),
         (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
         (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
@@ -329,7 +421,14 @@ def machine(monkeypatch):
 def test_models_that_torchao_converts():
     """Linear layers but the head."""
     torchao = pytest.importorskip("torchao.float8.float8_linear")
-    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
     model = transformers.LlamaForCausalLM(config)
     step_model._convert_by_torchao(model, "rowwise", False)
     assert sum(type(m) is torchao.Float8Linear for m in model.modules()) == 7 and type(model.lm_head) is torch.nn.Linear
@@ -350,12 +449,32 @@ def test_what_variants_of_fp8_are(machine, monkeypatch):
         return {"rows": [], "failed": "not run"}
 
     monkeypatch.setattr(step, "run_child", run_child)
-    monkeypatch.setattr(step, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name)))  # whoever imports now asks the real one
-    step.main(["--model", "tiny", "--batch", "2", "--seq", "8", "--fp8", "rowwise", "--against", "stock,ours,ours:bf16,ours:off,torchao"])
+    monkeypatch.setattr(
+        step, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name))
+    )  # whoever imports now asks the real one
+    step.main(
+        [
+            "--model",
+            "tiny",
+            "--batch",
+            "2",
+            "--seq",
+            "8",
+            "--fp8",
+            "rowwise",
+            "--against",
+            "stock,ours,ours:bf16,ours:off,torchao",
+        ]
+    )
     found = [(s["package"] is not None, s["fp8"], s["torchao"], s["compile"], s["flags"]) for s in asked.values()]
     off = {"rematerialise": "off"}
-    assert found == [(False, None, False, None, {}), (True, "rowwise", False, None, {}), (True, None, False, None, {}), (True, "rowwise", False, None, off),
-                     (True, "rowwise", True, "layers", {})]  # fmt: skip  # a row a variant
+    assert found == [
+        (False, None, False, None, {}),
+        (True, "rowwise", False, None, {}),
+        (True, None, False, None, {}),
+        (True, "rowwise", False, None, off),
+        (True, "rowwise", True, "layers", {}),
+    ]  # a row a variant
 
 
 def test_compile_adds_the_compiled_variants():
@@ -380,7 +499,11 @@ def test_plots_need_matplotlib(machine, monkeypatch, tmp_path):
 def test_the_exit_code_says_that_ours_learns_something_else(machine, monkeypatch, capsys):
     losses = {None: [4.0, 3.0, 2.0, 1.0], str(step.PACKAGE): [4.0, 3.0, 2.0, 1.001]}
     measured = {name: value for name, value in row("").items() if name not in ("model", "variant")}
-    monkeypatch.setattr(step, "run_child", lambda spec, folder: {"rows": [measured | {"batch": 2, "losses": losses[spec["package"]]}], "failed": None})
+    monkeypatch.setattr(
+        step,
+        "run_child",
+        lambda spec, folder: {"rows": [measured | {"batch": 2, "losses": losses[spec["package"]]}], "failed": None},
+    )
     argv = ["--model", "tiny", "--batch", "2", "--seq", "8"]
     assert step.main(argv) == 1
     assert "losses differ" in capsys.readouterr().out
@@ -396,12 +519,24 @@ def test_the_search_for_the_largest_batch_of_several_ranks(machine, monkeypatch,
     def run_child(spec, folder):
         if not spec["trial"]:
             assert spec["largest"] == []
-            return {"rows": [{name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 4}], "failed": None}
+            return {
+                "rows": [
+                    {name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 4}
+                ],
+                "failed": None,
+            }
         tried.extend(spec["batches"])
-        return {"rows": [], "failed": "RuntimeError: 2^31"} if tried[-1] > 9 else {"rows": [], "failed": None, "peak": 1.0}
+        return (
+            {"rows": [], "failed": "RuntimeError: 2^31"} if tried[-1] > 9 else {"rows": [], "failed": None, "peak": 1.0}
+        )
 
     monkeypatch.setattr(step, "run_child", run_child)
-    assert step.main(["--model", "tiny", "--batch", "4", "--seq", "8", "--against", "stock", "--largest-batch", "--gpus", "2"]) == 0
+    assert (
+        step.main(
+            ["--model", "tiny", "--batch", "4", "--seq", "8", "--against", "stock", "--largest-batch", "--gpus", "2"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert tried == [4, 8, 16, 12, 10, 9]
     assert out.splitlines()[4].endswith(" 9") and "stock: larger batches fail with RuntimeError: 2^31" in out
@@ -415,31 +550,72 @@ def test_a_search_of_what_keeps_buffers_has_a_process_for_each_trial(machine, mo
     def run_child(spec, folder):
         assert spec["largest"] == [] and spec["offload"]
         if not spec["trial"]:
-            return {"rows": [{name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 1}], "failed": None}
+            return {
+                "rows": [
+                    {name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 1}
+                ],
+                "failed": None,
+            }
         tried.append(spec["seq"])
-        return {"rows": [], "failed": "out of memory"} if tried[-1] > 3000 else {"rows": [], "failed": None, "peak": 1.0}
+        return (
+            {"rows": [], "failed": "out of memory"} if tried[-1] > 3000 else {"rows": [], "failed": None, "peak": 1.0}
+        )
 
     monkeypatch.setattr(step, "run_child", run_child)
-    argv = ["--model", "tiny", "--batch", "1", "--seq", "1024", "--lora", "8", "--checkpointing", "--against", "unsloth:offload", "--largest-seq"]
+    argv = [
+        "--model",
+        "tiny",
+        "--batch",
+        "1",
+        "--seq",
+        "1024",
+        "--lora",
+        "8",
+        "--checkpointing",
+        "--against",
+        "unsloth:offload",
+        "--largest-seq",
+    ]
     (found,) = step.measure(step.parse(argv), "tiny", "unsloth:offload", tmp_path, 1.0, True)
     assert found["largest_seq"] == 2816 and tried == [1024, 2048, 4096, 3072, 2560, 2816]
 
 
 def test_the_search_for_the_longest_rows_that_ranks_share(machine, monkeypatch, tmp_path):
-    """By stock models, too, for which the process needs our code; each of the ranks computes a part of the FLOPs."""
+    """By stock models, too, for which the process needs our code; each of the ranks computes a
+    part of the FLOPs."""
     monkeypatch.setattr(step, "environment", lambda: {"hardware": "GPU", "gemm_tflops": 700.0, "gpus": 2})
     tried = []
 
     def run_child(spec, folder):
         if not spec["trial"]:
             assert spec["largest"] == []
-            return {"rows": [{name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 1}], "failed": None}
+            return {
+                "rows": [
+                    {name: value for name, value in row("").items() if name not in ("model", "variant")} | {"batch": 1}
+                ],
+                "failed": None,
+            }
         assert spec["batches"] == [1]
         tried.append(spec["seq"])
-        return {"rows": [], "failed": "out of memory"} if tried[-1] > 3000 else {"rows": [], "failed": None, "peak": 1.0}
+        return (
+            {"rows": [], "failed": "out of memory"} if tried[-1] > 3000 else {"rows": [], "failed": None, "peak": 1.0}
+        )
 
     monkeypatch.setattr(step, "run_child", run_child)
-    argv = ["--model", "tiny", "--batch", "1", "--seq", "1024", "--against", "stock", "--largest-seq", "--gpus", "2", "--json"]
+    argv = [
+        "--model",
+        "tiny",
+        "--batch",
+        "1",
+        "--seq",
+        "1024",
+        "--against",
+        "stock",
+        "--largest-seq",
+        "--gpus",
+        "2",
+        "--json",
+    ]
     rows = []
     for parallel in ("ulysses-fsdp2", "fsdp2"):
         assert step.main([*argv, str(tmp_path / "r.json"), "--parallel", parallel]) == 0
@@ -453,11 +629,31 @@ def test_batches_are_measured_until_one_fails(machine, monkeypatch, capsys, tmp_
     measured = {name: value for name, value in row("").items() if name not in ("model", "variant")}
 
     def run_child(spec, folder):
-        rows = [measured | {"batch": batch, "tokens_per_s": 10.0 * batch} for batch in spec["batches"] if batch <= fits[spec["package"]]]
+        rows = [
+            measured | {"batch": batch, "tokens_per_s": 10.0 * batch}
+            for batch in spec["batches"]
+            if batch <= fits[spec["package"]]
+        ]
         return {"rows": rows, "failed": None if len(rows) == len(spec["batches"]) else "out of memory"}
 
     monkeypatch.setattr(step, "run_child", run_child)
-    assert step.main(["--model", "tiny", "--batch", "4,1,2,8", "--seq", "8", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path)]) == 1
+    assert (
+        step.main(
+            [
+                "--model",
+                "tiny",
+                "--batch",
+                "4,1,2,8",
+                "--seq",
+                "8",
+                "--json",
+                str(tmp_path / "r.json"),
+                "--plot",
+                str(tmp_path),
+            ]
+        )
+        == 1
+    )
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [(r["variant"], r["batch"], r["failed"]) for r in rows] == [
         *[("stock", 1, None), ("stock", 2, None), ("stock", 4, "out of memory")],
@@ -471,10 +667,14 @@ def test_batches_are_measured_until_one_fails(machine, monkeypatch, capsys, tmp_
 
 def test_smoke_end_to_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whatever this machine has, children measure it on a CPU
-    published = tmp_path / "published" / "liger_kernel" / "transformers"  # stands for the published package: its name is that of ours
+    published = (
+        tmp_path / "published" / "liger_kernel" / "transformers"
+    )  # stands for the published package: its name is that of ours
     published.mkdir(parents=True)
     (published.parent / "__init__.py").touch()
-    (published / "__init__.py").write_text("def _apply_liger_kernel_to_instance(model):\n    model.model.norm.weight.data *= 2\n")
+    (published / "__init__.py").write_text(
+        "def _apply_liger_kernel_to_instance(model):\n    model.model.norm.weight.data *= 2\n"
+    )
     argv = ["--smoke", "--against", "ours,stock,upstream", "--upstream-path", str(tmp_path / "published")]
     argv += ["--plot", str(tmp_path / "plots"), "--json", str(tmp_path / "r.json"), "--csv", str(tmp_path / "r.csv")]
     assert step.main(argv) == 0
@@ -486,12 +686,19 @@ def test_smoke_end_to_end(tmp_path, capsys, monkeypatch):
     assert result["meta"]["torch"] == torch.__version__ and result["meta"]["dtype"] == "float32"
     stock, ours, upstream = result["rows"]
     assert [r["variant"] for r in result["rows"]] == ["stock", "ours", "upstream"]
-    assert ours["accurate"] and ours["loss_parity"] < 1e-6 and ours["losses"] == pytest.approx([math.log(500)] * 4, rel=0.05)
+    assert (
+        ours["accurate"]
+        and ours["loss_parity"] < 1e-6
+        and ours["losses"] == pytest.approx([math.log(500)] * 4, rel=0.05)
+    )
     assert not upstream["accurate"] and not upstream["failed"]
     for r in (stock, ours):
         assert r["tokens_per_s"] == pytest.approx(2 * 64 / r["step_ms"] * 1e3)
         assert r["mfu"] is None  # that is of a GPU
-        assert all(r["breakdown_ms"][kind] > 0 for kind in ("gemm", "attention", "norm", "activation", "rope", "loss", "optimizer"))
+        assert all(
+            r["breakdown_ms"][kind] > 0
+            for kind in ("gemm", "attention", "norm", "activation", "rope", "loss", "optimizer")
+        )
         assert r["breakdown_ms"]["communication"] == 0
         phases = [phase for _, _, phase in r["memory_timeline"]]
         assert list(dict.fromkeys(phases)) == [
@@ -508,17 +715,49 @@ def test_smoke_end_to_end(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def children_run_references(monkeypatch):
-    """Nor what runs in this process. The interpreter is slow, and what kernels compute is tested elsewhere."""
+    """Nor what runs in this process. The interpreter is slow, and what kernels compute is tested
+    elsewhere."""
     monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def spec(tmp_path, **changes):
-    torch.save(torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32), tmp_path / "tokens")
-    values = dict(config=TINY, dtype="float32", package=str(step.PACKAGE), compile=None, tokens=str(tmp_path / "tokens"), trial=False, trace=None)
+    torch.save(
+        torch.randint(0, 500, (4096,), generator=torch.Generator().manual_seed(3), dtype=torch.int32),
+        tmp_path / "tokens",
+    )
+    values = dict(
+        config=TINY,
+        dtype="float32",
+        package=str(step.PACKAGE),
+        compile=None,
+        tokens=str(tmp_path / "tokens"),
+        trial=False,
+        trace=None,
+    )
     values |= dict(batches=[2], largest=[], median=0, autocast=False, unsloth=None, unsloth_path=None, save=None)
-    values |= dict(lora=0, lora_targets=list(step.LINEARS), lora_dropout=0.0, dora=False, quantize=None, fp8=None, torchao=False, gathered=False)
-    values |= dict(flags={}, trace_steps=1, seq=32, gpus=1, parallel=None, masked=0.0, optimizer="sgd", checkpointing=False, steps=3, warmup=1)
+    values |= dict(
+        lora=0,
+        lora_targets=list(step.LINEARS),
+        lora_dropout=0.0,
+        dora=False,
+        quantize=None,
+        fp8=None,
+        torchao=False,
+        gathered=False,
+    )
+    values |= dict(
+        flags={},
+        trace_steps=1,
+        seq=32,
+        gpus=1,
+        parallel=None,
+        masked=0.0,
+        optimizer="sgd",
+        checkpointing=False,
+        steps=3,
+        warmup=1,
+    )
     values |= dict(optimizer_in_backward=False, optimizer_on_cpu=False, attention=None)
     return values | changes
 
@@ -535,14 +774,21 @@ def test_two_processes_learn_what_one_does(how, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("transformers.distributed.expert_parallel"), reason="needs the expert parallelism of Transformers 5.23")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("transformers.distributed.expert_parallel"),
+    reason="needs the expert parallelism of Transformers 5.23",
+)
 @pytest.mark.parametrize("package", [None, str(step.PACKAGE)])
 def test_experts_over_two_processes(package, tmp_path):
     """They learn what one process does, checkpointed, too. The exchange reorders sums."""
-    config = dict(MODELS["qwen3-30b-a3b"]) | dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    config = dict(MODELS["qwen3-30b-a3b"]) | dict(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    )
     config |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=500)
     one = step.run_child(spec(tmp_path, config=config, package=package), tmp_path)
-    two = step.run_child(spec(tmp_path, config=config, package=package, batches=[1], gpus=2, parallel="ep", checkpointing=True), tmp_path)
+    two = step.run_child(
+        spec(tmp_path, config=config, package=package, batches=[1], gpus=2, parallel="ep", checkpointing=True), tmp_path
+    )
     assert not two["failed"]
     assert two["rows"][0]["losses"] == pytest.approx(one["rows"][0]["losses"], rel=1e-5)
 
@@ -550,7 +796,9 @@ def test_experts_over_two_processes(package, tmp_path):
 @pytest.mark.parametrize("attention, found", [(None, "sdpa"), ("eager", "eager")])
 def test_attention(attention, found, tmp_path):
     """Transformers' own, in every variant."""
-    assert step_model._stock(spec(tmp_path, attention=attention), torch.device("cpu")).config._attn_implementation == found
+    assert (
+        step_model._stock(spec(tmp_path, attention=attention), torch.device("cpu")).config._attn_implementation == found
+    )
 
 
 def test_a_child_that_finds_another_package_fails_and_says_so(tmp_path):
@@ -580,7 +828,8 @@ def test_rows_that_end_are_padded_and_their_padding_is_not_learnt(tmp_path):
 
 
 def test_options_train_the_same_model(tmp_path):
-    """In this process: checkpointing does not change the losses, AdamW and adapters do, and a trial measures nothing."""
+    """In this process: checkpointing does not change the losses, AdamW and adapters do, and a
+    trial measures nothing."""
     rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, **changes))["rows"]
     (plain,) = rows()
     (checkpointed,) = rows(checkpointing=True)
@@ -598,7 +847,9 @@ def test_optimizers_of_torchao_train_the_same_model(tmp_path):
     pytest.importorskip("torchao")
     rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, **changes))["rows"][0]
     plain, eight = rows(optimizer="adamw"), rows(optimizer="adamw-8bit")
-    assert eight["losses"] != plain["losses"] and eight["losses"] == pytest.approx(plain["losses"], rel=step.PARITY["bfloat16"])
+    assert eight["losses"] != plain["losses"] and eight["losses"] == pytest.approx(
+        plain["losses"], rel=step.PARITY["bfloat16"]
+    )
 
 
 def test_weights_on_the_cpu_learn_what_others_do(tmp_path):
@@ -620,29 +871,47 @@ def test_adapters_alone_are_trained(tmp_path):
 def test_adapters_that_do_other_things(tmp_path):
     """What they are put on, and how: each option changes what is learnt."""
     pytest.importorskip("peft")
-    rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, lora=4, optimizer="adamw", **changes))["rows"][0]
+    rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, lora=4, optimizer="adamw", **changes))[
+        "rows"
+    ][0]
     plain = rows()
     for changes in ({"lora_targets": ["q_proj"]}, {"lora_dropout": 0.5}, {"dora": True}, {"autocast": True}):
         other = rows(**changes)
-        assert other["losses"] != plain["losses"] and other["gradient"] != pytest.approx(plain["gradient"], rel=1e-6), changes
-    modules = {name for name, _ in step_child.Training(spec(tmp_path, package=None, lora=4, lora_targets=["up_proj"])).model.named_modules()}
+        assert other["losses"] != plain["losses"] and other["gradient"] != pytest.approx(plain["gradient"], rel=1e-6), (
+            changes
+        )
+    modules = {
+        name
+        for name, _ in step_child.Training(
+            spec(tmp_path, package=None, lora=4, lora_targets=["up_proj"])
+        ).model.named_modules()
+    }
     assert {name.split(".")[-3] for name in modules if name.endswith("lora_A.default")} == {"up_proj"}
 
 
 @pytest.mark.parametrize("named", [["q_proj", "up_proj", "down_proj"], ["down_proj"]])
 def test_adapters_of_experts(named, tmp_path):
-    """The names of an MLP's layers mean the parameters of the experts, with the rank that was asked for."""
+    """The names of an MLP's layers mean the parameters of the experts, with the rank that was
+    asked for."""
     pytest.importorskip("peft", minversion="0.17")
     changes = dict(config=TINY | EXPERTS, lora=4, lora_targets=named)
-    stock, ours = (step_child.measure(spec(tmp_path, package=package, **changes))["rows"][0] for package in (None, str(step.PACKAGE)))
+    stock, ours = (
+        step_child.measure(spec(tmp_path, package=package, **changes))["rows"][0]
+        for package in (None, str(step.PACKAGE))
+    )
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
     model = step_child.Training(spec(tmp_path, package=None, **changes)).model
-    found = {getattr(m, "parameter_name", name.rpartition(".")[2]): m.r["default"] for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    found = {
+        getattr(m, "parameter_name", name.rpartition(".")[2]): m.r["default"]
+        for name, m in model.named_modules()
+        if hasattr(m, "lora_A")
+    }
     assert found == {{"up_proj": "gate_up_proj"}.get(name, name): 4 for name in named}
 
 
 def test_adapters_take_part_from_the_first_step(tmp_path):
-    """They start beyond zero, equal whatever else was drawn at random, so that losses tell whether they are there."""
+    """They start beyond zero, equal whatever else was drawn at random, so that losses tell
+    whether they are there."""
     pytest.importorskip("peft")
     starts = []
     for seed in (1, 2):
@@ -658,11 +927,16 @@ def test_adapters_take_part_from_the_first_step(tmp_path):
 @pytest.mark.parametrize("how", ["nf4", "int8"])
 def test_quantised_bases_are_learnt_alike(how, tmp_path):
     bnb, _ = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
-    stock, ours = (step_child.Training(spec(tmp_path, package=package, lora=4, quantize=how)) for package in (None, str(step.PACKAGE)))
+    stock, ours = (
+        step_child.Training(spec(tmp_path, package=package, lora=4, quantize=how))
+        for package in (None, str(step.PACKAGE))
+    )
     kind = bnb.nn.Linear4bit if how == "nf4" else bnb.nn.Linear8bitLt
     assert sum(isinstance(module, kind) for module in stock.model.modules()) == 14
     stock, ours = stock.measure(2), ours.measure(2)
-    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4) and ours["gradient"] == pytest.approx(stock["gradient"], rel=1e-2)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4) and ours["gradient"] == pytest.approx(
+        stock["gradient"], rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("how", step.FP8)
@@ -670,7 +944,8 @@ def test_a_base_in_fp8_learns(how, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     monkeypatch.setattr("liger_kernel.transformers.quantize.SMALL", 0)
     stock, ours = (
-        step_child.Training(spec(tmp_path, package=package, lora=4, **more)) for package, more in ((None, {}), (str(step.PACKAGE), {"quantize": how}))
+        step_child.Training(spec(tmp_path, package=package, lora=4, **more))
+        for package, more in ((None, {}), (str(step.PACKAGE), {"quantize": how}))
     )
     assert sum(isinstance(module, LigerFloat8Linear) for module in ours.model.modules()) == 14
     assert ours.measure(2)["losses"] == pytest.approx(stock.measure(2)["losses"], rel=1e-2)
@@ -681,7 +956,8 @@ def test_experts_in_fp8_learn(tmp_path):
     pytest.importorskip("peft", minversion="0.17")
     changes = dict(config=TINY | EXPERTS, lora=4, lora_targets=["q_proj", "up_proj", "down_proj"])
     stock, ours = (
-        step_child.Training(spec(tmp_path, package=package, **changes, **more)) for package, more in ((None, {}), (str(step.PACKAGE), {"quantize": "fp8"}))
+        step_child.Training(spec(tmp_path, package=package, **changes, **more))
+        for package, more in ((None, {}), (str(step.PACKAGE), {"quantize": "fp8"}))
     )
     assert sum(isinstance(module, LigerFloat8Experts) for module in ours.model.modules()) == 4
     assert ours.measure(2)["losses"] == pytest.approx(stock.measure(2)["losses"], rel=1e-2)
@@ -715,30 +991,75 @@ class FastLanguageModel:
         if FORGOTTEN:
             return
         model.train()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 def test_adapters_of_stock_ours_and_unsloth_end_to_end(machine, tmp_path, capsys):
-    """Unsloth needs a GPU: a package with its name stands for it, gets the same weights and learns the same."""
+    """Unsloth needs a GPU: a package with its name stands for it, gets the same weights and
+    learns the same."""
     pytest.importorskip("peft")
     (tmp_path / "unsloth.py").write_text(UNSLOTH.replace("EXPECTED", "'unsloth'").replace("FORGOTTEN", "False"))
-    argv = ["--model", "tiny", "--layers", "1", "--batch", "2", "--seq", "64", "--steps", "3", "--warmup", "1", "--optimizer", "adamw", "--checkpointing"]
-    argv += ["--lora", "8", "--lora-targets", "q_proj,down_proj", "--against", "ours,unsloth:offload,stock", "--json", str(tmp_path / "r.json")]
+    argv = [
+        "--model",
+        "tiny",
+        "--layers",
+        "1",
+        "--batch",
+        "2",
+        "--seq",
+        "64",
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+        "--optimizer",
+        "adamw",
+        "--checkpointing",
+    ]
+    argv += [
+        "--lora",
+        "8",
+        "--lora-targets",
+        "q_proj,down_proj",
+        "--against",
+        "ours,unsloth:offload,stock",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     assert step.main([*argv, "--unsloth-path", str(tmp_path)]) == 0
     stock, ours, unsloth = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert (stock["variant"], ours["variant"], unsloth["variant"]) == ("stock", "ours", "unsloth:offload")
     assert not unsloth["failed"] and ours["loss_parity"] < 1e-5 and unsloth["loss_parity"] < 1e-6
     assert ours["gradient_parity"] < 1e-4 and unsloth["gradient_parity"] < 1e-5 and stock["gradient"] > 0
     assert {r["layers"] for r in (stock, ours)} == {1} and stock["lora_targets"] == "q_proj,down_proj"
-    assert "sgd" not in (out := capsys.readouterr().out) and "1 layers, checkpointing, LoRA 8 on q_proj,down_proj" in out
+    assert (
+        "sgd" not in (out := capsys.readouterr().out) and "1 layers, checkpointing, LoRA 8 on q_proj,down_proj" in out
+    )
 
 
 @pytest.mark.slow
 def test_unsloth_that_is_set_to_inference_is_not_measured(machine, tmp_path, capsys):
     pytest.importorskip("peft")
     (tmp_path / "unsloth.py").write_text(UNSLOTH.replace("EXPECTED", "False").replace("FORGOTTEN", "True"))
-    argv = ["--model", "tiny", "--layers", "1", "--batch", "2", "--seq", "64", "--steps", "3", "--warmup", "1", "--lora", "8", "--against", "unsloth"]
+    argv = [
+        "--model",
+        "tiny",
+        "--layers",
+        "1",
+        "--batch",
+        "2",
+        "--seq",
+        "64",
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+        "--lora",
+        "8",
+        "--against",
+        "unsloth",
+    ]
     step.main([*argv, "--unsloth-path", str(tmp_path)])
     assert "RuntimeError: Unsloth's layers are not set to training" in capsys.readouterr().out
 
@@ -748,14 +1069,23 @@ def test_unsloth_over_ranks(machine, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     specs: list[dict] = []
     monkeypatch.setattr(step, "run_child", lambda spec, folder: specs.append(spec) or {"rows": [], "failed": "not now"})
-    step.measure(step.parse(["--model", "tiny", "--lora", "8", "--gpus", "2", "--against", "unsloth"]), "tiny", "unsloth", tmp_path, 1.0, False)
+    step.measure(
+        step.parse(["--model", "tiny", "--lora", "8", "--gpus", "2", "--against", "unsloth"]),
+        "tiny",
+        "unsloth",
+        tmp_path,
+        1.0,
+        False,
+    )
     saves, trains = specs
     assert saves["save"] == trains["unsloth"] and (saves["parallel"], saves["gpus"]) == (None, 1)
     assert not trains["save"] and (trains["parallel"], trains["gpus"]) == ("ddp", 2)
 
 
 def test_unsloth_that_is_not_there_is_left_out(machine, monkeypatch, capsys):
-    monkeypatch.setattr(step, "measure", lambda a, model, variant, *rest: [{"variant": variant, "batch": 1, "failed": "not now"}])
+    monkeypatch.setattr(
+        step, "measure", lambda a, model, variant, *rest: [{"variant": variant, "batch": 1, "failed": "not now"}]
+    )
     monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None if name == "unsloth" else name)
     step.main(["--model", "tiny", "--batch", "1", "--lora", "8", "--against", "stock,unsloth"])
     out = capsys.readouterr().out
@@ -763,7 +1093,8 @@ def test_unsloth_that_is_not_there_is_left_out(machine, monkeypatch, capsys):
 
 
 def test_largest_sizes_survive_the_one_that_ends_the_process(tmp_path, monkeypatch):
-    """A trial that does not fit is forgotten, one that breaks the device ends it all, and what was found is there."""
+    """A trial that does not fit is forgotten, one that breaks the device ends it all, and what
+    was found is there."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": 80e9}))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     step_ = step_child.Training.step
@@ -782,7 +1113,9 @@ def test_largest_sizes_survive_the_one_that_ends_the_process(tmp_path, monkeypat
     with pytest.raises(SystemExit):
         step_child.main(str(tmp_path / "spec.json"), str(tmp_path / "result.json"))
     (found,) = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert found["largest_batch"] == 5 and found["largest_batch_limit"] == "out of memory" and found["largest_seq"] == 512
+    assert (
+        found["largest_batch"] == 5 and found["largest_batch_limit"] == "out of memory" and found["largest_seq"] == 512
+    )
     why = json.loads((tmp_path / "result.json.failed").read_text())
     assert "illegal memory access" in why
     monkeypatch.setattr(step, "run_child", lambda spec, folder: {"rows": [found], "failed": why})

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_kernel.chunked_loss.cosine_similarity_loss import LigerFusedLinearCosineSimilarityFunction, LigerFusedLinearCosineSimilarityLoss
+from liger_kernel.chunked_loss.cosine_similarity_loss import (
+    LigerFusedLinearCosineSimilarityFunction,
+    LigerFusedLinearCosineSimilarityLoss,
+)
 from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction, LigerFusedLinearJSDLoss
 from liger_kernel.nn import LigerFusedLinearJSD, liger_fused_linear_jsd
@@ -20,9 +23,12 @@ in_every_dtype = pytest.mark.parametrize("dtype", [*DTYPES[:2], fp16], ids=lambd
 
 
 def inputs(dtype=torch.float32, seed=0, bias=True):
-    """student_input, student_weight, teacher_input, teacher_weight, labels, student_bias, teacher_bias."""
+    """student_input, student_weight, teacher_input, teacher_weight, labels, student_bias,
+    teacher_bias."""
     torch.manual_seed(seed)
-    new = lambda *s, k=1.0, grad=True: (k * torch.randn(*s, device=DEVICE, dtype=torch.float64)).to(dtype).requires_grad_(grad)
+    new = lambda *s, k=1.0, grad=True: (
+        (k * torch.randn(*s, device=DEVICE, dtype=torch.float64)).to(dtype).requires_grad_(grad)
+    )
     x, w, tx, tw = new(M, H), new(V, H, k=0.4), new(M, G, grad=False), new(V, G, k=0.4, grad=False)
     target = torch.randint(0, V, (M,), device=DEVICE)
     target[::3] = -100
@@ -30,7 +36,12 @@ def inputs(dtype=torch.float32, seed=0, bias=True):
 
 
 def exact(args):
-    return tuple(a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    return tuple(
+        a.detach().double().requires_grad_(a.requires_grad)
+        if isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a
+        for a in args
+    )
 
 
 def soft_rows(s, t, beta, cosine=False):
@@ -59,7 +70,9 @@ def named(found, args):
     """Results and gradients for an upstream gradient of 3."""
     loss, *others = found if isinstance(found, tuple) else (found,)
     leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
-    return {f"out{i}": a.detach() for i, a in enumerate((loss, *others))} | {f"d{i}": g for i, g in enumerate(torch.autograd.grad(3 * loss, leaves))}
+    return {f"out{i}": a.detach() for i, a in enumerate((loss, *others))} | {
+        f"d{i}": g for i, g in enumerate(torch.autograd.grad(3 * loss, leaves))
+    }
 
 
 def assert_accurate(fn, dtype, bias=True, **options):
@@ -76,7 +89,9 @@ def assert_accurate(fn, dtype, bias=True, **options):
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("beta, temperature", [(0.5, 1.0), (0.1, 2.0), (0.0, 1.0), (1.0, 0.7)])
 def test_jsd(beta, temperature, compact, dtype):
-    loss = LigerFusedLinearJSDLoss(0.3, 0.6, beta=beta, temperature=temperature, return_soft_hard_loss=True, compact=compact)
+    loss = LigerFusedLinearJSDLoss(
+        0.3, 0.6, beta=beta, temperature=temperature, return_soft_hard_loss=True, compact=compact
+    )
     assert_accurate(loss, dtype, hard=0.3, soft=0.6, beta=beta, temperature=temperature)
 
 
@@ -95,11 +110,32 @@ class Squares(LigerFusedLinearDistillationBase):
         return scale * (student_logits - teacher_logits).square().mean(-1).sum()
 
     @classmethod
-    def forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, teacher_bias=None, scale=1.0):
+    def forward(
+        cls,
+        ctx,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        true_labels,
+        student_bias=None,
+        teacher_bias=None,
+        scale=1.0,
+    ):
         return super().forward(
-            cls=cls, ctx=ctx, student_input=student_input, student_weight=student_weight, teacher_input=teacher_input, teacher_weight=teacher_weight,
-            target=true_labels, student_bias=student_bias, teacher_bias=teacher_bias, temperature=1.5, return_soft_hard_loss=True, scale=scale,
-        )  # fmt: skip
+            cls=cls,
+            ctx=ctx,
+            student_input=student_input,
+            student_weight=student_weight,
+            teacher_input=teacher_input,
+            teacher_weight=teacher_weight,
+            target=true_labels,
+            student_bias=student_bias,
+            teacher_bias=teacher_bias,
+            temperature=1.5,
+            return_soft_hard_loss=True,
+            scale=scale,
+        )
 
 
 class Published(Squares):
@@ -130,9 +166,15 @@ def test_a_formula_of_ones_own(cls, dtype):
 @pytest.mark.parametrize("cls", [LigerFusedLinearJSDFunction, LigerFusedLinearCosineSimilarityFunction])
 def test_kernel_and_formula_agree(cls):
     options = (0.2, 0.7, 0.7, -100, 2.0, True, 1024, True)
-    own = type("Own", (cls,), {"distillation_loss_fn": staticmethod(lambda *args, **kwargs: cls.distillation_loss_fn(*args, **kwargs))})
+    own = type(
+        "Own",
+        (cls,),
+        {"distillation_loss_fn": staticmethod(lambda *args, **kwargs: cls.distillation_loss_fn(*args, **kwargs))},
+    )
     args = inputs()
-    torch.testing.assert_close(named(own.apply(*args, *options), args), named(cls.apply(*args, *options), args), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        named(own.apply(*args, *options), args), named(cls.apply(*args, *options), args), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_subclass_of_a_kernels_function_is_heard():
@@ -188,7 +230,9 @@ def test_fused_linear_jsd(labels, dtype):
     draws = []
     for seed in range(6):
         same = (*inputs(dtype, seed, bias=False)[:4], args[4])
-        draws.append(tuple(named(plain(*a, hard=0.0, soft=1.0, temperature=1.3, rows=rows)[0], a) for a in (same, exact(same))))
+        draws.append(
+            tuple(named(plain(*a, hard=0.0, soft=1.0, temperature=1.3, rows=rows)[0], a) for a in (same, exact(same)))
+        )
     found = module(*args) if labels else module(*args[:4])
     assert_as_accurate(named(found, args), *draws[0], *draws[1:])
     torch.testing.assert_close(liger_fused_linear_jsd(*args, 0.2, -100, 1.3), found, rtol=1e-4, atol=1e-4)
@@ -276,7 +320,9 @@ def test_autocast():
     for loss in LOSSES:
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             value = loss(*args)
-        rounded = tuple(a.detach().bfloat16().requires_grad_(a.requires_grad) if a.is_floating_point() else a for a in args)
+        rounded = tuple(
+            a.detach().bfloat16().requires_grad_(a.requires_grad) if a.is_floating_point() else a for a in args
+        )
         expected = loss(*rounded)
         assert value.dtype == torch.float32 and torch.equal(value, expected)
         for a, b in zip(torch.autograd.grad(value, args[:2]), torch.autograd.grad(expected, rounded[:2])):

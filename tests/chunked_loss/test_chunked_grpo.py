@@ -1,4 +1,5 @@
-"""GRPO and its kin against the formulas, sequence by sequence on full logits, and against TRL's trainer where that is installed."""
+"""GRPO and its kin against the formulas, sequence by sequence on full logits, and against TRL's
+trainer where that is installed."""
 
 import importlib
 import types
@@ -10,8 +11,21 @@ from quick import further, in_both_dtypes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction, LigerFusedLinearGRPOLoss, clip_coef_fn, k3_loss_fn, sapo_loss_fn
-from liger_kernel.ops.losses.grpo_loss import LOSS_TYPES, OF_TOKENS, Policy, fused_selective_log_softmax, token_losses, triton_grpo_loss
+from liger_kernel.chunked_loss.grpo_loss import (
+    LigerFusedLinearGRPOFunction,
+    LigerFusedLinearGRPOLoss,
+    clip_coef_fn,
+    k3_loss_fn,
+    sapo_loss_fn,
+)
+from liger_kernel.ops.losses.grpo_loss import (
+    LOSS_TYPES,
+    OF_TOKENS,
+    Policy,
+    fused_selective_log_softmax,
+    token_losses,
+    triton_grpo_loss,
+)
 from liger_kernel.testing import assert_as_accurate, assert_same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,8 +39,11 @@ def two_sequences_a_chunk(monkeypatch):
     monkeypatch.setattr(importlib.import_module("liger_kernel.ops.linear_loss"), "auto_chunk_rows", lambda *_: 2 * T)
 
 
-def batch(dtype=torch.float32, seed=0, level="token", advantages="sequence", ratio=None, old=True, ref="logps", bias=True):
-    """Arguments of the module's forward; ratios to the old policy keep away from where clipping begins, as there rounding would decide."""
+def batch(
+    dtype=torch.float32, seed=0, level="token", advantages="sequence", ratio=None, old=True, ref="logps", bias=True
+):
+    """Arguments of the module's forward; ratios to the old policy keep away from where clipping
+    begins, as there rounding would decide."""
     torch.manual_seed(seed)
     rand = lambda *s, k=1.0: k * torch.randn(*s, device=DEVICE, dtype=torch.float64)
     x, w, b = (t.to(dtype).requires_grad_() for t in (rand(B, T, H), rand(V, H, k=0.3), rand(V)))
@@ -38,14 +55,22 @@ def batch(dtype=torch.float32, seed=0, level="token", advantages="sequence", rat
     mask[3, 1:] = 0
     logp = logprobs(*(t if t is None else t.detach().double() for t in (x, w, b)), ids, 0.9)[0]
     steps = torch.tensor([0.5, -0.5, 0.05, -0.05, 0.6], device=DEVICE, dtype=torch.float64)
-    away = steps[torch.randint(0, 5, (B, T), device=DEVICE)] if level == "token" else steps[torch.arange(B, device=DEVICE) % 5, None].expand(B, T)
+    away = (
+        steps[torch.randint(0, 5, (B, T), device=DEVICE)]
+        if level == "token"
+        else steps[torch.arange(B, device=DEVICE) % 5, None].expand(B, T)
+    )
     args = dict(_input=x, lin_weight=w, selected_token_ids=ids, attention_mask=mask, bias=b)
     args["advantages"] = {"sequence": rand(B), "column": rand(B, 1), "token": rand(B, T)}[advantages].float()
     args["old_per_token_logps"] = (logp - away + rand(B, T, k=0.01)).float() if old else None
     if ref == "logps":
         args["ref_per_token_logps"] = (logp + rand(B, T, k=0.5)).float()
     elif ref == "hidden":
-        args |= dict(ref_input=rand(B, T, H).to(dtype), ref_weight=rand(V, H, k=0.3).to(dtype), ref_bias=b if b is None else b.detach() * 0.5)
+        args |= dict(
+            ref_input=rand(B, T, H).to(dtype),
+            ref_weight=rand(V, H, k=0.3).to(dtype),
+            ref_bias=b if b is None else b.detach() * 0.5,
+        )
     if ratio:
         args["vllm_is_ratio"] = rand(B, {"token": T, "sequence": 1}[ratio], k=0.3).exp().float()
     return args
@@ -66,12 +91,19 @@ def sequence(o, lp, old, ref, A, ratio):
     if kind == "cispo":
         loss, clipped = -r.detach().minimum(torch.full_like(r, high)) * A * lp, (r > high) & (A > 0)
     elif kind == "sapo":
-        t = torch.tensor([o.get("sapo_temperature_pos", 1.0) if a > 0 else o.get("sapo_temperature_neg", 1.05) for a in A.tolist()], dtype=lp.dtype)
+        t = torch.tensor(
+            [o.get("sapo_temperature_pos", 1.0) if a > 0 else o.get("sapo_temperature_neg", 1.05) for a in A.tolist()],
+            dtype=lp.dtype,
+        )
         t = t.to(lp.device)
         loss, clipped = -A * 4 / t / (1 + torch.exp(-t * (r - 1))), never
     elif kind == "vespo":
-        W = log_r.detach().exp().prod() * (1 if ratio is None else ratio[0] if o["ratio"] == "sequence" else ratio.prod())
-        phi = torch.stack([W**k * torch.exp(rate * (1 - W)) for k, rate in ((2.0, 3.0) if a >= 0 else (3.0, 2.0) for a in A.tolist())])
+        W = log_r.detach().exp().prod() * (
+            1 if ratio is None else ratio[0] if o["ratio"] == "sequence" else ratio.prod()
+        )
+        phi = torch.stack(
+            [W**k * torch.exp(rate * (1 - W)) for k, rate in ((2.0, 3.0) if a >= 0 else (3.0, 2.0) for a in A.tolist())]
+        )
         loss, clipped = -phi * A * lp, never
     else:
         first = r if o.get("delta") is None else torch.where(r > o["delta"], o["delta"], r)
@@ -97,7 +129,11 @@ def whole(o, args):
         ref = logprobs(a.ref_input, a.ref_weight, a.ref_bias, a.selected_token_ids, o.get("temperature", 1.0))[0]
     keep = [a.attention_mask[i] != 0 for i in range(B)]
     pick = lambda t, i: None if t is None else wide(t)[i][keep[i]]
-    found = [sequence(o, *(pick(t, i) for t in (logp, a.old_per_token_logps, ref, a.advantages, a.vllm_is_ratio))) for i in range(B) if keep[i].any()]
+    found = [
+        sequence(o, *(pick(t, i) for t in (logp, a.old_per_token_logps, ref, a.advantages, a.vllm_is_ratio)))
+        for i in range(B)
+        if keep[i].any()
+    ]
     tokens, kind = sum(len(f[0]) for f in found), o.get("loss_type", "dapo")
     total = sum(f[0].sum() for f in found)
     if kind in ("grpo", "sapo"):
@@ -118,11 +154,20 @@ def named(result, args):
     loss, metrics = result
     leaves = {k: t for k, t in args.items() if isinstance(t, torch.Tensor) and t.requires_grad}
     grads = torch.autograd.grad(3 * loss, list(leaves.values()))
-    return {"loss": loss.detach(), **{f"m{i}": m.detach() for i, m in enumerate(metrics)}, **{f"d{k}": g for k, g in zip(leaves, grads)}}
+    return {
+        "loss": loss.detach(),
+        **{f"m{i}": m.detach() for i, m in enumerate(metrics)},
+        **{f"d{k}": g for k, g in zip(leaves, grads)},
+    }
 
 
 def exact(args):
-    return {k: t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for k, t in args.items()}
+    return {
+        k: t.detach().double().requires_grad_(t.requires_grad)
+        if isinstance(t, torch.Tensor) and t.is_floating_point()
+        else t
+        for k, t in args.items()
+    }
 
 
 def module(o, **more):
@@ -137,21 +182,27 @@ CASES = {f"{kind}-{level}": dict(loss_type=kind, importance_sampling_level=level
     "two-sided": dict(loss_type="grpo", delta=1.5),
     "two-sided-sequence": dict(loss_type="grpo", delta=1.5, importance_sampling_level="sequence"),
     "two-sided-tight": dict(loss_type="dapo", delta=1.05, epsilon_high=0.3),
-    "two-sided-tight-sequence": dict(loss_type="luspo", delta=1.05, epsilon_high=0.3, importance_sampling_level="sequence"),
+    "two-sided-tight-sequence": dict(
+        loss_type="luspo", delta=1.05, epsilon_high=0.3, importance_sampling_level="sequence"
+    ),
     "ratio-token": dict(loss_type="dapo", ratio="token"),
     "ratio-sequence": dict(loss_type="grpo", ratio="sequence", importance_sampling_level="sequence"),
     "cispo-ratio": dict(loss_type="cispo", ratio="token", num_items_in_batch=70),
     "vespo-ratio-token": dict(loss_type="vespo", ratio="token"),
     "vespo-ratio-sequence": dict(loss_type="vespo", ratio="sequence", advantages="token"),
     "kl-corrected": dict(loss_type="grpo", use_bias_correction_kl=True, beta=0.3),
-    "kl-corrected-sequence": dict(loss_type="bnpo", use_bias_correction_kl=True, beta=0.3, importance_sampling_level="sequence", delta=1.5),
+    "kl-corrected-sequence": dict(
+        loss_type="bnpo", use_bias_correction_kl=True, beta=0.3, importance_sampling_level="sequence", delta=1.5
+    ),
     "no-kl": dict(loss_type="dapo", beta=0.0, ref=None),
     "itself-as-reference": dict(loss_type="dapo", beta=0.5, ref=None, use_ref_model=False),
     "reference-model": dict(loss_type="bnpo", beta=0.5, ref="hidden", temperature=0.8),
     "on-policy": dict(loss_type="grpo", old=False),
     "on-policy-sequence": dict(loss_type="luspo", old=False, importance_sampling_level="sequence"),
     "advantages-of-tokens": dict(loss_type="dapo", advantages="token"),
-    "advantages-of-tokens-sapo": dict(loss_type="sapo", advantages="token", sapo_temperature_pos=0.7, sapo_temperature_neg=2.0),
+    "advantages-of-tokens-sapo": dict(
+        loss_type="sapo", advantages="token", sapo_temperature_pos=0.7, sapo_temperature_neg=2.0
+    ),
     "advantages-column": dict(loss_type="grpo", advantages="column"),
     "num-items": dict(loss_type="dapo", num_items_in_batch=70),
     "entropy": dict(loss_type="grpo", entropy_coef=0.2),
@@ -165,8 +216,17 @@ for _o in CASES.values():
 
 
 def inputs(o, dtype=torch.float32, seed=0):
-    args = batch(dtype, seed, o.get("importance_sampling_level", "token"), **{k: o[k] for k in DATA if k in o and k != "num_items_in_batch"})
-    return args | ({"num_items_in_batch": torch.tensor(o["num_items_in_batch"], device=DEVICE)} if "num_items_in_batch" in o else {})
+    args = batch(
+        dtype,
+        seed,
+        o.get("importance_sampling_level", "token"),
+        **{k: o[k] for k in DATA if k in o and k != "num_items_in_batch"},
+    )
+    return args | (
+        {"num_items_in_batch": torch.tensor(o["num_items_in_batch"], device=DEVICE)}
+        if "num_items_in_batch" in o
+        else {}
+    )
 
 
 @pytest.mark.parametrize("case, dtype", in_both_dtypes(CASES, "defaults", "grpo-sequence", "entropy"))
@@ -179,41 +239,73 @@ def test_as_accurate_as_the_formula(case, dtype):
         pytorch = inputs(o, dtype, seed)
         truth = exact(pytorch)
         draws.append((named(whole(o, pytorch), pytorch), named(whole(o, truth), truth)))
-    assert_as_accurate(ours, *draws[0], *draws[1:], again=lambda seed: named(module(o)(**(a := inputs(o, dtype, seed))), a))
+    assert_as_accurate(
+        ours, *draws[0], *draws[1:], again=lambda seed: named(module(o)(**(a := inputs(o, dtype, seed))), a)
+    )
 
 
 def trl_loss(o, args, trainer):
     """TRL's loss of the same log-probabilities, and the metrics it logs."""
-    logp, entropy = logprobs(args["_input"], args["lin_weight"], args["bias"], args["selected_token_ids"], o.get("temperature", 1.0))
+    logp, entropy = logprobs(
+        args["_input"], args["lin_weight"], args["bias"], args["selected_token_ids"], o.get("temperature", 1.0)
+    )
     names = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg")
-    options = {k: o.get(k, getattr(Policy, k)) for k in (*names, "loss_type", "importance_sampling_level", "beta", "epsilon_low", "epsilon_high")}
-    args_ = types.SimpleNamespace(steps_per_generation=1, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, **options)
+    options = {
+        k: o.get(k, getattr(Policy, k))
+        for k in (*names, "loss_type", "importance_sampling_level", "beta", "epsilon_low", "epsilon_high")
+    }
+    args_ = types.SimpleNamespace(
+        steps_per_generation=1, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, **options
+    )
     logged = {"train": {}}
     for name in ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean"):
         logged["train"][name] = []
     for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"):
         logged["train"]["clip_ratio/" + name] = []
-    accelerator = types.SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda t: t, reduce=lambda t, reduction: t)
+    accelerator = types.SimpleNamespace(
+        num_processes=1, sync_gradients=False, gather=lambda t: t, reduce=lambda t, reduction: t
+    )
     me = types.SimpleNamespace(
-        **options, args=args_, model=torch.nn.Identity(), accelerator=accelerator, aux_loss_enabled=False, top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None, use_vllm="vllm_is_ratio" in args, vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1,
-        max_completion_length=o.get("max_completion_length"), _metrics=logged, _entropy_bonus_enabled=bool(o.get("entropy_coef")),
-        entropy_coef=o.get("entropy_coef", 0.0), use_adaptive_entropy=False, get_gamma_weights=trainer.get_gamma_weights,
+        **options,
+        args=args_,
+        model=torch.nn.Identity(),
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm="vllm_is_ratio" in args,
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=o.get("max_completion_length"),
+        _metrics=logged,
+        _entropy_bonus_enabled=bool(o.get("entropy_coef")),
+        entropy_coef=o.get("entropy_coef", 0.0),
+        use_adaptive_entropy=False,
+        get_gamma_weights=trainer.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy, None),
-    )  # fmt: skip
+    )
     mask = args["attention_mask"]
     given = dict(
-        prompt_ids=mask[:, :0], prompt_mask=mask[:, :0], completion_ids=args["selected_token_ids"], completion_mask=mask, advantages=args["advantages"],
-        old_per_token_logps=args["old_per_token_logps"], num_items_in_batch=torch.as_tensor(args.get("num_items_in_batch", mask.sum())),
-    )  # fmt: skip
+        prompt_ids=mask[:, :0],
+        prompt_mask=mask[:, :0],
+        completion_ids=args["selected_token_ids"],
+        completion_mask=mask,
+        advantages=args["advantages"],
+        old_per_token_logps=args["old_per_token_logps"],
+        num_items_in_batch=torch.as_tensor(args.get("num_items_in_batch", mask.sum())),
+    )
     if "ref_per_token_logps" in args:
         given["ref_per_token_logps"] = args["ref_per_token_logps"]
     if "vllm_is_ratio" in args:
-        given["importance_sampling_ratio"] = args["vllm_is_ratio"].where(mask != 0, 1) if args["vllm_is_ratio"].shape[1] > 1 else args["vllm_is_ratio"]
+        given["importance_sampling_ratio"] = (
+            args["vllm_is_ratio"].where(mask != 0, 1) if args["vllm_is_ratio"].shape[1] > 1 else args["vllm_is_ratio"]
+        )
     return trainer._compute_loss(me, None, given), logged["train"]
 
 
-@pytest.mark.parametrize("case", [c for c, o in CASES.items() if o.get("ref", "logps") != "hidden" and c != "itself-as-reference"])
+@pytest.mark.parametrize(
+    "case", [c for c, o in CASES.items() if o.get("ref", "logps") != "hidden" and c != "itself-as-reference"]
+)
 def test_agrees_with_trl(case):
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     o = CASES[case]
@@ -228,7 +320,9 @@ def test_agrees_with_trl(case):
     if o.get("entropy_coef") or o.get("return_entropy"):
         assert metrics[-2].item() == pytest.approx(logged["entropy"][0], rel=1e-4)
     clipped = logged["cispo_clip_ratio"] or logged["clip_ratio/region_mean"]
-    if clipped and o.get("importance_sampling_level") != "sequence":  # TRL's mean is over sequences there, empty ones included
+    if (
+        clipped and o.get("importance_sampling_level") != "sequence"
+    ):  # TRL's mean is over sequences there, empty ones included
         assert metrics[-1].item() == pytest.approx(clipped[0], rel=1e-5)
 
 
@@ -241,7 +335,9 @@ def test_metrics_tell_something():
 @pytest.mark.parametrize("case", ["defaults", "grpo-sequence", "vespo-token", "entropy", "reference-model"])
 def test_compact_or_not(case):
     args = inputs(CASES[case])
-    torch.testing.assert_close(named(module(CASES[case], compact=False)(**args), args), named(module(CASES[case])(**args), args))
+    torch.testing.assert_close(
+        named(module(CASES[case], compact=False)(**args), args), named(module(CASES[case])(**args), args)
+    )
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -260,7 +356,10 @@ def test_what_is_masked_has_no_effect(kind, compact):
 def test_masks_of_any_dtype(mask_dtype):
     args = batch()
     loss = LigerFusedLinearGRPOLoss(loss_type="grpo")
-    assert_same_bits(named(loss(**args | dict(attention_mask=args["attention_mask"].to(mask_dtype))), args), named(loss(**args), args))
+    assert_same_bits(
+        named(loss(**args | dict(attention_mask=args["attention_mask"].to(mask_dtype))), args),
+        named(loss(**args), args),
+    )
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -268,16 +367,24 @@ def test_masks_of_any_dtype(mask_dtype):
 def test_all_masked(kind, compact):
     args = batch()
     args["attention_mask"] = torch.zeros_like(args["attention_mask"])
-    found = named(LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=compact, entropy_coef=0.1)(**args), args)
+    found = named(
+        LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=compact, entropy_coef=0.1)(**args),
+        args,
+    )
     assert all((t == 0).all() for t in found.values())
 
 
 @pytest.mark.parametrize("shape", [(0, T), (B, 0)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_empty(shape, level):
-    x, w = torch.randn(*shape, H, device=DEVICE, requires_grad=True), torch.randn(V, H, device=DEVICE, requires_grad=True)
+    x, w = (
+        torch.randn(*shape, H, device=DEVICE, requires_grad=True),
+        torch.randn(V, H, device=DEVICE, requires_grad=True),
+    )
     ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
-    loss, metrics = LigerFusedLinearGRPOLoss(beta=0.0, importance_sampling_level=level)(x, w, ids, ids + 1, torch.ones(shape[0], device=DEVICE))
+    loss, metrics = LigerFusedLinearGRPOLoss(beta=0.0, importance_sampling_level=level)(
+        x, w, ids, ids + 1, torch.ones(shape[0], device=DEVICE)
+    )
     loss.backward()
     assert loss == 0 and metrics[-1] == 0 and not w.grad.any()
 
@@ -286,7 +393,10 @@ def test_empty(shape, level):
 def test_frozen(trained):
     args = batch()
     every = named(module({})(**args), args)
-    alone = {k: t.detach().requires_grad_(k == trained) if isinstance(t, torch.Tensor) and t.requires_grad else t for k, t in args.items()}
+    alone = {
+        k: t.detach().requires_grad_(k == trained) if isinstance(t, torch.Tensor) and t.requires_grad else t
+        for k, t in args.items()
+    }
     found = named(module({})(**alone), alone)
     assert_same_bits(found, {k: t for k, t in every.items() if not k.startswith("d") or k == f"d{trained}"})
 
@@ -296,15 +406,24 @@ def test_without_gradient():
     with torch.no_grad():
         loss, metrics = module({})(**args)
     assert not loss.requires_grad
-    assert_same_bits({"loss": loss, "kl": metrics[0]}, (lambda r: {"loss": r[0].detach(), "kl": r[1][0]})(module({})(**args)))
+    assert_same_bits(
+        {"loss": loss, "kl": metrics[0]}, (lambda r: {"loss": r[0].detach(), "kl": r[1][0]})(module({})(**args))
+    )
 
 
 def test_only_the_head_is_differentiated():
-    args = {k: t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for k, t in batch(ratio="token").items()}
+    args = {
+        k: t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for k, t in batch(ratio="token").items()
+    }
     loss, metrics = module({})(**args)
     assert not any(m.requires_grad for m in metrics)
     loss.backward()
-    assert {k for k, t in args.items() if isinstance(t, torch.Tensor) and t.grad is not None} == {"_input", "lin_weight", "bias"}
+    assert {k for k, t in args.items() if isinstance(t, torch.Tensor) and t.grad is not None} == {
+        "_input",
+        "lin_weight",
+        "bias",
+    }
 
 
 class Seen(TorchDispatchMode):
@@ -317,7 +436,11 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.names.append(func.overloadpacket.__name__)
-        made = [t.numel() for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        made = [
+            t.numel()
+            for t in (out if isinstance(out, tuple | list) else (out,))
+            if isinstance(t, torch.Tensor) and t.is_floating_point()
+        ]
         self.largest = max(self.largest, *made, 0)
         return out
 
@@ -327,8 +450,17 @@ def test_no_full_logits_and_three_products(monkeypatch):
     products = []
     for name in ("mm", "addmm"):
         plain = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, plain=plain, **kw: (products.append(a[-2].shape[0] * a[-2].shape[1] * a[-1].shape[1]), plain(*a, **kw))[1])
-    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.linear_cross_entropy"), "auto_chunk_rows", lambda *_: 2 * T)
+        monkeypatch.setattr(
+            torch,
+            name,
+            lambda *a, plain=plain, **kw: (
+                products.append(a[-2].shape[0] * a[-2].shape[1] * a[-1].shape[1]),
+                plain(*a, **kw),
+            )[1],
+        )
+    monkeypatch.setattr(
+        importlib.import_module("liger_kernel.ops.linear_cross_entropy"), "auto_chunk_rows", lambda *_: 2 * T
+    )
     monkeypatch.setattr(importlib.import_module("liger_kernel.ops._linear"), "auto_chunk_rows", lambda *_: 2 * T)
     with Seen() as seen:
         loss, _ = LigerFusedLinearGRPOLoss(entropy_coef=0.1)(**args)
@@ -341,7 +473,9 @@ def test_no_full_logits_and_three_products(monkeypatch):
 def test_waits_for_nothing(kind):
     args = batch(ratio="token")
     with Seen() as seen:
-        LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=False, entropy_coef=0.1)(**args)[0].backward()
+        LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=False, entropy_coef=0.1)(**args)[
+            0
+        ].backward()
     assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"} & set(seen.names)
 
 
@@ -352,7 +486,9 @@ def test_few_kernels_a_chunk(kind, level):
     logp = torch.randn(B, T, device=DEVICE, requires_grad=True)
     names = ("advantages", "ref_per_token_logps", "old_per_token_logps")
     mask = args["attention_mask"].float()
-    options = dict(n=3, tokens=mask.sum(), loss_type=kind, importance_sampling_level=level, **{k: args[k] for k in names})
+    options = dict(
+        n=3, tokens=mask.sum(), loss_type=kind, importance_sampling_level=level, **{k: args[k] for k in names}
+    )
     with Seen() as seen:
         loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(logp, mask, full_attention_mask=mask, **options)
         torch.autograd.grad(loss, logp)
@@ -404,15 +540,26 @@ class ReinforceWithForward(Reinforce):
     @classmethod
     def forward(cls, ctx, _input, weight, ids, mask, advantages, bias=None, temperature=1.0):
         return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, selected_token_ids=ids, attention_mask=mask, advantages=advantages, bias=bias,
-            temperature=temperature, beta=0.0, compiled=False,
-        )  # fmt: skip
+            cls=cls,
+            ctx=ctx,
+            _input=_input,
+            weight=weight,
+            selected_token_ids=ids,
+            attention_mask=mask,
+            advantages=advantages,
+            bias=bias,
+            temperature=temperature,
+            beta=0.0,
+            compiled=False,
+        )
 
 
 @pytest.mark.parametrize("mine", [Reinforce, ReinforceWithForward])
 def test_a_loss_of_the_users(mine):
     args = batch()
-    x, w, ids, mask, A, b = (args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias"))
+    x, w, ids, mask, A, b = (
+        args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias")
+    )
     loss, (sums, few) = mine.apply(x, w, ids, mask, A, b)
     logp = logprobs(x, w, b, ids, 1.0)[0] * mask
     expected = -(logp * A[:, None]).sum() / mask.sum()
@@ -425,29 +572,51 @@ def test_a_loss_of_the_users(mine):
 def test_base_has_no_loss():
     args = batch()
     with pytest.raises(NotImplementedError, match="ppo_loss_fn"):
-        LigerFusedLinearPPOBase.apply(*(args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages")))
+        LigerFusedLinearPPOBase.apply(
+            *(args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages"))
+        )
 
 
 def test_function_in_the_published_order():
-    """beta, epsilon_low, epsilon_high, loss_type, max_completion_length, level, SAPO's temperatures, temperature ..."""
+    """beta, epsilon_low, epsilon_high, loss_type, max_completion_length, level, SAPO's
+    temperatures, temperature ..."""
     args = batch()
     first = [
         args.get(k)
-        for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias", "ref_per_token_logps", "old_per_token_logps")
+        for k in (
+            "_input",
+            "lin_weight",
+            "selected_token_ids",
+            "attention_mask",
+            "advantages",
+            "bias",
+            "ref_per_token_logps",
+            "old_per_token_logps",
+        )
     ]
     numbers = (0.1, 0.15, 0.3, "luspo", 7, "sequence", 0.9, 1.2, 0.8, False, True, 1, None, None, True)
     loss, metrics = LigerFusedLinearGRPOFunction.apply(*first, None, None, None, *numbers)
-    options = dict(beta=0.1, epsilon_low=0.15, epsilon_high=0.3, loss_type="luspo", importance_sampling_level="sequence", temperature=0.8)
+    options = dict(
+        beta=0.1,
+        epsilon_low=0.15,
+        epsilon_high=0.3,
+        loss_type="luspo",
+        importance_sampling_level="sequence",
+        temperature=0.8,
+    )
     same = LigerFusedLinearGRPOLoss(**options, use_bias_correction_kl=True)(**args)
     assert_same_bits({"loss": loss.detach(), "kl": metrics[0]}, {"loss": same[0].detach(), "kl": same[1][0]})
 
 
 def test_the_loss_of_some_sequences_is_its_own_function():
-    """Called as the published ``ppo_loss_fn`` is, without what ``apply`` knows of the whole batch."""
+    """Called as the published ``ppo_loss_fn`` is, without what ``apply`` knows of the whole
+    batch."""
     args = batch()
     logp = logprobs(args["_input"], args["lin_weight"], args["bias"], args["selected_token_ids"], 1.0)[0]
     names = ("attention_mask", "advantages", "ref_per_token_logps", "old_per_token_logps")
-    part = lambda s: LigerFusedLinearGRPOFunction.ppo_loss_fn(logp[s], full_attention_mask=args["attention_mask"], **{k: args[k][s] for k in names})
+    part = lambda s: LigerFusedLinearGRPOFunction.ppo_loss_fn(
+        logp[s], full_attention_mask=args["attention_mask"], **{k: args[k][s] for k in names}
+    )
     (a, (kl_a, _)), (b, (kl_b, _)) = part(slice(0, 2)), part(slice(2, B))
     loss, metrics = module({})(**args)
     torch.testing.assert_close((a + b, kl_a + kl_b), (loss, metrics[0]))
@@ -455,8 +624,16 @@ def test_the_loss_of_some_sequences_is_its_own_function():
 
 def test_pieces():
     r = torch.tensor([0.5, 0.9, 1.1, 2.0], dtype=torch.float64)
-    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 0.3, "grpo")] == [[0.8, 0.9, 1.1, 1.3], [True, False, False, False], [False, False, False, True]]
-    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 1.3, "cispo")] == [[0.5, 0.9, 1.1, 1.3], [False] * 4, [False, False, False, True]]
+    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 0.3, "grpo")] == [
+        [0.8, 0.9, 1.1, 1.3],
+        [True, False, False, False],
+        [False, False, False, True],
+    ]
+    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 1.3, "cispo")] == [
+        [0.5, 0.9, 1.1, 1.3],
+        [False] * 4,
+        [False, False, False, True],
+    ]
     torch.testing.assert_close(k3_loss_fn(r.log(), torch.zeros_like(r)), r - r.log() - 1)
     torch.testing.assert_close(sapo_loss_fn(r, 2.0), 2 / (1 + torch.exp(-2 * (r - 1))))
     with pytest.raises(ValueError, match=r"sapo_loss_fn: temperature must be positive, got 0\.0"):
@@ -464,9 +641,12 @@ def test_pieces():
 
 
 def test_no_gradient_through_the_sampling_policy():
-    """Far off policy: what a clipped ratio leaves of the gradient is nothing, of an unclipped one all."""
+    """Far off policy: what a clipped ratio leaves of the gradient is nothing, of an unclipped
+    one all."""
     logp = torch.zeros(2, 1, requires_grad=True)
-    losses, _, clipped = token_losses(Policy(beta=0.0), logp, torch.ones(2, 1), torch.tensor([1.0, -1.0]), old_logp=torch.full((2, 1), -3.0))
+    losses, _, clipped = token_losses(
+        Policy(beta=0.0), logp, torch.ones(2, 1), torch.tensor([1.0, -1.0]), old_logp=torch.full((2, 1), -3.0)
+    )
     losses.sum().backward()
     assert clipped.tolist() == [[True], [False]] and logp.grad[0] == 0 and logp.grad[1] > 20
 
@@ -475,14 +655,37 @@ def test_no_gradient_through_the_sampling_policy():
     "change, options, message",
     [
         (dict(), dict(loss_type="ppo"), "loss_type must be one of .* got 'ppo'"),
-        (dict(), dict(importance_sampling_level="word"), "importance_sampling_level must be 'token' or 'sequence', got 'word'"),
-        *((dict(), dict(loss_type=kind, importance_sampling_level="sequence"), f"must be 'token' for loss_type '{kind}', got 'seq") for kind in OF_TOKENS),
+        (
+            dict(),
+            dict(importance_sampling_level="word"),
+            "importance_sampling_level must be 'token' or 'sequence', got 'word'",
+        ),
+        *(
+            (
+                dict(),
+                dict(loss_type=kind, importance_sampling_level="sequence"),
+                f"must be 'token' for loss_type '{kind}', got 'seq",
+            )
+            for kind in OF_TOKENS
+        ),
         (dict(), dict(loss_type="dr_grpo"), "max_completion_length must be given for loss_type 'dr_grpo', got None"),
         (dict(), dict(loss_type="sapo", sapo_temperature_neg=0.0), "sapo_temperature_neg must be positive, got 0.0"),
         (dict(), dict(temperature=0.0), "temperature must be positive, got 0.0"),
-        (dict(ref_per_token_logps=None), dict(), "ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None"),
-        (dict(advantages=torch.ones(3, device=DEVICE)), dict(), r"advantages must have shape \(5,\) or \(5, 1\) or \(5, 6\), got \(3,\)"),
-        (dict(attention_mask=torch.ones(5, 7, device=DEVICE)), dict(), r"attention_mask must have shape \(5, 6\), got \(5, 7\)"),
+        (
+            dict(ref_per_token_logps=None),
+            dict(),
+            "ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None",
+        ),
+        (
+            dict(advantages=torch.ones(3, device=DEVICE)),
+            dict(),
+            r"advantages must have shape \(5,\) or \(5, 1\) or \(5, 6\), got \(3,\)",
+        ),
+        (
+            dict(attention_mask=torch.ones(5, 7, device=DEVICE)),
+            dict(),
+            r"attention_mask must have shape \(5, 6\), got \(5, 7\)",
+        ),
         (dict(_input=torch.ones(30, H, device=DEVICE)), dict(), r"_input must have shape \(B, T, H\), got \(30, 16\)"),
     ],
 )
@@ -496,9 +699,14 @@ def test_losses_of_tokens_of_given_logits_too(kind):
     args, logits = given_logits()
     with pytest.raises(ValueError, match="importance_sampling_level must be 'token'"):
         triton_grpo_loss(
-            logits, args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"],
-            loss_type=kind, importance_sampling_level="sequence",
-        )  # fmt: skip
+            logits,
+            args["old_per_token_logps"],
+            args["ref_per_token_logps"],
+            args["selected_token_ids"],
+            args["advantages"],
+            loss_type=kind,
+            importance_sampling_level="sequence",
+        )
 
 
 def test_a_token_outside_the_vocabulary():
@@ -509,7 +717,13 @@ def test_a_token_outside_the_vocabulary():
 
 def given_logits(dtype=torch.float32, seed=0, **options):
     args = batch(dtype, seed, **options)
-    logits = torch.cat([F.linear(args["_input"], args["lin_weight"], args["bias"]).detach(), torch.randn(B, 1, V, device=DEVICE, dtype=dtype)], 1)
+    logits = torch.cat(
+        [
+            F.linear(args["_input"], args["lin_weight"], args["bias"]).detach(),
+            torch.randn(B, 1, V, device=DEVICE, dtype=dtype),
+        ],
+        1,
+    )
     return args, logits.requires_grad_()
 
 
@@ -521,13 +735,30 @@ def on_logits(args, logits):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind, level", PAIRS)
 def test_given_logits(kind, level, dtype):
-    o = dict(loss_type=kind, importance_sampling_level=level, beta=0.1, temperature=0.9, max_completion_length=9, epsilon_high=1.3 if kind == "cispo" else 0.4)
+    o = dict(
+        loss_type=kind,
+        importance_sampling_level=level,
+        beta=0.1,
+        temperature=0.9,
+        max_completion_length=9,
+        epsilon_high=1.3 if kind == "cispo" else 0.4,
+    )
 
     def ours(args, logits):
         loss, metrics = triton_grpo_loss(
-            logits, args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"], args["attention_mask"],
-            beta=0.1, eps_high=o["epsilon_high"], loss_type=kind, importance_sampling_level=level, reduce=True, max_completion_length=9,
-        )  # fmt: skip
+            logits,
+            args["old_per_token_logps"],
+            args["ref_per_token_logps"],
+            args["selected_token_ids"],
+            args["advantages"],
+            args["attention_mask"],
+            beta=0.1,
+            eps_high=o["epsilon_high"],
+            loss_type=kind,
+            importance_sampling_level=level,
+            reduce=True,
+            max_completion_length=9,
+        )
         return named((loss, metrics), {"logits": logits})
 
     theirs = lambda args, logits: named(whole(o, on_logits(args, logits)), {"logits": logits})
@@ -544,7 +775,13 @@ def test_given_logits(kind, level, dtype):
 
 def test_given_logits_unreduced():
     args, logits = given_logits()
-    rest = (args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"], args["attention_mask"])
+    rest = (
+        args["old_per_token_logps"],
+        args["ref_per_token_logps"],
+        args["selected_token_ids"],
+        args["advantages"],
+        args["attention_mask"],
+    )
     losses, kl, clipped = triton_grpo_loss(logits, *rest, reduce=False)
     loss, (mean_kl, mean_clipped) = triton_grpo_loss(logits, *rest, reduce=True)
     n = args["attention_mask"].sum()
@@ -556,7 +793,13 @@ def test_given_logits_unreduced():
 
 def test_given_logits_compile():
     args, logits = given_logits()
-    rest = (args["old_per_token_logps"], args["ref_per_token_logps"], args["selected_token_ids"], args["advantages"], args["attention_mask"])
+    rest = (
+        args["old_per_token_logps"],
+        args["ref_per_token_logps"],
+        args["selected_token_ids"],
+        args["advantages"],
+        args["attention_mask"],
+    )
     fn = lambda *a: triton_grpo_loss(*a, reduce=True)
     eager, compiled = fn(logits, *rest), torch.compile(fn, fullgraph=True, backend="aot_eager")(logits, *rest)
     torch.testing.assert_close(compiled, eager)
@@ -579,20 +822,29 @@ def test_selected_log_softmax_of_any_strides():
     _, logits = given_logits()
     ids = torch.randint(0, V, (B, T), device=DEVICE)
     wide = torch.cat([logits.detach()] * 2, 1)[:, T + 1 :]
-    torch.testing.assert_close(fused_selective_log_softmax(wide, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0))
+    torch.testing.assert_close(
+        fused_selective_log_softmax(wide, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0)
+    )
     across = logits.detach().transpose(0, 2).contiguous().transpose(0, 2)
-    torch.testing.assert_close(fused_selective_log_softmax(across, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0))
+    torch.testing.assert_close(
+        fused_selective_log_softmax(across, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0)
+    )
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (dict(temperature=0.0), "temperature must be positive, got 0.0"),
-        (dict(input_ids=torch.zeros(B, T - 1, dtype=torch.int64, device=DEVICE)), r"input_ids must have shape \(5, 6\), got \(5, 5\)"),
+        (
+            dict(input_ids=torch.zeros(B, T - 1, dtype=torch.int64, device=DEVICE)),
+            r"input_ids must have shape \(5, 6\), got \(5, 5\)",
+        ),
         (dict(logits=torch.zeros(B, V, device=DEVICE)), r"logits must have shape \(B, T \+ 1, V\), got \(5, 61\)"),
     ],
 )
 def test_mistakes_in_given_logits(change, message):
-    args = dict(logits=torch.zeros(B, T + 1, V, device=DEVICE), input_ids=torch.zeros(B, T, dtype=torch.int64, device=DEVICE))
+    args = dict(
+        logits=torch.zeros(B, T + 1, V, device=DEVICE), input_ids=torch.zeros(B, T, dtype=torch.int64, device=DEVICE)
+    )
     with pytest.raises(ValueError, match="grpo_loss: " + message):
         fused_selective_log_softmax(**args | change)

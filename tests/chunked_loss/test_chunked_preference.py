@@ -1,4 +1,5 @@
-"""Preference losses against their formulas over all logits, and against TRL's trainers where TRL is installed."""
+"""Preference losses against their formulas over all logits, and against TRL's trainers where TRL
+is installed."""
 
 import importlib
 import inspect
@@ -48,7 +49,8 @@ def log_sigmoid(z):
 
 
 def sequences(x, w, bias, target):
-    """Sums of log-probabilities (2B,), numbers of tokens (2B,), mean logits (2B, T), 0 where ignored."""
+    """Sums of log-probabilities (2B,), numbers of tokens (2B,), mean logits (2B, T), 0 where
+    ignored."""
     z = F.linear(x, w, bias)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     logp = z.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
@@ -61,7 +63,10 @@ def smooth(z, e=0.2):
 
 
 def exo(z, e=0.2):
-    q, p = torch.stack((log_sigmoid(z), log_sigmoid(-z))), torch.tensor([[1 - e], [e]], dtype=z.dtype, device=z.device).log()
+    q, p = (
+        torch.stack((log_sigmoid(z), log_sigmoid(-z))),
+        torch.tensor([[1 - e], [e]], dtype=z.dtype, device=z.device).log(),
+    )
     return (q.exp() * (q - p)).sum(0)
 
 
@@ -113,7 +118,14 @@ def dpo_formula(loss_type, alpha):
         else:
             each = DPO[loss_type](c - ref_c, r - ref_r)
         weight = 1 if loss_type == "sft" else alpha
-        return each.mean() + weight * nll, (c, r, *logits, nll if weight else 0 * nll, BETA * (c - ref_c), BETA * (r - ref_r))
+        return each.mean() + weight * nll, (
+            c,
+            r,
+            *logits,
+            nll if weight else 0 * nll,
+            BETA * (c - ref_c),
+            BETA * (r - ref_r),
+        )
 
     return whole
 
@@ -126,7 +138,8 @@ def orpo(leaves, target, reference, marks, nll_target=None):
 
 
 def other_nll(target):
-    """Other labels of the chosen: two that differ, one that only it counts, one that it does not."""
+    """Other labels of the chosen: two that differ, one that only it counts, one that it does
+    not."""
     y = target.clone()
     y[0, :2], y[2, 0], y[1, 2] = 7, 9, -100
     return y
@@ -145,7 +158,10 @@ def simpo(leaves, target, reference, marks):
 def kto(leaves, target, reference, marks, with_reference=True):
     logps, _, mean_logit = sequences(*leaves, target)
     ratio = logps - sequences(*reference, target)[0] if with_reference else logps
-    each = [2.0 * (1 - torch.sigmoid(BETA * (q - KL))) if good else 0.5 * (1 - torch.sigmoid(BETA * (KL - q))) for q, good in zip(ratio, marks.tolist())]
+    each = [
+        2.0 * (1 - torch.sigmoid(BETA * (q - KL))) if good else 0.5 * (1 - torch.sigmoid(BETA * (KL - q)))
+        for q, good in zip(ratio, marks.tolist())
+    ]
     both = lambda t: (t[marks].sum(), t[~marks].sum())
     return torch.stack(each).mean(), (*both(logps), *both(mean_logit * V), *both(BETA * ratio))
 
@@ -187,7 +203,11 @@ CASES = {f"dpo-{loss_type}": dpo(loss_type) for loss_type in DPO} | {
 def named(result, leaves):
     loss, metrics = result
     grads = torch.autograd.grad(3 * loss, leaves)
-    return {"out": loss.detach()} | {f"metric{i}": m.detach() for i, m in enumerate(metrics)} | {f"d{k}": g for k, g in zip(("x", "w", "bias"), grads)}
+    return (
+        {"out": loss.detach()}
+        | {f"metric{i}": m.detach() for i, m in enumerate(metrics)}
+        | {f"d{k}": g for k, g in zip(("x", "w", "bias"), grads)}
+    )
 
 
 def ours(case, dtype=torch.float32, seed=0, compact=True):
@@ -230,7 +250,9 @@ def short(*cases: str, slow: tuple[str, ...]) -> list:
     return [*cases, *(pytest.param(c, marks=[pytest.mark.slow] * (DEVICE == "cpu")) for c in slow)]
 
 
-@pytest.mark.parametrize("case", short("dpo-sigmoid", "orpo-nll_target", slow=("kto", "dpo-aot", "dpo-ipo", "dpo-nll", "orpo", "cpo")))
+@pytest.mark.parametrize(
+    "case", short("dpo-sigmoid", "orpo-nll_target", slow=("kto", "dpo-aot", "dpo-ipo", "dpo-nll", "orpo", "cpo"))
+)
 def test_compaction_and_chunks_change_nothing(case, chunks):
     """Compact or not, one chunk, and pairs of more than two chunks."""
     whole = ours(case, compact=False)
@@ -257,7 +279,8 @@ def test_ignored_tokens_may_hold_anything(case):
 
 @pytest.mark.parametrize("case", short("dpo-sigmoid", "orpo-nll_target", slow=("dpo-aot", "kto")))
 def test_frozen_inputs_and_evaluation(case, chunks, monkeypatch):
-    """What is frozen gets no gradient, the rest the same, and evaluation multiplies by no gradient."""
+    """What is frozen gets no gradient, the rest the same, and evaluation multiplies by no
+    gradient."""
     chunks(2 * T)
     module, call, _ = CASES[case]
     full = ours(case)
@@ -280,7 +303,8 @@ def test_frozen_inputs_and_evaluation(case, chunks, monkeypatch):
 
 @pytest.mark.parametrize("case, products", [("dpo-sigmoid", 4), ("cpo", 3), ("kto-no-reference", 3), ("dpo-aot", 5)])
 def test_products_and_no_full_logits(case, products, chunks, monkeypatch):
-    """Three products, one for the reference, one for a loss of the whole batch; of counted tokens alone, a chunk at a time."""
+    """Three products, one for the reference, one for a loss of the whole batch; of counted
+    tokens alone, a chunk at a time."""
     chunks(2 * T)
     seen, logits = [], []
     mm, addmm = torch.mm, torch.addmm
@@ -319,7 +343,9 @@ def test_compiles_whole(case):
     module, call, _ = CASES[case]
     leaves, target, reference, marks = inputs()
     compiled = torch.compile(lambda *args: call(module, *args), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(named(compiled(*leaves, target, reference, marks), leaves), ours(case), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        named(compiled(*leaves, target, reference, marks), leaves), ours(case), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "aot"])
@@ -333,13 +359,18 @@ def test_reference_log_probabilities_known_before(loss_type):
     torch.testing.assert_close(a, named(module(w, x, target, bias, *reference), leaves))
     marks = inputs()[3]
     module = LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=True)
-    torch.testing.assert_close(module(x, w, target, bias, marks, ref_logps=known), module(x, w, target, bias, marks, *reference))
+    torch.testing.assert_close(
+        module(x, w, target, bias, marks, ref_logps=known), module(x, w, target, bias, marks, *reference)
+    )
 
 
 def test_a_reference_given_is_used():
     """Under KTO's default as with ``use_ref_model=True``; DPO leaves it out where it is told to."""
     (x, w, bias), target, reference, marks = inputs()
-    a, b = (LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=u)(x, w, target, bias, marks, *reference)[0] for u in (False, True))
+    a, b = (
+        LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=u)(x, w, target, bias, marks, *reference)[0]
+        for u in (False, True)
+    )
     assert a == b
     alone = LigerFusedLinearDPOLoss(beta=BETA, use_ref_model=False)
     assert alone(w, x, target, bias, *reference)[0] == alone(w, x, target, bias)[0]
@@ -350,7 +381,9 @@ def test_sequences_without_tokens():
     target[0] = target[B + 1] = -100
     x, w, bias = leaves
     for module in (LigerFusedLinearORPOLoss(), LigerFusedLinearSimPOLoss(), LigerFusedLinearDPOLoss(loss_type="ipo")):
-        result = named(module(w, x, target, bias, *(reference if isinstance(module, LigerFusedLinearDPOLoss) else ())), leaves)
+        result = named(
+            module(w, x, target, bias, *(reference if isinstance(module, LigerFusedLinearDPOLoss) else ())), leaves
+        )
         assert all(t.isfinite().all() for t in result.values())
         assert not result["dx"][target == -100].any()
     loss, (chosen, *_) = LigerFusedLinearCPOLoss()(w, x[:0], target[:0])
@@ -382,28 +415,64 @@ def test_function_and_module_agree():
         assert getattr(functional, f"liger_fused_linear_{name.lower()}") == function.apply
     (x, w, bias), target, reference, _ = inputs()
     arguments = (x, w, target, bias, *reference, -100, BETA)
-    torch.testing.assert_close(functional.liger_fused_linear_dpo(*arguments), LigerFusedLinearDPOLoss(beta=BETA)(w, x, target, bias, *reference))
+    torch.testing.assert_close(
+        functional.liger_fused_linear_dpo(*arguments),
+        LigerFusedLinearDPOLoss(beta=BETA)(w, x, target, bias, *reference),
+    )
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[0], t), "ORPOFunction: _input must have shape (2B, T, H), got (5, 16)"),
-        (lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[1:], t[1:]), "ORPOFunction: _input must hold as many chosen as rejected sequences, got 5"),
-        (lambda x, w, t: LigerFusedLinearCPOLoss()(w, x, t[1:]), "CPOFunction: target must have shape (6, 5), got (5, 5)"),
-        (lambda x, w, t: LigerFusedLinearORPOLoss()(w, x, t, None, t[:1]), "ORPOFunction: nll_target must have shape (3, 5) or (6, 5), got (1, 5)"),
+        (
+            lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[0], t),
+            "ORPOFunction: _input must have shape (2B, T, H), got (5, 16)",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[1:], t[1:]),
+            "ORPOFunction: _input must hold as many chosen as rejected sequences, got 5",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearCPOLoss()(w, x, t[1:]),
+            "CPOFunction: target must have shape (6, 5), got (5, 5)",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearORPOLoss()(w, x, t, None, t[:1]),
+            "ORPOFunction: nll_target must have shape (3, 5) or (6, 5), got (1, 5)",
+        ),
         (
             lambda x, w, t: LigerFusedLinearDPOLoss()(w, x, t),
             "DPOFunction: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given",
         ),
-        (lambda x, w, t: LigerFusedLinearDPOLoss()(w, x, t, None, x[1:], w), "DPOFunction: ref_input must have shape (6, 5, H), got (5, 5, 16)"),
+        (
+            lambda x, w, t: LigerFusedLinearDPOLoss()(w, x, t, None, x[1:], w),
+            "DPOFunction: ref_input must have shape (6, 5, H), got (5, 5, 16)",
+        ),
         (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="best"), "DPOLoss: loss_type must be one of sigmoid, "),
-        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1), "DPOLoss: label_smoothing must be 0 for hinge, got 0.1"),
-        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5), "DPOLoss: label_smoothing must be in [0, 0.5) for robust, got 0.5"),
-        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="exo_pair"), "DPOLoss: label_smoothing must be in (0, 1) for exo_pair"),
-        (lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t), "KTOFunction: preference_labels must have shape (6,), got None"),
-        (lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t, None, t[:, 0], kl=x[0, 0]), "KTOFunction: kl must be one number, got shape (16,)"),
-        (lambda x, w, t: LigerFusedLinearKTOLoss(use_ref_model=True)(x, w, t, None, t[:, 0]), "KTOFunction: ref_input and ref_weight, or ref_logps, must be"),
+        (
+            lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1),
+            "DPOLoss: label_smoothing must be 0 for hinge, got 0.1",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5),
+            "DPOLoss: label_smoothing must be in [0, 0.5) for robust, got 0.5",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="exo_pair"),
+            "DPOLoss: label_smoothing must be in (0, 1) for exo_pair",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t),
+            "KTOFunction: preference_labels must have shape (6,), got None",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t, None, t[:, 0], kl=x[0, 0]),
+            "KTOFunction: kl must be one number, got shape (16,)",
+        ),
+        (
+            lambda x, w, t: LigerFusedLinearKTOLoss(use_ref_model=True)(x, w, t, None, t[:, 0]),
+            "KTOFunction: ref_input and ref_weight, or ref_logps, must be",
+        ),
     ],
 )
 def test_mistakes_are_named(call, message):
@@ -413,19 +482,36 @@ def test_mistakes_are_named(call, message):
 
 
 class Squared(LigerFusedLinearPreferenceBase):
-    """As users wrote theirs: options by position, gradients padded for the arguments that need none."""
+    """As users wrote theirs: options by position, gradients padded for the arguments that need
+    none."""
 
     @staticmethod
-    def preference_loss_fn(chosen_logps, rejected_logps, full_target, ref_chosen_logps=None, ref_rejected_logps=None, beta=0.1, shift=0.0):
+    def preference_loss_fn(
+        chosen_logps, rejected_logps, full_target, ref_chosen_logps=None, ref_rejected_logps=None, beta=0.1, shift=0.0
+    ):
         gap = chosen_logps - rejected_logps - (ref_chosen_logps - ref_rejected_logps)
         return (beta * gap - shift).square().sum() / (full_target.shape[0] // 2), gap, gap.sum()
 
     @classmethod
     def forward(cls, ctx, _input, weight, target, bias, ref_input, ref_weight, ref_bias, shift):
         return super().forward(
-            cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias, chunk_size=1, beta=BETA, compute_nll_loss=False, compiled=False,
-            use_ref_model=True, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, average_log_prob=False, shift=shift,
-        )  # fmt: skip
+            cls=cls,
+            ctx=ctx,
+            _input=_input,
+            weight=weight,
+            target=target,
+            bias=bias,
+            chunk_size=1,
+            beta=BETA,
+            compute_nll_loss=False,
+            compiled=False,
+            use_ref_model=True,
+            ref_input=ref_input,
+            ref_weight=ref_weight,
+            ref_bias=ref_bias,
+            average_log_prob=False,
+            shift=shift,
+        )
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -447,13 +533,20 @@ def test_losses_of_users(chunks):
     loss, (chosen, *_, each, total) = Squared.apply(x, w, target, bias, *reference, 0.5)
     torch.testing.assert_close((chosen, each, total), (c.detach(), gap.detach(), gap.sum().detach()))
     truth = (BETA * gap - 0.5).square().mean()
-    torch.testing.assert_close(torch.autograd.grad(loss, (x, w, bias)), torch.autograd.grad(truth, (x, w, bias), retain_graph=True), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, (x, w, bias)),
+        torch.autograd.grad(truth, (x, w, bias), retain_graph=True),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
     logps = sequences(x, w, bias, target)[0]
     signed = torch.where(marks, logps, -logps)
     loss, (chosen, rejected, _, _, total, each) = Likelihood.apply(x, w, target, marks, bias, scale=2.0)
     torch.testing.assert_close((chosen - rejected, total, each), (total, signed.sum().detach(), signed.detach()))
-    torch.testing.assert_close(torch.autograd.grad(loss, w), torch.autograd.grad(-2 * signed.mean(), w), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, w), torch.autograd.grad(-2 * signed.mean(), w), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_documented_examples():
@@ -461,7 +554,9 @@ def test_documented_examples():
     (x, w, bias), target, reference, _ = inputs()
     layer = lambda w, b: types.SimpleNamespace(weight=w, bias=b)
     names = dict(hidden=x, labels=target, head=layer(w, bias), ref_hidden=reference[0], ref_head=layer(*reference[1:]))
-    first, margin, last, accumulated = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/guides/losses.md").read_text(), re.DOTALL)
+    first, margin, last, accumulated = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/guides/losses.md").read_text(), re.DOTALL
+    )
     exec(first, names)
     assert names["loss"] == LigerFusedLinearDPOLoss()(w, x, target, bias, *reference)[0]
     exec(margin, names)
@@ -475,7 +570,8 @@ def test_documented_examples():
     torch.testing.assert_close(w.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-# -- TRL: the loss functions of its trainers on the same batch --------------------------------------------------------------------------------------------
+# -- TRL: the loss functions of its trainers on the same batch
+# --------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -500,10 +596,22 @@ def trainer(**options):
     same = lambda t: t
     accelerator = types.SimpleNamespace(device=torch.device(DEVICE), gather=same, gather_for_metrics=same)
     return types.SimpleNamespace(
-        accelerator=accelerator, model=types.SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
-        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_weights=[1.0], beta=BETA, use_weighting=False,
-        calculate_KL=True, args=types.SimpleNamespace(discopop_tau=0.05), **options,
-    )  # fmt: skip
+        accelerator=accelerator,
+        model=types.SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_weights=[1.0],
+        beta=BETA,
+        use_weighting=False,
+        calculate_KL=True,
+        args=types.SimpleNamespace(discopop_tau=0.05),
+        **options,
+    )
 
 
 def batch(target):
@@ -528,7 +636,9 @@ def agree(module, leaves, arguments, theirs, metrics):
     for name, value in zip(("out", "dx", "dw", "dbias"), (theirs.detach(), *grads)):
         torch.testing.assert_close(result[name], value.float(), rtol=1e-4, atol=1e-5)
     for i, value in metrics.items():
-        torch.testing.assert_close(result[f"metric{i}"].mean().item(), float(torch.as_tensor(value).detach()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            result[f"metric{i}"].mean().item(), float(torch.as_tensor(value).detach()), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("loss_type", DPO)
@@ -538,11 +648,21 @@ def test_trl_dpo(loss_type):
     with torch.no_grad():
         known = sequences(*reference, target)[0]
     self = trainer(loss_types=[loss_type], label_smoothing=0.2)
-    loss = method(self, Model(x, w, bias, target), batch(target) | dict(ref_chosen_logps=known[:B], ref_rejected_logps=known[B:]), False)
+    loss = method(
+        self,
+        Model(x, w, bias, target),
+        batch(target) | dict(ref_chosen_logps=known[:B], ref_rejected_logps=known[B:]),
+        False,
+    )
     logged = {k: v[0] for k, v in self._metrics["train"].items()}
     metrics = {2: logged["logits/chosen"], 3: logged["logits/rejected"]}
     if loss_type not in MEANS:
-        metrics |= {0: logged["logps/chosen"], 1: logged["logps/rejected"], 5: logged["rewards/chosen"], 6: logged["rewards/rejected"]}
+        metrics |= {
+            0: logged["logps/chosen"],
+            1: logged["logps/rejected"],
+            5: logged["rewards/chosen"],
+            6: logged["rewards/rejected"],
+        }
     smoothing = 0.2 if loss_type in ("exo_pair", "robust", "aot", "aot_unpaired") else 0.0
     module = LigerFusedLinearDPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=smoothing)
     agree(module, (x, w, bias), (w, x, target, bias, *reference), loss, metrics)
@@ -553,12 +673,20 @@ def test_trl_kto():
     (x, w, bias), target, reference, marks = inputs()
     with torch.no_grad():
         known = sequences(*reference, target)[0]
-    self = trainer(loss_type="kto", desirable_weight=2.0, undesirable_weight=0.5, _compute_kl_logps=lambda *_: torch.full((4,), KL, device=DEVICE))
+    self = trainer(
+        loss_type="kto",
+        desirable_weight=2.0,
+        undesirable_weight=0.5,
+        _compute_kl_logps=lambda *_: torch.full((4,), KL, device=DEVICE),
+    )
     data = batch(target) | dict(label=marks, ref_logps=known, ref_KL_logps=torch.zeros(4, device=DEVICE))
     loss = method(self, Model(x, w, bias, target), data, False)
     logged = {k: v[0] for k, v in self._metrics["train"].items()}
     module = LigerFusedLinearKTOLoss(beta=BETA, desirable_weight=2.0, undesirable_weight=0.5)
-    metrics = {i: 3 * logged[k] for i, k in {0: "logps/chosen", 1: "logps/rejected", 4: "rewards/chosen", 5: "rewards/rejected"}.items()}
+    metrics = {
+        i: 3 * logged[k]
+        for i, k in {0: "logps/chosen", 1: "logps/rejected", 4: "rewards/chosen", 5: "rewards/rejected"}.items()
+    }
     n = (target != -100).sum(1)
     metrics |= {2: logged["logits/chosen"] * V * n[marks].sum(), 3: logged["logits/rejected"] * V * n[~marks].sum()}
     agree(module, (x, w, bias), (x, w, target, bias, marks, *reference, torch.tensor(KL)), loss, metrics)
@@ -581,14 +709,24 @@ def test_trl_orpo():
     (x, w, bias), target, *_ = inputs()
     c, r, nll, _ = pairs((x, w, bias), target, means=True)
     each, chosen, rejected, ratio, odds = method(trainer(), c, r)
-    agree(LigerFusedLinearORPOLoss(beta=BETA), (x, w, bias), (w, x, target, bias), nll - each.mean(), {5: chosen.mean(), 6: rejected.mean(), 7: ratio, 8: odds})
+    agree(
+        LigerFusedLinearORPOLoss(beta=BETA),
+        (x, w, bias),
+        (w, x, target, bias),
+        nll - each.mean(),
+        {5: chosen.mean(), 6: rejected.mean(), 7: ratio, 8: odds},
+    )
 
 
-@pytest.mark.parametrize(("kind", "whole"), [("dpo", False), ("dpo", True), ("kto", False), ("kto", True), ("grpo", False)])
+@pytest.mark.parametrize(
+    ("kind", "whole"), [("dpo", False), ("dpo", True), ("kto", False), ("kto", True), ("grpo", False)]
+)
 def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(kind, whole, monkeypatch):
     """Otherwise a run does not begin at a loss of log 2, and its first rewards are noise."""
     for name in ("_linear", "linear_loss"):
-        monkeypatch.setattr(importlib.import_module(f"liger_kernel.ops.{name}"), "auto_chunk_rows", lambda M, *_: max(1, min(M, 7)))
+        monkeypatch.setattr(
+            importlib.import_module(f"liger_kernel.ops.{name}"), "auto_chunk_rows", lambda M, *_: max(1, min(M, 7))
+        )
     linear = importlib.import_module("liger_kernel.ops._linear")
     product = linear.add_mm
 
@@ -622,7 +760,9 @@ def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(
         Alone.apply(x, w, target, preference_labels=[True, False] * 4, whole_batch=whole, **same)
     else:
         grpo = losses.LigerFusedLinearGRPOLoss(beta=0.1, use_ref_model=True)
-        _, (divergence, *_) = grpo(x, w, target.clamp(min=0), target != -100, torch.randn(8, device=DEVICE), ref_input=x, ref_weight=w)
+        _, (divergence, *_) = grpo(
+            x, w, target.clamp(min=0), target != -100, torch.randn(8, device=DEVICE), ref_input=x, ref_weight=w
+        )
         seen.append((divergence, torch.zeros_like(divergence)))
     assert seen
     for policy, reference in seen:
@@ -633,13 +773,21 @@ def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD"])
 def test_the_empty_shard_of_a_head_is_named(name, shape):
     """What ZeRO-3, or a rank of FSDP2 that has no rows, leaves of a head outside its forward."""
-    x, y, w = torch.randn(4, 5, 8, device=DEVICE), torch.zeros(4, 5, dtype=torch.int64, device=DEVICE), torch.empty(shape, device=DEVICE)
+    x, y, w = (
+        torch.randn(4, 5, 8, device=DEVICE),
+        torch.zeros(4, 5, dtype=torch.int64, device=DEVICE),
+        torch.empty(shape, device=DEVICE),
+    )
     loss = getattr(losses, f"LigerFusedLinear{name}Loss")
     calls = {
-        "KTO": lambda: loss(use_ref_model=False)(x, w, y, preference_labels=torch.tensor([True, False] * 2, device=DEVICE)),
+        "KTO": lambda: loss(use_ref_model=False)(
+            x, w, y, preference_labels=torch.tensor([True, False] * 2, device=DEVICE)
+        ),
         "GRPO": lambda: loss(beta=0.0)(x, w, y, torch.ones(4, 5, device=DEVICE), torch.ones(4, device=DEVICE)),
         "JSD": lambda: loss()(x.flatten(0, 1), w, x.flatten(0, 1), w, y.flatten()),
         "DPO": lambda: loss(use_ref_model=False)(w, x, y),
     }
-    with pytest.raises(ValueError, match=r"w must have shape \(V, 8\), got \(0,.*\): gather a sharded head before its loss"):
+    with pytest.raises(
+        ValueError, match=r"w must have shape \(V, 8\), got \(0,.*\): gather a sharded head before its loss"
+    ):
         calls.get(name, lambda: loss()(w, x, y))()

@@ -1,8 +1,11 @@
-"""What a process does where kernels are compiled for sm_90 and their launches do nothing; prints JSON.
+"""What a process does where kernels are compiled for sm_90 and their launches do nothing; prints
+JSON.
 
-``python fake_gpu.py train config.json 2x32 3x17``: kernels that training steps of so many tokens compile, and find in the cache.
-``specialisations``: what common operators compile for one batch, and for batches of several sizes. ``launches``: what reaches the driver by Triton's own
-way and by ours. ``host``: microseconds to get there.
+``python fake_gpu.py train config.json 2x32 3x17``: kernels that training steps of so many tokens
+compile, and find in the cache.
+``specialisations``: what common operators compile for one batch, and for batches of several sizes.
+``launches``: what reaches the driver by Triton's own way and by ours. ``host``: microseconds to get
+there.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Gpu(CompileOnly):
     started: ClassVar[list] = []
 
     def launcher_cls(self, src, metadata):
-        return lambda x, y, z, stream, function, packed, *args: self.started.append((metadata.hash, (x, y, z), packed, args[3:]))
+        return lambda x, y, z, stream, function, packed, *args: self.started.append(
+            (metadata.hash, (x, y, z), packed, args[3:])
+        )
 
 
 def use() -> None:
@@ -56,7 +61,9 @@ def train(config: str, *steps: str) -> dict:
     knobs.compilation.listener = lambda *, cache_hit, **_: seen.update({cache_hit: seen[cache_hit] + 1})
     use()
     with _config.target(ARCH, TARGETS[ARCH].processors):
-        model = transformers.AutoModelForCausalLM.from_config(warmup.configuration(config), dtype=torch.bfloat16).train()
+        model = transformers.AutoModelForCausalLM.from_config(
+            warmup.configuration(config), dtype=torch.bfloat16
+        ).train()
         _apply_liger_kernel_to_instance(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in steps:
@@ -67,7 +74,8 @@ def train(config: str, *steps: str) -> dict:
 
 
 def launches() -> dict:
-    """What reaches the driver by Triton's own way and by ours, for calls that differ in all that a kernel is specialised on."""
+    """What reaches the driver by Triton's own way and by ours, for calls that differ in all that
+    a kernel is specialised on."""
     use()
     bf16 = torch.randn(4096).bfloat16()
     calls = {
@@ -86,8 +94,15 @@ def launches() -> dict:
         for x, w in calls.values():
             for _ in range(2):
                 x, dy = x.detach().requires_grad_(), torch.ones_like(x)
-                torch.autograd.grad(ops.rms_norm(x, w, eps=1e-5), x, dy.to(torch.promote_types(x.dtype, w.dtype)) if w is not None else dy)
-        seen = [(h, grid, str([type(a).__name__ if isinstance(a, torch.Tensor) else a for a in args])) for h, grid, _, args in Gpu.started]
+                torch.autograd.grad(
+                    ops.rms_norm(x, w, eps=1e-5),
+                    x,
+                    dy.to(torch.promote_types(x.dtype, w.dtype)) if w is not None else dy,
+                )
+        seen = [
+            (h, grid, str([type(a).__name__ if isinstance(a, torch.Tensor) else a for a in args]))
+            for h, grid, _, args in Gpu.started
+        ]
         Gpu.started.clear()
         return seen
 
@@ -96,15 +111,29 @@ def launches() -> dict:
         for _ in range(2):
             ops.cross_entropy(torch.randn(4, 64), torch.zeros(4, dtype=torch.int64), ignore_index=-100)
     negative = sum(kernel.__module__.endswith(".cross_entropy_rows") for kernel, *_ in _op._compiled)
-    return {"negative": negative, "same": theirs == ours, "launches": len(ours), "kernels": len({h for h, *_ in ours}), "direct": len(_op._compiled)}
+    return {
+        "negative": negative,
+        "same": theirs == ours,
+        "launches": len(ours),
+        "kernels": len({h for h, *_ in ours}),
+        "direct": len(_op._compiled),
+    }
 
 
 def host(rounds: str = "40") -> dict:
-    """Microseconds of host time of a forward and backward, by Triton's own way and by ours; PyTorch's own RMSNorm, which computes, beside them."""
+    """Microseconds of host time of a forward and backward, by Triton's own way and by ours;
+    PyTorch's own RMSNorm, which computes, beside them."""
     use()
     Gpu.launcher_cls = lambda self, src, metadata: lambda *args: None
     t = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-    x, y, w, q, k, angles = t(4, 64), t(4, 64), t(64), t(1, 8, 4, 16), t(1, 8, 2, 16), torch.randn(1, 8, 8, dtype=torch.bfloat16)
+    x, y, w, q, k, angles = (
+        t(4, 64),
+        t(4, 64),
+        t(64),
+        t(1, 8, 4, 16),
+        t(1, 8, 2, 16),
+        torch.randn(1, 8, 8, dtype=torch.bfloat16),
+    )
     calls = {
         "rms_norm": (lambda: ops.rms_norm(x, w), (x, w)),
         "layer_norm": (lambda: ops.layer_norm(x, w, w), (x, w)),
@@ -141,17 +170,25 @@ def specialisations() -> dict:
         "layer_norm": lambda B, T: ops.layer_norm(t(B, T, 64), w, b),
         "glu": lambda B, T: ops.glu(t(B, T, 64), t(B, T, 64)),
         "rope": lambda B, T: ops.rope(t(B, T, 4, 16).transpose(1, 2), t(B, T, 2, 16).transpose(1, 2), *angles(T)),
-        "rope-positions": lambda B, T: ops.rope(t(B, T, 4, 16), t(B, T, 2, 16), *angles(50), ids(B, T), unsqueeze_dim=2),
+        "rope-positions": lambda B, T: ops.rope(
+            t(B, T, 4, 16), t(B, T, 2, 16), *angles(50), ids(B, T), unsqueeze_dim=2
+        ),
         "softmax": lambda B, T: ops.softmax(t(B, T, 64)),
         "cross_entropy": lambda B, T: ops.cross_entropy(t(B * T, 64), ids(B * T), ignore_index=-B * T % 17),
         "cross_entropy-temperature": lambda B, T: ops.cross_entropy(t(B * T, 64), ids(B * T), logit_scale=1 / (B + T)),
-        "linear_cross_entropy": lambda B, T: ops.linear_cross_entropy(t(B * T, 64), t(64, 64), ids(B * T), chunk_rows=4096),
-        "qk_norm_rope": lambda B, T: ops.qk_norm_rope(t(B, T, 4, 16), t(B, T, 2, 16), t(16), t(16), *angles(T), unsqueeze_dim=2),
+        "linear_cross_entropy": lambda B, T: ops.linear_cross_entropy(
+            t(B * T, 64), t(64, 64), ids(B * T), chunk_rows=4096
+        ),
+        "qk_norm_rope": lambda B, T: ops.qk_norm_rope(
+            t(B, T, 4, 16), t(B, T, 2, 16), t(16), t(16), *angles(T), unsqueeze_dim=2
+        ),
         "modulated_rms_norm": lambda B, T: ops.modulated_rms_norm(t(B, T, 64), t(B, 64), t(B, 64), w),
         "poly_norm": lambda B, T: ops.poly_norm(t(B, T, 64), t(3), t(1)),
         "relu_squared": lambda B, T: ops.relu_squared(t(B, T, 64)),
         "embedding": lambda B, T: ops.embedding(ids(B, T), t(50, 64)),
-        "moe": lambda B, T: ops.moe(t(B * T, 64), t(4, 32, 64), t(4, 64, 16), ids(B * T, 2), torch.rand(B * T, 2, device="meta")),
+        "moe": lambda B, T: ops.moe(
+            t(B * T, 64), t(4, 32, 64), t(4, 64, 16), ids(B * T, 2), torch.rand(B * T, 2, device="meta")
+        ),
         "expert_load": lambda B, T: ops.expert_load(t(B * T, 16), ids(B * T, 2))[0],
         "attn_res": lambda B, T: ops.attn_res(t(B, T, 3, 64), t(64), w),
         "jsd": lambda B, T: ops.jsd(t(B * T, 64), t(B * T, 64)),
@@ -172,7 +209,10 @@ def specialisations() -> dict:
         return len(found)
 
     with compiling_for(ARCH):
-        return {name: [count(name, [(2, 48)]), count(name, [(2, 48), (1, 1), (1, 16), (3, 5), (1, 331), (7, 64)])] for name in calls}
+        return {
+            name: [count(name, [(2, 48)]), count(name, [(2, 48), (1, 1), (1, 16), (3, 5), (1, 331), (7, 64)])]
+            for name in calls
+        }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Kernels compiled ahead are the kernels that training takes; batches of other sizes need no others."""
+"""Kernels compiled ahead are the kernels that training takes; batches of other sizes need no
+others."""
 
 from __future__ import annotations
 
@@ -16,9 +17,24 @@ import torch
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
 CONFIGS = {
-    "llama": dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=500),
+    "llama": dict(
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+    ),
     "qwen3": dict(
-        model_type="qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=500
+        model_type="qwen3",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=500,
     ),
 }
 
@@ -29,7 +45,9 @@ def run(env: dict[str, str], *argv: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS if f != "llama")])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in CONFIGS if f != "llama")]
+)
 def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     from triton.runtime import build
 
@@ -41,7 +59,8 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     warmup = ("-m", "liger_kernel.cli", "warmup", "--model", config, "--batch", 2, "--seq", 64, "--arch", "sm90")
     built = lambda: {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.so")}
     first, libraries, second = run(env, *warmup), built(), run(env, *warmup)
-    # what starts kernels, too; that it finds NVIDIA's driver is known by name, or, from Triton 3.8 on, by its folder
+    # what starts kernels, too; that it finds NVIDIA's driver is known by name, or, from Triton 3.8
+    # on, by its folder
     assert libraries == built() and bool(libraries) != hasattr(build, "compile_so_from_file")
     assert all(b"libcuda.so.1" in path.read_bytes() for path in libraries)
     needed, compiled = map(int, re.search(r"(\d+) kernels for sm90: (\d+) compiled", first).groups())
@@ -49,7 +68,10 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
     assert f"{needed} kernels for sm90: 0 compiled, {needed} found in" in second
 
     shutil.rmtree(next((tmp_path / "cache").rglob("*.cubin")).parent)
-    assert json.loads(run(env, *train)) == {"compiled": 1, "cached": needed - 1}  # nothing but what was removed, and the count counts
+    assert json.loads(run(env, *train)) == {
+        "compiled": 1,
+        "cached": needed - 1,
+    }  # nothing but what was removed, and the count counts
 
 
 def test_without_a_c_compiler_kernels_are_compiled_all_the_same(monkeypatch, tmp_path, capsys):
@@ -101,7 +123,8 @@ def test_what_cannot_be_warmed_up_is_said(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
-    """The image's build compiles them; moved and only read, they are all that the pod's init container and its training need."""
+    """The image's build compiles them; moved and only read, they are all that the pod's init
+    container and its training need."""
     from liger_kernel.train.config import TrainConfig
 
     (tmp_path / "model").mkdir()
@@ -109,7 +132,12 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "liger").write_text(f'#!/bin/sh\nexec {sys.executable} -m liger_kernel.cli "$@"\n')
     (tmp_path / "bin" / "liger").chmod(0o755)
-    build = {"ARCHS": "sm90", "MODELS": str(tmp_path / "model"), "KERNELS": str(tmp_path / "built"), "PRECISIONS": "bfloat16"}
+    build = {
+        "ARCHS": "sm90",
+        "MODELS": str(tmp_path / "model"),
+        "KERNELS": str(tmp_path / "built"),
+        "PRECISIONS": "bfloat16",
+    }
     env = user_env | {"PATH": f"{tmp_path / 'bin'}:{user_env['PATH']}"}
     script = Path(__file__).parents[2] / "deploy" / "precompile.sh"
     done = subprocess.run(["sh", str(script)], env=env | build, capture_output=True, text=True, check=False)
@@ -124,7 +152,9 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
     said = run(pod, "-m", "liger_kernel.cli", "warmup", "--config", tmp_path / "train.json", "--arch", "sm90")
     assert ": 0 compiled" in said
     manager = {"TRITON_CACHE_MANAGER": "liger_kernel.compile.cache:LigerTritonFileCacheManager"}  # as training sets it
-    found = json.loads(run(pod | manager, Path(__file__).with_name("fake_gpu.py"), "train", tmp_path / "model" / "config.json", "2x64"))
+    found = json.loads(
+        run(pod | manager, Path(__file__).with_name("fake_gpu.py"), "train", tmp_path / "model" / "config.json", "2x64")
+    )
     assert found["compiled"] == 0 and found["cached"] > 8
     assert files() == before
 
@@ -133,8 +163,19 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
 def test_pods_that_warm_one_cache_at_once_do_no_harm(user_env, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
     env = user_env | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    argv = [sys.executable, "-m", "liger_kernel.cli", "warmup", "--model", str(tmp_path / "config.json"), "--arch", "sm90"]
-    pods = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(4)]
+    argv = [
+        sys.executable,
+        "-m",
+        "liger_kernel.cli",
+        "warmup",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--arch",
+        "sm90",
+    ]
+    pods = [
+        subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(4)
+    ]
     for pod in pods:
         said = pod.communicate(timeout=300)[0]
         assert pod.returncode == 0, said

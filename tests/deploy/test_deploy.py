@@ -1,4 +1,5 @@
-"""A job and what is rendered of it, as far as it can be checked without the tools of a cluster (tests/integrations/test_k8s.py has these)."""
+"""A job and what is rendered of it, as far as it can be checked without the tools of a cluster
+(tests/integrations/test_k8s.py has these)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,16 @@ KINDS = {"pytorchjob": dict(min_nodes=1), "trainjob": {}, "jobset": {}}
 
 
 def job(train=None, **changes):
-    return Job(**{"name": "run", "image": "registry.test/liger:1", "nodes": 2, "volume": "claim", **changes, "train": TrainConfig(**TRAIN | (train or {}))})
+    return Job(
+        **{
+            "name": "run",
+            "image": "registry.test/liger:1",
+            "nodes": 2,
+            "volume": "claim",
+            **changes,
+            "train": TrainConfig(**TRAIN | (train or {})),
+        }
+    )
 
 
 def pods(found):
@@ -67,9 +77,15 @@ def test_the_jobs_that_are_shipped_say_where_their_model_will_be(path):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("volume: v\ntrain: {checkpoint_every: 5, out: runs/a}", "train.save is not set: the trained model will be in /shared/runs/a/model\n"),
+        (
+            "volume: v\ntrain: {checkpoint_every: 5, out: runs/a}",
+            "train.save is not set: the trained model will be in /shared/runs/a/model\n",
+        ),
         ("volume: v\ntrain: {checkpoint_every: 5, save: tuned}", ""),
-        ("train: {checkpoint_every: 5, store: 's3://b/run', save: tuned}", "without a volume, the trained model is lost with its pod: only .* s3://b/run\n"),
+        (
+            "train: {checkpoint_every: 5, store: 's3://b/run', save: tuned}",
+            "without a volume, the trained model is lost with its pod: only .* s3://b/run\n",
+        ),
     ],
     ids=["default", "set", "no volume"],
 )
@@ -87,7 +103,9 @@ def test_every_form_of_a_job_saves_its_model():
 
 def test_what_is_rendered_replaces_only_what_was(tmp_path):
     (tmp_path / "run.yaml").write_text("mine")  # such as the job's own file
-    with pytest.raises(UserError, match=r"run.yaml is not as liger deploy has written it: move it, or give another --to"):
+    with pytest.raises(
+        UserError, match=r"run.yaml is not as liger deploy has written it: move it, or give another --to"
+    ):
         write(render(job(), "yaml"), tmp_path)
     assert (tmp_path / "run.yaml").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
     (tmp_path / "run.yaml").unlink()
@@ -128,13 +146,19 @@ CIRCLE["a"] = CIRCLE
         (dict(min_nodes=3), "at most nodes; got 3 of 2"),
         (dict(nodes=0), "nodes must be at least 1, got 0"),
         (dict(efa=4), "efa and role need overlay eks"),
-        (dict(overlay="eks", role="arn:aws:iam::1:role/r", service_account="there"), "role makes a ServiceAccount, service_account names one"),
+        (
+            dict(overlay="eks", role="arn:aws:iam::1:role/r", service_account="there"),
+            "role makes a ServiceAccount, service_account names one",
+        ),
         (dict(labels={"helm.sh/chart": "x"}), r"labels\.helm\.sh/chart is a label that the manifests set"),
         (dict(annotations={"eks.amazonaws.com/role-arn": "x"}), r"annotations\.eks.* is what role sets"),
         (dict(resources={"nvidia.com/gpu": "8"}), r"resources\.nvidia\.com/gpu is what gpus and efa count"),
         (dict(extra_volumes=[{"name": "shm", "emptyDir": {}}]), "extra_volumes: names must differ .* got shm"),
         (dict(extra_volumes=[{"name": "a"}]), r"extra_volumes\[0\] must be an object with name and one source"),
-        (dict(extra_mounts=[{"name": "a", "mountPath": "/a"}]), r"extra_mounts\[0\]\.name must be one of extra_volumes, got 'a'"),
+        (
+            dict(extra_mounts=[{"name": "a", "mountPath": "/a"}]),
+            r"extra_mounts\[0\]\.name must be one of extra_volumes, got 'a'",
+        ),
         (dict(volume=None), "several nodes need a volume"),
         (dict(quota_nodes=4), "quota_nodes needs cluster_queue"),
         (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
@@ -146,9 +170,18 @@ CIRCLE["a"] = CIRCLE
         (dict(train=dict(save="a/../../b")), r"train\.save must be a path without"),
         (dict(extra_volumes=[{"name": "a", "csi": CIRCLE}]), "extra_volumes must be objects of text"),
         *[
-            (dict(extra_volumes=[{"name": "a", "emptyDir": {}}], extra_mounts=[{"name": "a", "mountPath": "/a"} | mount]), rf"extra_mounts\[0\]\.{said}")
+            (
+                dict(
+                    extra_volumes=[{"name": "a", "emptyDir": {}}],
+                    extra_mounts=[{"name": "a", "mountPath": "/a"} | mount],
+                ),
+                rf"extra_mounts\[0\]\.{said}",
+            )
             for mount, said in (
-                ({"mountPath": "/etc/liger"}, "mountPath must leave /dev/shm, /etc/liger, /tmp, /cache, /shared as they are, got '/etc/liger'"),
+                (
+                    {"mountPath": "/etc/liger"},
+                    "mountPath must leave /dev/shm, /etc/liger, /tmp, /cache, /shared as they are, got '/etc/liger'",
+                ),
                 ({"mountPath": "/etc//liger/x"}, "mountPath must leave"),
                 ({"mountPath": "//etc"}, "mountPath must be an absolute path without"),
                 ({"mountPath": "/etc"}, "mountPath must leave"),
@@ -185,17 +218,36 @@ TOKEN = "hf_" + "a" * 34
         (dict(node_selector={"a": TOKEN}), "node_selector.a"),
         (dict(monitor_labels={"a": TOKEN}), "monitor_labels.a"),
         (dict(tolerations=[{"key": "a", "operator": "Equal", "value": TOKEN}]), r"tolerations\[0\].value"),
-        (dict(extra_volumes=[{"name": "q", "csi": {"volumeAttributes": {"password": "x"}}}]), r"extra_volumes\[0\].csi.volumeAttributes.password"),
-        (dict(extra_volumes=[{"name": "q", "nfs": {"options": ["a", f"b={TOKEN}"]}}]), r"extra_volumes\[0\].nfs.options\[1\]"),
+        (
+            dict(extra_volumes=[{"name": "q", "csi": {"volumeAttributes": {"password": "x"}}}]),
+            r"extra_volumes\[0\].csi.volumeAttributes.password",
+        ),
+        (
+            dict(extra_volumes=[{"name": "q", "nfs": {"options": ["a", f"b={TOKEN}"]}}]),
+            r"extra_volumes\[0\].nfs.options\[1\]",
+        ),
         (dict(image=f"r/i:{TOKEN}"), "image"),
     ],
 )
 def test_credentials_are_for_secrets(changes, where):
     with pytest.raises(UserError, match=f"{where} holds credentials, which would be readable in the manifests"):
         job(**changes)
-    job(environment={"TOKENIZERS_PARALLELISM": "false", "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json", "HTTPS_PROXY": "http://proxy:80"})
-    job(environment={"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MAX_TOKENS": "4096"}, tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}])
-    job(extra_volumes=[{"name": "q", "secret": {"secretName": "tokens", "items": [{"key": "ca.pem", "path": "ca.pem"}]}}])
+    job(
+        environment={
+            "TOKENIZERS_PARALLELISM": "false",
+            "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json",
+            "HTTPS_PROXY": "http://proxy:80",
+        }
+    )
+    job(
+        environment={"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MAX_TOKENS": "4096"},
+        tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    )
+    job(
+        extra_volumes=[
+            {"name": "q", "secret": {"secretName": "tokens", "items": [{"key": "ca.pem", "path": "ca.pem"}]}}
+        ]
+    )
 
 
 @pytest.fixture
@@ -217,7 +269,13 @@ def test_what_processes_share_is_this_users_alone(temporary):
 
 @pytest.mark.parametrize(
     "made, said",
-    [("link", "is no folder"), ("file", "is no folder"), ("group", "can be written to"), ("world", "can be written to"), ("other", "belongs to user")],
+    [
+        ("link", "is no folder"),
+        ("file", "is no folder"),
+        ("group", "can be written to"),
+        ("world", "can be written to"),
+        ("other", "belongs to user"),
+    ],
 )
 def test_a_folder_that_another_may_have_made_is_refused(made, said, temporary, tmp_path, monkeypatch):
     if made == "link":
@@ -241,7 +299,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_has_its_form_or_is_refused(name):
-    """Hostile values of every field: refused by the field's name, or the same text in every form of manifest, and files below their folder."""
+    """Hostile values of every field: refused by the field's name, or the same text in every form
+    of manifest, and files below their folder."""
     taken = 0
     for value, made in hostile(name, job):
         taken += made is not None
@@ -252,7 +311,16 @@ def test_a_field_has_its_form_or_is_refused(name):
         for file in render(dataclasses.replace(made, overlay="plain", efa=0, role=None), "kustomize"):
             assert re.fullmatch(r"(base|overlays/\w+)/[a-z0-9.-]+\.yaml", file), file
         assert len(text) < 200_000
-    assert taken or name not in ("environment", "node_selector", "tolerations", "labels", "annotations", "pull_secrets", "extra_volumes", "extra_mounts")
+    assert taken or name not in (
+        "environment",
+        "node_selector",
+        "tolerations",
+        "labels",
+        "annotations",
+        "pull_secrets",
+        "extra_volumes",
+        "extra_mounts",
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,13 +375,25 @@ def test_pods_are_confined_and_hold_no_secrets(kind):
     for pod in pods(found):
         assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
         assert all("hostPath" not in volume for volume in pod["volumes"])
-        shutdown = next(int(e["value"]) for e in pod["containers"][0]["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        shutdown = next(
+            int(e["value"]) for e in pod["containers"][0]["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        )
         assert 0 < shutdown < pod["terminationGracePeriodSeconds"]
     for container in containers(found):
         confined = container["securityContext"]
-        assert confined["readOnlyRootFilesystem"] and not confined["allowPrivilegeEscalation"] and confined["capabilities"] == {"drop": ["ALL"]}
+        assert (
+            confined["readOnlyRootFilesystem"]
+            and not confined["allowPrivilegeEscalation"]
+            and confined["capabilities"] == {"drop": ["ALL"]}
+        )
         assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
-        assert {m["mountPath"] for m in container["volumeMounts"]} == {"/cache", "/tmp", "/dev/shm", "/etc/liger", "/shared"}
+        assert {m["mountPath"] for m in container["volumeMounts"]} == {
+            "/cache",
+            "/tmp",
+            "/dev/shm",
+            "/etc/liger",
+            "/shared",
+        }
         assert container["resources"]["limits"] == container["resources"]["requests"]
     assert not any(o["kind"] == "Secret" for o in found)
 
@@ -334,7 +414,11 @@ def environment_read():
         }
         for node in ast.walk(tree):
             key = None
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "os.environ.setdefault"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "os.environ.get",
+                "os.getenv",
+                "os.environ.setdefault",
+            ):
                 key = node.args[0]
             elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
                 key = node.slice
@@ -405,15 +489,28 @@ def test_preemption_does_not_use_up_restarts(kind):
 
 
 def test_pods_train_what_liger_train_would(tmp_path, monkeypatch):
-    """The file in the ConfigMap is a config of liger train: it says where pods write, and leaves the number of machines to the flags beside it."""
+    """The file in the ConfigMap is a config of liger train: it says where pods write, and leaves
+    the number of machines to the flags beside it."""
     made = job(train=dict(steps=7, nproc=3, out="runs/a"))
     (config,) = [o for o in objects(made) if o["kind"] == "ConfigMap"]
     path = tmp_path / "train.json"
     path.write_text(config["data"]["train.json"])
     assert path.read_text() == train_json(made)
     loaded = TrainConfig.load(path)
-    assert (loaded.steps, loaded.nproc, loaded.out, loaded.metrics_port, loaded.metrics_host) == (7, None, "/shared/runs/a", 9400, "0.0.0.0")
-    assert dataclasses.replace(loaded, **{n: getattr(made.train, n) for n in ("out", "cache", "save", "metrics_port", "metrics_host", "nproc")}) == made.train
+    assert (loaded.steps, loaded.nproc, loaded.out, loaded.metrics_port, loaded.metrics_host) == (
+        7,
+        None,
+        "/shared/runs/a",
+        9400,
+        "0.0.0.0",
+    )
+    assert (
+        dataclasses.replace(
+            loaded,
+            **{n: getattr(made.train, n) for n in ("out", "cache", "save", "metrics_port", "metrics_host", "nproc")},
+        )
+        == made.train
+    )
     path.write_text(render(made, "train")["train.json"])
     assert TrainConfig.load(path) == dataclasses.replace(made.train, save="runs/a/model")
 
@@ -436,16 +533,26 @@ def test_what_clusters_ask_for_is_in_every_pod(kind):
     for o in found:
         assert o["metadata"]["labels"]["team"] == "nlp" and o["metadata"]["annotations"] == {"example.com/note": "1"}
     (pod,) = pods(found)
-    assert pod["imagePullSecrets"] == [{"name": "registry"}] and pod["priorityClassName"] == "high" and pod["serviceAccountName"] == "trainer"
-    assert pod["volumes"][-1] == EXTRAS["extra_volumes"][0] and all(c["volumeMounts"][-1] == EXTRAS["extra_mounts"][0] for c in containers(found))
+    assert (
+        pod["imagePullSecrets"] == [{"name": "registry"}]
+        and pod["priorityClassName"] == "high"
+        and pod["serviceAccountName"] == "trainer"
+    )
+    assert pod["volumes"][-1] == EXTRAS["extra_volumes"][0] and all(
+        c["volumeMounts"][-1] == EXTRAS["extra_mounts"][0] for c in containers(found)
+    )
     limits = [c["resources"]["limits"].get("rdma/ib") for c in containers(found) if "resources" in c]
     assert None in limits  # compiling needs no network
-    node = next((o["spec"]["trainer"]["resourcesPerNode"] for o in found if o["kind"] == "TrainJob"), {"limits": {"rdma/ib": limits[0]}})
+    node = next(
+        (o["spec"]["trainer"]["resourcesPerNode"] for o in found if o["kind"] == "TrainJob"),
+        {"limits": {"rdma/ib": limits[0]}},
+    )
     assert node["limits"]["rdma/ib"] == "8"
 
 
 def test_a_chart_names_what_it_makes_after_its_release():
-    """Nothing but values names the job or its namespace; tests/integrations/test_k8s.py has Helm render two releases."""
+    """Nothing but values names the job or its namespace; tests/integrations/test_k8s.py has Helm
+    render two releases."""
     files = render(job(name="jobname", namespace="spacename"), "helm")
     templates = {name: text for name, text in files.items() if name.startswith("templates/")}
     assert len(templates) == 6 and not any("jobname" in text or "spacename" in text for text in templates.values())
@@ -470,11 +577,14 @@ def test_releases_write_to_places_of_their_own(path, release):
 
 
 def test_versions_of_what_a_cluster_brings_are_said_once():
-    """The sources name them in one table; the documentation's table and every image's tag agree with it and with our version."""
+    """The sources name them in one table; the documentation's table and every image's tag agree
+    with it and with our version."""
     sources = (ROOT / "src" / "liger_kernel" / "deploy").glob("*.py")
     outside = {path.name: text for path in sources if (text := path.read_text()) and path.name != "job.py"}
     wanted = {version for version in API.values() if "/" in version}
-    assert len(wanted) > 5 and not [(name, version) for name, text in outside.items() for version in wanted if version in text]
+    assert len(wanted) > 5 and not [
+        (name, version) for name, text in outside.items() for version in wanted if version in text
+    ]
     platform = (ROOT / "docs" / "guides" / "clusters.md").read_text()
     assert (
         set(re.findall(r"`([a-z0-9.-]+/v1\w*)`", platform)) == {v for v in wanted if not v.startswith("networking")}
@@ -492,7 +602,10 @@ def test_versions_of_what_a_cluster_brings_are_said_once():
 def test_the_overlay_of_eks_adds_what_is_there():
     plain, eks = job(), job(overlay="eks", efa=32, role="arn:aws:iam::1:role/r", tolerations=[])
     (pod,) = pods(objects(eks))
-    assert pod["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32" and pod["serviceAccountName"] == "run"
+    assert (
+        pod["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32"
+        and pod["serviceAccountName"] == "run"
+    )
     assert "vpc.amazonaws.com" not in json.dumps(objects(plain))
     assert pod["initContainers"][0]["resources"]["limits"] == {"cpu": "32", "memory": "256Gi"}  # compiling needs no GPU
 
@@ -517,7 +630,11 @@ def test_rules_and_dashboard_know_every_metric_and_no_other():
 
 def test_the_image_is_what_pods_expect():
     text = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert f"KERNELS={IMAGE_KERNELS}" in text and f"LIGER_TRITON_BASE_CACHE={IMAGE_KERNELS}" in text and f"TRITON_CACHE_DIR={CACHE}/triton" in text
+    assert (
+        f"KERNELS={IMAGE_KERNELS}" in text
+        and f"LIGER_TRITON_BASE_CACHE={IMAGE_KERNELS}" in text
+        and f"TRITON_CACHE_DIR={CACHE}/triton" in text
+    )
     assert f"--uid {USER} " in text and f"\nUSER {USER}\n" in text and f"chown liger {CACHE} {SHARED}" in text
     copied = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for name in line.split()]
     assert len(copied) > 4 and all((ROOT / name).exists() for name in copied)
@@ -540,7 +657,18 @@ def test_submitting_gives_kubectl_what_is_rendered(tmp_path, user_env):
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\nexec cat > {tmp_path}/applied\n')
     kubectl.chmod(0o755)
-    argv = [sys.executable, "-m", "liger_kernel.cli", "deploy", "submit", str(JOBS / "plain.yaml"), "--dry-run", "server", "--context", "there"]
+    argv = [
+        sys.executable,
+        "-m",
+        "liger_kernel.cli",
+        "deploy",
+        "submit",
+        str(JOBS / "plain.yaml"),
+        "--dry-run",
+        "server",
+        "--context",
+        "there",
+    ]
     subprocess.run(argv, env=user_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     assert (tmp_path / "flags").read_text() == "--context there apply --dry-run=server -f -\n"
     assert list(yaml.load_all((tmp_path / "applied").read_text(), LOADER)) == objects(Job.load(JOBS / "plain.yaml"))

@@ -1,4 +1,5 @@
-"""Frameworks run here as their users run them: on a CPU the references serve, and afterwards every stock class is back."""
+"""Frameworks run here as their users run them: on a CPU the references serve, and afterwards
+every stock class is back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Lets a PyTorch that was built for CUDA load where CUDA is not installed: empty libraries with the names and functions that it asks the loader for.
+"""Lets a PyTorch that was built for CUDA load where CUDA is not installed: empty libraries with the
+names and functions that it asks the loader for.
 
-``python stand_ins.py SITE_PACKAGES`` puts them beside PyTorch's own libraries; needs readelf and gcc. Nothing calls the functions: there is no GPU.
+``python stand_ins.py SITE_PACKAGES`` puts them beside PyTorch's own libraries; needs readelf and
+gcc. Nothing calls the functions: there is no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def _found(library: str) -> bool:
 
 
 def asked_for(files: list[Path]) -> dict[str, dict[str, set[str]]]:
-    """Library that ``files`` need and that is not here -> version -> functions of it that they use; "" are those without one, of any library."""
+    """Library that ``files`` need and that is not here -> version -> functions of it that they
+    use; "" are those without one, of any library."""
     needed: set[str] = set()
     provided: set[str] = set()
     loose: set[str] = set()
@@ -67,7 +70,11 @@ def make(site_packages: Path) -> list[str]:
     for library, versions in libraries.items():
         with tempfile.TemporaryDirectory() as made:
             script = Path(made, "versions")
-            script.write_text("".join(f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items() if version))
+            script.write_text(
+                "".join(
+                    f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items() if version
+                )
+            )
             build = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", "-x", "c", "-", f"-Wl,-soname,{library}"]
             build += [f"-Wl,--version-script={script}"] if any(versions) else []
             source = "".join(f"int {name}(void) {{ return 0; }}\n" for names in versions.values() for name in names)

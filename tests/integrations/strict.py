@@ -1,4 +1,5 @@
-"""Kubernetes objects against the schemas of their kinds: what is unknown, a kind or a field, is an error."""
+"""Kubernetes objects against the schemas of their kinds: what is unknown, a kind or a field, is
+an error."""
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ CHOICES = {
     "restartStrategy": {"Recreate", "BlockingRecreate", "InPlaceRestart"},
     "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
     "cleanPodPolicy": {"All", "Running", "None"},
-    "action": {"FailJob", "Ignore", "Count", "FailIndex", "FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob"},
+    "action": {
+        "FailJob",
+        "Ignore",
+        "Count",
+        "FailIndex",
+        "FailJobSet",
+        "RestartJobSet",
+        "RestartJobSetAndIgnoreMaxRestarts",
+        "RestartJob",
+    },
 }
 
 
@@ -38,7 +48,8 @@ TEXT, TEXTS = {"type": "string"}, {"type": "object", "additionalProperties": {"t
 QUANTITY = {"type": "string", "pattern": r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"}
 SELECTOR = _o(matchLabels=TEXTS)
 DURATION = {"type": "string", "pattern": r"^(\d+(ms|[smhdwy]))+$"}
-# What we use of kinds whose schemas no package has, after the projects' API references: Kueue 0.19, the Prometheus operator 0.86
+# What we use of kinds whose schemas no package has, after the projects' API references: Kueue 0.19,
+# the Prometheus operator 0.86
 SCHEMAS = {
     ("kueue.x-k8s.io/v1beta2", "ResourceFlavor"): _o(nodeLabels=TEXTS),
     ("kueue.x-k8s.io/v1beta2", "LocalQueue"): _o(["clusterQueue"], clusterQueue=TEXT),
@@ -50,21 +61,39 @@ SCHEMAS = {
             _o(
                 ["coveredResources", "flavors"],
                 coveredResources=_list(TEXT),
-                flavors=_list(_o(["name", "resources"], name=TEXT, resources=_list(_o(["name", "nominalQuota"], name=TEXT, nominalQuota=QUANTITY)))),
+                flavors=_list(
+                    _o(
+                        ["name", "resources"],
+                        name=TEXT,
+                        resources=_list(_o(["name", "nominalQuota"], name=TEXT, nominalQuota=QUANTITY)),
+                    )
+                ),
             )
         ),
     ),
     ("monitoring.coreos.com/v1", "PodMonitor"): _o(
         ["selector"],
         selector=SELECTOR,
-        podMetricsEndpoints=_list(_o(port=TEXT, interval=DURATION, relabelings=_list(_o(targetLabel=TEXT, replacement=TEXT)))),
+        podMetricsEndpoints=_list(
+            _o(port=TEXT, interval=DURATION, relabelings=_list(_o(targetLabel=TEXT, replacement=TEXT)))
+        ),
     ),
     ("monitoring.coreos.com/v1", "PrometheusRule"): _o(
         groups=_list(
             _o(
                 ["name", "rules"],
                 name=TEXT,
-                rules=_list(_o(["expr"], record=TEXT, alert=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": DURATION})),
+                rules=_list(
+                    _o(
+                        ["expr"],
+                        record=TEXT,
+                        alert=TEXT,
+                        expr=TEXT,
+                        labels=TEXTS,
+                        annotations=TEXTS,
+                        **{"for": DURATION},
+                    )
+                ),
             )
         )
     ),
@@ -90,11 +119,28 @@ def errors(o) -> list[str]:
     elif kind == ("kubeflow.org/v1", "PyTorchJob"):
         found += _openapi("KubeflowOrgV1PyTorchJob", o, kind[1])
     elif kind in SCHEMAS:
-        schema = _o(["apiVersion", "kind", "metadata", "spec"], apiVersion=TEXT, kind=TEXT, metadata=METADATA, spec=SCHEMAS[kind])
-        found += [f"{kind[1]} {error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(schema).iter_errors(o)]
+        schema = _o(
+            ["apiVersion", "kind", "metadata", "spec"],
+            apiVersion=TEXT,
+            kind=TEXT,
+            metadata=METADATA,
+            spec=SCHEMAS[kind],
+        )
+        found += [
+            f"{kind[1]} {error.json_path}: {error.message}"
+            for error in jsonschema.Draft202012Validator(schema).iter_errors(o)
+        ]
     else:
         return [f"unknown kind {kind}"]
-    return found + _choices(o) + [e for pod in _pods(o) for e in errors({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})]
+    return (
+        found
+        + _choices(o)
+        + [
+            e
+            for pod in _pods(o)
+            for e in errors({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})
+        ]
+    )
 
 
 def _pods(found):
@@ -105,7 +151,11 @@ def _pods(found):
 
 def _choices(found):
     if isinstance(found, dict):
-        wrong = [f"{name}: {value!r} is none of {sorted(CHOICES[name])}" for name, value in found.items() if name in CHOICES and value not in CHOICES[name]]
+        wrong = [
+            f"{name}: {value!r} is none of {sorted(CHOICES[name])}"
+            for name, value in found.items()
+            if name in CHOICES and value not in CHOICES[name]
+        ]
         return wrong + [e for value in found.values() for e in _choices(value)]
     return [e for value in found for e in _choices(value)] if isinstance(found, list) else []
 
@@ -139,11 +189,17 @@ PLAIN = {"str": str, "int": int, "bool": bool, "object": object}
 def _openapi(kind, value, where):
     """The same for the older generated models; what is in pods is checked as pods."""
     if kind in PLAIN:
-        return [] if isinstance(value, PLAIN[kind]) and not (kind == "int" and isinstance(value, bool)) else [f"{where}: {value!r} is no {kind}"]
+        return (
+            []
+            if isinstance(value, PLAIN[kind]) and not (kind == "int" and isinstance(value, bool))
+            else [f"{where}: {value!r} is no {kind}"]
+        )
     if kind.startswith("list["):
         return [e for i, item in enumerate(value) for e in _openapi(kind[5:-1], item, f"{where}[{i}]")]
     if kind.startswith("dict("):
-        return [e for name, item in value.items() for e in _openapi(kind[5:-1].partition(", ")[2], item, f"{where}.{name}")]
+        return [
+            e for name, item in value.items() for e in _openapi(kind[5:-1].partition(", ")[2], item, f"{where}.{name}")
+        ]
     model = getattr(training, kind, None)
     if model is None:  # pods, metadata, times: Kubernetes' own
         return []
@@ -151,5 +207,9 @@ def _openapi(kind, value, where):
         return [f"{where}: {value!r} is no {kind}"]
     types = {model.attribute_map[name]: t for name, t in model.openapi_types.items()}
     return [
-        e for name, item in value.items() for e in (_openapi(types[name], item, f"{where}.{name}") if name in types else [f"{where}.{name}: unknown field"])
+        e
+        for name, item in value.items()
+        for e in (
+            _openapi(types[name], item, f"{where}.{name}") if name in types else [f"{where}.{name}: unknown field"]
+        )
     ]

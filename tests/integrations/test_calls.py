@@ -1,4 +1,5 @@
-"""What frameworks do with the package, call by call: their own arguments, in their own order, and what they expect back.
+"""What frameworks do with the package, call by call: their own arguments, in their own order, and
+what they expect back.
 
 The versions are those whose sources the calls were read from.
 """
@@ -50,7 +51,8 @@ def dft(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("items", [None, 37])
 def test_ms_swift_4_6_wraps_the_loss(items):
-    """Models patched before the wrapper came see it; keywords of padding-free batches arrive and do no harm."""
+    """Models patched before the wrapper came see it; keywords of padding-free batches arrive and
+    do no harm."""
     model, stock, seen = patched(), make("llama"), []
     batch = tokens() | ({} if items is None else {"num_items_in_batch": torch.tensor(items)})
     origin = loss_utils.LigerForCausalLMLoss
@@ -71,18 +73,33 @@ def test_ms_swift_4_6_wraps_the_loss(items):
     assert accuracy == step(model, batch, return_token_accuracy=True)[0].token_accuracy and len(seen) == 2
     kwargs = dict(cu_seq_lens_q=torch.tensor([0, 24]), max_length_q=24)  # tolerated without the wrapper as well
     hidden, head = torch.randn(2, 12, 64, device=DEVICE), stock.lm_head.weight
-    torch.testing.assert_close(origin(hidden, head, batch["labels"], 64, **kwargs), origin(hidden, head, batch["labels"], 64))
+    torch.testing.assert_close(
+        origin(hidden, head, batch["labels"], 64, **kwargs), origin(hidden, head, batch["labels"], 64)
+    )
 
 
 @pytest.mark.parametrize("hf", [False, True], ids=["liger", "liger+hf"])
 def test_mini_trainer_0_9_replaces_the_reduction(monkeypatch, hf):
     """Its replacement returns the loss of every token, and the patched model passes that on."""
 
-    def none_reduction(hidden_states, lm_head_weight, target, num_items_in_batch=None, ignore_index=-100, final_logit_softcapping=None, **kwargs):
+    def none_reduction(
+        hidden_states,
+        lm_head_weight,
+        target,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        final_logit_softcapping=None,
+        **kwargs,
+    ):
         import liger_kernel.transformers.functional as functional
 
         return functional.liger_fused_linear_cross_entropy(
-            hidden_states, lm_head_weight, target, reduction="none", ignore_index=ignore_index, softcap=final_logit_softcapping
+            hidden_states,
+            lm_head_weight,
+            target,
+            reduction="none",
+            ignore_index=ignore_index,
+            softcap=final_logit_softcapping,
         )
 
     def hf_none_reduction(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
@@ -110,13 +127,22 @@ def test_axolotl_0_19_forces_token_scaling(monkeypatch):
     from liger_kernel.transformers import functional
 
     old, old_init = functional.liger_fused_linear_cross_entropy, LigerFusedLinearCrossEntropyLoss.__init__
-    functional.liger_fused_linear_cross_entropy = lambda *args, **kwargs: old(*args, **(kwargs | {"use_token_scaling": True}))
-    LigerFusedLinearCrossEntropyLoss.__init__ = lambda self, *args, **kwargs: old_init(self, *args, **(kwargs | {"use_token_scaling": True}))
+    functional.liger_fused_linear_cross_entropy = lambda *args, **kwargs: old(
+        *args, **(kwargs | {"use_token_scaling": True})
+    )
+    LigerFusedLinearCrossEntropyLoss.__init__ = lambda self, *args, **kwargs: old_init(
+        self, *args, **(kwargs | {"use_token_scaling": True})
+    )
     stock = make("llama")
-    logits, labels = stock(tokens()["input_ids"]).logits.flatten(0, 1), F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    logits, labels = (
+        stock(tokens()["input_ids"]).logits.flatten(0, 1),
+        F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten(),
+    )
     expected = dft(logits, labels)
     x, w = torch.randn(24, 64, device=DEVICE), torch.randn(50, 64, device=DEVICE)
-    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(w, x, labels.clamp(max=49)), dft(x @ w.t(), labels.clamp(max=49)))
+    torch.testing.assert_close(
+        LigerFusedLinearCrossEntropyLoss()(w, x, labels.clamp(max=49)), dft(x @ w.t(), labels.clamp(max=49))
+    )
     torch.testing.assert_close(patched().train()(**tokens()).loss, expected)
     model = make("llama", num_hidden_layers=1)
     expected = dft(model(tokens()["input_ids"]).logits.flatten(0, 1), labels)
@@ -130,7 +156,11 @@ def test_axolotl_0_19_wraps_the_pair_under_compile():
 
     for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
         original = getattr(module, name)
-        setattr(module, name, functools.wraps(original)(torch.compiler.disable(lambda *a, original=original, **k: original(*a, **k))))
+        setattr(
+            module,
+            name,
+            functools.wraps(original)(torch.compiler.disable(lambda *a, original=original, **k: original(*a, **k))),
+        )
         try:
             torch.testing.assert_close(patched().train()(**tokens()).loss, make("llama").train()(**tokens()).loss)
         finally:
@@ -138,7 +168,8 @@ def test_axolotl_0_19_wraps_the_pair_under_compile():
 
 
 def test_axolotl_0_19_and_lmms_engine_0_1_4_replace_torchs_own(monkeypatch):
-    """For models that they know and we were not asked about; whatever else the process does with it goes on as before."""
+    """For models that they know and we were not asked about; whatever else the process does with
+    it goes on as before."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     stock = F.cross_entropy
@@ -162,7 +193,8 @@ def test_axolotl_0_19_and_lmms_engine_0_1_4_replace_torchs_own(monkeypatch):
 
 
 def test_signatures_can_be_read():
-    """axolotl and LLaMA-Factory build keywords from them: real names, all of them flags but ``model``."""
+    """axolotl and LLaMA-Factory build keywords from them: real names, all of them flags but
+    ``model``."""
     for model_type, apply in liger.MODEL_TYPE_TO_APPLY_LIGER_FN.items():
         parameters = inspect.signature(apply).parameters
         assert "model" in parameters, model_type
@@ -172,7 +204,13 @@ def test_signatures_can_be_read():
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"liger_rms_norm": True}, {"liger_rope": True, "liger_glu_activation": True, "liger_fused_linear_cross_entropy": True}], ids=str
+    "keys",
+    [
+        {},
+        {"liger_rms_norm": True},
+        {"liger_rope": True, "liger_glu_activation": True, "liger_fused_linear_cross_entropy": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_axolotl_0_19_keys(model_type, keys):
@@ -180,7 +218,11 @@ def test_axolotl_0_19_keys(model_type, keys):
     expected = step(make(model_type))[1]
     apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
     known = inspect.signature(apply).parameters
-    kwargs = {n: keys.get(f"liger_{n}") for n in ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm") if n in known}
+    kwargs = {
+        n: keys.get(f"liger_{n}")
+        for n in ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm")
+        if n in known
+    }
     kwargs |= {n: keys.get("liger_glu_activation") for n in ("geglu", "swiglu") if n in known}
     apply(**kwargs)
     model = make(model_type)
@@ -192,7 +234,8 @@ def test_axolotl_0_19_keys(model_type, keys):
 
 
 def test_axolotl_0_19_generic_forward():
-    """``models/base.py``: a forward of its own around ``LigerForCausalLMLoss``, for model types that it knows nothing about."""
+    """``models/base.py``: a forward of its own around ``LigerForCausalLMLoss``, for model types
+    that it knows nothing about."""
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
     from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
 
@@ -201,23 +244,36 @@ def test_axolotl_0_19_generic_forward():
     assert callable(_FSDPForwardRedirection()) and isinstance(PEFT_AVAILABLE, bool)
     stock = make("llama")
     for kwargs in ({}, {"num_items_in_batch": 5}):
-        expected = stock.loss_function(stock(tokens()["input_ids"]).logits, tokens()["labels"], stock.config.vocab_size, **kwargs)
+        expected = stock.loss_function(
+            stock(tokens()["input_ids"]).logits, tokens()["labels"], stock.config.vocab_size, **kwargs
+        )
         hidden = stock.model(tokens()["input_ids"])[0]
         found = LigerForCausalLMLoss(
-            hidden_states=hidden, lm_head_weight=stock.lm_head.weight, labels=tokens()["labels"], hidden_size=64, shift_labels=None, use_cache=False, **kwargs
+            hidden_states=hidden,
+            lm_head_weight=stock.lm_head.weight,
+            labels=tokens()["labels"],
+            hidden_size=64,
+            shift_labels=None,
+            use_cache=False,
+            **kwargs,
         )
         torch.testing.assert_close(found, expected)
     ignored = torch.full_like(tokens()["labels"], -100)
     assert LigerForCausalLMLoss(hidden, stock.lm_head.weight, ignored, 64) == 0
-    both = LigerForCausalLMLoss(hidden, stock.lm_head.weight, tokens()["labels"], 64, return_token_accuracy=True, return_predicted_tokens=True)
+    both = LigerForCausalLMLoss(
+        hidden, stock.lm_head.weight, tokens()["labels"], 64, return_token_accuracy=True, return_predicted_tokens=True
+    )
     assert both.token_accuracy.ndim == 0 and both.predicted_tokens.shape == (24,)
     transposed = hidden.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
-    torch.testing.assert_close(LigerForCausalLMLoss(transposed, stock.lm_head.weight, tokens()["labels"], 64), both.loss)
+    torch.testing.assert_close(
+        LigerForCausalLMLoss(transposed, stock.lm_head.weight, tokens()["labels"], 64), both.loss
+    )
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_llama_factory_0_9_5(model_type):
-    """``require_logits``: losses that need logits get the fused cross entropy on them, on the classes, and torch's own stays."""
+    """``require_logits``: losses that need logits get the fused cross entropy on them, on the
+    classes, and torch's own stays."""
     apply = getattr(liger, f"apply_liger_kernel_to_{model_type}")
     assert "fused_linear_cross_entropy" in inspect.signature(apply).parameters
     expected = step(make(model_type))
@@ -281,7 +337,13 @@ def test_openrlhf_0_11_and_arctic_0_8(tmp_path):
     expected = step(make("llama"))[1]
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     for kwargs in (
-        dict(trust_remote_code=True, attn_implementation="eager", quantization_config=None, torch_dtype=torch.float32, device_map=None),
+        dict(
+            trust_remote_code=True,
+            attn_implementation="eager",
+            quantization_config=None,
+            torch_dtype=torch.float32,
+            device_map=None,
+        ),
         dict(config=config, attn_implementation="sdpa", dtype=torch.float32, swiglu=False),
     ):
         model = liger.AutoLigerKernelForCausalLM.from_pretrained(str(tmp_path), **kwargs).to(DEVICE)
@@ -295,7 +357,10 @@ def test_openrlhf_0_11_and_arctic_0_8(tmp_path):
 def test_instructlab_0_16(tmp_path):
     make("llama").save_pretrained(tmp_path)
     model = liger.AutoLigerKernelForCausalLM.from_pretrained(
-        pretrained_model_name_or_path=str(tmp_path), quantization_config=None, cross_entropy=True, fused_linear_cross_entropy=False
+        pretrained_model_name_or_path=str(tmp_path),
+        quantization_config=None,
+        cross_entropy=True,
+        fused_linear_cross_entropy=False,
     )
     out, learned = step(model.to(DEVICE).train())
     expected = step(make("llama"))
@@ -319,13 +384,17 @@ def test_skyrl_0_3_without_memory():
 
 
 def test_verl_0_9_1():
-    """At import, when patching, and as the head of policies: NLL and entropy of every token, both differentiable."""
+    """At import, when patching, and as the head of policies: NLL and entropy of every token,
+    both differentiable."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     torch.manual_seed(0)
-    hidden, weight = torch.randn(9, 16, device=DEVICE, requires_grad=True), torch.randn(31, 16, device=DEVICE, requires_grad=True)
+    hidden, weight = (
+        torch.randn(9, 16, device=DEVICE, requires_grad=True),
+        torch.randn(31, 16, device=DEVICE, requires_grad=True),
+    )
     ids = torch.randint(0, 31, (9,), device=DEVICE)
     nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids, 0.7, -100, 1, True)
     log_p = (hidden @ weight.t() / 0.7).log_softmax(-1)
@@ -345,7 +414,11 @@ def test_verl_0_9_1():
 def test_lmms_engine_0_1_4():
     """It walks the model itself and patches module by module; wrappers of PEFT are looked into."""
     from liger_kernel.transformers.model.qwen2 import lce_forward_deprecated
-    from liger_kernel.transformers.monkey_patch import _patch_layer_norm_module, _patch_rms_norm_module, _patch_swiglu_module
+    from liger_kernel.transformers.monkey_patch import (
+        _patch_layer_norm_module,
+        _patch_rms_norm_module,
+        _patch_swiglu_module,
+    )
     from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
 
     model, expected = make("qwen2"), step(make("qwen2"))[1]
@@ -398,16 +471,22 @@ def test_forwards_as_functions(name):
 
 
 def test_modelopt_0_47():
-    """The head is made to return hidden states, and its loss called from outside, in the head's dtype."""
+    """The head is made to return hidden states, and its loss called from outside, in the head's
+    dtype."""
     model = make("llama", torch.bfloat16)
     model.lm_head.forward = lambda x: x
     hidden = model(tokens()["input_ids"]).logits.float().to(model.lm_head.weight.dtype)
     labels = tokens()["labels"]
     for smoothing in (0.0, 0.1):
         loss = loss_utils.LigerForCausalLMLoss(
-            hidden_states=hidden, lm_head_weight=model.lm_head.weight, labels=labels, hidden_size=64, num_items_in_batch=None, ignore_index=-100,
+            hidden_states=hidden,
+            lm_head_weight=model.lm_head.weight,
+            labels=labels,
+            hidden_size=64,
+            num_items_in_batch=None,
+            ignore_index=-100,
             label_smoothing=smoothing,
-        )  # fmt: skip
+        )
         logits = F.linear(hidden, model.lm_head.weight)[:, :-1].float()
         want = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing)
         torch.testing.assert_close(loss.float(), want, rtol=1e-2, atol=1e-2)
@@ -428,8 +507,18 @@ def test_unsloth_2026_10_sets_options_of_a_made_loss():
     made = LigerFusedLinearJSDLoss(beta=0.3, temperature=2.0, compiled=False)
     assert (made.weight_hard_loss, made.weight_soft_loss) == (0.5, 0.5)
     made.weight_hard_loss, made.weight_soft_loss, made.temperature = 0.0, 1.0, 1.0
-    fresh = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.3, ignore_index=-100, temperature=1.0, compiled=False)
-    call = lambda loss: loss(student_input=x, student_weight=w, teacher_input=x + 1, teacher_weight=w, true_labels=t, student_bias=None, teacher_bias=None)
+    fresh = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.3, ignore_index=-100, temperature=1.0, compiled=False
+    )
+    call = lambda loss: loss(
+        student_input=x,
+        student_weight=w,
+        teacher_input=x + 1,
+        teacher_weight=w,
+        true_labels=t,
+        student_bias=None,
+        teacher_bias=None,
+    )
     assert torch.equal(call(made), call(fresh))
 
 
@@ -438,19 +527,38 @@ def test_ms_swift_4_6_grpo():
 
     torch.manual_seed(0)
     x, w, ids = torch.randn(4, 5, 8), torch.randn(20, 8), torch.randint(0, 20, (4, 5))
-    loss = LigerFusedLinearGRPOLoss(beta=0.04, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.9, use_ref_model=True,
-                                    loss_type="grpo", max_completion_length=5, importance_sampling_level="token",
-                                    sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)  # fmt: skip
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.04,
+        compiled=False,
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        temperature=0.9,
+        use_ref_model=True,
+        loss_type="grpo",
+        max_completion_length=5,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+    )
     logp = (x @ w.t() / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     advantages = torch.tensor([1.0, -1.0, 0.5, 0.0])
-    found, metrics = loss(_input=x, lin_weight=w, selected_token_ids=ids, attention_mask=torch.ones(4, 5), advantages=advantages,
-                          old_per_token_logps=None, ref_per_token_logps=logp, vllm_is_ratio=torch.ones(4, 1))  # fmt: skip
+    found, metrics = loss(
+        _input=x,
+        lin_weight=w,
+        selected_token_ids=ids,
+        attention_mask=torch.ones(4, 5),
+        advantages=advantages,
+        old_per_token_logps=None,
+        ref_per_token_logps=logp,
+        vllm_is_ratio=torch.ones(4, 1),
+    )
     torch.testing.assert_close(found, torch.tensor(-0.125), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(metrics[0], torch.tensor(0.0), rtol=0, atol=1e-6)
 
 
 def test_heads_that_are_gathered_for_the_forward_alone():
-    """TRL gathers a ZeRO-3 head around the call of a chunked loss: its gradient is there before it goes."""
+    """TRL gathers a ZeRO-3 head around the call of a chunked loss: its gradient is there before
+    it goes."""
     from liger_kernel import chunked_loss
 
     torch.manual_seed(0)
@@ -458,8 +566,12 @@ def test_heads_that_are_gathered_for_the_forward_alone():
     losses = {
         "dpo": lambda x, w: chunked_loss.LigerFusedLinearDPOLoss()(w, x, y, None, ref, w.detach().clone(), None)[0],
         "orpo": lambda x, w: chunked_loss.LigerFusedLinearORPOLoss()(w, x, y)[0],
-        "kto": lambda x, w: chunked_loss.LigerFusedLinearKTOLoss()(x, w, y, preference_labels=torch.tensor([True, False, True, False]), kl=torch.zeros(1))[0],
-        "grpo": lambda x, w: chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0)(x, w, y, torch.ones(4, 5), torch.randn(4))[0],
+        "kto": lambda x, w: chunked_loss.LigerFusedLinearKTOLoss()(
+            x, w, y, preference_labels=torch.tensor([True, False, True, False]), kl=torch.zeros(1)
+        )[0],
+        "grpo": lambda x, w: chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0)(x, w, y, torch.ones(4, 5), torch.randn(4))[
+            0
+        ],
         "jsd": lambda x, w: chunked_loss.LigerFusedLinearJSDLoss()(x, w, ref, w.detach().clone(), y),
     }
     for name, loss in losses.items():
@@ -476,7 +588,8 @@ def test_heads_that_are_gathered_for_the_forward_alone():
 
 
 def test_the_head_that_trl_is_going_to_need():
-    """Log-probabilities and entropies of tokens from hidden states, with gradients: what remains of its losses are formulas."""
+    """Log-probabilities and entropies of tokens from hidden states, with gradients: what remains
+    of its losses are formulas."""
     from liger_kernel.ops import linear_logprobs
 
     torch.manual_seed(0)
@@ -536,7 +649,9 @@ def test_accelerate_1_15_device_map(tmp_path):
         model = make("llama").eval()
         if first:
             liger._apply_liger_kernel_to_instance(model=model)
-        model = accelerate.dispatch_model(model, device_map=dict(places), main_device=DEVICE, offload_dir=str(tmp_path / str(first)), force_hooks=True)
+        model = accelerate.dispatch_model(
+            model, device_map=dict(places), main_device=DEVICE, offload_dir=str(tmp_path / str(first)), force_hooks=True
+        )
         if not first:
             liger._apply_liger_kernel_to_instance(model=model)
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The sdist and the wheel that a release is: built from a copy of the sources, checked, and the wheel installed and used as by someone who has no checkout."""
+"""The sdist and the wheel that a release is: built from a copy of the sources, checked, and the
+wheel installed and used as by someone who has no checkout."""
 
 from __future__ import annotations
 
@@ -35,12 +36,14 @@ out = model(input_ids=tokens, labels=tokens)
 out.loss.backward()
 assert out.logits is None and all(p.grad is not None for p in model.parameters())
 print("loss", out.loss.item())
-"""
+"""  # noqa: E501
 
 
 def ran(*argv, **options):
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run([*map(str, argv)], capture_output=True, text=True, check=False, env=env | options.pop("env", {}), **options)
+    done = subprocess.run(
+        [*map(str, argv)], capture_output=True, text=True, check=False, env=env | options.pop("env", {}), **options
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -72,11 +75,20 @@ def test_both_are_as_an_index_wants_them(built, tmp_path):
     with zipfile.ZipFile(wheel, "a") as archive:  # the last of two files of one name counts
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         archive.writestr(metadata, f"Metadata-Version: 2.4\nName: liger-kernel\nVersion: {liger_kernel.__version__}\n")
-    assert subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel)], capture_output=True, check=False).returncode != 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-m", "twine", "check", "--strict", str(wheel)], capture_output=True, check=False
+        ).returncode
+        != 0
+    )
 
 
 def test_both_hold_every_file_of_the_package(built, wheel):
-    wanted = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src" / "liger_kernel").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    wanted = {
+        p.relative_to(ROOT / "src").as_posix()
+        for p in (ROOT / "src" / "liger_kernel").rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name for name in names if ".dist-info/" not in name} == wanted
@@ -87,7 +99,8 @@ def test_both_hold_every_file_of_the_package(built, wheel):
 
 
 def test_the_wheel_works_where_there_is_no_checkout(wheel, tmp_path):
-    """First alone, where only what needs no PyTorch works; then with this environment's PyTorch and transformers."""
+    """First alone, where only what needs no PyTorch works; then with this environment's PyTorch
+    and transformers."""
     venv.create(tmp_path / "env", with_pip=True)
     python, liger = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "liger"
     requirement = f"liger-kernel[k8s] @ {wheel.as_uri()}"
@@ -96,7 +109,9 @@ def test_the_wheel_works_where_there_is_no_checkout(wheel, tmp_path):
     assert ran(liger, "--version", **here).split() == ["liger-kernel", liger_kernel.__version__]
     report = ran(liger, "env", **here)
     assert (
-        "none: PyTorch is not installed" in report and f"(not LinkedIn's package) in {tmp_path}" in report and "no other package named liger_kernel" in report
+        "none: PyTorch is not installed" in report
+        and f"(not LinkedIn's package) in {tmp_path}" in report
+        and "no other package named liger_kernel" in report
     )
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     folders = [path for path in sys.path if Path(path).name == "site-packages" or path == sysconfig.get_path("purelib")]

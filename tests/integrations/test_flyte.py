@@ -1,4 +1,5 @@
-"""The Flyte 2 workflow: from end to end on this machine with a rank killed, by the entry point of its containers, and as Flyte serialises it."""
+"""The Flyte 2 workflow: from end to end on this machine with a rank killed, by the entry point
+of its containers, and as Flyte serialises it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ config = dataclasses.replace(flyte2.job.config, out=str(here / "run"), cache=str
 PIPELINE = """
 run = flyte.with_runcontext(mode="local", raw_data_path=str(here / "raw")).run(flyte2.pipeline, config=config, target=(here / "export").as_uri())
 print("SCORES", run.outputs()[0])
-"""
+"""  # noqa: E501
 # what a pod is given: inputs in a file, outputs and reports into a folder
 INPUTS = """
 from flyte._internal.runtime.convert import convert_from_native_to_inputs
@@ -38,7 +39,13 @@ def write(task, **values):
 
 
 def python(code, *argv, env):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, argv)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_the_workflow_runs_here_and_a_killed_rank_costs_nothing(tmp_path):
@@ -53,20 +60,44 @@ def test_the_workflow_runs_here_and_a_killed_rank_costs_nothing(tmp_path):
     assert exported == scores and scores["loss"] == pytest.approx(scores["loss_without_kernels"], rel=1e-5)
     metrics = json.loads((tmp_path / "export" / "metrics.json").read_text())
     assert metrics["restarts"] == 1 and metrics["ranks"] == 2 and len(metrics["losses"]) == STEPS
-    assert metrics["losses"][-1] < metrics["losses"][0] and scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-4)
+    assert metrics["losses"][-1] < metrics["losses"][0] and scores["loss"] == pytest.approx(
+        metrics["evaluations"][-1]["loss"], rel=1e-4
+    )
     import transformers
 
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").num_parameters() == metrics["parameters"]
+    assert (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").num_parameters() == metrics["parameters"]
+    )
 
 
 def a0(task, folder, env, name):
     """The command in Flyte's containers, on files."""
     (folder / name).mkdir()
-    argv = ["--inputs", folder / f"{task}.pb", "--outputs-path", folder / name, "--version", "v1", "--raw-data-path", folder / "raw", "--run-name", "r1"]
+    argv = [
+        "--inputs",
+        folder / f"{task}.pb",
+        "--outputs-path",
+        folder / name,
+        "--version",
+        "v1",
+        "--raw-data-path",
+        folder / "raw",
+        "--run-name",
+        "r1",
+    ]
     argv += ["--name", name, "--project", "p", "--domain", "d", "--org", "o", "--run-base-dir", folder / "base"]
-    argv += ["--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver", "mod", "liger_kernel.deploy.flyte2", "instance", task]
+    argv += [
+        "--resolver",
+        "flyte._internal.resolvers.default.DefaultTaskResolver",
+        "mod",
+        "liger_kernel.deploy.flyte2",
+        "instance",
+        task,
+    ]
     command = [str(Path(sys.executable).parent / "a0"), *map(str, argv)]
-    return subprocess.Popen(command, env=env, cwd=ROOT / "src", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=env, cwd=ROOT / "src", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def test_the_entry_point_of_pods_trains_elastically_and_reports(tmp_path):
@@ -106,7 +137,7 @@ context = SerializationContext(project="p", domain="d", version="v1", org="o", r
 names = "prepare", "warm", "train", "evaluate", "export", "pipeline"
 tasks = {name: MessageToDict(translate_task_to_wire(getattr(flyte2, name), context))["taskTemplate"] for name in names}
 print("SPECS", json.dumps(tasks))
-"""
+"""  # noqa: E501
 
 
 def test_what_flyte_is_given(tmp_path):
@@ -117,8 +148,18 @@ def test_what_flyte_is_given(tmp_path):
     assert done.returncode == 0, output
     specs = json.loads(output.partition("SPECS ")[2])
     train = specs["train"]
-    assert train["type"] == "pytorch" and train["metadata"]["interruptible"] and train["metadata"]["retries"]["retries"] == 10
-    assert train["custom"]["elasticConfig"] == {"minReplicas": 2, "maxReplicas": 4, "nprocPerNode": 8, "maxRestarts": 2, "rdzvBackend": "c10d"}
+    assert (
+        train["type"] == "pytorch"
+        and train["metadata"]["interruptible"]
+        and train["metadata"]["retries"]["retries"] == 10
+    )
+    assert train["custom"]["elasticConfig"] == {
+        "minReplicas": 2,
+        "maxReplicas": 4,
+        "nprocPerNode": 8,
+        "maxRestarts": 2,
+        "rdzvBackend": "c10d",
+    }
     assert train["custom"]["workerReplicas"]["replicas"] == 4
     pod = train["k8sPod"]["podSpec"]
     (container,) = pod["containers"]
@@ -128,8 +169,19 @@ def test_what_flyte_is_given(tmp_path):
     assert len(container["env"]) == len(variables)  # none twice
     assert container["securityContext"]["readOnlyRootFilesystem"] and pod["securityContext"]["runAsNonRoot"]
     assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
-    assert {v["name"] for v in pod["volumes"]} == {"cache", "tmp", "shared"} == {m["name"] for m in container["volumeMounts"]}
-    requests = {name: spec["k8sPod"]["podSpec"]["containers"][0]["resources"]["requests"] for name, spec in specs.items() if "k8sPod" in spec}
-    gpus = {name: next((count for resource, count in asked.items() if "gpu" in resource), "0") for name, asked in requests.items()}
+    assert (
+        {v["name"] for v in pod["volumes"]}
+        == {"cache", "tmp", "shared"}
+        == {m["name"] for m in container["volumeMounts"]}
+    )
+    requests = {
+        name: spec["k8sPod"]["podSpec"]["containers"][0]["resources"]["requests"]
+        for name, spec in specs.items()
+        if "k8sPod" in spec
+    }
+    gpus = {
+        name: next((count for resource, count in asked.items() if "gpu" in resource), "0")
+        for name, asked in requests.items()
+    }
     assert gpus == {"prepare": "0", "warm": "0", "train": "8", "evaluate": "1", "export": "0"}
     assert specs["evaluate"]["metadata"]["generatesDeck"] is True and not specs["train"]["metadata"]["generatesDeck"]

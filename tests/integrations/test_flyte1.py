@@ -1,4 +1,5 @@
-"""The Flyte 1 workflow: from end to end on this machine with a rank killed, by the entry point of its containers, and as Flyte serialises it."""
+"""The Flyte 1 workflow: from end to end on this machine with a rank killed, by the entry point
+of its containers, and as Flyte serialises it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def script(folder, code):
 
 
 def started(*argv, env, cwd=None):
-    return subprocess.Popen([*map(str, argv)], env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [*map(str, argv)], env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def test_the_workflow_runs_here_and_a_killed_rank_costs_nothing(tmp_path):
@@ -97,7 +100,7 @@ SPECS = """
     names = "prepare", "warm", "train", "evaluate", "export"
     specs = {name: MessageToDict(get_serializable(OrderedDict(), settings, getattr(flyte1, name)).to_flyte_idl())["template"] for name in names}
     print("SPECS", json.dumps(specs))
-"""
+"""  # noqa: E501
 
 
 def test_what_flyte_is_given(tmp_path):
@@ -109,10 +112,20 @@ def test_what_flyte_is_given(tmp_path):
     assert done.returncode == 0, output
     specs = json.loads(output.partition("SPECS ")[2])
     train = specs["train"]
-    assert train["type"] == "pytorch" and train["metadata"]["interruptible"] and train["metadata"]["retries"]["retries"] == 10
+    assert (
+        train["type"] == "pytorch"
+        and train["metadata"]["interruptible"]
+        and train["metadata"]["retries"]["retries"] == 10
+    )
     assert train["custom"]["workerReplicas"]["replicas"] == 4
     elastic = train["custom"]["elasticConfig"]
-    assert (elastic["minReplicas"], elastic["maxReplicas"], elastic["nprocPerNode"], elastic["maxRestarts"], elastic["rdzvBackend"]) == (2, 4, 8, 2, "c10d")
+    assert (
+        elastic["minReplicas"],
+        elastic["maxReplicas"],
+        elastic["nprocPerNode"],
+        elastic["maxRestarts"],
+        elastic["rdzvBackend"],
+    ) == (2, 4, 8, 2, "c10d")
     pod = train["k8sPod"]["podSpec"]
     (container,) = pod["containers"]
     names = [e["name"] for e in container["env"]]

@@ -1,4 +1,5 @@
-"""Frameworks that are installed, run or asked themselves: their own integration code is what calls the package."""
+"""Frameworks that are installed, run or asked themselves: their own integration code is what
+calls the package."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ class Config(SimpleNamespace):
         return self.__dict__.get(name, default)
 
 
-KEYS = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True, "liger_fused_linear_cross_entropy": True}
+KEYS = {
+    "liger_rope": True,
+    "liger_rms_norm": True,
+    "liger_glu_activation": True,
+    "liger_fused_linear_cross_entropy": True,
+}
 
 
 @pytest.fixture
@@ -52,12 +58,17 @@ def axolotl_plugin(monkeypatch):
 
     for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
         monkeypatch.setattr(module, name, getattr(module, name))
-    for owner, name in ((functional, "liger_fused_linear_cross_entropy"), (liger.LigerFusedLinearCrossEntropyLoss, "__init__")):
+    for owner, name in (
+        (functional, "liger_fused_linear_cross_entropy"),
+        (liger.LigerFusedLinearCrossEntropyLoss, "__init__"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     return plugin
 
 
-@pytest.mark.parametrize("keys", [KEYS, {"liger_rms_norm": True}, {**KEYS, "torch_compile": True}], ids=["all", "norms", "compile"])
+@pytest.mark.parametrize(
+    "keys", [KEYS, {"liger_rms_norm": True}, {**KEYS, "torch_compile": True}], ids=["all", "norms", "compile"]
+)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "mixtral"])
 def test_axolotl(axolotl_plugin, model_type, keys):
     expected = step(make(model_type))[1]
@@ -87,13 +98,19 @@ def test_axolotl_distillation():
     from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 
     module = needs("axolotl.integrations.kd.kernels.liger")
-    (cls,) = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, LigerFusedLinearDistillationBase) and c.__module__ == module.__name__]
+    (cls,) = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, LigerFusedLinearDistillationBase) and c.__module__ == module.__name__
+    ]
     torch.manual_seed(0)
     B, T, H, V, K = 2, 6, 8, 30, 4
     x, w = torch.randn(B, T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     ids = torch.randint(0, V, (B, T, K))
     logp = torch.randn(B, T, K).log_softmax(-1)
-    loss = module.LigerFusedLinearKLTopKLogprobLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, temperature=1.0, beta=0.0, compiled=False)
+    loss = module.LigerFusedLinearKLTopKLogprobLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, temperature=1.0, beta=0.0, compiled=False
+    )
     assert cls.__name__ in vars(module)
     found = loss(w, x, ids, logp, torch.ones(B, T, K), torch.randint(0, V, (B, T)))
     assert torch.isfinite(found) and all(torch.isfinite(g).all() for g in torch.autograd.grad(found, (x, w)))
@@ -144,7 +161,9 @@ def saved(tmp_path) -> Path:
 
     make("llama").save_pretrained(tmp_path)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -172,7 +191,9 @@ def test_instructlab(saved):
     module = needs("instructlab.training.model")
     from transformers import AutoTokenizer
 
-    made = module.LigerModel(str(saved), str(saved), module.DistributedBackend.FSDP, None, AutoTokenizer.from_pretrained(saved))
+    made = module.LigerModel(
+        str(saved), str(saved), module.DistributedBackend.FSDP, None, AutoTokenizer.from_pretrained(saved)
+    )
     out, learned = step(made.model.float().to(DEVICE).train())
     assert out.logits is not None  # it asks for them
     loaded = type(made.model).from_pretrained(saved, dtype=made.model.dtype).float().to(DEVICE)
@@ -194,7 +215,9 @@ def test_verl():
     torch.manual_seed(0)
     hidden, w = torch.randn(2, 7, 16, requires_grad=True), torch.randn(31, 16, requires_grad=True)
     ids = torch.randint(0, 31, (2, 7))
-    ours, theirs = (module.FusedLinearForPPO(impl_backend=backend)(hidden, w, ids, 0.7) for backend in ("liger", "torch"))
+    ours, theirs = (
+        module.FusedLinearForPPO(impl_backend=backend)(hidden, w, ids, 0.7) for backend in ("liger", "torch")
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = lambda pair: torch.autograd.grad((pair[0].exp() + 0.1 * pair[1]).sum(), (hidden, w))
     torch.testing.assert_close(grad(ours), grad(theirs), rtol=1e-4, atol=1e-5)
@@ -236,8 +259,16 @@ def test_lightning(tmp_path, precision):
     losses = []
     for use in (True, False):
         module = Module(use)
-        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu" if DEVICE == "cpu" else "gpu", devices=1, precision=precision, logger=False,
-                                    enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path)  # fmt: skip
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu" if DEVICE == "cpu" else "gpu",
+            devices=1,
+            precision=precision,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+        )
         trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
         losses.append(torch.stack(module.losses))
     assert len(losses[0]) == 4
@@ -251,8 +282,18 @@ def test_litgpt():
     from litgpt.utils import chunked_cross_entropy
 
     torch.manual_seed(0)
-    config = litgpt.Config(n_layer=2, n_head=4, n_embd=32, intermediate_size=64, padded_vocab_size=50, block_size=16, norm_class_name="RMSNorm",
-                           mlp_class_name="LLaMAMLP", bias=False, norm_eps=1e-5)  # fmt: skip
+    config = litgpt.Config(
+        n_layer=2,
+        n_head=4,
+        n_embd=32,
+        intermediate_size=64,
+        padded_vocab_size=50,
+        block_size=16,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        bias=False,
+        norm_eps=1e-5,
+    )
     stock = litgpt.GPT(config).to(DEVICE)
     ours = copy.deepcopy(stock)
     ids = torch.randint(0, 50, (2, 12), device=DEVICE)
@@ -264,7 +305,9 @@ def test_litgpt():
     loss = liger.LigerFusedLinearCrossEntropyLoss()(head.weight, ours(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, expected)
     wanted = torch.autograd.grad(expected, list(stock.transformer.parameters()))
-    torch.testing.assert_close(torch.autograd.grad(loss, list(ours.transformer.parameters())), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, list(ours.transformer.parameters())), wanted, rtol=1e-4, atol=1e-6
+    )
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------
@@ -314,7 +357,9 @@ def test_bitsandbytes(kind):
                     new.load_state_dict(linear.state_dict())
                     setattr(parent, name, new)
         torch.manual_seed(0)
-        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        lora = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         return peft.get_peft_model(model.to(DEVICE), lora)
 
     expected = step(quantised())[1]

@@ -1,4 +1,5 @@
-"""``Trainer(use_liger_kernel=True)`` with PEFT's adapters: the projection engine runs, and logs, gradients and adapters are as without it."""
+"""``Trainer(use_liger_kernel=True)`` with PEFT's adapters: the projection engine runs, and logs,
+gradients and adapters are as without it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from liger_kernel.transformers import restore  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 FORWARD = [3, 1, 3]  # q, k, v; o; gate, up, down
-LAYERS_ALONE = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False)  # what else is ours: test_hf_trainer.py
+LAYERS_ALONE = dict(
+    rope=False, rms_norm=False, fused_linear_cross_entropy=False
+)  # what else is ours: test_hf_trainer.py
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,9 @@ def ran(monkeypatch) -> list[int]:
 def adapted(dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
     model = make("llama", dtype, num_hidden_layers=1)
     torch.manual_seed(0)
-    model = adapters.drawn(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", **more))).to(DEVICE)
+    model = adapters.drawn(
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", **more))
+    ).to(DEVICE)
     model.enable_input_require_grads()  # for reentrant checkpoints; newer transformers do that themselves
     return model
 
@@ -52,7 +57,15 @@ class Adapted(Run):
         forget_training()
         seen = Gradients()
         flags = {"liger_kernel_config": LAYERS_ALONE | more.pop("flags", {})}
-        super().__init__(folder, ours, adapted() if model is None else model, callbacks=[seen], eval_strategy=more.pop("eval_strategy", "no"), **flags, **more)
+        super().__init__(
+            folder,
+            ours,
+            adapted() if model is None else model,
+            callbacks=[seen],
+            eval_strategy=more.pop("eval_strategy", "no"),
+            **flags,
+            **more,
+        )
         self.gradients = seen.found
 
 
@@ -66,9 +79,18 @@ def assert_learns_the_same(ours: Adapted, stock: Adapted) -> None:
     ("more", "lora", "forwards"),
     [
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 8}, {}, 6),
-        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, {"lora_dropout": 0.5}, 8),
-        # the forward of a reentrant checkpoint has no gradients; its masks must be those of the recomputation
-        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {"lora_dropout": 0.5}, 8),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            {"lora_dropout": 0.5},
+            8,
+        ),
+        # the forward of a reentrant checkpoint has no gradients; its masks must be those of the
+        # recomputation
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            {"lora_dropout": 0.5},
+            8,
+        ),
         ({"flags": {"projections": False, "swiglu": False, "rms_norm": True}}, {}, 0),
     ],
     ids=["evaluation", "checkpoints", "reentrant", "projections=False"],
@@ -85,7 +107,10 @@ def test_as_without_the_flag(tmp_path, ran, more, lora, forwards):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast(tmp_path, ran, dtype):
     """``bf16=True``: as near to fp32 as stock."""
-    ours, stock = (Adapted(tmp_path, use, adapted(dtype), bf16=True, eval_strategy="steps", per_device_eval_batch_size=8) for use in (True, False))
+    ours, stock = (
+        Adapted(tmp_path, use, adapted(dtype), bf16=True, eval_strategy="steps", per_device_eval_batch_size=8)
+        for use in (True, False)
+    )
     assert ran == FORWARD * 6
     truth = Adapted(tmp_path, False, adapted(dtype).float()).gradients
     assert_same(ours, stock, rough=True)
@@ -93,17 +118,24 @@ def test_under_autocast(tmp_path, ran, dtype):
 
 
 def test_save_and_resume(tmp_path, ran):
-    """What a checkpoint has is what stock writes; from one a training goes on as if it had not been interrupted, and stock PEFT loads it."""
-    schedule = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant", gradient_accumulation_steps=1)
+    """What a checkpoint has is what stock writes; from one a training goes on as if it had not
+    been interrupted, and stock PEFT loads it."""
+    schedule = dict(
+        max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant", gradient_accumulation_steps=1
+    )
     run = functools.partial(Adapted, **schedule)
     whole, stock = run(tmp_path / "ours", True), run(tmp_path / "stock", False)
     assert_same(whole, stock)
-    saved, expected = (peft.load_peft_weights(str(tmp_path / which / "checkpoint-4"), "cpu") for which in ("ours", "stock"))
+    saved, expected = (
+        peft.load_peft_weights(str(tmp_path / which / "checkpoint-4"), "cpu") for which in ("ours", "stock")
+    )
     assert saved.keys() == expected.keys()
     torch.testing.assert_close(saved, expected, rtol=1e-4, atol=1e-5)
     resumed = run(tmp_path / "ours", True, resume=str(tmp_path / "ours" / "checkpoint-2"))
     torch.testing.assert_close(resumed.weights, whole.weights)
     torch.testing.assert_close(resumed.logs[-3:], whole.logs[-3:])
     loaded = peft.PeftModel.from_pretrained(make("llama", num_hidden_layers=1), tmp_path / "ours" / "checkpoint-4")
-    assert {n: torch.equal(p.float(), whole.weights[n]) for n, p in loaded.state_dict().items()} == dict.fromkeys(whole.weights, True)
+    assert {n: torch.equal(p.float(), whole.weights[n]) for n, p in loaded.state_dict().items()} == dict.fromkeys(
+        whole.weights, True
+    )
     assert ran == FORWARD * 6

@@ -1,4 +1,5 @@
-"""Hugging Face's ``kernels``: our layers taken from a local repository, gradients and torch.compile included."""
+"""Hugging Face's ``kernels``: our layers taken from a local repository, gradients and
+torch.compile included."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def test_layers_have_no_state(layer):
 def with_layers(model: nn.Module, names: dict[str, str], compiled: bool = False) -> nn.Module:
     kernels = pytest.importorskip("kernels", reason="kernels is not installed: make test-integrations")
     mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE if compiled else kernels.Mode.TRAINING
-    mapping = {name: {DEVICE: {mode: kernels.LocalLayerRepository(hub.PATH, layer_name=layer)}} for name, layer in names.items()}
+    mapping = {
+        name: {DEVICE: {mode: kernels.LocalLayerRepository(hub.PATH, layer_name=layer)}}
+        for name, layer in names.items()
+    }
     with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
         return kernels.kernelize(model.train(), mode=mode, device=DEVICE, use_fallback=True)
 
@@ -36,7 +40,8 @@ def with_layers(model: nn.Module, names: dict[str, str], compiled: bool = False)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "qwen3"])
 def test_models_learn_the_same(model_type, compiled, monkeypatch):
-    """olmo2 multiplies by the weight before it rounds, llama after: the layer does as the norm does whose place it takes."""
+    """olmo2 multiplies by the weight before it rounds, llama after: the layer does as the norm
+    does whose place it takes."""
     calls = {"rope": 0, "rms_norm": 0}
     for name in calls:
         monkeypatch.setattr(layers, name, counted(getattr(layers, name), calls, name))
@@ -84,7 +89,9 @@ def test_a_norm_that_nothing_reproduces():
     assert torch.equal(layers.LigerRMSNorm.forward(norm, x), norm(x))
 
 
-@pytest.mark.parametrize("name, layer, act", [("SwiGLUMLP", "LigerSwiGLUMLP", "silu"), ("GeGLUMLP", "LigerGEGLUMLP", "gelu_pytorch_tanh")])
+@pytest.mark.parametrize(
+    "name, layer, act", [("SwiGLUMLP", "LigerSwiGLUMLP", "silu"), ("GeGLUMLP", "LigerGEGLUMLP", "gelu_pytorch_tanh")]
+)
 def test_mlps(name, layer, act):
     kernels = pytest.importorskip("kernels", reason="kernels is not installed: make test-integrations")
     from transformers.models.llama.modeling_llama import LlamaMLP

@@ -1,4 +1,5 @@
-"""``Trainer(use_liger_kernel=True)``: every number that it logs, and every weight it ends with, as without the flag."""
+"""``Trainer(use_liger_kernel=True)``: every number that it logs, and every weight it ends with,
+as without the flag."""
 
 from __future__ import annotations
 
@@ -25,18 +26,42 @@ class Rows(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {k: v[0].cpu() for k, v in tokens(1, 12, seed=i, ignored=1 + i).items()} | {"attention_mask": torch.ones(12, dtype=torch.long)}
+        return {k: v[0].cpu() for k, v in tokens(1, 12, seed=i, ignored=1 + i).items()} | {
+            "attention_mask": torch.ones(12, dtype=torch.long)
+        }
 
 
 class Run:
     """A training: ``logs`` and final ``weights``."""
 
-    def __init__(self, folder: Path, use_liger_kernel: bool, model: nn.Module | None = None, times: int = 1, resume: bool = False, **more: Any):
+    def __init__(
+        self,
+        folder: Path,
+        use_liger_kernel: bool,
+        model: nn.Module | None = None,
+        times: int = 1,
+        resume: bool = False,
+        **more: Any,
+    ):
         self.model = make("llama") if model is None else model
         own = {k: more.pop(k) for k in ("compute_metrics", "compute_loss_func", "callbacks") if k in more}
-        defaults = dict(max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=3, logging_steps=1,
-                        eval_strategy="steps", eval_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, learning_rate=0.1, optim="sgd")  # fmt: skip
-        args = transformers.TrainingArguments(str(folder), use_cpu=DEVICE == "cpu", use_liger_kernel=use_liger_kernel, **(defaults | more))
+        defaults = dict(
+            max_steps=2,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=3,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            learning_rate=0.1,
+            optim="sgd",
+        )
+        args = transformers.TrainingArguments(
+            str(folder), use_cpu=DEVICE == "cpu", use_liger_kernel=use_liger_kernel, **(defaults | more)
+        )
         self.trainer = transformers.Trainer(self.model, args, train_dataset=Rows(), eval_dataset=Rows(), **own)
         for _ in range(times):
             self.trainer.train(resume_from_checkpoint=resume)
@@ -51,7 +76,9 @@ class Run:
 def assert_same(ours: Run, stock: Run, rough: bool = False) -> None:
     assert ours.patched and not stock.patched
     assert len(ours.logs) == len(stock.logs) > 2
-    torch.testing.assert_close(ours.logs, stock.logs, **(dict(rtol=3e-2, atol=3e-3) if rough else dict(rtol=2e-5, atol=1e-5)))
+    torch.testing.assert_close(
+        ours.logs, stock.logs, **(dict(rtol=3e-2, atol=3e-3) if rough else dict(rtol=2e-5, atol=1e-5))
+    )
     if not rough:
         torch.testing.assert_close(ours.weights, stock.weights, rtol=1e-4, atol=1e-5)
 
@@ -62,7 +89,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def halved(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    loss = nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    loss = nn.functional.cross_entropy(
+        outputs["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+    )
     return loss / 2 / (num_items_in_batch if num_items_in_batch is not None else (labels[:, 1:] != -100).sum())
 
 
@@ -80,7 +109,16 @@ def halved(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
         {"times": 2},
         {"bf16": True},
         {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1},
-        {"liger_kernel_config": {"rope": False, "swiglu": None, "cross_entropy": True, "fused_linear_cross_entropy": False, "geglu": True, "unheard_of": 1}},
+        {
+            "liger_kernel_config": {
+                "rope": False,
+                "swiglu": None,
+                "cross_entropy": True,
+                "fused_linear_cross_entropy": False,
+                "geglu": True,
+                "unheard_of": 1,
+            }
+        },
     ],
     ids=lambda more: ",".join(more) or "plain",
 )
@@ -93,10 +131,14 @@ def test_as_without_the_flag(tmp_path, more):
 
 
 def test_columns_and_what_is_left_out(tmp_path):
-    """In training there are no logits, in evaluation without metrics none either; ``forward`` stays a method that accelerate can unwrap."""
+    """In training there are no logits, in evaluation without metrics none either; ``forward``
+    stays a method that accelerate can unwrap."""
     run = Run(tmp_path, True, max_steps=1, eval_strategy="no")
     model = run.model
-    assert model.forward.__self__ is model and {"labels", "input_ids", "kwargs"} <= inspect.signature(model.forward).parameters.keys()
+    assert (
+        model.forward.__self__ is model
+        and {"labels", "input_ids", "kwargs"} <= inspect.signature(model.forward).parameters.keys()
+    )
     assert model.train()(**tokens()).logits is None
     assert model.eval()(**tokens()).logits is not None
     assert model.eval()(**tokens(), skip_logits=True).logits is None
@@ -104,7 +146,8 @@ def test_columns_and_what_is_left_out(tmp_path):
 
 
 def test_state_dict_and_resume(tmp_path):
-    """A checkpoint of a patched model is one of the stock model, and a training goes on from it as if it had not been interrupted."""
+    """A checkpoint of a patched model is one of the stock model, and a training goes on from it
+    as if it had not been interrupted."""
     schedule = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
     whole = Run(tmp_path / "whole", True, **schedule)
     stock = Run(tmp_path / "stock", False, **schedule)
@@ -117,13 +160,19 @@ def test_state_dict_and_resume(tmp_path):
     torch.testing.assert_close(resumed.logs[-3:], whole.logs[-3:])
 
 
-@pytest.mark.parametrize("lora", [dict(target_modules=["q_proj", "lm_head"]), dict(target_modules=["v_proj"], modules_to_save=["lm_head", "norm"])], ids=str)
+@pytest.mark.parametrize(
+    "lora",
+    [dict(target_modules=["q_proj", "lm_head"]), dict(target_modules=["v_proj"], modules_to_save=["lm_head", "norm"])],
+    ids=str,
+)
 def test_peft(tmp_path, lora):
     peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **lora))
+        return peft.get_peft_model(
+            make("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **lora)
+        )
 
     assert_same(Run(tmp_path, True, model()), Run(tmp_path, False, model()))
 
@@ -139,7 +188,10 @@ def test_classification_and_base_models(tmp_path):
     config = make("llama").config
     config.pad_token_id, config.num_labels = 0, 3
     batch = {"input_ids": tokens()["input_ids"], "labels": torch.tensor([0, 2], device=DEVICE)}
-    for cls, keys in ((transformers.LlamaForSequenceClassification, batch), (transformers.LlamaModel, {"input_ids": batch["input_ids"]})):
+    for cls, keys in (
+        (transformers.LlamaForSequenceClassification, batch),
+        (transformers.LlamaModel, {"input_ids": batch["input_ids"]}),
+    ):
         torch.manual_seed(0)
         model = cls(config).to(DEVICE)
         expected = model(**keys)[0]

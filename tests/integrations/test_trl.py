@@ -1,4 +1,5 @@
-"""TRL's trainers with ``use_liger_kernel``: losses, weights and every metric that both of their paths log."""
+"""TRL's trainers with ``use_liger_kernel``: losses, weights and every metric that both of their
+paths log."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ VERSION = Version(trl.__version__)
 FUSED = Version("1.13") > VERSION  # later versions have losses of their own, and take our layers alone
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,?!0123456789"
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}!{% endgeneration %}"
+    "{% for m in messages %}{{ m['role'][0] }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}!{% "
+    "endgeneration %}"
     "{% else %}{{ m['content'] }}.{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )
 
@@ -44,8 +46,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     model.decoder = tokenizers.decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-                                   model_input_names=["input_ids", "attention_mask"])  # fmt: skip
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
     made.chat_template = TEMPLATE
     return made
 
@@ -58,27 +66,61 @@ def rows(kind: str) -> Any:
         "text": {"text": [p + " " + a for p, a in zip(prompts, good)]},
         "chat": {"messages": chat},
         "pairs": {"prompt": prompts, "chosen": good, "rejected": bad},
-        "unpaired": {"prompt": prompts, "completion": [g if i % 2 else b for i, (g, b) in enumerate(zip(good, bad))], "label": [bool(i % 2) for i in range(8)]},
+        "unpaired": {
+            "prompt": prompts,
+            "completion": [g if i % 2 else b for i, (g, b) in enumerate(zip(good, bad))],
+            "label": [bool(i % 2) for i in range(8)],
+        },
         "prompts": {"prompt": prompts},
     }
     return datasets.Dataset.from_dict(kinds[kind])
 
 
-def taught(folder: Path, trainer: str, kind: str, use: bool, model: nn.Module | None = None, trainer_kwargs: Any = None, **options: Any):
+def taught(
+    folder: Path,
+    trainer: str,
+    kind: str,
+    use: bool,
+    model: nn.Module | None = None,
+    trainer_kwargs: Any = None,
+    **options: Any,
+):
     """Metrics of each step and of evaluations, and the weights after two steps."""
     cls, config_cls = trainer_of(trainer), trainer_of(trainer.removeprefix("Liger").replace("Trainer", "Config"))
     if model is None:  # from a folder, as TRL makes the reference of it
         make("llama", vocab_size=64).save_pretrained(folder / "model")
         model = LlamaForCausalLM.from_pretrained(folder / "model").to(DEVICE)
-    common = dict(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1, save_strategy="no", report_to=[], seed=1,
-                  disable_tqdm=True, learning_rate=0.1, optim="sgd", use_cpu=DEVICE == "cpu", bf16=False, gradient_checkpointing=False)  # fmt: skip
+    common = dict(
+        max_steps=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        seed=1,
+        disable_tqdm=True,
+        learning_rate=0.1,
+        optim="sgd",
+        use_cpu=DEVICE == "cpu",
+        bf16=False,
+        gradient_checkpointing=False,
+    )
     flag = {n for n in ("use_liger_loss", "use_liger_kernel") if n in inspect.signature(config_cls).parameters}
     args = config_cls(str(folder), **dict.fromkeys(flag, use), **(common | options))
     torch.manual_seed(3)
-    made = cls(model=model, args=args, train_dataset=rows(kind), processing_class=tokenizer(), **((trainer_kwargs or (lambda: {}))()))
+    made = cls(
+        model=model,
+        args=args,
+        train_dataset=rows(kind),
+        processing_class=tokenizer(),
+        **((trainer_kwargs or (lambda: {}))()),
+    )
     made.train()
     skip = "runtime", "per_second", "epoch", "learning_rate", "time", "flos"
-    logs = [{k: v for k, v in e.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)} for e in made.state.log_history]
+    logs = [
+        {k: v for k, v in e.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
+        for e in made.state.log_history
+    ]
     return made, logs, {n: p.detach() for n, p in model.state_dict().items()}
 
 
@@ -101,7 +143,9 @@ def assert_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = ()) -> None
 
 
 def both(tmp_path: Path, trainer: str, kind: str, **options: Any) -> tuple[tuple, tuple]:
-    return taught(tmp_path / "ours", trainer, kind, True, **options), taught(tmp_path / "stock", trainer, kind, False, **options)
+    return taught(tmp_path / "ours", trainer, kind, True, **options), taught(
+        tmp_path / "stock", trainer, kind, False, **options
+    )
 
 
 # -- supervised ----------------------------------------------------------------------------
@@ -128,10 +172,16 @@ def test_sft(tmp_path, kind, options):
 
 def test_sft_with_lora_on_the_head(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
-    config = lambda: {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")}
+    config = lambda: {
+        "peft_config": peft.LoraConfig(
+            r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
+    }
     if not FUSED:
         pytest.skip(f"trl {VERSION} refuses adapters of the head, with the flag and without")
-    nll = {"loss_type": "nll"} if "loss_type" in inspect.signature(trl.SFTConfig).parameters else {}  # the default does not know such heads
+    nll = (
+        {"loss_type": "nll"} if "loss_type" in inspect.signature(trl.SFTConfig).parameters else {}
+    )  # the default does not know such heads
     assert_same(*both(tmp_path, "SFTTrainer", "text", trainer_kwargs=config, **nll))
 
 
@@ -152,17 +202,39 @@ def test_reward(tmp_path, center):
 # -- preferences ---------------------------------------------------------------------------
 
 DPO_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "discopop", "apo_zero", "apo_down", "sft",
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "discopop",
+    "apo_zero",
+    "apo_down",
+    "sft",
     "sigmoid_norm",
-)  # fmt: skip
+)
 
 
 # losses of mean log-probabilities return these; TRL's own path logs sums all the same
 OF_MEANS = "ipo", "sigmoid_norm"
-PER_TOKEN = "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"
+PER_TOKEN = (
+    "logps/chosen",
+    "logps/rejected",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+)
 
 
-@pytest.mark.parametrize("loss_type", [smoke(loss) if loss in ("sigmoid", "sigmoid_norm") else loss for loss in DPO_LOSSES])
+@pytest.mark.parametrize(
+    "loss_type", [smoke(loss) if loss in ("sigmoid", "sigmoid_norm") else loss for loss in DPO_LOSSES]
+)
 def test_dpo(tmp_path, loss_type):
     if Version("0.26") > VERSION and loss_type not in ("sigmoid", "apo_zero", "apo_down", "sppo_hard", "nca_pair"):
         pytest.skip(f"trl {VERSION} refuses {loss_type} with the flag")
@@ -173,7 +245,10 @@ def test_dpo(tmp_path, loss_type):
         with pytest.raises(ValueError, match="label_smoothing must be in"):
             taught(tmp_path, "DPOTrainer", "pairs", True, loss_type=[loss_type], **more)
     else:
-        assert_same(*both(tmp_path, "DPOTrainer", "pairs", loss_type=[loss_type], **more), PER_TOKEN if FUSED and loss_type in OF_MEANS else ())
+        assert_same(
+            *both(tmp_path, "DPOTrainer", "pairs", loss_type=[loss_type], **more),
+            PER_TOKEN if FUSED and loss_type in OF_MEANS else (),
+        )
 
 
 def test_dpo_with_references_computed_before(tmp_path):
@@ -226,8 +301,17 @@ def test_a_reference_that_is_gone_is_refused():
     from liger_kernel.transformers.patching.reference import compute_references_again
 
     data, args = datasets.Dataset.from_dict({"ref_chosen_logps": [0.0]}), SimpleNamespace(precompute_ref_log_probs=True)
-    trainer = SimpleNamespace(args=args, train_dataset=data, ref_model=None, model=nn.Linear(1, 1), is_fsdp_enabled=True, _precompute_model_hash="a")
-    with pytest.raises(ValueError, match=r"SimpleNamespace: precompute_ref_log_probs must be False .* or pass ref_model="):
+    trainer = SimpleNamespace(
+        args=args,
+        train_dataset=data,
+        ref_model=None,
+        model=nn.Linear(1, 1),
+        is_fsdp_enabled=True,
+        _precompute_model_hash="a",
+    )
+    with pytest.raises(
+        ValueError, match=r"SimpleNamespace: precompute_ref_log_probs must be False .* or pass ref_model="
+    ):
         compute_references_again(trainer, {})
 
 
@@ -267,13 +351,18 @@ def test_lora_without_a_reference_model(tmp_path, trainer):
     peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
     config = lambda: {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
     if trainer == "KTOTrainer" and FUSED:
-        pytest.skip("with the flag and PEFT, TRL leaves the reference out: it asks for one only where there is a model of it")
+        pytest.skip(
+            "with the flag and PEFT, TRL leaves the reference out: it asks for one only where there is a model of it"
+        )
     if trainer == "DPOTrainer" and Version("0.26") <= VERSION < Version("1.1"):
         pytest.skip(f"trl {VERSION} refuses PEFT in DPO with the flag")
-    assert_same(*both(tmp_path, trainer, "pairs" if trainer == "DPOTrainer" else "unpaired", trainer_kwargs=config), MEANS)
+    assert_same(
+        *both(tmp_path, trainer, "pairs" if trainer == "DPOTrainer" else "unpaired", trainer_kwargs=config), MEANS
+    )
 
 
-# With the flag TRL divides sums over tokens and vocabulary by the number of sequences; without, it takes means since 1.1.
+# With the flag TRL divides sums over tokens and vocabulary by the number of sequences; without, it
+# takes means since 1.1.
 MEANS = "logits/chosen", "logits/rejected"
 
 
@@ -286,28 +375,53 @@ def test_kto(tmp_path, options):
         assert_same(*both(tmp_path, "KTOTrainer", "unpaired", **options), MEANS)
 
 
-@pytest.mark.parametrize("trainer, options", [("ORPOTrainer", {}), smoke("CPOTrainer", {}), ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0})], ids=str)
+@pytest.mark.parametrize(
+    "trainer, options",
+    [("ORPOTrainer", {}), smoke("CPOTrainer", {}), ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0})],
+    ids=str,
+)
 def test_preferences_without_a_reference(tmp_path, trainer, options):
     """TRL has no fused path for these; layers and norms are ours."""
-    prompt = {"max_prompt_length": 24} if "max_prompt_length" in inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters else {}
+    prompt = (
+        {"max_prompt_length": 24}
+        if "max_prompt_length" in inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters
+        else {}
+    )
     assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt)))
 
 
 def orpo(tmp_path: Path, ours: bool, model: Any = None, patched: bool = False, **options: Any) -> tuple:
     """``taught`` by our trainer, or by TRL's."""
-    prompt = {"max_prompt_length": 24} if "max_prompt_length" in inspect.signature(trainer_of("ORPOConfig")).parameters else {}
+    prompt = (
+        {"max_prompt_length": 24}
+        if "max_prompt_length" in inspect.signature(trainer_of("ORPOConfig")).parameters
+        else {}
+    )
     options = {"max_length": 48} | prompt | options
-    return taught(tmp_path / str(ours), "LigerORPOTrainer" if ours else "ORPOTrainer", "pairs", ours and patched, model and model(), **options)
+    return taught(
+        tmp_path / str(ours),
+        "LigerORPOTrainer" if ours else "ORPOTrainer",
+        "pairs",
+        ours and patched,
+        model and model(),
+        **options,
+    )
 
 
-FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+FSDP2 = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
 ORPO_FAMILIES = ["llama", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-decoder", "gemma2", "mixtral"]
 
 
 @pytest.mark.parametrize("model_type", [smoke(family) if family == "gemma2" else family for family in ORPO_FAMILIES])
 def test_our_orpo_trainer(tmp_path, monkeypatch, model_type):
-    """Its losses and metrics without logits are TRL's with them, whatever a family does to its logits."""
-    model = lambda: make(model_type, vocab_size=64, **({"pad_token_id": 0} if model_type == "modernbert-decoder" else {}))
+    """Its losses and metrics without logits are TRL's with them, whatever a family does to its
+    logits."""
+    model = lambda: make(
+        model_type, vocab_size=64, **({"pad_token_id": 0} if model_type == "modernbert-decoder" else {})
+    )
     stock = orpo(tmp_path, False, model)
     monkeypatch.setattr(DeferredLogits, "value", None)  # logits are not computed
     assert_same(orpo(tmp_path, True, model), stock)
@@ -317,7 +431,10 @@ def adapted(head: bool = False) -> nn.Module:
     peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
     modules = ["q_proj", "v_proj", *(["lm_head"] if head else [])]
     torch.manual_seed(0)
-    return peft.get_peft_model(make("llama", vocab_size=64), peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        make("llama", vocab_size=64),
+        peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,11 +465,19 @@ def test_our_orpo_trainer_under_autocast(tmp_path):
     ours = orpo(tmp_path, True, bf16=True)
     for entry, theirs, true in zip(ours[1][:2], stock[1][:2], truth[1][:2]):
         for name in ("nll_loss", "logps/chosen", "logps/rejected"):
-            assert 0 < abs(entry[name] - true[name]) <= max(2 * abs(theirs[name] - true[name]), 2**-8 * abs(true[name])), name
+            assert (
+                0 < abs(entry[name] - true[name]) <= max(2 * abs(theirs[name] - true[name]), 2**-8 * abs(true[name]))
+            ), name
 
 
 def _rank(rank: int, folder: Path, port: int, ours: bool, options: dict[str, Any]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     with served_by_kernels_or_references():
         _, logs, weights = orpo(folder / str(rank), ours, lambda: make("llama", vocab_size=64), **options)
     whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}
@@ -372,7 +497,12 @@ def on_two_ranks(folder: Path, ours: bool, **options: Any) -> tuple:
 @pytest.mark.skipif(DEVICE != "cpu", reason="ranks share a GPU")
 def test_our_orpo_trainer_on_two_ranks(tmp_path, options):
     """The same weights on both, which are those of TRL's trainer: gradients are reduced."""
-    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 3, "ddp_backend": "gloo"}
+    options |= {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 3,
+        "ddp_backend": "gloo",
+    }
     assert_same(on_two_ranks(tmp_path / "ours", True, **options), on_two_ranks(tmp_path / "stock", False, **options))
 
 
@@ -397,8 +527,16 @@ def grpo(tmp_path: Path, **options: Any) -> None:
         pytest.skip(f"trl {VERSION} does not pass the number of tokens of all micro-batches on")
     if Version("1.0") > VERSION and options.get("loss_type") in ("cispo", "sapo", "luspo", "vespo"):
         pytest.skip(f"trl {VERSION} has no {options['loss_type']}")
-    common = dict(num_generations=4, max_completion_length=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_iterations=2, max_steps=3,
-                  trainer_kwargs=lambda: {"reward_funcs": reward}, temperature=0.9)  # fmt: skip
+    common = dict(
+        num_generations=4,
+        max_completion_length=6,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_iterations=2,
+        max_steps=3,
+        trainer_kwargs=lambda: {"reward_funcs": reward},
+        temperature=0.9,
+    )
     try:
         ours = taught(tmp_path / "ours", "GRPOTrainer", "prompts", True, **(common | options))
     except (ValueError, NotImplementedError) as error:
@@ -409,7 +547,12 @@ def grpo(tmp_path: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss_type, beta", [smoke(loss, beta) if (loss, beta) == ("dapo", 0.04) else (loss, beta) for loss in GRPO_LOSSES for beta in (0.0, 0.04)]
+    "loss_type, beta",
+    [
+        smoke(loss, beta) if (loss, beta) == ("dapo", 0.04) else (loss, beta)
+        for loss in GRPO_LOSSES
+        for beta in (0.0, 0.04)
+    ],
 )
 def test_grpo(tmp_path, loss_type, beta):
     grpo(tmp_path, loss_type=loss_type, beta=beta)
@@ -442,7 +585,9 @@ def test_grpo_with_lora_on_the_head(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
     config = lambda: {
         "reward_funcs": reward,
-        "peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"),
+        "peft_config": peft.LoraConfig(
+            r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
+        ),
     }
     grpo(tmp_path, trainer_kwargs=config)
 
@@ -459,6 +604,20 @@ def test_rloo(tmp_path):
 @pytest.mark.parametrize("beta", [0.0, smoke(0.3), 1.0])
 def test_gkd(tmp_path, beta):
     if Version("1.4") > VERSION:
-        pytest.skip(f"with the flag, trl {VERSION} adds half of the cross entropy: it leaves the weights of both parts at their defaults")
+        pytest.skip(
+            f"with the flag, trl {VERSION} adds half of the cross entropy: it leaves the weights of both parts at "
+            "their defaults"
+        )
     teacher = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
-    assert_same(*both(tmp_path, "GKDTrainer", "chat", trainer_kwargs=teacher, beta=beta, lmbda=0.0, max_new_tokens=4, max_length=64))
+    assert_same(
+        *both(
+            tmp_path,
+            "GKDTrainer",
+            "chat",
+            trainer_kwargs=teacher,
+            beta=beta,
+            lmbda=0.0,
+            max_new_tokens=4,
+            max_length=64,
+        )
+    )

@@ -1,4 +1,5 @@
-"""TRL's trainers with ``use_liger_kernel`` and PEFT's adapters: the projection engine runs, and metrics, gradients and adapters are as without it."""
+"""TRL's trainers with ``use_liger_kernel`` and PEFT's adapters: the projection engine runs, and
+metrics, gradients and adapters are as without it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,16 @@ def lora(**more: Any) -> Any:
     return peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", init_lora_weights=False, **more)
 
 
-def trained(folder: Path, trainer: str, kind: str, ours: bool, model: nn.Module | None = None, config: Any = None, flags: Any = None, **options: Any):
+def trained(
+    folder: Path,
+    trainer: str,
+    kind: str,
+    ours: bool,
+    model: nn.Module | None = None,
+    config: Any = None,
+    flags: Any = None,
+    **options: Any,
+):
     """As ``taught``, and the gradients of all steps."""
     seen, extra = Gradients(), options.pop("trainer_kwargs", {})
     handed = lambda: {"callbacks": [seen], **extra, **({} if config is None else {"peft_config": config})}
@@ -63,7 +73,15 @@ def assert_learns_the_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = 
     assert_same_learning(ours[1], stock[1], 5e-5)
 
 
-def compared(folder: Path, ran: list[int], trainer: str, kind: str, differ: tuple[str, ...] = (), model: Any = lambda: None, **options: Any) -> int:
+def compared(
+    folder: Path,
+    ran: list[int],
+    trainer: str,
+    kind: str,
+    differ: tuple[str, ...] = (),
+    model: Any = lambda: None,
+    **options: Any,
+) -> int:
     """Train with the flag and without, and compare; returns how many forwards the engine ran."""
     ours = trained(folder / "ours", trainer, kind, True, model(), **options)
     forwards = len(ran) // len(FORWARD)
@@ -85,9 +103,17 @@ def adapted() -> nn.Module:
     ("options", "config", "forwards"),
     [
         pytest.param({}, {}, 4, marks=pytest.mark.smoke),
-        ({"packing": True, "max_length": 32, "gradient_accumulation_steps": 1}, {}, 2),  # without padding: rows follow one another
+        (
+            {"packing": True, "max_length": 32, "gradient_accumulation_steps": 1},
+            {},
+            2,
+        ),  # without padding: rows follow one another
         ({"gradient_checkpointing": True}, {"lora_dropout": 0.5}, 8),
-        ({"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": {"eval_dataset": rows("text")}}, {"use_dora": True}, 6),
+        (
+            {"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": {"eval_dataset": rows("text")}},
+            {"use_dora": True},
+            6,
+        ),
     ],
     ids=["plain", "packed", "checkpoints, dropout", "evaluated, dora"],
 )
@@ -112,16 +138,25 @@ def test_sft_under_autocast(tmp_path, ran):
 
 
 def four_bits(folder: Path, compute: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """A model in NF4 with adapters of 16 bits, its other weights and hidden states in fp32, and the same model in fp32."""
+    """A model in NF4 with adapters of 16 bits, its other weights and hidden states in fp32, and
+    the same model in fp32."""
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make setup")
     make("llama", **SIZES).save_pretrained(folder)
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
-    model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.bfloat16, device_map={"": DEVICE})
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+    model = LlamaForCausalLM.from_pretrained(
+        folder, quantization_config=how, dtype=torch.bfloat16, device_map={"": DEVICE}
+    )
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     assert {p.dtype for n, p in model.named_parameters() if "norm" in n or "embed" in n} == {torch.float32}
     twin = make("llama", **SIZES)
     for p, stored in zip(twin.parameters(), model.parameters()):
-        p.data = (bnb.functional.dequantize_4bit(stored.data, stored.quant_state) if hasattr(stored, "quant_state") else stored.data).float()
+        p.data = (
+            bnb.functional.dequantize_4bit(stored.data, stored.quant_state)
+            if hasattr(stored, "quant_state")
+            else stored.data
+        ).float()
     pair = []
     for each in (model, twin):
         torch.manual_seed(0)
@@ -148,8 +183,12 @@ def test_four_bits(tmp_path, ran, trainer, bf16, options):
     """As near as stock to the model in fp32."""
     model, twin = four_bits(tmp_path / "model", torch.bfloat16 if bf16 else torch.float32)
     kind = "text" if trainer == "SFTTrainer" else "pairs"
-    ours, stock = (trained(tmp_path / str(use), trainer, kind, use, copy.deepcopy(model), bf16=bf16, **options)[1] for use in (True, False))
-    # with the flag, TRL before 1.13 calls parts of the model, outside autocast: inputs in fp32 go to bases that compute in bf16, which run by themselves
+    ours, stock = (
+        trained(tmp_path / str(use), trainer, kind, use, copy.deepcopy(model), bf16=bf16, **options)[1]
+        for use in (True, False)
+    )
+    # with the flag, TRL before 1.13 calls parts of the model, outside autocast: inputs in fp32 go
+    # to bases that compute in bf16, which run by themselves
     forward = [3, 1, 2, 1] if FUSED and trainer == "DPOTrainer" else FORWARD
     assert ran == forward * (len(ran) // len(forward)) and len(ran) >= 4 * len(forward)
     assert_rounds_as(ours, stock, trained(tmp_path / "twin", trainer, kind, False, twin, **options)[1])
@@ -165,13 +204,20 @@ def test_dpo_with_the_adapters_off(tmp_path, ran):
 
 
 def test_dpo_with_an_adapter_of_the_reference(tmp_path, ran):
-    """Where the adapters are trained already, the reference is a copy of them, to which TRL switches."""
+    """Where the adapters are trained already, the reference is a copy of them, to which TRL
+    switches."""
     assert compared(tmp_path, ran, "DPOTrainer", "pairs", MEANS, model=adapted) == 8
 
 
 @pytest.mark.parametrize("model", [None, adapted], ids=["off", "copy"])
 def test_grpo(tmp_path, ran, model):
-    """Prompts are completed between the steps; log-probabilities of old policies and of the reference, by both ways, are computed without gradients."""
-    options = dict(num_generations=4, max_completion_length=6, num_iterations=2, max_steps=3, temperature=0.9, beta=0.04)
+    """Prompts are completed between the steps; log-probabilities of old policies and of the
+    reference, by both ways, are computed without gradients."""
+    options = dict(
+        num_generations=4, max_completion_length=6, num_iterations=2, max_steps=3, temperature=0.9, beta=0.04
+    )
     more = {"config": lora()} if model is None else {"model": model}
-    assert compared(tmp_path, ran, "GRPOTrainer", "prompts", trainer_kwargs={"reward_funcs": reward}, **options, **more) >= 6
+    assert (
+        compared(tmp_path, ran, "GRPOTrainer", "prompts", trainer_kwargs={"reward_funcs": reward}, **options, **more)
+        >= 6
+    )

@@ -10,9 +10,23 @@ from pathlib import Path
 
 STEPS = 200  # seconds, of which the rank that is killed sees the first
 TRAIN = dict(
-    length=64, batch=2, hidden=32, layers=1, heads=2, vocab=400, nproc=2, parallel="ddp", steps=STEPS, checkpoint_every=20, checkpoint_async=False, log_every=2,
-    eval_fraction=0.02, device="cpu", max_restarts=2, timeout=120,
-)  # fmt: skip
+    length=64,
+    batch=2,
+    hidden=32,
+    layers=1,
+    heads=2,
+    vocab=400,
+    nproc=2,
+    parallel="ddp",
+    steps=STEPS,
+    checkpoint_every=20,
+    checkpoint_async=False,
+    log_every=2,
+    eval_fraction=0.02,
+    device="cpu",
+    max_restarts=2,
+    timeout=120,
+)
 
 
 def job_file(folder: Path, **changes) -> Path:
@@ -23,7 +37,18 @@ def job_file(folder: Path, **changes) -> Path:
     train = TRAIN | {"data": str(text), "store": (folder / "store").as_uri()} | changes.pop("train", {})
     path = folder / "job.json"
     path.write_text(
-        json.dumps({"name": "tiny", "image": "registry.test/liger:1", "nodes": 1, "gpus": 0, "cpu": "2", "memory": "4Gi", **changes, "train": train})
+        json.dumps(
+            {
+                "name": "tiny",
+                "image": "registry.test/liger:1",
+                "nodes": 1,
+                "gpus": 0,
+                "cpu": "2",
+                "memory": "4Gi",
+                **changes,
+                "train": train,
+            }
+        )
     )
     return path
 
@@ -34,22 +59,32 @@ def environment(folder: Path, job: Path) -> dict[str, str]:
     places = {"HOME": folder, "TMPDIR": folder / "tmp", "FLYTE_INTERNAL_EXECUTION_ID": "run"}
     (folder / "tmp").mkdir(exist_ok=True)
     more = {"LIGER_JOB": str(job), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {name: str(value) for name, value in places.items()} | more
+    return (
+        {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        | {name: str(value) for name, value in places.items()}
+        | more
+    )
 
 
 def kill_a_rank(process, store: Path) -> None:
-    """SIGKILL to the last rank that ``process`` has started, once the first checkpoint is in the store."""
+    """SIGKILL to the last rank that ``process`` has started, once the first checkpoint is in the
+    store."""
     end = time.monotonic() + 180
     while process.poll() is None and not (store / "checkpoints" / "latest").is_file():
         assert time.monotonic() < end
         time.sleep(0.02)
     assert process.poll() is None
-    parents = {int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1]) for path in Path("/proc").glob("[0-9]*/stat")}
+    parents = {
+        int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1])
+        for path in Path("/proc").glob("[0-9]*/stat")
+    }
 
     def below(pid: int) -> list[int]:
         children = [child for child, parent in parents.items() if parent == pid]
         return children + [one for child in children for one in below(child)]
 
     # a rank is a command of ours, or a function that multiprocessing runs
-    is_rank = lambda pid: any(mark in Path(f"/proc/{pid}/cmdline").read_bytes() for mark in (b"liger_kernel.cli", b"spawn_main"))
+    is_rank = lambda pid: any(
+        mark in Path(f"/proc/{pid}/cmdline").read_bytes() for mark in (b"liger_kernel.cli", b"spawn_main")
+    )
     os.kill(max(pid for pid in below(process.pid) if is_rank(pid)), signal.SIGKILL)

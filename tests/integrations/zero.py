@@ -1,4 +1,5 @@
-"""Steps of training under DeepSpeed's ZeRO in a process of its own: ``zero.py STAGE 0|1 PORT`` prints losses and whether logits were left out."""
+"""Steps of training under DeepSpeed's ZeRO in a process of its own: ``zero.py STAGE 0|1 PORT``
+prints losses and whether logits were left out."""
 
 import os
 import sys
@@ -6,7 +7,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 stage, use, port = map(int, sys.argv[1:])
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+os.environ |= {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": str(port),
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "DS_ACCELERATOR": "cpu",
+}
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402

@@ -1,4 +1,5 @@
-"""What a case cannot say of the cross entropy of given logits: rows whose first block does not tell how large the rest is."""
+"""What a case cannot say of the cross entropy of given logits: rows whose first block does not
+tell how large the rest is."""
 
 import pytest
 import torch
@@ -50,7 +51,10 @@ def test_logits_whose_square_overflows(dtype, value):
     z[:, 2] = value
     target, one = torch.tensor([2, -100], device=DEVICE), torch.ones(2, 1, dtype=dtype, device=DEVICE)
     of_head = lambda fn: lambda z: fn(one, z[0][:, None], target)
-    losses = {"linear_cross_entropy": of_head(OPS["linear_cross_entropy"].fn), "linear_logprobs": of_head(linear_logprobs)}
+    losses = {
+        "linear_cross_entropy": of_head(OPS["linear_cross_entropy"].fn),
+        "linear_logprobs": of_head(linear_logprobs),
+    }
     for name in ("cross_entropy", "vocab_parallel_cross_entropy"):
         losses[name] = lambda z, op=OPS[name]: op.fn(z, target)
         losses[f"{name}, reference"] = lambda z, op=OPS[name]: op.reference(z, target)

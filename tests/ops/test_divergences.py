@@ -1,4 +1,5 @@
-"""What cases cannot say of the divergences: probabilities that are 0, equal distributions, nothing left to average, gradients in place."""
+"""What cases cannot say of the divergences: probabilities that are 0, equal distributions,
+nothing left to average, gradients in place."""
 
 import pytest
 import torch
@@ -29,10 +30,16 @@ def leaves(*tensors):
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
 @pytest.mark.parametrize("log_target", [False, True])
 def test_kl_div_is_torchs(reduction, log_target):
-    x, y = draw(5, 3, 17, dtype=torch.float64).log_softmax(-1), draw(5, 3, 17, dtype=torch.float64, seed=1).log_softmax(-1)
+    x, y = (
+        draw(5, 3, 17, dtype=torch.float64).log_softmax(-1),
+        draw(5, 3, 17, dtype=torch.float64, seed=1).log_softmax(-1),
+    )
     y = y if log_target else y.exp()
     (a, b), (c, d) = leaves(x, y), leaves(x, y)
-    ours, theirs = kl_div(a, b, reduction=reduction, log_target=log_target), F.kl_div(c, d, reduction=reduction, log_target=log_target)
+    ours, theirs = (
+        kl_div(a, b, reduction=reduction, log_target=log_target),
+        F.kl_div(c, d, reduction=reduction, log_target=log_target),
+    )
     torch.testing.assert_close(ours, theirs)
     ours.sum().backward()
     theirs.sum().backward()
@@ -98,7 +105,10 @@ def test_equal_logits_have_no_divergence(kind, dtype):
 
 def test_jsd_where_the_mixture_underflows():
     """The smallest probabilities of one, none of the other: finite, and next to nothing."""
-    x, y = leaves(torch.tensor([[-103.0, -87.4, -87.0, 0.0]], device=DEVICE), torch.tensor([[-INF, -INF, -INF, 0.0]], device=DEVICE))
+    x, y = leaves(
+        torch.tensor([[-103.0, -87.4, -87.0, 0.0]], device=DEVICE),
+        torch.tensor([[-INF, -INF, -INF, 0.0]], device=DEVICE),
+    )
     loss = jsd(x, y)
     loss.backward()
     assert 0 <= loss < 1e-30 and x.grad.abs().max() < 1e-30 and y.grad.abs().max() < 1e-30
@@ -106,7 +116,9 @@ def test_jsd_where_the_mixture_underflows():
 
 @kinds
 def test_large_logits_are_as_good_as_small_ones(kind):
-    args = dict(student=draw(6, 50) + 1e4, teacher=draw(6, 50, seed=1) - 1e4, kind=kind, temperature=0.5, reduction="none")
+    args = dict(
+        student=draw(6, 50) + 1e4, teacher=draw(6, 50, seed=1) - 1e4, kind=kind, temperature=0.5, reduction="none"
+    )
     args = {k: v.requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     fp64 = {k: v.detach().double().requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     assert_as_accurate(run(logit_divergence, args), run(of_logits, args), run(of_logits, fp64))
@@ -148,16 +160,29 @@ def test_ignored_rows_are_not_read(fn, reduction):
     x, y = leaves(x, y)
     loss = fn(x, y, torch.tensor([5, 7, 5], device=DEVICE), ignore_index=7, reduction=reduction)
     loss.sum().backward()
-    assert loss.isfinite().all() and x.grad.isfinite().all() and y.grad.isfinite().all() and not x.grad[1].any() and not y.grad[1].any()
+    assert (
+        loss.isfinite().all()
+        and x.grad.isfinite().all()
+        and y.grad.isfinite().all()
+        and not x.grad[1].any()
+        and not y.grad[1].any()
+    )
 
 
-@pytest.mark.parametrize("scaled", [kl_div, jsd, tvd, pytest.param(logit_divergence, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))])
+@pytest.mark.parametrize(
+    "scaled",
+    [kl_div, jsd, tvd, pytest.param(logit_divergence, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))],
+)
 def test_fp16_gradients_of_a_mean_do_not_underflow(scaled):
     """A loss scaler multiplies what a mean over many would have made 0."""
-    x, y = leaves(draw(600, 40, dtype=torch.float16).log_softmax(-1), draw(600, 40, dtype=torch.float16, seed=1).log_softmax(-1))
+    x, y = leaves(
+        draw(600, 40, dtype=torch.float16).log_softmax(-1), draw(600, 40, dtype=torch.float16, seed=1).log_softmax(-1)
+    )
     if scaled is tvd:
         x, y = leaves(x.exp() / 500, y.exp() / 500)
-    of = dict(log_target=True, reduction="mean") if scaled is kl_div else dict(reduction="mean") if scaled is tvd else {}
+    of = (
+        dict(log_target=True, reduction="mean") if scaled is kl_div else dict(reduction="mean") if scaled is tvd else {}
+    )
     (65536 * scaled(x, y, **of)).backward()
     a, b = leaves(x.double(), y.double())
     (65536 * scaled(a, b, **of)).backward()
@@ -169,7 +194,8 @@ def test_fp16_gradients_of_a_mean_do_not_underflow(scaled):
 @dtypes
 @pytest.mark.parametrize("in_place", [False, True])
 def test_row_kernel(kind, dtype, in_place):
-    """As the fused losses call it: on views of a chunk, the gradient over the logits, ``g`` and ``norm`` on the device."""
+    """As the fused losses call it: on views of a chunk, the gradient over the logits, ``g`` and
+    ``norm`` on the device."""
     s, t = draw(9, 300, dtype=dtype), draw(9, 300, dtype=dtype, seed=1)
     labels = torch.arange(9, device=DEVICE)
     g, norm = draw(9, dtype=dtype, seed=2), torch.tensor(7.0, dtype=dtype, device=DEVICE)
@@ -188,12 +214,21 @@ def test_row_kernel(kind, dtype, in_place):
 
 
 def test_modules_and_functions():
-    q, p, labels = draw(6, 11).log_softmax(-1), draw(6, 11, seed=1).log_softmax(-1), torch.tensor([1, -1, 2, 3, -1, 5], device=DEVICE)
+    q, p, labels = (
+        draw(6, 11).log_softmax(-1),
+        draw(6, 11, seed=1).log_softmax(-1),
+        torch.tensor([1, -1, 2, 3, -1, 5], device=DEVICE),
+    )
     kept = labels != -1
     for ours in (liger.LigerJSD(0.2, -1)(q, p, labels), liger.liger_jsd(q, p, labels, 0.2, -1)):
         torch.testing.assert_close(ours, jsd(q[kept], p[kept], beta=0.2))
     each = F.kl_div(q, p.exp(), reduction="none")
-    for reduction, expected in (("none", each), ("sum", each.sum()), ("mean", each.mean()), ("batchmean", each.sum() / 6)):
+    for reduction, expected in (
+        ("none", each),
+        ("sum", each.sum()),
+        ("mean", each.mean()),
+        ("batchmean", each.sum() / 6),
+    ):
         torch.testing.assert_close(liger.LigerKLDIVLoss(reduction=reduction)(q, p.exp()), expected)
         torch.testing.assert_close(liger.LigerKLDIVLoss(1e-10, None, None, reduction, True)(q, p), expected)
         torch.testing.assert_close(liger.liger_kl_div(q, p.exp(), reduction=reduction), expected)

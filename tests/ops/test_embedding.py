@@ -17,13 +17,26 @@ from liger_kernel.transformers import experimental
 module = sys.modules["liger_kernel.ops.embedding"]  # the package has the function under this name
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
 @needs_kernels
 @pytest.mark.parametrize("cut", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize(
-    "index", [[], [1], [2] * 8, [2] * 9, [0] * 3 + [1] * 5 + [2] * 4 + [3] * 7, [0] * 4 + [2] * 13, [3, 1, 0, 3, 2, 3, 3, 1] * 3, [4] * 9], ids=str
+    "index",
+    [
+        [],
+        [1],
+        [2] * 8,
+        [2] * 9,
+        [0] * 3 + [1] * 5 + [2] * 4 + [3] * 7,
+        [0] * 4 + [2] * 13,
+        [3, 1, 0, 3, 2, 3, 3, 1] * 3,
+        [4] * 9,
+    ],
+    ids=str,
 )
 def test_runs_that_end_before_at_and_after_a_cut(index, cut, monkeypatch):
     """Row 2 is the padding, 4 is no row."""
@@ -44,7 +57,9 @@ def test_gradients_are_summed_in_fp32_and_rounded_once(dtype):
     dy = torch.randint(-99, 99, (300, 4), device=DEVICE).to(dtype)  # their sums are exact in fp32
     embedding(index, w).backward(dy)
     assert w.grad.dtype == dtype
-    assert torch.equal(w.grad, torch.zeros(3, 4, dtype=torch.float64, device=DEVICE).index_add_(0, index, dy.double()).to(dtype))
+    assert torch.equal(
+        w.grad, torch.zeros(3, 4, dtype=torch.float64, device=DEVICE).index_add_(0, index, dy.double()).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("fn", [embedding, reference], ids=["embedding", "reference"])
@@ -52,7 +67,9 @@ def test_an_index_that_names_no_row(fn):
     index = torch.tensor([[0, 4, -1], [3, 2**40, -(2**40)]], device=DEVICE)
     w = torch.ones(4, 5, device=DEVICE, requires_grad=True)
     y = fn(index, w)
-    assert y.shape == (2, 3, 5) and torch.equal(y.isnan().all(-1), (index < 0) | (index >= 4)) and y.isfinite().sum() == 10
+    assert (
+        y.shape == (2, 3, 5) and torch.equal(y.isnan().all(-1), (index < 0) | (index >= 4)) and y.isfinite().sum() == 10
+    )
     y.nansum().backward()
     assert w.grad.sum(1).tolist() == [5, 0, 0, 5]
 
@@ -67,13 +84,20 @@ def test_checked_mode_names_the_index(monkeypatch):
 
 def test_shapes_of_indices():
     w = torch.randn(6, 4, device=DEVICE)
-    for index in (torch.tensor(3, device=DEVICE), torch.randint(0, 6, (2, 0), device=DEVICE), torch.randint(0, 6, (3, 8), device=DEVICE)[:, ::2].T):
+    for index in (
+        torch.tensor(3, device=DEVICE),
+        torch.randint(0, 6, (2, 0), device=DEVICE),
+        torch.randint(0, 6, (3, 8), device=DEVICE)[:, ::2].T,
+    ):
         for dtype in (torch.int64, torch.int32):
             torch.testing.assert_close(embedding(index.to(dtype), w), F.embedding(index, w), rtol=0, atol=0)
 
 
 def test_32_bit_indices_have_the_same_gradient():
-    w, index = torch.randn(6, 4, device=DEVICE, requires_grad=True), torch.tensor([3, 0, -1, 3, 6, 5], dtype=torch.int32, device=DEVICE)
+    w, index = (
+        torch.randn(6, 4, device=DEVICE, requires_grad=True),
+        torch.tensor([3, 0, -1, 3, 6, 5], dtype=torch.int32, device=DEVICE),
+    )
     first, second = (torch.autograd.grad(embedding(i, w).nansum(), w)[0] for i in (index, index.long()))
     assert torch.equal(first, second) and first.sum(1).tolist() == [4, 0, 0, 8, 0, 4]
 
@@ -84,7 +108,9 @@ def test_module():
         stock = torch.nn.Embedding(7, 4, padding).to(DEVICE)
         torch.manual_seed(0)
         ours = LigerEmbedding(7, 4, padding).to(DEVICE)
-        assert torch.equal(ours.weight, stock.weight) and repr(ours) == repr(stock).replace("Embedding", "LigerEmbedding")
+        assert torch.equal(ours.weight, stock.weight) and repr(ours) == repr(stock).replace(
+            "Embedding", "LigerEmbedding"
+        )
         assert ours.padding_idx == stock.padding_idx and (padding is None or not ours.weight[padding].any())
         ours.load_state_dict(stock.state_dict())
         index = torch.tensor([[0, 1, 6, 1], [5, 5, 6, 0]], device=DEVICE)

@@ -18,8 +18,12 @@ from liger_kernel.ops.projections.weights import Dense, dense
 from liger_kernel.testing import assert_as_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
+)
 RECIPES = {"tensor": False, "row": True}
 
 
@@ -39,8 +43,12 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, per_row: bool) -> torch.Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype, per_row, by", [(E4, False, False), (E5, False, False), (E4, True, False), (E4, True, True)])
-@pytest.mark.parametrize("shape", [(5, 48), (17, 2100), (2, 17000)], ids=str)  # a row, two blocks of one, more than a program holds
+@pytest.mark.parametrize(
+    "dtype, per_row, by", [(E4, False, False), (E5, False, False), (E4, True, False), (E4, True, True)]
+)
+@pytest.mark.parametrize(
+    "shape", [(5, 48), (17, 2100), (2, 17000)], ids=str
+)  # a row, two blocks of one, more than a program holds
 def test_casts_as_pytorch_does(shape, dtype, per_row, by):
     for x in (drawn(*shape), drawn(*shape, dtype=torch.float32) * 1e-6, drawn(shape[0], shape[1] + 16)[:, : shape[1]]):
         x[1] = 0
@@ -109,16 +117,25 @@ class Counted:
     def __init__(self, monkeypatch):
         self.casts: list[tuple] = []
         stock = float8.cast
-        monkeypatch.setattr(float8, "cast", lambda x, *args, **more: self.casts.append((tuple(x.shape), args[0])) or stock(x, *args, **more))
+        monkeypatch.setattr(
+            float8,
+            "cast",
+            lambda x, *args, **more: self.casts.append((tuple(x.shape), args[0])) or stock(x, *args, **more),
+        )
 
 
 def adapter(N: int, K: int, seed: int) -> Adapter:
-    return Adapter(*(drawn(*s, dtype=torch.float32, seed=seed).mul_(0.1).requires_grad_() for s in ((4, K), (N, 4))), 0.5)
+    return Adapter(
+        *(drawn(*s, dtype=torch.float32, seed=seed).mul_(0.1).requires_grad_() for s in ((4, K), (N, 4))), 0.5
+    )
 
 
 def same_by_dense(p: Projection) -> Projection:
     w = p.weight.dense(torch.float64)
-    adapters = tuple(Adapter(a.a.detach().double().requires_grad_(), a.b.detach().double().requires_grad_(), a.scale) for a in p.adapters)
+    adapters = tuple(
+        Adapter(a.a.detach().double().requires_grad_(), a.b.detach().double().requires_grad_(), a.scale)
+        for a in p.adapters
+    )
     return Projection(dense(w), p.bias if p.bias is None else p.bias.double(), adapters)
 
 
@@ -126,11 +143,17 @@ def gradients_of(ys, x, projections):
     ys = ys if isinstance(ys, tuple) else (ys,)
     sum((y * drawn(*y.shape, dtype=y.dtype, seed=i + 5)).sum() for i, y in enumerate(ys)).backward()
     found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {"dx": x.grad}
-    return found | {f"{name}{i}": t.grad for i, p in enumerate(projections) for a in p.adapters for name, t in (("da", a.a), ("db", a.b))}
+    return found | {
+        f"{name}{i}": t.grad
+        for i, p in enumerate(projections)
+        for a in p.adapters
+        for name, t in (("da", a.a), ("db", a.b))
+    }
 
 
 def assert_close_as_fp8_is(found, truth):
-    """Each within the errors of up to four casts in a chain, two of them to e5m2: 12 % of its root mean square."""
+    """Each within the errors of up to four casts in a chain, two of them to e5m2: 12 % of its
+    root mean square."""
     for name, t in truth.items():
         error = (found[name].double() - t).square().mean().sqrt() / t.square().mean().sqrt()
         assert error < 0.12, (name, error.item())
@@ -141,7 +164,10 @@ def assert_close_as_fp8_is(found, truth):
 def test_one_cast_serves_all_projections(recipe, monkeypatch):
     per_row = RECIPES[recipe]
     sizes = (64, 32, 48)
-    some = [Projection(stored(N, 96, per_row, i), drawn(N, seed=i) if i else None, (adapter(N, 96, i),) * (i < 2)) for i, N in enumerate(sizes)]
+    some = [
+        Projection(stored(N, 96, per_row, i), drawn(N, seed=i) if i else None, (adapter(N, 96, i),) * (i < 2))
+        for i, N in enumerate(sizes)
+    ]
     x, counted = drawn(2, 20, 96, seed=9).requires_grad_(), Counted(monkeypatch)
     found = gradients_of(linears(x, some), x, some)
     backward = E4 if per_row else E5
@@ -155,12 +181,22 @@ def test_one_cast_serves_all_projections(recipe, monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_mlp_casts_what_it_multiplies_once(recipe, recompute, monkeypatch):
     per_row = RECIPES[recipe]
-    some = [Projection(stored(N, K, per_row, i), None, (adapter(N, K, i),)) for i, (N, K) in enumerate(((64, 32), (64, 32), (32, 64)))]
+    some = [
+        Projection(stored(N, K, per_row, i), None, (adapter(N, K, i),))
+        for i, (N, K) in enumerate(((64, 32), (64, 32), (32, 64)))
+    ]
     x, counted = drawn(24, 32, seed=9).requires_grad_(), Counted(monkeypatch)
     found = gradients_of(adapted_mlp(x, some[:2], some[2], recompute=recompute), x, some)
     backward = E4 if per_row else E5
     again = [((24, 32), E4)] * recompute
-    assert counted.casts == [((24, 32), E4), ((24, 64), E4), *again, ((24, 32), backward), ((24, 64), backward), ((24, 64), backward)]
+    assert counted.casts == [
+        ((24, 32), E4),
+        ((24, 64), E4),
+        *again,
+        ((24, 32), backward),
+        ((24, 64), backward),
+        ((24, 64), backward),
+    ]
     exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
     linear = lambda x, p: linears(x, [p])[0]
     y = linear(torch.nn.functional.silu(linear(wide, exact[0])) * linear(wide, exact[1]), exact[2])
@@ -168,7 +204,10 @@ def test_an_mlp_casts_what_it_multiplies_once(recipe, recompute, monkeypatch):
 
 
 def test_projections_of_two_storages_in_one_node():
-    some = [Projection(stored(32, 48, False), None, (adapter(32, 48, 0),)), Projection(Dense((16, 48), drawn(16, 48)), None, (adapter(16, 48, 1),))]
+    some = [
+        Projection(stored(32, 48, False), None, (adapter(32, 48, 0),)),
+        Projection(Dense((16, 48), drawn(16, 48)), None, (adapter(16, 48, 1),)),
+    ]
     x = drawn(8, 48, seed=9).requires_grad_()
     found = gradients_of(linears(x, some), x, some)
     exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
@@ -185,7 +224,9 @@ def test_no_rows():
 
 def test_a_gpu_without_fp8_raises(monkeypatch):
     monkeypatch.setattr(float8, "_capability", lambda index: (8, 0))
-    assert float8.lacking(torch.device("cuda", 0)) == "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0"
+    assert (
+        float8.lacking(torch.device("cuda", 0)) == "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0"
+    )
     monkeypatch.setattr(float8, "lacking", lambda device: "FP8 needs more")
     with pytest.raises(ValueError, match="FP8 needs more"):
         cast(drawn(4, 16), E4, False)
@@ -197,7 +238,11 @@ def test_launchers_have_true_schemas_and_fakes():
     for args in ((x, None, E4, False), (x, by, E4, True)):
         torch.library.opcheck(torch.ops.liger.float8_cast.default, args, test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.liger.transpose_bytes.default, (x.to(E4),), test_utils="test_faketensor")
-    torch.library.opcheck(torch.ops.liger.dense_experts.default, (x.to(E4)[None], by[:1].view(1, 1, 1), torch.bfloat16), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.liger.dense_experts.default,
+        (x.to(E4)[None], by[:1].view(1, 1, 1), torch.bfloat16),
+        test_utils="test_faketensor",
+    )
 
 
 COMPILE = """
@@ -247,16 +292,20 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
         for sizes, scales in (((128, 1536, 2048), (1, 1)), ((128, 1536, 2048), (1536, 1)), ((32, 2880, 5760), (1, 5760)), ((3, 5, 7), (1, 7))):
             q, scale = torch.empty(sizes, device="meta", dtype=float8.E4), torch.empty((sizes[0], *scales), device="meta")
             float8_experts.dense_experts(q, scale, dtype)
-"""
+"""  # noqa: E501
 
 
 @needs_kernels
-@pytest.mark.parametrize("target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)]
+)
 def test_kernels_of_stored_weights_compile(target, user_env):
     from pathlib import Path
 
     folder = Path(__file__).parents[1] / "compile"
-    done = subprocess.run([sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(

@@ -10,8 +10,12 @@ from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.float8_experts import cast_experts, dense, float8_experts, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
+)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -25,11 +29,15 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def test_an_expert_is_cast_as_a_linear_layer_is(per_output, transposed):
     w = drawn(3, 32, 48)
     q, scale = cast_experts(w.mT.contiguous() if transposed else w, per_output, transposed)
-    assert scale.shape == ((3, 1, 1) if not per_output else (3, 1, 32) if transposed else (3, 32, 1)) and q.is_contiguous()
+    assert (
+        scale.shape == ((3, 1, 1) if not per_output else (3, 1, 32) if transposed else (3, 32, 1)) and q.is_contiguous()
+    )
     q, scale = (q.view(torch.int8).mT, scale.mT) if transposed else (q.view(torch.int8), scale)
     for e in range(3):
         expected, expected_scale = float8.cast(w[e], float8.E4, per_output)
-        assert torch.equal(q[e], expected.view(torch.int8)) and torch.equal(scale[e].flatten(), expected_scale.flatten())
+        assert torch.equal(q[e], expected.view(torch.int8)) and torch.equal(
+            scale[e].flatten(), expected_scale.flatten()
+        )
 
 
 @needs_kernels
@@ -44,7 +52,11 @@ def test_dense_as_pytorch_makes_it(shape, dtype):
     for scales in ((E, 1, 1), (E, A, 1), (E, 1, B)):
         scale = torch.rand(scales, generator=generator).to(DEVICE)
         found = dense(q, scale, dtype)
-        assert found.dtype == dtype and torch.equal(found, (q.float() * scale).to(dtype)) and torch.equal(found, reference(q, scale, dtype))
+        assert (
+            found.dtype == dtype
+            and torch.equal(found, (q.float() * scale).to(dtype))
+            and torch.equal(found, reference(q, scale, dtype))
+        )
 
 
 @needs_kernels

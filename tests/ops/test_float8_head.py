@@ -1,4 +1,5 @@
-"""The head in FP8: how far its loss and gradients are from fp64, what it keeps in memory, and what a case cannot say."""
+"""The head in FP8: how far its loss and gradients are from fp64, what it keeps in memory, and
+what a case cannot say."""
 
 from __future__ import annotations
 
@@ -26,13 +27,18 @@ from liger_kernel.ops.projections.float8 import lacking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-pytestmark = pytest.mark.skipif(torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8")
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8"
+)
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 recipes = pytest.mark.parametrize("recipe", HEAD_RECIPES)
 
 
 def drawn(M: int, H: int, V: int, peaked: bool = False, dtype: torch.dtype = torch.bfloat16):
-    """x, w and targets. ``peaked``: logits as of a trained model, sure of some tokens, rightly or wrongly, and not of others."""
+    """x, w and targets. ``peaked``: logits as of a trained model, sure of some tokens, rightly
+    or wrongly, and not of others."""
     g = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=g)
     w, target = 0.02 * normal(V, H), (torch.rand(M, generator=g) ** 3 * V).long()
@@ -40,7 +46,11 @@ def drawn(M: int, H: int, V: int, peaked: bool = False, dtype: torch.dtype = tor
     if peaked:
         towards = lambda classes: w[classes] / w[classes].square().sum(1, keepdim=True)
         wrong = torch.randint(0, V, (M,), generator=g)
-        x = 3 * x + 20 * torch.rand(M, 1, generator=g) * towards(target) + 14 * torch.rand(M, 1, generator=g) * towards(wrong)
+        x = (
+            3 * x
+            + 20 * torch.rand(M, 1, generator=g) * towards(target)
+            + 14 * torch.rand(M, 1, generator=g) * towards(wrong)
+        )
     return x.to(DEVICE, dtype).requires_grad_(), w.to(DEVICE, dtype).requires_grad_(), target.to(DEVICE)
 
 
@@ -61,7 +71,8 @@ def truth_of(x, w, target, **options):
 @pytest.mark.parametrize("peaked", [True, *further(False)])
 @recipes
 def test_errors_beside_fp64(recipe, peaked):
-    """Less than those of a linear layer in FP8, whose gradients are cast together with that of the target."""
+    """Less than those of a linear layer in FP8, whose gradients are cast together with that of
+    the target."""
     x, w, target = drawn(96, 256, 1500, peaked)
     truth, ours = truth_of(x, w, target), found(x, w, target, fp8=recipe, chunk_rows=48)
     plain = found(x, w, target, fn=lambda *a, **k: reference(*a, **k), fp8=recipe)
@@ -89,8 +100,14 @@ def test_sizes_that_are_no_multiples_of_16(recipe, M, H, V):
     x, w, target = drawn(M, H, V)
     w = (w.detach() * 10).requires_grad_()
     for chunk_rows in (None, 9):
-        truth, ours = truth_of(x, w, target, reduction="sum"), found(x, w, target, reduction="sum", fp8=recipe, chunk_rows=chunk_rows)
-        assert all(mine.shape == true.shape and ((mine.double() - true).norm() <= 0.05 * true.norm() + 1e-3) for mine, true in zip(ours, truth))
+        truth, ours = (
+            truth_of(x, w, target, reduction="sum"),
+            found(x, w, target, reduction="sum", fp8=recipe, chunk_rows=chunk_rows),
+        )
+        assert all(
+            mine.shape == true.shape and ((mine.double() - true).norm() <= 0.05 * true.norm() + 1e-3)
+            for mine, true in zip(ours, truth)
+        )
 
 
 @recipes
@@ -100,7 +117,11 @@ def test_stored_logits_are_as_good_as_multiplied_again(recipe):
     total = torch.zeros(500, 128, device=DEVICE)
     linear_cross_entropy(x, w, target, fp8=recipe, chunk_rows=60, dw_into=total).backward()
     frozen = torch.autograd.grad(linear_cross_entropy(x, w.detach(), target, fp8=recipe, chunk_rows=60), x)[0]
-    for mine, again, true in ((stored[1], frozen, truth[1]), (stored[1], x.grad, truth[1]), (stored[2], total, truth[2])):
+    for mine, again, true in (
+        (stored[1], frozen, truth[1]),
+        (stored[1], x.grad, truth[1]),
+        (stored[2], total, truth[2]),
+    ):
         assert not torch.equal(mine.float(), again.float()) and error(mine, true) < 1.1 * error(again, true)
 
 
@@ -120,11 +141,17 @@ def test_what_bf16_makes_of_labels_and_numbers(chunk_rows):
     assert call(some, broken.requires_grad_(), compact=True)[2].isfinite().all()
     some[1] = 300
     loss, dx, dw = call(some, reduction="none")
-    assert loss.isnan().nonzero().tolist() == [[1]] and dx[1].isnan().all() and dx[2:].isfinite().all() and dw.isnan().all()
+    assert (
+        loss.isnan().nonzero().tolist() == [[1]]
+        and dx[1].isnan().all()
+        and dx[2:].isfinite().all()
+        and dw.isnan().all()
+    )
 
 
 def test_what_cannot_be_told_from_zero():
-    """Classes that a bias excludes, in a block of their own: nothing is NaN, and they learn nothing."""
+    """Classes that a bias excludes, in a block of their own: nothing is NaN, and they learn
+    nothing."""
     x, w, _ = drawn(20, 32, 160)
     bias = torch.zeros(160, device=DEVICE, dtype=x.dtype)
     bias[64:] = -float("inf")
@@ -143,7 +170,10 @@ def test_a_softcap_of_zero():
 
 def test_many_tokens_of_one_class():
     """Their sum is rounded once: in 16 bits, the last terms would be lost beside it."""
-    total, x = torch.zeros(4, 8, device=DEVICE, dtype=torch.bfloat16), torch.full((3000, 8), 1.0, device=DEVICE, dtype=torch.bfloat16)
+    total, x = (
+        torch.zeros(4, 8, device=DEVICE, dtype=torch.bfloat16),
+        torch.full((3000, 8), 1.0, device=DEVICE, dtype=torch.bfloat16),
+    )
     index = torch.arange(3000, device=DEVICE) % 2 * 3
     float8_head._add_outer(total, index, x[:, 0], x)
     torch.testing.assert_close(total[:, 0].tolist(), [1500.0, 0.0, 0.0, 1500.0], rtol=2**-8, atol=0)
@@ -169,7 +199,9 @@ def test_a_loss_of_log_probabilities():
 def test_the_module_passes_it_on():
     x, w, target = drawn(20, 32, 100)
     loss = LigerFusedLinearCrossEntropyLoss(fp8="rowwise", chunk_rows=8)(w, x, target)
-    assert torch.equal(loss, linear_cross_entropy(x, w, target, fp8="rowwise", chunk_rows=8)) and loss != linear_cross_entropy(x, w, target, chunk_rows=8)
+    assert torch.equal(
+        loss, linear_cross_entropy(x, w, target, fp8="rowwise", chunk_rows=8)
+    ) and loss != linear_cross_entropy(x, w, target, chunk_rows=8)
 
 
 def test_what_it_refuses(monkeypatch):
@@ -185,13 +217,22 @@ def test_what_it_refuses(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "options", [dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, stats=True), dict(reduction="none"), *further({})], ids=str
+    "options",
+    [
+        dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, stats=True),
+        dict(reduction="none"),
+        *further({}),
+    ],
+    ids=str,
 )
 def test_kernels_do_what_the_reference_does(options, monkeypatch):
     x, w, target = drawn(90, 32, 300, peaked=True)  # more tokens than the memory of dw can store, and several blocks
     target[::7] = -100
     torch.manual_seed(0)
-    bias, class_weight = torch.randn(300, device=DEVICE).bfloat16().requires_grad_(), torch.rand(300, device=DEVICE).bfloat16()
+    bias, class_weight = (
+        torch.randn(300, device=DEVICE).bfloat16().requires_grad_(),
+        torch.rand(300, device=DEVICE).bfloat16(),
+    )
 
     def results():
         out = linear_cross_entropy(x, w, target, bias, class_weight, fp8="tensorwise", chunk_rows=30, **options)
@@ -202,7 +243,9 @@ def test_kernels_do_what_the_reference_does(options, monkeypatch):
     monkeypatch.setattr(float8_head, "use_kernels", lambda t: False)
     for mine, expected in zip(ours, results()):
         # exp differs in its last bits, which can move a number to the next of FP8
-        torch.testing.assert_close(mine.float(), expected.float(), rtol=1e-4, atol=2e-3 * expected.float().abs().max().item())
+        torch.testing.assert_close(
+            mine.float(), expected.float(), rtol=1e-4, atol=2e-3 * expected.float().abs().max().item()
+        )
 
 
 class Peak(TorchDispatchMode):
@@ -225,7 +268,10 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("learns", ["both", "x", "w", "into"])
-@pytest.mark.parametrize("M, H, V", [(1024, 4096, 128256), (8192, 4096, 128256), (16384, 4096, 128256), (16384, 2048, 128256), (16384, 4096, 32000)])
+@pytest.mark.parametrize(
+    "M, H, V",
+    [(1024, 4096, 128256), (8192, 4096, 128256), (16384, 4096, 128256), (16384, 2048, 128256), (16384, 4096, 32000)],
+)
 def test_memory_is_at_most_that_of_bf16(M, H, V, learns):
     """As on a GPU, which is not there: nothing is computed."""
     new = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, device="meta", dtype=dtype)
@@ -241,7 +287,8 @@ def test_memory_is_at_most_that_of_bf16(M, H, V, learns):
         del kept
         with Peak() as ours:
             head_gradients(x, w, target, Loss(), "rowwise", need, out=Rows.empty(target, Loss()), dw_into=into)
-    # few classes, added to a gradient in fp32: 409 MB, where bf16, whose products add without a copy, needs 364
+    # few classes, added to a gradient in fp32: 409 MB, where bf16, whose products add without a
+    # copy, needs 364
     assert ours.bytes <= (1.13 if (V, learns) == (32000, "into") else 1.01) * bf16.bytes
 
 
@@ -273,13 +320,17 @@ with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
         options = dict(label_smoothing=0.1, softcap=30.0, logit_scale=0.5, stats=True)
         linear_cross_entropy(x, w, target, bias, torch.empty_like(bias), fp8="tensorwise", **options)
         linear_logprobs(x, w, target, bias, return_entropy=True, fp8="rowwise")[0].sum().backward()
-"""
+"""  # noqa: E501
 
 
 @needs_kernels
-@pytest.mark.parametrize("target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)]
+)
 def test_kernels_compile(target, user_env):
     folder = Path(__file__).parents[1] / "compile"
-    done = subprocess.run([sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"_stats", "_gradient"}

@@ -1,4 +1,5 @@
-"""Weights trained in FP8: what the casts give, and the three products of each recipe beside torchao's own."""
+"""Weights trained in FP8: what the casts give, and the three products of each recipe beside
+torchao's own."""
 
 from __future__ import annotations
 
@@ -18,8 +19,12 @@ from liger_kernel.ops.projections.mlp import adapted_mlp
 from liger_kernel.ops.projections.weights import dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-RECIPES = [r for r in f8.RECIPES.values() if not (r.blocks and lacking(torch.device(DEVICE), r.capability))]  # those that this machine can run
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
+RECIPES = [
+    r for r in f8.RECIPES.values() if not (r.blocks and lacking(torch.device(DEVICE), r.capability))
+]  # those that this machine can run
 named = dict(ids=lambda r: r.name)
 
 
@@ -33,7 +38,9 @@ def of_torchao(weight: torch.Tensor, recipe: f8.Recipe) -> nn.Linear:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.quantization.quantize_.common import KernelPreference
 
-        layer.forward = lambda x: _to_mxfp8_then_scaled_mm(x, layer.weight, KernelPreference.EMULATED, ScaleCalculationMode.RCEIL)
+        layer.forward = lambda x: _to_mxfp8_then_scaled_mm(
+            x, layer.weight, KernelPreference.EMULATED, ScaleCalculationMode.RCEIL
+        )
         return layer
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
@@ -74,7 +81,12 @@ def test_casts_are_those_of_the_reference(M, N, by_rows, powers_of_2):
 @needs_kernels
 def test_tensors_that_one_launch_searches():
     """Each has its own largest value, whatever the sizes, strides and dtypes of the others are."""
-    xs = [drawn(70, 144, seed=1), drawn(1, 16, seed=2), drawn(9, 300, seed=3).t().contiguous().t(), drawn(300, 33, seed=4)[:, :20]]
+    xs = [
+        drawn(70, 144, seed=1),
+        drawn(1, 16, seed=2),
+        drawn(9, 300, seed=3).t().contiguous().t(),
+        drawn(300, 33, seed=4)[:, :20],
+    ]
     for x, size in zip(xs, (3.0, 500.0, 7.0, 1e4)):
         x[0, 3], x[-1, 5] = -size, float("nan")
     for count in range(1, f8.MOST + 1):
@@ -99,8 +111,14 @@ def test_two_tensors_cast_together(how, powers_of_2):
                 for mine, alone in zip(found, f8.casts(of, dtype, amax, powers_of_2, rows=rows, columns=columns)):
                     assert (mine is None) == (alone is None)
                     if mine is not None:
-                        assert mine.values.shape == alone.values.shape and mine.values.dtype == alone.values.dtype and torch.equal(mine.scale, alone.scale)
-                        torch.testing.assert_close(mine.values.float(), alone.values.float(), rtol=0, atol=0, equal_nan=True)
+                        assert (
+                            mine.values.shape == alone.values.shape
+                            and mine.values.dtype == alone.values.dtype
+                            and torch.equal(mine.scale, alone.scale)
+                        )
+                        torch.testing.assert_close(
+                            mine.values.float(), alone.values.float(), rtol=0, atol=0, equal_nan=True
+                        )
 
 
 @needs_kernels
@@ -109,7 +127,12 @@ def test_casts_in_spare_memory():
     x = drawn(48, 144)
     amax = f8.amax_of(x, False)
     expected = f8.casts(x, E5, amax, False, rows=True, columns=True)
-    for spare, fits in ((drawn(48, 144), True), (drawn(144, 48).t(), False), (drawn(48, 144, dtype=torch.float32), True), (drawn(47, 144), False)):
+    for spare, fits in (
+        (drawn(48, 144), True),
+        (drawn(144, 48).t(), False),
+        (drawn(48, 144, dtype=torch.float32), True),
+        (drawn(47, 144), False),
+    ):
         found = f8.casts(x, E5, amax, False, rows=True, columns=True, spare=spare)
         for one, other in zip(found, expected):
             assert torch.equal(one.values.float(), other.values.float()) and one.scale == other.scale
@@ -145,7 +168,9 @@ def test_errors_are_those_of_torchao(recipe, tokens):
 def test_a_forward_alone_casts_by_rows(monkeypatch):
     """Without gradients, nothing needs the transposed casts."""
     made, two_casts = [], f8.two_casts
-    monkeypatch.setattr(f8, "two_casts", lambda *both: made.extend((each.rows, each.columns) for each in both[:2]) or two_casts(*both))
+    monkeypatch.setattr(
+        f8, "two_casts", lambda *both: made.extend((each.rows, each.columns) for each in both[:2]) or two_casts(*both)
+    )
     x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
     run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
     y = run()
@@ -163,12 +188,17 @@ def test_the_cast_of_a_weight_for_compiled_graphs(by_rows):
     values, scale = f8.float8_transposed(w, torch.bfloat16, *amax, by_rows, w)
     expected = f8.reference(w.bfloat16(), amax, E4, by_rows, False, True)[1]
     assert torch.equal(values.float(), expected.values.float()) and torch.equal(scale, expected.scale)
-    torch.library.opcheck(torch.ops.liger.float8_transposed.default, (w, torch.bfloat16, *amax, by_rows, w), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.liger.float8_transposed.default,
+        (w, torch.bfloat16, *amax, by_rows, w),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_what_outlives_the_forward(recipe):
-    """Of x, the transposed cast alone, once for all projections; x itself where adapters or a product in 16 bits need it."""
+    """Of x, the transposed cast alone, once for all projections; x itself where adapters or a
+    product in 16 bits need it."""
     x = drawn(32, 64, seed=1)
     ws = [drawn(48, 64, seed=i).requires_grad_() for i in (2, 3)]
     adapter = Adapter(drawn(4, 64, seed=4).requires_grad_(), drawn(48, 4, seed=5).requires_grad_())
@@ -186,7 +216,8 @@ def test_what_outlives_the_forward(recipe):
 @pytest.mark.parametrize("frozen", ["x", "w", "none"])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_projections_of_one_input(recipe, frozen):
-    """Together they give what each gives alone, with biases, adapters, frozen parts, and in a checkpoint."""
+    """Together they give what each gives alone, with biases, adapters, frozen parts, and in a
+    checkpoint."""
     x, dy = drawn(2, 24, 32, seed=1), drawn(2, 24, 64, seed=2)
     ws = [drawn(64, 32, seed=i).requires_grad_(frozen != "w") for i in (3, 4)]
     bias = drawn(64, seed=5).requires_grad_()
@@ -217,8 +248,12 @@ def test_largest_values_of_an_activation(packed, M, N):
     up[0, 0], up[-1, -1], dh = float("inf"), float("nan"), drawn(M, N, seed=3)
     size = lambda t: t.float().abs().nan_to_num(posinf=0, nan=0).max()
     h, tops = f8.glu_and_tops(gate, up, "silu", *Form())
-    assert torch.equal(h.float().nan_to_num(), glu_fwd(gate, up, "silu", *Form()).float().nan_to_num()) and tops.max() == size(h)
-    torch.library.opcheck(torch.ops.liger.glu_and_tops.default, (gate, up, "silu", *Form()), test_utils="test_faketensor")
+    assert torch.equal(
+        h.float().nan_to_num(), glu_fwd(gate, up, "silu", *Form()).float().nan_to_num()
+    ) and tops.max() == size(h)
+    torch.library.opcheck(
+        torch.ops.liger.glu_and_tops.default, (gate, up, "silu", *Form()), test_utils="test_faketensor"
+    )
     tops = torch.zeros(3, TOPS, device=DEVICE)
     glu_bwd_(dh, gate, up, "silu", True, *Form(), tops=tops)
     for found, t in zip(tops, (dh, gate, up)):
@@ -229,7 +264,8 @@ def test_largest_values_of_an_activation(packed, M, N):
 @pytest.mark.parametrize(("checkpointed", "tiles"), [(False, 1), (True, 3), *further((True, 1), (False, 3))])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_a_gated_mlp(recipe, checkpointed, tiles):
-    """The errors beside fp64 are those of three layers of torchao with an activation between them, or less."""
+    """The errors beside fp64 are those of three layers of torchao with an activation between
+    them, or less."""
     H, I, M = 64, 96, 64
     values = [drawn(I, H, seed=1) / H**0.5, drawn(I, H, seed=2) / H**0.5, drawn(H, I, seed=3) / I**0.5]
     x, dy = drawn(M, H, seed=4), drawn(M, H, seed=5)
@@ -239,9 +275,13 @@ def test_a_gated_mlp(recipe, checkpointed, tiles):
     node = lambda x: adapted_mlp(x, [gate, up], down, ends=True, tiles=tiles)
     call = (lambda x: checkpoint(node, x, use_reentrant=False)) if checkpointed else node
     found = learning(call, x, dy, ours)
-    other = learning(lambda x: layers[2](nn.functional.silu(layers[0](x)) * layers[1](x)), x, dy, [m.weight for m in layers])
+    other = learning(
+        lambda x: layers[2](nn.functional.silu(layers[0](x)) * layers[1](x)), x, dy, [m.weight for m in layers]
+    )
     wide = [w.double().requires_grad_() for w in values]
-    truth = learning(lambda x: (nn.functional.silu(x @ wide[0].t()) * (x @ wide[1].t())) @ wide[2].t(), x.double(), dy.double(), wide)
+    truth = learning(
+        lambda x: (nn.functional.silu(x @ wide[0].t()) * (x @ wide[1].t())) @ wide[2].t(), x.double(), dy.double(), wide
+    )
     for mine, their, true in zip(found, other, truth):
         error = lambda t, true=true: ((t.double() - true).norm() / true.norm()).item()
         assert error(mine) <= 1.1 * error(their) + 1e-6
@@ -249,7 +289,8 @@ def test_a_gated_mlp(recipe, checkpointed, tiles):
 
 @needs_kernels
 def test_a_gated_mlp_of_two_recipes():
-    """The gradient of gate in 16 bits reads the gradient of its output, whose memory the casts for up may not take."""
+    """The gradient of gate in 16 bits reads the gradient of its output, whose memory the casts
+    for up may not take."""
     x, dy = drawn(48, 32, seed=4), drawn(48, 32, seed=5)
     of = {"rowwise_with_gw_hp": drawn(64, 32, seed=1), "tensorwise": drawn(64, 32, seed=2)}
     ws = [w.requires_grad_() for w in (*of.values(), drawn(32, 64, seed=3))]
@@ -262,7 +303,8 @@ def test_a_gated_mlp_of_two_recipes():
 
 
 def test_weights_are_searched_once_a_step(monkeypatch):
-    """Over accumulation and checkpointing, too; and again after a step, a change in place, and ``forget``."""
+    """Over accumulation and checkpointing, too; and again after a step, a change in place, and
+    ``forget``."""
     made, tops_of = [], f8.tops_of
     w = drawn(32, 16, seed=1).requires_grad_()
     monkeypatch.setattr(f8, "tops_of", lambda xs: made.extend(t.data_ptr() == w.data_ptr() for t in xs) or tops_of(xs))
@@ -293,7 +335,9 @@ def test_weights_are_searched_once_a_step(monkeypatch):
 def test_adapters_beside_a_dense_weight_are_as_before():
     """A node of an FP8 and a dense weight of one input keeps the input itself."""
     x, w, v = drawn(16, 32, seed=1), drawn(16, 32, seed=2).requires_grad_(), drawn(16, 32, seed=3).requires_grad_()
-    a, b = linears(x.requires_grad_(), [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"])), Projection(dense(v))])
+    a, b = linears(
+        x.requires_grad_(), [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"])), Projection(dense(v))]
+    )
     (a.sum() + b.sum()).backward()
     assert torch.equal(v.grad, torch.ones(16, 16, dtype=x.dtype, device=x.device) @ x.detach())
     assert w.grad is not None and (w.grad - v.grad).norm() < 0.1 * v.grad.norm()
@@ -302,9 +346,12 @@ def test_adapters_beside_a_dense_weight_are_as_before():
 @needs_kernels
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_layer_starts_few_kernels(learns, monkeypatch):
-    """Projections of one input and their gradients search in two launches what has one scale, and each product casts both its operands in one."""
+    """Projections of one input and their gradients search in two launches what has one scale,
+    and each product casts both its operands in one."""
     started, launch = [], f8.launch
-    monkeypatch.setattr(f8, "launch", lambda kernel, *args, **how: started.append(kernel.fn.__name__) or launch(kernel, *args, **how))
+    monkeypatch.setattr(
+        f8, "launch", lambda kernel, *args, **how: started.append(kernel.fn.__name__) or launch(kernel, *args, **how)
+    )
     ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
     projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.Kept())) for w in ws]
     ys = linears(drawn(48, 32).requires_grad_(), projections)

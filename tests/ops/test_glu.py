@@ -21,13 +21,20 @@ def test_bf16_swiglu_is_pytorchs_to_the_last_bit():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="accuracy is that of the GPU's exponential")
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 def test_fp32_is_as_accurate_as_pytorch(act):
-    """In units of the last place; the exponential that narrow dtypes take would be off by several times that."""
+    """In units of the last place; the exponential that narrow dtypes take would be off by
+    several times that."""
     generator = torch.Generator("cuda").manual_seed(0)
     gate, up = (torch.randn(1024, 8192, generator=generator, device="cuda") * 3 for _ in range(2))
-    true = F.silu(gate.double()) if act == "silu" else F.gelu(gate.double(), approximate="tanh" if act == "gelu_tanh" else "none")
+    true = (
+        F.silu(gate.double())
+        if act == "silu"
+        else F.gelu(gate.double(), approximate="tanh" if act == "gelu_tanh" else "none")
+    )
     stock = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
     true = true * up.double()
     normal = true.abs() > 1e-30
     true = true[normal]
-    ours, stock = (((y[normal].double() - true) / true).pow(2).mean().sqrt().item() for y in (glu(gate, up, act=act), stock * up))
+    ours, stock = (
+        ((y[normal].double() - true) / true).pow(2).mean().sqrt().item() for y in (glu(gate, up, act=act), stock * up)
+    )
     assert ours <= 1.1 * stock, (ours, stock)

@@ -31,7 +31,9 @@ def _labelled(y: torch.Tensor) -> dict[str, Any]:
         "moe": ops.moe(x, torch.randn(4, 4, 8), torch.randn(4, 8, 2), (y % 4)[:, None], torch.ones(10, 1)),
         "expert_load": ops.expert_load(z, y[:, None]),
         "dpo": LigerFusedLinearDPOLoss(use_ref_model=False)(w, pairs, y.repeat(2).view(4, 5)),
-        "kto": LigerFusedLinearKTOLoss(use_ref_model=False)(pairs, w, y.repeat(2).view(4, 5), preference_labels=torch.tensor([True, False, True, False])),
+        "kto": LigerFusedLinearKTOLoss(use_ref_model=False)(
+            pairs, w, y.repeat(2).view(4, 5), preference_labels=torch.tensor([True, False, True, False])
+        ),
         "counts": token_counts(y.long(), y),
     }
 

@@ -14,7 +14,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def operands(M: int, K: int, N: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    return torch.randint(-128, 128, (M, K), dtype=torch.int8, device=DEVICE), torch.randint(-1, 2, (K, N), dtype=torch.int8, device=DEVICE)
+    return torch.randint(-128, 128, (M, K), dtype=torch.int8, device=DEVICE), torch.randint(
+        -1, 2, (K, N), dtype=torch.int8, device=DEVICE
+    )
 
 
 @pytest.mark.parametrize("M, K, N", [(1, 4, 1), (5, 12, 7), (70, 516, 130), (3, 0, 4), (0, 8, 4), (4, 8, 0)])
@@ -37,7 +39,11 @@ def test_packing(shape):
     packed = pack_weights(w)
     assert packed.dtype == torch.uint8 and packed.shape == (-(-shape[0] // 4), *shape[1:]) and torch.equal(w, before)
     unpacked = unpack_weights(packed)
-    assert unpacked.dtype == torch.int32 and torch.equal(unpacked[: shape[0]], w.int()) and unpacked[shape[0] :].eq(-1).all()
+    assert (
+        unpacked.dtype == torch.int32
+        and torch.equal(unpacked[: shape[0]], w.int())
+        and unpacked[shape[0] :].eq(-1).all()
+    )
 
 
 def test_layout():
@@ -74,7 +80,7 @@ def compile(kernel, grid, args, meta):
 for arch in sys.argv[1:]:
     with compiling_for(arch), _op.intercept_launches(compile):
         matmul(torch.empty(64, 4096, dtype=torch.int8, device="meta"), torch.empty(1024, 4096, dtype=torch.uint8, device="meta"))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

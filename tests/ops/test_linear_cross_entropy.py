@@ -18,14 +18,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def inputs(M=12, H=16, V=50, dtype=torch.float32):
     torch.manual_seed(0)
-    x, w = torch.randn(M, H, device=DEVICE, dtype=dtype, requires_grad=True), torch.randn(V, H, device=DEVICE, dtype=dtype, requires_grad=True)
+    x, w = (
+        torch.randn(M, H, device=DEVICE, dtype=dtype, requires_grad=True),
+        torch.randn(V, H, device=DEVICE, dtype=dtype, requires_grad=True),
+    )
     target = torch.randint(0, V, (M,), device=DEVICE)
     target[::3] = -100
     return x, w, target
 
 
 class Watch(TorchDispatchMode):
-    """The most elements of any floating-point tensor that an operation returned, but a view, and the number of matrix products."""
+    """The most elements of any floating-point tensor that an operation returned, but a view, and
+    the number of matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -74,12 +78,18 @@ def test_only_the_products_that_are_needed(watch):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_frozen_head_with_adapters_makes_nothing_of_its_size(reduction, watch):
-    """Neither its sum with the adapters, nor a gradient; four thin products more than the two of a frozen head."""
+    """Neither its sum with the adapters, nor a gradient; four thin products more than the two of
+    a frozen head."""
     x, w, target = inputs(M=20, H=16, V=60)
-    xa, wb = torch.randn(20, 2, device=DEVICE, requires_grad=True), torch.randn(60, 2, device=DEVICE, requires_grad=True)
+    xa, wb = (
+        torch.randn(20, 2, device=DEVICE, requires_grad=True),
+        torch.randn(60, 2, device=DEVICE, requires_grad=True),
+    )
     linear_cross_entropy(x, w.detach(), target, xa=xa, wb=wb, reduction=reduction, chunk_rows=5).sum().backward()
     assert watch.largest == max(5 * 60, x.numel()) < w.numel()
-    assert watch.products == 4 * (2 + 3 + (2 if reduction == "none" else 0))  # of logits, which are computed twice where a loss is not reduced, and gradients
+    assert watch.products == 4 * (
+        2 + 3 + (2 if reduction == "none" else 0)
+    )  # of logits, which are computed twice where a loss is not reduced, and gradients
     assert w.grad is None and x.grad is not None
 
 
@@ -92,7 +102,9 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_leaves():
     x16, w16 = (t.detach().bfloat16().requires_grad_() for t in (x, w))
     expected = linear_cross_entropy(x16, w16, target)
     expected.backward()
-    assert torch.equal(loss, expected) and torch.equal(w.grad, w16.grad.float()) and torch.equal(x.grad, x16.grad.float())
+    assert (
+        torch.equal(loss, expected) and torch.equal(w.grad, w16.grad.float()) and torch.equal(x.grad, x16.grad.float())
+    )
 
 
 def test_mixed_dtypes_are_promoted():
@@ -138,7 +150,10 @@ def test_class_weights_get_no_gradient():
 def test_a_softcap_of_zero_is_not_none():
     """Everything is capped to 0: all classes are equally likely."""
     x, w, target = inputs()
-    for loss in (cross_entropy(x, target.clamp(max=15), softcap=0.0).exp() - 16, linear_cross_entropy(x, w, target, softcap=0.0).exp() - 50):
+    for loss in (
+        cross_entropy(x, target.clamp(max=15), softcap=0.0).exp() - 16,
+        linear_cross_entropy(x, w, target, softcap=0.0).exp() - 50,
+    ):
         assert loss.abs() < 1e-3
 
 
@@ -170,12 +185,18 @@ def test_chunks_on_a_gpu(M, H, V, itemsize, rows, chunks):
 
 
 def test_chunks_of_a_frozen_weight_are_as_small_as_is_quick(monkeypatch):
-    assert auto_chunk_rows(32768, 128256, 4096, 2, True, frozen=True) == 1024 and auto_chunk_rows(900, 128256, 4096, 2, True, frozen=True) == 900
+    assert (
+        auto_chunk_rows(32768, 128256, 4096, 2, True, frozen=True) == 1024
+        and auto_chunk_rows(900, 128256, 4096, 2, True, frozen=True) == 900
+    )
     asked = []
     module = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy")
     monkeypatch.setattr(module, "auto_chunk_rows", lambda *a, **k: asked.append(k.get("frozen", False)) or 4)
     for learns in (False, True):
-        x, w = torch.randn(9, 16, device=DEVICE, requires_grad=True), torch.randn(30, 16, device=DEVICE, requires_grad=learns)
+        x, w = (
+            torch.randn(9, 16, device=DEVICE, requires_grad=True),
+            torch.randn(30, 16, device=DEVICE, requires_grad=learns),
+        )
         linear_cross_entropy(x, w, torch.zeros(9, dtype=torch.int64, device=DEVICE)).backward()
     assert asked == [True, False]
 
@@ -218,7 +239,10 @@ def test_zero_tokens_give_zero_gradients():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_fp64_keeps_its_digits(reduction):
     x, w, target = inputs(M=17, dtype=torch.float64)
-    ours, truth = (torch.autograd.grad(fn(x, w, target, reduction=reduction).sum(), (x, w)) for fn in (linear_cross_entropy, reference))
+    ours, truth = (
+        torch.autograd.grad(fn(x, w, target, reduction=reduction).sum(), (x, w))
+        for fn in (linear_cross_entropy, reference)
+    )
     assert all(errors(o, t)["max"] < 1e-14 for o, t in zip(ours, truth))
 
 
@@ -239,14 +263,21 @@ def test_ignored_tokens_take_part_in_no_product(chunk_rows, reduction, monkeypat
     target[1::2] = -100
     seen = []
     mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (seen.append(2 * a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1])
-    dense = torch.autograd.grad(linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=chunk_rows).sum(), (x, w))
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, **kw: (seen.append(2 * a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1]
+    )
+    dense = torch.autograd.grad(
+        linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=chunk_rows).sum(), (x, w)
+    )
     work = sum(seen)
     seen.clear()
     broken = x.detach().clone()
     broken[target == -100] = float("nan")
     broken.requires_grad_()
-    compact = torch.autograd.grad(linear_cross_entropy(broken, w, target, reduction=reduction, chunk_rows=chunk_rows, compact=True).sum(), (broken, w))
+    compact = torch.autograd.grad(
+        linear_cross_entropy(broken, w, target, reduction=reduction, chunk_rows=chunk_rows, compact=True).sum(),
+        (broken, w),
+    )
     assert sum(seen) <= 0.5 * work
     for a, b in zip(dense, compact):
         torch.testing.assert_close(a, b)
@@ -304,8 +335,12 @@ def test_a_buffer_that_missed_an_upstream_gradient_says_so():
     (2 * linear_cross_entropy(x, w, target, chunk_rows=4, dw_into=main_grad)).backward()
     assert main_grad.isnan().any()
     main_grad.zero_()
-    linear_cross_entropy(x, w, target, reduction="none", dw_into=main_grad).backward(torch.full((12,), 2.0, device=DEVICE))  # known before the product
-    torch.testing.assert_close(main_grad, 2 * torch.autograd.grad(linear_cross_entropy(x, w, target, reduction="sum"), w)[0])
+    linear_cross_entropy(x, w, target, reduction="none", dw_into=main_grad).backward(
+        torch.full((12,), 2.0, device=DEVICE)
+    )  # known before the product
+    torch.testing.assert_close(
+        main_grad, 2 * torch.autograd.grad(linear_cross_entropy(x, w, target, reduction="sum"), w)[0]
+    )
 
 
 def test_checked_mode_names_the_label(monkeypatch):
@@ -334,7 +369,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("chunk_rows", [5, None])
 def test_a_cuda_graph_replays_it(reduction, chunk_rows):
     x, w, target = inputs(M=20, dtype=torch.bfloat16)
-    run = lambda: torch.autograd.grad(linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=chunk_rows, compact=True).sum(), (x, w))
+    run = lambda: torch.autograd.grad(
+        linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=chunk_rows, compact=True).sum(), (x, w)
+    )
     with torch.cuda.stream(torch.cuda.Stream()):
         run()
     graph = torch.cuda.CUDAGraph()
@@ -372,7 +409,9 @@ def test_a_long_run_ends_where_one_with_fp32_sums_ends():
         losses = []
         for _ in range(1000):
             tokens = (torch.rand(M, device=DEVICE) ** 3 * V).long()  # some tokens are frequent, as in texts
-            loss = linear_cross_entropy(table[tokens].bfloat16(), head.bfloat16(), shift[tokens], chunk_rows=256, accum_dtype=accum_dtype)
+            loss = linear_cross_entropy(
+                table[tokens].bfloat16(), head.bfloat16(), shift[tokens], chunk_rows=256, accum_dtype=accum_dtype
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

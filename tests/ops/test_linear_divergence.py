@@ -1,4 +1,5 @@
-"""What a case cannot say of the linear divergence: memory, products, kernels beside their formulas, teachers of other forms."""
+"""What a case cannot say of the linear divergence: memory, products, kernels beside their
+formulas, teachers of other forms."""
 
 import sys
 
@@ -29,7 +30,8 @@ def topk_of(tx, tw, K, temperature=1.0):
 
 
 class Watch(TorchDispatchMode):
-    """The most elements of any floating-point tensor that an operation returned, and the multiplications of matrix products."""
+    """The most elements of any floating-point tensor that an operation returned, and the
+    multiplications of matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +66,9 @@ def watch(monkeypatch):
 @pytest.mark.parametrize("compact", [False, True])
 def test_neither_full_logits_exist(compact, reduction, watch):
     x, w, tx, tw, target = inputs(M=40, H=4, G=6, V=60)
-    linear_divergence(x, w, tx, tw, target, weight_hard=0.5, reduction=reduction, compact=compact, chunk_rows=5).sum().backward()
+    linear_divergence(
+        x, w, tx, tw, target, weight_hard=0.5, reduction=reduction, compact=compact, chunk_rows=5
+    ).sum().backward()
     assert watch.largest == 6 * 60  # the teacher's weight; a chunk has 5 rows
 
 
@@ -93,11 +97,23 @@ def test_only_the_products_that_are_needed(watch):
 def test_without_kernels(kind, reduction, temperature):
     """fp64 is served by torch, by closed formulas for gradients: against autograd's."""
     x, w, tx, tw, target = inputs(dtype=torch.float64)
-    bias, teacher_bias = torch.randn(50, dtype=torch.float64, device=DEVICE, requires_grad=True), torch.randn(50, dtype=torch.float64, device=DEVICE)
+    bias, teacher_bias = (
+        torch.randn(50, dtype=torch.float64, device=DEVICE, requires_grad=True),
+        torch.randn(50, dtype=torch.float64, device=DEVICE),
+    )
     teacher = dict(teacher_x=tx, teacher_w=tw, teacher_bias=teacher_bias, kind=kind)
     if kind in ("topk", "no-tail"):
         teacher = dict(kind="forward_kl", tail=kind == "topk", **topk_of(tx, tw, 5, temperature))
-    options = dict(target=target, bias=bias, beta=0.3, temperature=temperature, weight_hard=0.4, weight_soft=0.7, reduction=reduction, **teacher)
+    options = dict(
+        target=target,
+        bias=bias,
+        beta=0.3,
+        temperature=temperature,
+        weight_hard=0.4,
+        weight_soft=0.7,
+        reduction=reduction,
+        **teacher,
+    )
     ours, theirs = linear_divergence(x, w, chunk_rows=5, **options), reference(x, w, **options)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*(torch.autograd.grad((out * out.detach().cos()).sum(), (x, w, bias)) for out in (ours, theirs))):
@@ -155,7 +171,10 @@ def test_a_tail_without_student_mass():
     """exp of the student's tail underflows in fp32; the loss and its gradient are those of fp64."""
     x = torch.tensor([[1.0]], device=DEVICE, requires_grad=True)
     w = torch.tensor([[150.0], [149.0], [1.0], [0.0]], device=DEVICE)
-    top = dict(topk_log_probs=torch.tensor([[0.5, 0.25]], device=DEVICE).log(), topk_indices=torch.tensor([[0, 1]], device=DEVICE))
+    top = dict(
+        topk_log_probs=torch.tensor([[0.5, 0.25]], device=DEVICE).log(),
+        topk_indices=torch.tensor([[0, 1]], device=DEVICE),
+    )
     loss = linear_divergence(x, w, kind="forward_kl", **top)
     truth = reference(x.detach().double().requires_grad_(), w.double(), kind="forward_kl", **top)
     torch.testing.assert_close(loss.double(), truth)
@@ -166,9 +185,15 @@ def test_a_tail_without_student_mass():
 def test_a_teacher_given_by_its_logits(kind):
     x, w, tx, tw, target = inputs()
     t = tx @ tw.t()
-    torch.testing.assert_close(linear_divergence(x, w, target=target, teacher_logits=t, kind=kind), linear_divergence(x, w, tx, tw, target, kind=kind))
+    torch.testing.assert_close(
+        linear_divergence(x, w, target=target, teacher_logits=t, kind=kind),
+        linear_divergence(x, w, tx, tw, target, kind=kind),
+    )
     if kind != "cosine":
-        torch.testing.assert_close(linear_divergence(x, w, target=target, teacher_logits=t, kind=kind), logit_divergence(x @ w.t(), t, target, kind=kind))
+        torch.testing.assert_close(
+            linear_divergence(x, w, target=target, teacher_logits=t, kind=kind),
+            logit_divergence(x @ w.t(), t, target, kind=kind),
+        )
 
 
 @pytest.mark.parametrize("label", [-1, 50, 1 << 40])
@@ -186,14 +211,18 @@ def test_all_labels_ignored(dtype, num_items):
     target = torch.full_like(target, -100)
     options = dict(weight_hard=0.5, num_items=num_items)
     for compact in (False, True):
-        for loss in (linear_divergence(x, w, tx, tw, target, compact=compact, **options), OPS["linear_divergence"].reference(x, w, tx, tw, target, **options)):
+        for loss in (
+            linear_divergence(x, w, tx, tw, target, compact=compact, **options),
+            OPS["linear_divergence"].reference(x, w, tx, tw, target, **options),
+        ):
             assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
 @pytest.mark.parametrize("tail", [True, False])
 def test_top_k_rows_without_tokens(tail, dtype):
-    """Row 0 has no tokens; row 1 none of any probability, which without a tail is the same. In row 2, the student excludes a token of probability 0."""
+    """Row 0 has no tokens; row 1 none of any probability, which without a tail is the same. In
+    row 2, the student excludes a token of probability 0."""
     x, w, tx, tw, _ = inputs(dtype=dtype)
     bias = torch.zeros(50, dtype=dtype, device=DEVICE)
     bias[7] = -float("inf")
@@ -205,12 +234,19 @@ def test_top_k_rows_without_tokens(tail, dtype):
     if not tail:
         log_p[3] -= 200  # normalised, they are what they were
     options = dict(kind="forward_kl", tail=tail, bias=bias, reduction="none")
-    loss, truth = linear_divergence(x, w, chunk_rows=5, **options, **top), OPS["linear_divergence"].reference(x, w, **options, **top)
+    loss, truth = (
+        linear_divergence(x, w, chunk_rows=5, **options, **top),
+        OPS["linear_divergence"].reference(x, w, **options, **top),
+    )
     torch.testing.assert_close(loss, truth)
     grads, true = (torch.autograd.grad(t.sum(), (x, w)) for t in (loss, truth))
     torch.testing.assert_close(grads, true, rtol=1e-5, atol=1e-6)
     nothing = loss == 0
-    assert nothing.tolist() == [True, not tail, *[False] * 10] and not grads[0][nothing].any() and not true[0][nothing].any()
+    assert (
+        nothing.tolist() == [True, not tail, *[False] * 10]
+        and not grads[0][nothing].any()
+        and not true[0][nothing].any()
+    )
     assert not linear_divergence(x, w, **options, **{name: t[:, :0] for name, t in top.items()}).any()
 
 
@@ -232,7 +268,8 @@ def test_an_unknown_reduction(labels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["jsd", "forward_kl", "reverse_kl"])
 def test_extreme_logits(kind, dtype):
-    """Probabilities of 0 and 1, the teacher's and the student's in other places: no NaN, and what fp64 finds."""
+    """Probabilities of 0 and 1, the teacher's and the student's in other places: no NaN, and
+    what fp64 finds."""
     x, w, tx, tw, target = inputs(dtype=torch.float64)
     given = [t.detach().mul(100).to(dtype) for t in (x, w, tx, tw)]
     leaves, truths = ([t.to(d).requires_grad_() for t in given[:2]] for d in (dtype, torch.float64))

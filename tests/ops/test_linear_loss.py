@@ -1,4 +1,5 @@
-"""A loss of log-probabilities, differentiated chunk by chunk, against the same loss over all of them."""
+"""A loss of log-probabilities, differentiated chunk by chunk, against the same loss over all of
+them."""
 
 import pytest
 import torch
@@ -53,14 +54,30 @@ def expected(fn, group, dtype, seed):
     return undivided(fn, x, w, target, bias, group), undivided(fn, exact(x), exact(w), target, exact(bias), group)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=[pytest.mark.slow] * (DEVICE == "cpu"))], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=[pytest.mark.slow] * (DEVICE == "cpu"))],
+    ids=str,
+)
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("chunk_rows", [None, 10, 1])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("fn, group, entropy", [(dpo, 2 * T, False), (with_entropy, T, True)])
 def test_as_accurate_as_the_whole(fn, group, entropy, whole, chunk_rows, compact, dtype):
     x, w, target, bias = inputs(dtype)
-    loss, aux = linear_loss(fn, x, w, target, bias, group=group, temperature=0.8, entropy=entropy, chunk_rows=chunk_rows, compact=compact, whole=whole)
+    loss, aux = linear_loss(
+        fn,
+        x,
+        w,
+        target,
+        bias,
+        group=group,
+        temperature=0.8,
+        entropy=entropy,
+        chunk_rows=chunk_rows,
+        compact=compact,
+        whole=whole,
+    )
     draws = [expected(fn, group, dtype, seed) for seed in range(6)]
     (pytorch, pytorch_aux), (truth, _) = draws[0]
     assert_as_accurate(named(loss, x, w, bias), pytorch, truth, *((p, t) for (p, _), (t, _) in draws[1:]))
@@ -86,7 +103,9 @@ def test_a_head_with_adapters(whole, chunk_rows, compact, dtype):
         return linear_loss(with_entropy, x, w, target, bias, xa=xa, wb=wb, **options)[0]
 
     def stock(target, x, w, bias, xa, wb):
-        logp, entropy = (t.view(-1, T) for t in reference(x, w, target, bias, temperature=0.8, return_entropy=True, xa=xa, wb=wb))
+        logp, entropy = (
+            t.view(-1, T) for t in reference(x, w, target, bias, temperature=0.8, return_entropy=True, xa=xa, wb=wb)
+        )
         return with_entropy(Tokens(logp, entropy), 0, B)
 
     pairs = [(found(stock, seed, dtype), found(stock, seed, dtype, exact=True)) for seed in range(6)]
@@ -98,8 +117,14 @@ def test_three_products_and_no_full_logits(monkeypatch):
     x, w, target, _ = inputs(ignored=False)
     seen = []
     mm, addmm = torch.mm, torch.addmm
-    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1])
-    monkeypatch.setattr(torch, "addmm", lambda c, a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), addmm(c, a, b, **kw))[1])
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1]
+    )
+    monkeypatch.setattr(
+        torch,
+        "addmm",
+        lambda c, a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), addmm(c, a, b, **kw))[1],
+    )
     linear_loss(with_entropy, x, w, target, group=T, entropy=True, chunk_rows=10)[0].backward()
     assert sum(seen) == 3 * B * T * H * V
     seen.clear()
@@ -132,7 +157,15 @@ def test_compiles_whole():
 
 def test_a_loss_without_gradient():
     x, w, target, _ = inputs()
-    loss, (kept,) = linear_loss(lambda tokens, *_: (tokens.logp.detach().sum(), (tokens.predicted,)), x, w, target, group=T, predicted=True, chunk_rows=10)
+    loss, (kept,) = linear_loss(
+        lambda tokens, *_: (tokens.logp.detach().sum(), (tokens.predicted,)),
+        x,
+        w,
+        target,
+        group=T,
+        predicted=True,
+        chunk_rows=10,
+    )
     loss.backward()
     assert not x.grad.any() and not w.grad.any()
     assert kept.shape == (B, T) and torch.equal(kept.view(-1) < 0, target == -100)
@@ -143,7 +176,14 @@ def test_statistics():
     z = (x @ w.t()).detach()
     for compact in (False, True):
         _, (mean, predicted) = linear_loss(
-            lambda t, *_: (t.logp.sum(), (t.mean_logit, t.predicted)), x, w, target, group=T, mean_logit=True, predicted=True, compact=compact
+            lambda t, *_: (t.logp.sum(), (t.mean_logit, t.predicted)),
+            x,
+            w,
+            target,
+            group=T,
+            mean_logit=True,
+            predicted=True,
+            compact=compact,
         )
         valid = target != -100
         torch.testing.assert_close(mean.view(-1), z.mean(-1).where(valid, 0))
@@ -151,7 +191,8 @@ def test_statistics():
 
 
 @pytest.mark.parametrize(
-    "group, temperature, message", [(7, 1.0, "group must divide the 30 rows of x, got 7"), (5, 0.0, "temperature must be positive, got 0.0")]
+    "group, temperature, message",
+    [(7, 1.0, "group must divide the 30 rows of x, got 7"), (5, 0.0, "temperature must be positive, got 0.0")],
 )
 def test_mistakes_are_named(group, temperature, message):
     x, w, target, _ = inputs()
@@ -162,7 +203,9 @@ def test_mistakes_are_named(group, temperature, message):
 def test_agrees_with_logprobs():
     x, w, target, bias = inputs()
     logp, entropy = linear_logprobs(x, w, target, bias, return_entropy=True)
-    _, found = linear_loss(lambda t, *_: (t.logp.sum(), (t.logp, t.entropy)), x, w, target, bias, group=T, entropy=True, chunk_rows=10)
+    _, found = linear_loss(
+        lambda t, *_: (t.logp.sum(), (t.logp, t.entropy)), x, w, target, bias, group=T, entropy=True, chunk_rows=10
+    )
     torch.testing.assert_close(found[0].view(-1), logp)
     torch.testing.assert_close(found[1].view(-1), entropy)
 
@@ -173,7 +216,12 @@ def test_the_head_is_not_needed_after_the_forward(chunk_rows, products, monkeypa
     x, w, target, _ = inputs()
     expected = torch.autograd.grad(linear_loss(with_entropy, x, w, target, group=T, entropy=True)[0], (x, w))
     head = w.detach().clone().requires_grad_()
-    seen, counted = [], lambda product: lambda *t, **kw: (seen.append(t[-2].shape[0] * t[-2].shape[1] * t[-1].shape[1]), product(*t, **kw))[1]
+    seen, counted = (
+        [],
+        lambda product: (
+            lambda *t, **kw: (seen.append(t[-2].shape[0] * t[-2].shape[1] * t[-1].shape[1]), product(*t, **kw))[1]
+        ),
+    )
     for name in ("mm", "addmm"):
         monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
     loss, _ = linear_loss(with_entropy, x, head, target, group=T, entropy=True, chunk_rows=chunk_rows)
@@ -194,11 +242,14 @@ def test_every_token_ignored():
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("compact", [False, True])
 def test_fp16_slopes_of_any_size(slopes, whole, compact):
-    """A sum over many tokens, a mean, and chunks of different slopes: nothing overflows, and what a loss scaler could save does not underflow."""
+    """A sum over many tokens, a mean, and chunks of different slopes: nothing overflows, and
+    what a loss scaler could save does not underflow."""
     x, w, target, bias = inputs(torch.float16)
     rate = torch.tensor(slopes, device=DEVICE, dtype=torch.float64).repeat_interleave(B // 2)[:, None]
     scaler = 2.0**10 / max(slopes)
-    fn = lambda tokens, first, last: -(rate[first:last].to(tokens.logp.dtype) * tokens.logp).sum() + (rate[first:last] * tokens.entropy).sum()
+    fn = lambda tokens, first, last: (
+        -(rate[first:last].to(tokens.logp.dtype) * tokens.logp).sum() + (rate[first:last] * tokens.entropy).sum()
+    )
     loss, _ = linear_loss(fn, x, w, target, bias, group=T, entropy=True, chunk_rows=T, whole=whole, compact=compact)
     found = torch.autograd.grad(scaler * loss, (x, w, bias))
     exact = [t.detach().double().requires_grad_() for t in (x, w, bias)]

@@ -1,4 +1,5 @@
-"""What cases of linear layers with adapters cannot say: which products are computed, autocast, arguments that are elsewhere, four bits."""
+"""What cases of linear layers with adapters cannot say: which products are computed, autocast,
+arguments that are elsewhere, four bits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from liger_kernel.ops.projections.weights import Dequantized, Weight, dense
 from liger_kernel.testing import assert_as_accurate, differentiable, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
 class Products(TorchDispatchMode):
@@ -51,7 +54,8 @@ def products(op, learn: set[str]) -> int:
 @needs_kernels
 @pytest.mark.parametrize("name", ["lora_linear", "lora_qkv", "lora_mlp"])
 def test_frozen_inputs_cost_no_products(name):
-    """A weight that learns adds a product, adapters that do not learn save some; the A's of one input are one product."""
+    """A weight that learns adds a product, adapters that do not learn save some; the A's of one
+    input are one product."""
     op = OPS[name]
     names = set(differentiable(op.cases[0].make(torch.float32, DEVICE)))
     weights = {n for n in names if n in ("weight", "q", "k", "v", "gate", "up", "down")}
@@ -73,7 +77,11 @@ def test_selective_checkpointing(name):
 
     def policy(ctx, what, *args, **kwargs):
         seen.append((ctx.is_recompute, what.overloadpacket.__name__))
-        return CheckpointPolicy.MUST_SAVE if what.overloadpacket.__name__ in ("mm", "addmm", "add") else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if what.overloadpacket.__name__ in ("mm", "addmm", "add")
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     call = lambda *tensors: tuple(torch.utils._pytree.tree_leaves(op.fn(**(args | dict(zip(names, tensors))))))
     total = lambda out: sum(t.square().sum() for t in out)
@@ -104,7 +112,14 @@ def test_autocast():
 
 @pytest.mark.parametrize("name", ["weight", "a", "b", "bias", "magnitude"])
 def test_arguments_are_where_x_is(name):
-    args = dict(x=torch.randn(6, 8), weight=torch.randn(4, 8), a=torch.randn(2, 8), b=torch.randn(4, 2), bias=torch.randn(4), magnitude=torch.randn(4))
+    args = dict(
+        x=torch.randn(6, 8),
+        weight=torch.randn(4, 8),
+        a=torch.randn(2, 8),
+        b=torch.randn(4, 2),
+        bias=torch.randn(4),
+        magnitude=torch.randn(4),
+    )
     with pytest.raises(ValueError, match=f"lora_linear: {name} must be on x's device, cpu, got meta"):
         lora_linear(**args | {name: args[name].to("meta")})
 
@@ -113,7 +128,8 @@ def test_arguments_are_where_x_is(name):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_bits(nested, dtype):
-    """The first value of a byte lies in its upper half; scales are of blocks, with double quantisation bytes of blocks themselves."""
+    """The first value of a byte lies in its upper half; scales are of blocks, with double
+    quantisation bytes of blocks themselves."""
     generator = torch.Generator().manual_seed(0)
     N, K, block, block2 = 6, 128, 64, 4
     packed = torch.randint(0, 256, (N * K // 2, 1), dtype=torch.uint8, generator=generator)
@@ -128,24 +144,35 @@ def test_four_bits(nested, dtype):
     halves = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1).flatten()
     expected = (code[halves.long()] * scales.repeat_interleave(block)).view(N, K).to(dtype)
     here = lambda t: None if t is None else t.to(DEVICE)
-    found = dense_four_bits(*map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset)), [N, K], block, block2, dtype)
+    found = dense_four_bits(
+        *map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset)), [N, K], block, block2, dtype
+    )
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0)
     stored = [*map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset))]
-    torch.library.opcheck(torch.ops.liger.dense_four_bits.default, (*stored, [N, K], block, block2, dtype), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.liger.dense_four_bits.default, (*stored, [N, K], block, block2, dtype), test_utils="test_faketensor"
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("made_dense", [False, True])
 @pytest.mark.parametrize(("rows", "tiles"), [(10, [5, 5]), (9, [5, 4]), (4, [4]), (3, [3])])
 def test_a_checkpointed_mlp_has_a_tile_at_a_time(rows, tiles, made_dense, monkeypatch):
-    """It projects once more, a tile at a time, and its recomputation ends before the first product; gradients are those of the whole."""
+    """It projects once more, a tile at a time, and its recomputation ends before the first
+    product; gradients are those of the whole."""
     monkeypatch.setattr(importlib.import_module("liger_kernel.ops.projections.mlp"), "TILE", 4)
     seen, product = [], Weight.forward
     monkeypatch.setattr(Weight, "forward", lambda self, x, y: seen.append(x.rows.shape[0]) or product(self, x, y))
     generator = torch.Generator().manual_seed(0)
     drawn = lambda *shape: torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(DEVICE)
-    made = lambda w: Dequantized(tuple(w.shape), None, dequantize=lambda dtype: opened.append(1) or w.to(dtype)) if made_dense else dense(w)
-    layer = lambda N, K: Projection(made(drawn(N, K)), drawn(N), (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),))
+    made = lambda w: (
+        Dequantized(tuple(w.shape), None, dequantize=lambda dtype: opened.append(1) or w.to(dtype))
+        if made_dense
+        else dense(w)
+    )
+    layer = lambda N, K: Projection(
+        made(drawn(N, K)), drawn(N), (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),)
+    )
     gate, up, down = layer(24, 16), layer(24, 16), layer(16, 24)
     learnt = [t for p in (gate, up, down) for a in p.adapters for t in (a.a, a.b)]
     x, dy = drawn(rows, 16).requires_grad_(), drawn(rows, 16)
@@ -194,7 +221,9 @@ def test_thin_results_beyond_fp16(a, b, magnitude):
 
 def test_dropout_of_thin_results_beyond_fp16():
     x = torch.full((6, 64), 30.0, dtype=torch.float16, device=DEVICE, requires_grad=True)
-    w, a, b = (torch.full(shape, value, device=DEVICE) for shape, value in (((40, 64), 0.0), ((3, 64), 1e3), ((40, 3), 1e-4)))
+    w, a, b = (
+        torch.full(shape, value, device=DEVICE) for shape, value in (((40, 64), 0.0), ((3, 64), 1e3), ((40, 3), 1e-4))
+    )
     for p, q in ((a, b), (a * 1e-8, b * 1e8)):
         (y,) = linears(x, [Projection(dense(w.half()), None, (Adapter(p, q, 1.0, 0.5), Adapter(p, q)))])
         dy = torch.full_like(y, 10.0)
@@ -205,12 +234,19 @@ def test_dropout_of_thin_results_beyond_fp16():
 
 
 @needs_kernels
-@pytest.mark.parametrize(("w_dtype", "dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    ("w_dtype", "dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
 @pytest.mark.parametrize(("N", "K", "r"), [(70, 130, 3), (5, 20, 1), (33, 64, 40), (40, 48, 300)])
 def test_norms_of_rows(N, K, r, w_dtype, dtype):
     """Of rows of which the adapter leaves little or nothing, as exact as by the sum in fp32."""
     torch.manual_seed(0)
-    w, a, b = torch.randn(N, 2 * K, device=DEVICE).to(w_dtype)[:, ::2], torch.randn(r, K, device=DEVICE).to(dtype), torch.zeros(N, r, device=DEVICE).to(dtype)
+    w, a, b = (
+        torch.randn(N, 2 * K, device=DEVICE).to(w_dtype)[:, ::2],
+        torch.randn(r, K, device=DEVICE).to(dtype),
+        torch.zeros(N, r, device=DEVICE).to(dtype),
+    )
     b[3:] = torch.randn(N - 3, r) / 8
     a[0] = w[0]
     for row, left in enumerate((0.0, 2.0**-7, 0.125)):  # numbers of bf16
@@ -219,13 +255,18 @@ def test_norms_of_rows(N, K, r, w_dtype, dtype):
     by_sum = lambda w, a, b: torch.linalg.vector_norm(w + 0.5 * (b @ a), dim=1)
     stock, truth = (named(by_sum(*(t.to(kind) for t in (w, a, b)))) for kind in (torch.float32, torch.float64))
     assert_as_accurate(named(row_norms(w, a, b, 0.5)), stock, truth)
-    assert row_norms(w.double(), a.double(), b.double(), 0.5)[:3].tolist() == pytest.approx([t.item() for t in truth.values() if len(t) == 1], rel=1e-12)
+    assert row_norms(w.double(), a.double(), b.double(), 0.5)[:3].tolist() == pytest.approx(
+        [t.item() for t in truth.values() if len(t) == 1], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (40,)], ids=str)
 def test_a_scale_that_is_a_tensor(shape):
     torch.manual_seed(0)
-    args = {k: v.make(torch.float32, DEVICE).detach().requires_grad_() for k, v in dict(x=T((7, 24)), **_layer(24, 40, 3)).items()}
+    args = {
+        k: v.make(torch.float32, DEVICE).detach().requires_grad_()
+        for k, v in dict(x=T((7, 24)), **_layer(24, 40, 3)).items()
+    }
     args["scale"] = (torch.rand(shape, device=DEVICE) + 0.5).requires_grad_()
     found = {fn: run(fn, like(args)) for fn in (lora_linear, lora.reference)}
     assert found[lora_linear]["dscale"].shape == shape

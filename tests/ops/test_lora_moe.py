@@ -1,4 +1,5 @@
-"""Experts with adapters where a ``Case`` cannot say it: several adapters, stored weights, which products run, what is saved, autocast."""
+"""Experts with adapters where a ``Case`` cannot say it: several adapters, stored weights, which
+products run, what is saved, autocast."""
 
 from __future__ import annotations
 
@@ -18,16 +19,25 @@ from liger_kernel.ops.projections.weights import Dequantized
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run, upstream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 WEIGHTS = ("gate_up", "down")
 
 
-def arguments(tokens=11, K=2, H=16, I=24, E=4, r=3, *, dtype=torch.float32, learn=("x", "topk_weight", *ADAPTERS), seed=0, **more) -> dict:
+def arguments(
+    tokens=11, K=2, H=16, I=24, E=4, r=3, *, dtype=torch.float32, learn=("x", "topk_weight", *ADAPTERS), seed=0, **more
+) -> dict:
     torch.manual_seed(seed)
-    drawn = {k: v.make(dtype, DEVICE) if hasattr(v, "make") else v for k, v in _args(tokens, K, H, I, E, r, **more).items()}
+    drawn = {
+        k: v.make(dtype, DEVICE) if hasattr(v, "make") else v for k, v in _args(tokens, K, H, I, E, r, **more).items()
+    }
     drawn["topk_index"] = drawn["topk_index"].contiguous()
-    return {k: v.detach().requires_grad_(k in learn and v.is_floating_point()) if isinstance(v, Tensor) else v for k, v in drawn.items()}
+    return {
+        k: v.detach().requires_grad_(k in learn and v.is_floating_point()) if isinstance(v, Tensor) else v
+        for k, v in drawn.items()
+    }
 
 
 def assert_right(args: dict, fn=lora_moe, stock=reference) -> None:
@@ -37,8 +47,11 @@ def assert_right(args: dict, fn=lora_moe, stock=reference) -> None:
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_gradient_at_once(dtype):
-    args = arguments(dtype=dtype, learn=("x", "topk_weight", *WEIGHTS, *ADAPTERS)) | dict(limit=6.0, offset=1.0, alpha=1.5)
-    # far from the limit on one side or the other: where rounding decides, a gradient is a matter of luck
+    args = arguments(dtype=dtype, learn=("x", "topk_weight", *WEIGHTS, *ADAPTERS)) | dict(
+        limit=6.0, offset=1.0, alpha=1.5
+    )
+    # far from the limit on one side or the other: where rounding decides, a gradient is a matter of
+    # luck
     args["gate_up_bias"] = (torch.randint(-1, 2, (4, 48)) * 30.0).to(DEVICE, dtype).requires_grad_()
     args["down_bias"] = torch.randn(4, 16).to(DEVICE, dtype).requires_grad_()
     assert_right(args)
@@ -81,13 +94,46 @@ def test_products_that_leave_what_is_empty(monkeypatch):
     assert_right(args)
 
 
-def of_adapters(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale, parts=(2, 3), scales=(0.5, -2.0), **form):
+def of_adapters(
+    x,
+    gate_up,
+    down,
+    topk_index,
+    topk_weight,
+    gate_up_a,
+    gate_up_b,
+    down_a,
+    down_b,
+    *,
+    scale,
+    parts=(2, 3),
+    scales=(0.5, -2.0),
+    **form,
+):
     """``lora_moe`` with each adapter cut into several of these ranks and scales."""
-    cut = lambda a, b: [Adapter(one, two, s) for one, two, s in zip(a.split(list(parts), 1), b.split(list(parts), 2), scales)]
-    return adapted_moe(x, gate_up, down, topk_index, topk_weight, cut(gate_up_a, gate_up_b), cut(down_a, down_b), **form)
+    cut = lambda a, b: [
+        Adapter(one, two, s) for one, two, s in zip(a.split(list(parts), 1), b.split(list(parts), 2), scales)
+    ]
+    return adapted_moe(
+        x, gate_up, down, topk_index, topk_weight, cut(gate_up_a, gate_up_b), cut(down_a, down_b), **form
+    )
 
 
-def of_weights(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale, parts=(2, 3), scales=(0.5, -2.0)):
+def of_weights(
+    x,
+    gate_up,
+    down,
+    topk_index,
+    topk_weight,
+    gate_up_a,
+    gate_up_b,
+    down_a,
+    down_b,
+    *,
+    scale,
+    parts=(2, 3),
+    scales=(0.5, -2.0),
+):
     """What ``of_adapters`` means, by W + scale B A."""
     one = functools.partial(torch.repeat_interleave, repeats=torch.tensor(parts, device=x.device), dim=0)
     s = one(torch.tensor(scales, dtype=x.dtype, device=x.device))
@@ -104,7 +150,8 @@ def test_several_adapters(dtype):
 
 @needs_kernels
 def test_dtypes_of_adapters():
-    """Adapters in 32 bits beside 16 are multiplied in 16, and their gradients are in 32, as accurate as those of a cast."""
+    """Adapters in 32 bits beside 16 are multiplied in 16, and their gradients are in 32, as
+    accurate as those of a cast."""
     args = arguments(dtype=torch.bfloat16)
     wide = args | {name: args[name].detach().float().requires_grad_() for name in ADAPTERS}
     narrow, found = run(lora_moe, like(args)), run(lora_moe, like(wide))
@@ -116,10 +163,13 @@ def test_dtypes_of_adapters():
 @pytest.mark.parametrize("of", ["gate_up", "down"])
 @pytest.mark.parametrize(("a", "b"), [(1e4, 1e-4), (1e-4, 2e4)])
 def test_thin_results_beyond_fp16(of, a, b, monkeypatch):
-    """A x in the forward, or B^T dy in the backward. The gradients of adapters in fp32 are in fp32."""
+    """A x in the forward, or B^T dy in the backward. The gradients of adapters in fp32 are in
+    fp32."""
     thin, thin_rows = [], lora_moe_module.thin_rows
     monkeypatch.setattr(lora_moe_module, "thin_rows", lambda *args: thin.append(thin_rows(*args)) or thin[-1])
-    args = arguments(dtype=torch.float16, H=64, learn=("x", *ADAPTERS)) | dict.fromkeys(name for name in ADAPTERS if not name.startswith(of))
+    args = arguments(dtype=torch.float16, H=64, learn=("x", *ADAPTERS)) | dict.fromkeys(
+        name for name in ADAPTERS if not name.startswith(of)
+    )
     for name, size in ((f"{of}_a", a), (f"{of}_b", b)):
         args[name] = (args[name].detach().float().abs() * size).requires_grad_()
     args["x"] = (args["x"].detach().abs() * 4).requires_grad_()
@@ -137,7 +187,11 @@ def test_a_stored_weight_is_made_dense_for_each_product():
 
     def stored(name: str) -> Dequantized:
         weight = args[name].detach()
-        return Dequantized(tuple(weight.shape), None, dequantize=lambda dtype: made.append(tuple(weight.shape)) or weight.to(dtype, copy=True))
+        return Dequantized(
+            tuple(weight.shape),
+            None,
+            dequantize=lambda dtype: made.append(tuple(weight.shape)) or weight.to(dtype, copy=True),
+        )
 
     def fn(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale):
         pairs = [Adapter(gate_up_a, gate_up_b, scale)], [Adapter(down_a, down_b, scale)]
@@ -166,7 +220,9 @@ class Launches(TorchDispatchMode):
         place = lambda t: t.untyped_storage().data_ptr()
         given = {place(t) for t in args if isinstance(t, Tensor)}
         outs = out if isinstance(out, tuple | list) else [out]
-        self.largest = max([self.largest, *(t.numel() for t in outs if isinstance(t, Tensor) and place(t) not in given)])
+        self.largest = max(
+            [self.largest, *(t.numel() for t in outs if isinstance(t, Tensor) and place(t) not in given)]
+        )
         return out
 
 
@@ -185,7 +241,8 @@ class Launches(TorchDispatchMode):
     ],
 )
 def test_what_is_frozen_has_no_products(learn, wide, thin):
-    """Grouped products with the weights; thin ones of rows, added, and over rows. The gradient of a frozen weight is never made."""
+    """Grouped products with the weights; thin ones of rows, added, and over rows. The gradient
+    of a frozen weight is never made."""
     with Launches() as seen:
         run(lora_moe, arguments(learn=learn))
     assert seen.names.count("grouped_mm") == wide and "grouped_outer" not in seen.names
@@ -202,24 +259,35 @@ def test_nothing_is_as_large_as_the_weights():
 
 @needs_kernels
 def test_what_is_saved():
-    """Beside the arguments: the output of gate_up, the thin product, the order, and each b as the kernels read it."""
+    """Beside the arguments: the output of gate_up, the thin product, the order, and each b as
+    the kernels read it."""
     args = arguments()
     given = {t.data_ptr() for t in args.values() if isinstance(t, Tensor)}
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.numel()}), lambda t: t):
         lora_moe(**args)
-    assert sum(n for p, n in saved.items() if p not in given) == 22 * 48 + 22 * 3 + 2 * 22 + 4 + args["gate_up_b"].numel() + args["down_b"].numel()
+    assert (
+        sum(n for p, n in saved.items() if p not in given)
+        == 22 * 48 + 22 * 3 + 2 * 22 + 4 + args["gate_up_b"].numel() + args["down_b"].numel()
+    )
 
 
 @needs_kernels
 def test_autocast():
-    """Weights and adapters in 32 bits are multiplied in autocast's dtype, and have gradients in their own."""
+    """Weights and adapters in 32 bits are multiplied in autocast's dtype, and have gradients in
+    their own."""
     args = arguments(learn=("x", *WEIGHTS, *ADAPTERS))
     with torch.autocast(DEVICE, torch.bfloat16):
         y = lora_moe(**args)
     assert y.dtype == torch.bfloat16
     y.backward(upstream({"out0": y})["out0"])
-    halves = like({k: v.to(torch.bfloat16) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in args.items() if k != "topk_weight"})
+    halves = like(
+        {
+            k: v.to(torch.bfloat16) if isinstance(v, Tensor) and v.is_floating_point() else v
+            for k, v in args.items()
+            if k != "topk_weight"
+        }
+    )
     expected = run(lora_moe, halves | dict(topk_weight=args["topk_weight"]))
     for name, t in differentiable(args).items():
         assert t.grad.dtype == torch.float32

@@ -16,8 +16,12 @@ from liger_kernel.ops.projections.mlp import mlp
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CONFIG = types.SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 0.75))
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+CONFIG = types.SimpleNamespace(
+    hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 0.75)
+)
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
 def arguments() -> dict:
@@ -55,13 +59,17 @@ def test_module_equals_one_of_linear_layers():
     ours, theirs = LigerMLP(CONFIG), LigerSwiGLUMLP(CONFIG)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     args = arguments()
-    assert_as_accurate(run(of(ours), like(args)), run(of(theirs), like(args)), run(of(theirs), like(args, torch.float64)))
+    assert_as_accurate(
+        run(of(ours), like(args)), run(of(theirs), like(args)), run(of(theirs), like(args, torch.float64))
+    )
 
 
 def test_falcon_equals_that_of_transformers():
     modeling = pytest.importorskip("transformers.models.falcon_h1.modeling_falcon_h1")
     ours, theirs, args = LigerFalconH1MLP(CONFIG), modeling.FalconH1MLP(CONFIG), arguments()
-    assert_as_accurate(run(of(ours), like(args)), run(of(theirs), like(args)), run(of(theirs), like(args, torch.float64)))
+    assert_as_accurate(
+        run(of(ours), like(args)), run(of(theirs), like(args)), run(of(theirs), like(args, torch.float64))
+    )
     with pytest.raises(ValueError, match="mlp_bias must be False"):
         LigerFalconH1MLP(types.SimpleNamespace(**vars(CONFIG) | {"mlp_bias": True}))
 
@@ -105,7 +113,8 @@ class Gated(torch.nn.Module):
         self.down_proj, self.act_fn = linear(16, 24), torch.nn.SiLU()
 
     def forward(self, x):
-        """What the variant runs only where it does not know the activation, or somebody sees its calls."""
+        """What the variant runs only where it does not know the activation, or somebody sees its
+        calls."""
         assert type(self.act_fn) is not torch.nn.SiLU or torch.nn.modules.module._has_any_global_hook()
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
@@ -217,7 +226,8 @@ def test_global_hooks_are_called(wholes):
 @needs_kernels
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_is_written_over_that_is_seen_again(packed):
-    """Two backwards through one graph, and hooks that keep what is saved, find what was there; gradients are the same bits."""
+    """Two backwards through one graph, and hooks that keep what is saved, find what was there;
+    gradients are the same bits."""
     module, forward = gated(packed)
     x = torch.randn(3, 5, 16, device=DEVICE, requires_grad=True)
     once = torch.autograd.grad(forward(x).square().sum(), [x, *module.parameters()])
@@ -247,11 +257,15 @@ def test_projections_are_written_over():
 @pytest.mark.parametrize("frozen", [("gate", "up", "down"), ("down",), ("gate", "up")])
 def test_frozen_weights(frozen):
     args = {name: (t.detach() / 4).requires_grad_(name not in frozen) for name, t in arguments().items()}
-    parts = lambda x, gate, up, down: torch.nn.functional.linear(torch.nn.functional.silu(x @ gate.t()) * (x @ up.t()), down)
+    parts = lambda x, gate, up, down: torch.nn.functional.linear(
+        torch.nn.functional.silu(x @ gate.t()) * (x @ up.t()), down
+    )
     y = mlp(**args)
     assert (y.grad_fn.saved_tensors[0] is None) == ({"gate", "up"} <= set(frozen))
     learn = [t for t in args.values() if t.requires_grad]
-    for ours, theirs in zip(torch.autograd.grad(y.square().sum(), learn), torch.autograd.grad(parts(**args).square().sum(), learn)):
+    for ours, theirs in zip(
+        torch.autograd.grad(y.square().sum(), learn), torch.autograd.grad(parts(**args).square().sum(), learn)
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -259,7 +273,8 @@ def test_frozen_weights(frozen):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(monkeypatch, reentrant, recompute):
-    """Gradients are the same bits, and what is computed again ends before the last product, as for stock modules."""
+    """Gradients are the same bits, and what is computed again ends before the last product, as
+    for stock modules."""
     from torch.utils.checkpoint import checkpoint
 
     module = sys.modules[LigerMLPFunction.__module__]
@@ -281,7 +296,11 @@ def test_checkpointing_twice():
     from torch.utils.checkpoint import checkpoint
 
     args = arguments()
-    y = checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), args["x"], use_reentrant=False).square().sum()
+    y = (
+        checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), args["x"], use_reentrant=False)
+        .square()
+        .sum()
+    )
     once = torch.autograd.grad(y, list(args.values()), retain_graph=True)
     assert all(map(torch.equal, once, torch.autograd.grad(y, list(args.values()))))
     with pytest.raises(RuntimeError, match="second time"):
@@ -315,7 +334,9 @@ def test_selective_checkpointing():
 
     call = lambda x: mlp(x, args["gate"], args["up"], args["down"])
     expected = torch.autograd.grad(call(args["x"]).square().sum(), list(args.values()))
-    y = checkpoint(call, args["x"], use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    y = checkpoint(
+        call, args["x"], use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )
     assert all(map(torch.equal, expected, torch.autograd.grad(y.square().sum(), list(args.values()))))
     assert products.count((False, True)) == 3
 

@@ -21,16 +21,23 @@ from liger_kernel.ops.projections.moe import moe, moe_route, reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
-def arguments(tokens=11, K=2, H=16, I=24, E=4, used=None, *, dtype=torch.float32, grads=("x", "gate_up", "down", "topk_weight")) -> dict:
+def arguments(
+    tokens=11, K=2, H=16, I=24, E=4, used=None, *, dtype=torch.float32, grads=("x", "gate_up", "down", "topk_weight")
+) -> dict:
     torch.manual_seed(0)
     draw = lambda *shape, scale=1.0: torch.randn(*shape, dtype=torch.float64) * scale
     args = dict(
-        x=draw(tokens, H), gate_up=draw(E, 2 * I, H, scale=H**-0.5), down=draw(E, H, I, scale=I**-0.5),
-        topk_index=torch.rand(tokens, used or E).argsort(-1)[:, :K].contiguous(), topk_weight=draw(tokens, K).softmax(-1),
-    )  # fmt: skip
+        x=draw(tokens, H),
+        gate_up=draw(E, 2 * I, H, scale=H**-0.5),
+        down=draw(E, H, I, scale=I**-0.5),
+        topk_index=torch.rand(tokens, used or E).argsort(-1)[:, :K].contiguous(),
+        topk_weight=draw(tokens, K).softmax(-1),
+    )
     cast = lambda name, t: t.to(DEVICE, dtype).requires_grad_(name in grads) if t.is_floating_point() else t.to(DEVICE)
     return {name: cast(name, t) for name, t in args.items()}
 
@@ -57,7 +64,8 @@ def test_routing_is_a_stable_sort(n, E):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_gradient_at_once(dtype):
     args = arguments(dtype=dtype) | dict(limit=6.0, offset=1.0, alpha=1.5)
-    # far from the limit on one side or the other: where rounding decides, a gradient is a matter of luck
+    # far from the limit on one side or the other: where rounding decides, a gradient is a matter of
+    # luck
     args["gate_up_bias"] = (torch.randint(-1, 2, (4, 48)) * 12.0).to(DEVICE, dtype).requires_grad_()
     args["down_bias"] = torch.randn(4, 16).to(DEVICE, dtype).requires_grad_()
     assert_right(args)
@@ -65,7 +73,8 @@ def test_every_gradient_at_once(dtype):
 
 @needs_kernels
 def test_tiles_of_several_strips_and_steps():
-    """More tiles of rows than a strip has, more columns than a tile, more rows of an expert than a step."""
+    """More tiles of rows than a strip has, more columns than a tile, more rows of an expert than
+    a step."""
     assert_right(arguments(400, 1, 40, 20, 2, grads=("x", "gate_up")))
 
 
@@ -79,7 +88,8 @@ def test_no_expert_at_all():
 
 @needs_kernels
 def test_pytorch_products_that_leave_what_is_empty(monkeypatch):
-    """What serves Hopper, here as a loop: nothing relies on rows of no group, nor on groups without rows, being written."""
+    """What serves Hopper, here as a loop: nothing relies on rows of no group, nor on groups
+    without rows, being written."""
 
     def grouped(a, b, *, offs):
         ends = offs.tolist()
@@ -138,7 +148,14 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 @needs_kernels
 @pytest.mark.parametrize(
     "grads, mm, outer",
-    [((), 2, 0), (("x",), 4, 0), (("down",), 2, 1), (("topk_weight",), 3, 0), (("gate_up",), 3, 1), (("x", "gate_up", "down", "topk_weight"), 4, 2)],
+    [
+        ((), 2, 0),
+        (("x",), 4, 0),
+        (("down",), 2, 1),
+        (("topk_weight",), 3, 0),
+        (("gate_up",), 3, 1),
+        (("x", "gate_up", "down", "topk_weight"), 4, 2),
+    ],
 )
 def test_what_is_frozen_has_no_products(grads, mm, outer):
     with Products() as products:
@@ -171,7 +188,9 @@ def test_autocast():
         assert out.dtype == torch.bfloat16
         out.sum().backward()
     assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in differentiable(args).values())
-    experts = LigerExperts(types.SimpleNamespace(hidden_size=16, intermediate_size=8, num_local_experts=4, hidden_act="silu")).to(DEVICE)
+    experts = LigerExperts(
+        types.SimpleNamespace(hidden_size=16, intermediate_size=8, num_local_experts=4, hidden_act="silu")
+    ).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert experts(args["x"], args["topk_index"], args["topk_weight"]).dtype == torch.float32
 
@@ -194,7 +213,9 @@ def test_experts_equal_those_of_transformers(shape):
 
         def forward(x, topk_index, topk_weight, **weights):
             call = torch.func.functional_call
-            return call(module, {"gate_up_proj": weights["gate_up"], "down_proj": weights["down"]}, (x, topk_index, topk_weight))
+            return call(
+                module, {"gate_up_proj": weights["gate_up"], "down_proj": weights["down"]}, (x, topk_index, topk_weight)
+            )
 
         return forward
 
@@ -206,7 +227,8 @@ def test_experts_equal_those_of_transformers(shape):
 
 
 def test_gpt_oss_layout_needs_no_copies():
-    """Weights stored as (E, H, 2 I) and (E, I, H) are passed transposed, and their gradients come back as they are stored."""
+    """Weights stored as (E, H, 2 I) and (E, I, H) are passed transposed, and their gradients
+    come back as they are stored."""
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     config = modeling.GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=4)
     config._experts_implementation = "eager"
@@ -216,16 +238,27 @@ def test_gpt_oss_layout_needs_no_copies():
             p.normal_()
     args = arguments()
     names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    args = {k: args[k] for k in ("x", "topk_index", "topk_weight")} | {n: getattr(theirs, n).detach().clone().requires_grad_() for n in names}
+    args = {k: args[k] for k in ("x", "topk_index", "topk_weight")} | {
+        n: getattr(theirs, n).detach().clone().requires_grad_() for n in names
+    }
 
     def stock(x, topk_index, topk_weight, **parameters):
         return torch.func.functional_call(theirs, parameters, (x, topk_index, topk_weight))
 
     def fused(x, topk_index, topk_weight, gate_up_proj, gate_up_proj_bias, down_proj, down_proj_bias):
         return moe(
-            x, gate_up_proj.mT, down_proj.mT, topk_index, topk_weight, gate_up_bias=gate_up_proj_bias, down_bias=down_proj_bias,
-            interleaved=True, alpha=theirs.alpha, limit=theirs.limit, offset=1.0,
-        )  # fmt: skip
+            x,
+            gate_up_proj.mT,
+            down_proj.mT,
+            topk_index,
+            topk_weight,
+            gate_up_bias=gate_up_proj_bias,
+            down_bias=down_proj_bias,
+            interleaved=True,
+            alpha=theirs.alpha,
+            limit=theirs.limit,
+            offset=1.0,
+        )
 
     ours = run(fused, like(args))
     assert_as_accurate(ours, run(stock, like(args)), run(stock, like(args, torch.float64)))
@@ -233,7 +266,9 @@ def test_gpt_oss_layout_needs_no_copies():
 
 
 @needs_kernels
-@pytest.mark.parametrize("grads", [("x", "gate_up", "down", "topk_weight"), ("x",), ("down",), ("topk_weight",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "grads", [("x", "gate_up", "down", "topk_weight"), ("x",), ("down",), ("topk_weight",)], ids=" ".join
+)
 @pytest.mark.parametrize("adapted", ["none", "down", "both"])
 def test_recomputed(adapted, grads):
     """The same bits, from x, the routing, the weights and a thin product alone."""
@@ -248,7 +283,9 @@ def test_recomputed(adapted, grads):
 
 def with_adapters(args: dict, *, gate_up: bool = True) -> dict:
     torch.manual_seed(1)
-    shapes = (dict(gate_up_a=(4, 3, 16), gate_up_b=(4, 48, 3)) if gate_up else {}) | dict(down_a=(4, 3, 24), down_b=(4, 16, 3))
+    shapes = (dict(gate_up_a=(4, 3, 16), gate_up_b=(4, 48, 3)) if gate_up else {}) | dict(
+        down_a=(4, 3, 24), down_b=(4, 16, 3)
+    )
     return args | {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in shapes.items()}
 
 
@@ -262,24 +299,36 @@ def test_what_others_may_see_is_not_overwritten(adapted):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t, t.clone())) or t, lambda t: t):
         y = fn(**args)
-    assert_same_bits(dict(enumerate(torch.autograd.grad(y.sum(), list(differentiable(args).values())))), dict(enumerate(expected)))
+    assert_same_bits(
+        dict(enumerate(torch.autograd.grad(y.sum(), list(differentiable(args).values())))), dict(enumerate(expected))
+    )
     assert kept and all(torch.equal(t, before) for t, before in kept)
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     "form, transposed",
-    [({}, False), (dict(limit=6.0, offset=1.0, alpha=1.5), False), (dict(interleaved=True), False), (dict(interleaved=True), True)],
+    [
+        ({}, False),
+        (dict(limit=6.0, offset=1.0, alpha=1.5), False),
+        (dict(interleaved=True), False),
+        (dict(interleaved=True), True),
+    ],
     ids=["halves", "limits", "interleaved", "transposed"],
 )
-@pytest.mark.parametrize("sizes", [dict(), dict(tokens=70, K=1, I=40, E=2), dict(tokens=1, E=1, K=1), dict(tokens=40, used=2, E=5)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(), dict(tokens=70, K=1, I=40, E=2), dict(tokens=1, E=1, K=1), dict(tokens=40, used=2, E=5)], ids=str
+)
 def test_products_by_tma(sizes, form, transposed, monkeypatch):
-    """The kernels of Hopper, with rows of no group, which are nan where nothing writes them, and tiles over the end of groups and of columns."""
+    """The kernels of Hopper, with rows of no group, which are nan where nothing writes them, and
+    tiles over the end of groups and of columns."""
     args = arguments(dtype=torch.bfloat16, **sizes)
     if transposed:
         args["gate_up"] = args["gate_up"].detach().mT.contiguous().requires_grad_()
     if "limit" in form:
-        args["gate_up_bias"] = (torch.randint(-1, 2, args["gate_up"].shape[:2]) * 12.0).to(DEVICE, torch.bfloat16).requires_grad_()
+        args["gate_up_bias"] = (
+            (torch.randint(-1, 2, args["gate_up"].shape[:2]) * 12.0).to(DEVICE, torch.bfloat16).requires_grad_()
+        )
     if args["topk_index"].numel() > 1:
         args["topk_index"][::3, 0] = -1
     of = lambda op: lambda gate_up, **more: op(gate_up=gate_up.mT if transposed else gate_up, **more, **form)
@@ -298,7 +347,8 @@ def test_products_by_tma(sizes, form, transposed, monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("arch, products", [("sm90", {"_mm_tma"}), ("sm80", {"_glu", "_mm"})])
 def test_who_multiplies(arch, products):
-    """Launches without data, as a warm-up sees them: one for each kernel, whatever the number of tokens."""
+    """Launches without data, as a warm-up sees them: one for each kernel, whatever the number of
+    tokens."""
     draw = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
     def step():

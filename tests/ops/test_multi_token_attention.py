@@ -12,9 +12,14 @@ from liger_kernel.transformers.functional import liger_multi_token_attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("launch, plain", [(softmax_fwd, torch.softmax), (sparsemax_fwd, lambda x, dim: sparsemax(x))], ids=["softmax", "sparsemax"])
+@pytest.mark.parametrize(
+    "launch, plain",
+    [(softmax_fwd, torch.softmax), (sparsemax_fwd, lambda x, dim: sparsemax(x))],
+    ids=["softmax", "sparsemax"],
+)
 def test_causal_rows_of_any_length(launch, plain):
-    """The first rows of a matrix as wide as takes sweeps, and one whose last columns are the largest."""
+    """The first rows of a matrix as wide as takes sweeps, and one whose last columns are the
+    largest."""
     N = 33001
     torch.manual_seed(0)
     x = torch.randn(3, N, device=DEVICE)
@@ -30,7 +35,10 @@ def test_causal_rows_of_any_length(launch, plain):
 def test_what_is_above_the_diagonal_does_not_matter(sparse):
     torch.manual_seed(0)
     module = LigerMultiTokenAttention(2, 4, (3, 5), padding=(1, 2), groups=2, sparse=sparse).to(DEVICE)
-    assert {k: tuple(v.shape) for k, v in module.state_dict().items()} == {"weight": (4, 1, 3, 5), "bias": (4,)} and not module.bias.any()
+    assert {k: tuple(v.shape) for k, v in module.state_dict().items()} == {
+        "weight": (4, 1, 3, 5),
+        "bias": (4,),
+    } and not module.bias.any()
     scores = torch.randn(1, 2, 20, 20, device=DEVICE)
     hidden = torch.ones(20, 20, dtype=torch.bool, device=DEVICE).triu(1)
     wild = scores.masked_fill(hidden, float("nan")).requires_grad_()

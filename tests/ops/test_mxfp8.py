@@ -15,13 +15,18 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8, mxfp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
 def drawn(M: int, N: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Values of very different sizes, among them blocks of zeros, of one value, and of tiny ones."""
+    """Values of very different sizes, among them blocks of zeros, of one value, and of tiny
+    ones."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(M, N, generator=generator) * torch.exp2(torch.randint(-20, 20, (M, N // 32), generator=generator)).repeat_interleave(32, 1)
+    x = torch.randn(M, N, generator=generator) * torch.exp2(
+        torch.randint(-20, 20, (M, N // 32), generator=generator)
+    ).repeat_interleave(32, 1)
     x[0, :32], x[-1, -32:], x[M // 2, :32] = 0, 448.0, 1e-38
     return x.to(dtype).to(DEVICE)
 
@@ -48,7 +53,8 @@ def test_casts_are_those_of_torchao(M, N, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("M, N", [(64, 128), (70, 96), (1, 32), (130, 288)])
 def test_casts_are_those_of_the_reference(M, N, dtype):
-    """With infinities and NaN, rows that are no multiple of 32, and strides; also one cast alone."""
+    """With infinities and NaN, rows that are no multiple of 32, and strides; also one cast
+    alone."""
     x = torch.cat([drawn(M, N, dtype), drawn(M, 32, dtype)], 1)[:, :N]
     x[0, 0], x[-1, -1] = float("inf"), float("nan")
     expected = mxfp8.reference(x, True, True)
@@ -60,10 +66,15 @@ def test_casts_are_those_of_the_reference(M, N, dtype):
     assert expected[1][0].shape == (N, M + -M % 32)
 
 
-@pytest.mark.skipif(float8.lacking(torch.device(DEVICE), mxfp8.CAPABILITY) is not None, reason="this GPU has no FP8 with scales of blocks")
+@pytest.mark.skipif(
+    float8.lacking(torch.device(DEVICE), mxfp8.CAPABILITY) is not None,
+    reason="this GPU has no FP8 with scales of blocks",
+)
 def test_products_are_those_of_the_rounded_values():
     a, b = (mxfp8.reference(drawn(M, 96, seed=M), True, False)[0] for M in (48, 64))
-    wide = lambda values, scale: values.double() * torch.exp2(mxfp8.exponents_of(scale, len(values), 3).double() - 127).repeat_interleave(32, 1)
+    wide = lambda values, scale: (
+        values.double() * torch.exp2(mxfp8.exponents_of(scale, len(values), 3).double() - 127).repeat_interleave(32, 1)
+    )
     for dtype in (torch.bfloat16, torch.float32):
         found, truth = mxfp8.mx_product(*a, *b, dtype), wide(*a) @ wide(*b).t()
         assert found.dtype == dtype and (found.double() - truth).norm() < torch.finfo(dtype).eps * truth.norm()
@@ -90,8 +101,13 @@ def test_other_gpus_and_shapes_are_refused(monkeypatch):
     monkeypatch.setattr(float8, "_capability", lambda index: (9, 0))
     cuda = torch.device("cuda", 0)
     assert float8.lacking(cuda) is None
-    assert float8.lacking(cuda, mxfp8.CAPABILITY) == "FP8 with scales of blocks needs an NVIDIA GPU of compute capability 10.0 or newer, got 9.0"
-    with pytest.raises(ValueError, match="LigerFloat8TrainingLinear: weight must have sizes that are multiples of 32, got"):
+    assert (
+        float8.lacking(cuda, mxfp8.CAPABILITY)
+        == "FP8 with scales of blocks needs an NVIDIA GPU of compute capability 10.0 or newer, got 9.0"
+    )
+    with pytest.raises(
+        ValueError, match="LigerFloat8TrainingLinear: weight must have sizes that are multiples of 32, got"
+    ):
         LigerFloat8TrainingLinear.of(torch.nn.Linear(48, 64), "mxfp8_rceil")
 
 

@@ -23,9 +23,13 @@ def test_is_attention_with_a_band_for_a_mask(kernel_size, dilation):
     band = (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0)
     masked = lambda query, key, value: F.scaled_dot_product_attention(query, key, value, band)
     args = qkv(2, 2, 19, 16)
-    ours = run(lambda **a: liger_fused_neighborhood_attention(**a, kernel_size=kernel_size, dilation=dilation), like(args))
+    ours = run(
+        lambda **a: liger_fused_neighborhood_attention(**a, kernel_size=kernel_size, dilation=dilation), like(args)
+    )
     assert_as_accurate(ours, run(masked, like(args)), run(masked, like(args, torch.float64)))
-    apply = lambda query, key, value: LigerFusedNeighborhoodAttentionFunction.apply(query, key, value, kernel_size, dilation)
+    apply = lambda query, key, value: LigerFusedNeighborhoodAttentionFunction.apply(
+        query, key, value, kernel_size, dilation
+    )
     assert_same_bits(run(apply, like(args)), ours)
 
 
@@ -34,7 +38,12 @@ def test_large_scores_do_not_cost_accuracy():
     draws = []
     for seed in range(5):
         torch.manual_seed(seed)
-        draws.append({k: torch.randn(1, 3, 21, 32, device=DEVICE).mul(s).requires_grad_() for k, s in (("query", 4), ("key", 4), ("value", 1))})
+        draws.append(
+            {
+                k: torch.randn(1, 3, 21, 32, device=DEVICE).mul(s).requires_grad_()
+                for k, s in (("query", 4), ("key", 4), ("value", 1))
+            }
+        )
     reference = OPS["neighborhood_attention"].reference
     stock = lambda query, key, value: reference(query, key, value)
     expected = [(run(stock, like(a)), run(stock, like(a, torch.float64))) for a in draws]
@@ -50,7 +59,10 @@ def test_large_scores_stay_finite():
 def test_modules():
     config = LigerFusedNeighborhoodAttentionConfig(hidden_size=24, num_heads=3, kernel_size=3, dilation=2)
     layer = LigerFusedNeighborhoodAttentionLayer(**config.to_dict()).to(DEVICE)
-    names = {f"attention.{p}_proj.{w}" for p in ("q", "k", "v", "out") for w in ("weight", "bias")} | {"layer_norm.weight", "layer_norm.bias"}
+    names = {f"attention.{p}_proj.{w}" for p in ("q", "k", "v", "out") for w in ("weight", "bias")} | {
+        "layer_norm.weight",
+        "layer_norm.bias",
+    }
     assert set(layer.state_dict()) == names
     x = torch.randn(2, 11, 24, device=DEVICE)
     moved = x.clone()

@@ -46,9 +46,13 @@ from liger_kernel.ops.norms.rms_norm import rms_norm, rms_norm_backward, rms_nor
 from liger_kernel.testing import assert_as_accurate, like, run
 
 # the package has the functions under these names
-fused, group, poly = (sys.modules[f"liger_kernel.ops.{name}"] for name in ("fused_add_rms_norm", "group_norm", "poly_norm"))
+fused, group, poly = (
+    sys.modules[f"liger_kernel.ops.{name}"] for name in ("fused_add_rms_norm", "group_norm", "poly_norm")
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
 # -- layer_norm ----------------------------------------------------------------------------
@@ -60,7 +64,9 @@ needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is no
 def test_layer_norm_with_any_parameters(names, N, dtype):
     """Constant upstream gradients, as cases have them too, leave nothing of dx without a weight."""
     torch.manual_seed(0)
-    args = {k: torch.randn(N if k in "wb" else (9, N), dtype=dtype, device=DEVICE).requires_grad_() for k in ("x", *names)}
+    args = {
+        k: torch.randn(N if k in "wb" else (9, N), dtype=dtype, device=DEVICE).requires_grad_() for k in ("x", *names)
+    }
     draws = [(run(layer_norm_reference, like(args)), run(layer_norm_reference, like(args, torch.float64)))]
     assert_as_accurate(run(layer_norm, args), *draws[0])
 
@@ -87,7 +93,12 @@ def test_layer_norm_statistics_are_fp32_and_do_not_cancel():
 @needs_kernels
 def test_layer_norm_sums_the_weights_gradients_once():
     """dw and db are halves of one tensor: one finishing kernel."""
-    dy, x, w, stats = torch.randn(4, 8, device=DEVICE), torch.randn(4, 8, device=DEVICE), torch.ones(8, device=DEVICE), torch.ones(4, device=DEVICE)
+    dy, x, w, stats = (
+        torch.randn(4, 8, device=DEVICE),
+        torch.randn(4, 8, device=DEVICE),
+        torch.ones(8, device=DEVICE),
+        torch.ones(4, device=DEVICE),
+    )
     for need_dw, need_db in ((True, True), (True, False), (False, True), (False, False)):
         dx, dwb = torch.ops.liger.layer_norm_bwd(dy, x, w, stats, stats, False, need_dw, need_db, torch.float32)
         assert dx.numel() == 0 and dwb.numel() == 8 * (need_dw + need_db)
@@ -148,7 +159,10 @@ def test_a_gradient_of_one_output_alone(out):
     """What is absent stays absent: no zeros are made or read."""
     alone = lambda outs: {f"out{out}": torch.ones_like(outs[f"out{out}"]) * torch.arange(24, device=DEVICE)}
     args = _sum_and_norm()
-    expected = run(fused_add_rms_norm_reference, like(args), alone), run(fused_add_rms_norm_reference, like(args, torch.float64), alone)
+    expected = (
+        run(fused_add_rms_norm_reference, like(args), alone),
+        run(fused_add_rms_norm_reference, like(args, torch.float64), alone),
+    )
     assert ("dw" in expected[0]) == (out == 0)
     assert_as_accurate(run(fused_add_rms_norm, args, alone), *expected)
 
@@ -163,7 +177,8 @@ def test_a_gradient_of_the_sum_alone_launches_nothing(monkeypatch):
 
 
 def test_the_two_gradients_accumulate_apart():
-    """x and residual get the same values; a second backward, or a step on one of them, must not reach the other."""
+    """x and residual get the same values; a second backward, or a step on one of them, must not
+    reach the other."""
     args = _sum_and_norm()
     grads = []
     for _ in range(2):
@@ -188,8 +203,16 @@ def test_a_tensor_added_to_itself_and_used_elsewhere():
         (y2 * s2 * h).sum().backward()
         return {"dx": x.grad}
 
-    assert_as_accurate(*(gradient(fn, dtype) for fn, dtype in (
-        (fused_add_rms_norm, torch.float32), (fused_add_rms_norm_reference, torch.float32), (fused_add_rms_norm_reference, torch.float64))))  # fmt: skip
+    assert_as_accurate(
+        *(
+            gradient(fn, dtype)
+            for fn, dtype in (
+                (fused_add_rms_norm, torch.float32),
+                (fused_add_rms_norm_reference, torch.float32),
+                (fused_add_rms_norm_reference, torch.float64),
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
@@ -226,7 +249,9 @@ def test_fused_add_rms_norm_function_takes_published_arguments():
 
 
 def test_fused_add_rms_norm_module():
-    norm = LigerFusedAddRMSNorm(8, eps=1e-5, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True).to(DEVICE)
+    norm = LigerFusedAddRMSNorm(8, eps=1e-5, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True).to(
+        DEVICE
+    )
     x, residual = torch.randn(3, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE)
     y, s = norm(x, residual)
     torch.testing.assert_close((y, s), (F.rms_norm(x + residual, (8,), eps=1e-5), x + residual))
@@ -248,7 +273,11 @@ def _broadcast(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 8), (2, 1, 8), (6, 8), (2, 3, 8), (1, 1, 8)])
 def test_scales_that_serve_rows(shape):
     torch.manual_seed(0)
-    x, scale, shift = torch.randn(2, 3, 8, device=DEVICE), torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE)
+    x, scale, shift = (
+        torch.randn(2, 3, 8, device=DEVICE),
+        torch.randn(shape, device=DEVICE),
+        torch.randn(shape, device=DEVICE),
+    )
     expected = (1 + _broadcast(scale, x)) * F.rms_norm(x, (8,), eps=1e-6) + _broadcast(shift, x)
     torch.testing.assert_close(modulated_rms_norm(x, scale, shift), expected)
     torch.testing.assert_close(modulated_rms_norm_reference(x, scale, shift), expected)
@@ -264,13 +293,16 @@ def test_scales_that_would_be_guessed_at_are_refused(shape):
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
 def test_a_scale_of_zero_leaves_the_norm(casting):
     x, w = (torch.randn(*shape, device=DEVICE).to(torch.bfloat16) for shape in ((6, 96), (96,)))
-    assert torch.equal(modulated_rms_norm(x, torch.zeros_like(w), None, w, casting=casting), rms_norm(x, w, casting=casting))
+    assert torch.equal(
+        modulated_rms_norm(x, torch.zeros_like(w), None, w, casting=casting), rms_norm(x, w, casting=casting)
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("M, S", [(40, 1), (40, 4), (40, 40), (2, 2), (1, 1)])
 def test_partial_sums_of_samples(M, S, monkeypatch):
-    """Several programs a sample, several samples, and a scale for each row, whatever tiles and processors say."""
+    """Several programs a sample, several samples, and a scale for each row, whatever tiles and
+    processors say."""
     monkeypatch.setattr(_config, "tile", lambda *_, **__: _config.Tile(2, 32, 1))
     torch.manual_seed(0)
     shapes = dict(x=(M, 24), scale=(S, 24), shift=(S, 24), w=(24,))
@@ -289,7 +321,11 @@ def test_modulated_rms_norm_function_takes_published_arguments():
 
 def test_modulated_rms_norm_module():
     norm = LigerModulatedRMSNorm(8, init_fn="zeros", offset=1.0).to(DEVICE)
-    x, scale, shift = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
+    x, scale, shift = (
+        torch.randn(2, 3, 8, device=DEVICE),
+        torch.randn(2, 8, device=DEVICE),
+        torch.randn(2, 8, device=DEVICE),
+    )
     plain = LigerModulatedRMSNorm(8, elementwise_affine=False)
     assert [*norm.state_dict()] == ["weight"] and not plain.state_dict()
     torch.testing.assert_close(norm(x, scale, shift), plain(x, scale, shift))
@@ -308,7 +344,10 @@ def test_group_norm_with_any_parameters(names, long, dtype, monkeypatch):
     if long:
         monkeypatch.setattr(group, "MAX_N", 8)
     torch.manual_seed(0)
-    args = {k: torch.randn((6,) if k in "wb" else (2, 6, 3, 37), dtype=dtype, device=DEVICE).requires_grad_() for k in ("x", *names)} | {"num_groups": 2}
+    args = {
+        k: torch.randn((6,) if k in "wb" else (2, 6, 3, 37), dtype=dtype, device=DEVICE).requires_grad_()
+        for k in ("x", *names)
+    } | {"num_groups": 2}
     draws = run(group_norm_reference, like(args)), run(group_norm_reference, like(args, torch.float64))
     assert_as_accurate(run(group_norm, args), *draws)
 
@@ -316,7 +355,8 @@ def test_group_norm_with_any_parameters(names, long, dtype, monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("N", [1, 15, 16, 17, 127, 128, 129, 1000])
 def test_parts_of_a_group(N, monkeypatch):
-    """Groups that end within, at and after a block, in one part and in several, some of them empty: exact statistics, whatever the mean."""
+    """Groups that end within, at and after a block, in one part and in several, some of them
+    empty: exact statistics, whatever the mean."""
     monkeypatch.setattr(group, "MAX_N", 0)
     monkeypatch.setattr(group, "BLOCK", 16)
     x = 1000 + torch.randn(2, 2, N, device=DEVICE)
@@ -327,7 +367,9 @@ def test_parts_of_a_group(N, monkeypatch):
         expected = (truth.var(-1, unbiased=False) + 1e-3).rsqrt().view(-1)
         torch.testing.assert_close(mean.double(), truth.mean(-1).view(-1), rtol=2e-7, atol=0)
         torch.testing.assert_close(rstd.double(), expected, rtol=2e-6, atol=0)
-        torch.testing.assert_close(y.double(), (truth - truth.mean(-1, keepdim=True)) * expected.view(2, 2, 1), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            y.double(), (truth - truth.mean(-1, keepdim=True)) * expected.view(2, 2, 1), rtol=1e-4, atol=1e-3
+        )
 
 
 @needs_kernels
@@ -336,7 +378,9 @@ def test_channels_in_parts(processors, monkeypatch):
     monkeypatch.setattr(_config, "processors", lambda: processors)
     monkeypatch.setattr(_config, "tile", lambda *_, **__: _config.Tile(2, 16, 1))
     torch.manual_seed(0)
-    args = {k: torch.randn(shape, device=DEVICE).requires_grad_() for k, shape in dict(x=(3, 6, 75), w=(6,), b=(6,)).items()} | {"num_groups": 3}
+    args = {
+        k: torch.randn(shape, device=DEVICE).requires_grad_() for k, shape in dict(x=(3, 6, 75), w=(6,), b=(6,)).items()
+    } | {"num_groups": 3}
     monkeypatch.setattr(group, "MAX_N", 0)
     draws = run(group_norm_reference, like(args)), run(group_norm_reference, like(args, torch.float64))
     assert_as_accurate(run(group_norm, args), *draws)
@@ -354,7 +398,11 @@ def test_the_channel_of_every_number_of_the_longest_group():
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (2, 4, 0, 3)])
 def test_group_norm_of_nothing(shape):
-    x, w, b = torch.randn(shape, device=DEVICE, requires_grad=True), torch.ones(4, device=DEVICE, requires_grad=True), torch.ones(4, device=DEVICE)
+    x, w, b = (
+        torch.randn(shape, device=DEVICE, requires_grad=True),
+        torch.ones(4, device=DEVICE, requires_grad=True),
+        torch.ones(4, device=DEVICE),
+    )
     y = group_norm(x, 2, w, b)
     y.sum().backward()
     assert y.shape == x.grad.shape == shape and not w.grad.any()
@@ -372,11 +420,18 @@ def test_group_norm_is_torchs():
 
 def test_group_norm_module():
     norm, stock = LigerGroupNorm(6, 3, eps=1e-5, bias=True).to(DEVICE), torch.nn.GroupNorm(3, 6).to(DEVICE)
-    assert not norm.bias.any() and (norm.weight == 1).all() and repr(norm) == "LigerGroupNorm(num_channels=6, num_groups=3, eps=1e-05)"
+    assert (
+        not norm.bias.any()
+        and (norm.weight == 1).all()
+        and repr(norm) == "LigerGroupNorm(num_channels=6, num_groups=3, eps=1e-05)"
+    )
     norm.load_state_dict(stock.state_dict())
     x = torch.randn(2, 6, 7, device=DEVICE)
     torch.testing.assert_close(norm(x), stock(x))
-    for wrong, said in ((dict(init_fn="randn"), "init_fn must be one of"), (dict(num_groups=4), "num_groups must divide the 6 channels, got 4")):
+    for wrong, said in (
+        (dict(init_fn="randn"), "init_fn must be one of"),
+        (dict(num_groups=4), "num_groups must divide the 6 channels, got 4"),
+    ):
         with pytest.raises(ValueError, match=f"LigerGroupNorm: {said}"):
             LigerGroupNorm(**dict(dict(num_channels=6, num_groups=3), **wrong))
 
@@ -393,9 +448,17 @@ def test_powers_of_large_and_small_numbers(scale, wide, dtype, monkeypatch):
         monkeypatch.setattr(poly, "FWD_N", 8)
         monkeypatch.setattr(poly, "BWD_N", 8)
     torch.manual_seed(0)
-    args = dict(x=(scale * torch.randn(5, 40, device=DEVICE)).to(dtype), w=torch.randn(3, device=DEVICE).to(dtype), b=torch.randn(1, device=DEVICE).to(dtype))
+    args = dict(
+        x=(scale * torch.randn(5, 40, device=DEVICE)).to(dtype),
+        w=torch.randn(3, device=DEVICE).to(dtype),
+        b=torch.randn(1, device=DEVICE).to(dtype),
+    )
     args = {k: v.requires_grad_() for k, v in args.items()}
-    ours, expected, truth = run(poly_norm, like(args)), run(poly_norm_reference, like(args)), run(poly_norm_reference, like(args, torch.float64))
+    ours, expected, truth = (
+        run(poly_norm, like(args)),
+        run(poly_norm_reference, like(args)),
+        run(poly_norm_reference, like(args, torch.float64)),
+    )
     assert_as_accurate(ours, expected, truth)
     assert all(v.isfinite().all() for v in ours.values())
     x, w, b = (v.detach().double() for v in args.values())
@@ -435,7 +498,9 @@ def test_relu_squared_of_what_is_not_finite():
     y = LigerReLUSquared()(x)
     y.backward(torch.tensor([1.0, 1.0, float("inf"), float("nan"), 2.0, float("inf")], device=DEVICE))
     torch.testing.assert_close(y, F.relu(x).square(), equal_nan=True)
-    torch.testing.assert_close(x.grad, torch.tensor([float("nan"), float("inf"), 0.0, 0.0, 12.0, 0.0], device=DEVICE), equal_nan=True)
+    torch.testing.assert_close(
+        x.grad, torch.tensor([float("nan"), float("inf"), 0.0, 0.0, 12.0, 0.0], device=DEVICE), equal_nan=True
+    )
     torch.testing.assert_close(liger_relu_squared(torch.tensor(3.0, device=DEVICE)), torch.tensor(9.0, device=DEVICE))
     if _op._KERNEL_DEVICES:
         assert torch.equal(LigerReLUSquaredFunction.apply(x[3:].detach()), y[3:].detach())
@@ -447,7 +512,11 @@ def test_relu_squared_of_what_is_not_finite():
 @needs_kernels
 def test_published_launchers_take_a_strided_weight():
     torch.manual_seed(0)
-    x, dy, w = torch.randn(5, 40, device=DEVICE), torch.randn(5, 40, device=DEVICE), torch.randn(40, 3, device=DEVICE)[:, 1]
+    x, dy, w = (
+        torch.randn(5, 40, device=DEVICE),
+        torch.randn(5, 40, device=DEVICE),
+        torch.randn(40, 3, device=DEVICE)[:, 1],
+    )
     y, rows, rstd, block, warps, casting = rms_norm_forward(x, w, 1e-6)
     expected, _, again, *_ = rms_norm_forward(x, w.contiguous(), 1e-6)
     assert torch.equal(y, expected)
@@ -457,6 +526,11 @@ def test_published_launchers_take_a_strided_weight():
 
 def test_a_scalar_has_no_last_dim():
     x = torch.ones((), device=DEVICE)
-    for normed in (lambda: rms_norm(x), lambda: layer_norm(x), lambda: fused_add_rms_norm(x, x), lambda: fused_add_rms_norm(x, None)):
+    for normed in (
+        lambda: rms_norm(x),
+        lambda: layer_norm(x),
+        lambda: fused_add_rms_norm(x, x),
+        lambda: fused_add_rms_norm(x, None),
+    ):
         with pytest.raises(ValueError, match=r"norm: x must have at least one dim, got shape \(\)"):
             normed()

@@ -1,4 +1,5 @@
-"""Everything that every operator promises. New operators and cases are picked up by import; nothing to add here."""
+"""Everything that every operator promises. New operators and cases are picked up by import;
+nothing to add here."""
 
 from __future__ import annotations
 
@@ -27,7 +28,16 @@ from liger_kernel.nn.losses import liger_cross_entropy
 from liger_kernel.ops import LigerRMSNormFunction
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, differentiable, forward, like, run, upstream
+from liger_kernel.testing import (
+    assert_as_accurate,
+    assert_same_bits,
+    backward,
+    differentiable,
+    forward,
+    like,
+    run,
+    upstream,
+)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -46,29 +56,50 @@ def _first(op, n: int = 2 if GPU else 1) -> list:
 
 
 def _params(keep) -> list:
-    """Pairs of operators and cases. In the interpreter, what is not the first of an operator is slow."""
+    """Pairs of operators and cases. In the interpreter, what is not the first of an operator is
+    slow."""
     slow = lambda o, c: not GPU and c not in _first(o)
-    return [pytest.param(o, c, id=f"{o.name}-{c.name}", marks=[pytest.mark.slow] * slow(o, c)) for o in OPS.values() for c in _cases(o) if keep(c)]
+    return [
+        pytest.param(o, c, id=f"{o.name}-{c.name}", marks=[pytest.mark.slow] * slow(o, c))
+        for o in OPS.values()
+        for c in _cases(o)
+        if keep(c)
+    ]
 
 
 def _accuracy() -> list:
-    """Every case in every dtype; in the interpreter fp16 is slow, and bf16 of what is not the first of an operator."""
+    """Every case in every dtype; in the interpreter fp16 is slow, and bf16 of what is not the
+    first of an operator."""
     found = []
     for op in OPS.values():
         for case, dtype in itertools.product(_cases(op), DTYPES):
             slow = not GPU and (dtype == torch.float16 or (dtype == torch.bfloat16 and case not in _first(op)))
             if not case.error and not case.timed and (GPU or not case.gpu):
-                found.append(pytest.param(op, case, dtype, id=f"{str(dtype)[6:]}-{op.name}-{case.name}", marks=[pytest.mark.slow] * slow))
+                found.append(
+                    pytest.param(
+                        op, case, dtype, id=f"{str(dtype)[6:]}-{op.name}-{case.name}", marks=[pytest.mark.slow] * slow
+                    )
+                )
     return found
 
 
 runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.timed and (GPU or not c.gpu)))
 small = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.gpu))
-first = pytest.mark.parametrize("op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _first(o)])
-invalid = pytest.mark.parametrize("op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _cases(o) if c.error])
+first = pytest.mark.parametrize(
+    "op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _first(o)]
+)
+invalid = pytest.mark.parametrize(
+    "op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _cases(o) if c.error]
+)
 # nodes that are PyTorch's products above all; tests/ops/test_lora.py counts these
-NODES = {"lora_linear": "LinearsFunctionBackward", "lora_qkv": "LinearsFunctionBackward", "lora_mlp": "AdaptedMLPFunctionBackward"}
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+NODES = {
+    "lora_linear": "LinearsFunctionBackward",
+    "lora_qkv": "LinearsFunctionBackward",
+    "lora_mlp": "AdaptedMLPFunctionBackward",
+}
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
 def ones(outs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,7 +108,8 @@ def ones(outs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def threes(outs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One number for all elements, not 1, in memory once: stride 0, as from ``(3 * y).sum().backward()``."""
+    """One number for all elements, not 1, in memory once: stride 0, as from ``(3 *
+    y).sum().backward()``."""
     return {k: o.new_full((), 3.0).expand(o.shape) for k, o in outs.items() if o.requires_grad}
 
 
@@ -113,12 +145,15 @@ def _remembered(op_name: str, case, dtype: torch.dtype, grads) -> tuple:
 
 
 def expected(op, case, dtype, grads=upstream) -> tuple:
-    """The reference's results in ``dtype`` and in fp64, for the case's inputs; then pairs of these for other draws of its inputs."""
+    """The reference's results in ``dtype`` and in fp64, for the case's inputs; then pairs of
+    these for other draws of its inputs."""
     return _expected(op, case, dtype, grads) if case.gpu else _remembered(op.name, case, dtype, grads)
 
 
 def assert_accurate(ours, op, case, dtype=torch.float32, grads=upstream) -> None:
-    assert_as_accurate(ours, *expected(op, case, dtype, grads), again=lambda draw: run(op.fn, case.make(dtype, DEVICE, draw), grads))
+    assert_as_accurate(
+        ours, *expected(op, case, dtype, grads), again=lambda draw: run(op.fn, case.make(dtype, DEVICE, draw), grads)
+    )
 
 
 class Launches(TorchDispatchMode):
@@ -136,7 +171,9 @@ class Launches(TorchDispatchMode):
 
     def allocated(self) -> int:
         """Elements that launchers returned."""
-        outs = itertools.chain.from_iterable(out if isinstance(out, (tuple, list)) else (out,) for *_, out in self.calls)
+        outs = itertools.chain.from_iterable(
+            out if isinstance(out, (tuple, list)) else (out,) for *_, out in self.calls
+        )
         return sum(o.numel() for o in outs if isinstance(o, Tensor))
 
 
@@ -165,7 +202,8 @@ def test_kernels_run(op):
 
 
 def of_rows(t: Tensor, times: int) -> Tensor:
-    """A copy that is no view, its rows ``times`` times, and of the same strides: guards of compiled code ask for all that."""
+    """A copy that is no view, its rows ``times`` times, and of the same strides: guards of
+    compiled code ask for all that."""
     rows = t.shape[0]
     if t.stride(0) == 0:
         return t[:1].clone().expand(times * rows, *t.shape[1:])
@@ -178,10 +216,12 @@ def of_rows(t: Tensor, times: int) -> Tensor:
 
 @small
 def test_compiles_whole(op, case):
-    """And once for batches of all sizes: neither the operator nor its launchers' fakes take the number of rows for a constant.
+    """And once for batches of all sizes: neither the operator nor its launchers' fakes take the
+    number of rows for a constant.
     Losses with an output head plan their chunks by it, so of these a few versions are right."""
     torch._dynamo.reset()
-    # Inductor takes seconds a case and treats all cases of an operator alike: it compiles the first three
+    # Inductor takes seconds a case and treats all cases of an operator alike: it compiles the first
+    # three
     inductor = GPU and case in list(op.cases)[:3]
     compiled = torch.compile(op.fn, fullgraph=True, dynamic=True, backend="inductor" if inductor else "aot_eager")
     args = case.make(torch.float32, DEVICE)
@@ -190,8 +230,11 @@ def test_compiles_whole(op, case):
     rows = {name: of_rows(t, 1) for name, t in tensors.items() if t.shape[0] == size > 1}
     for t in rows.values():
         torch._dynamo.mark_dynamic(t, 0)
-    # while compiling, every row is computed, as with compact=False: in FP8 the ignored ones count in the scale of x
-    all_rows = dataclasses.replace(case, args=dict(case.args) | {"compact": False}) if case.args.get("compact") else case
+    # while compiling, every row is computed, as with compact=False: in FP8 the ignored ones count
+    # in the scale of x
+    all_rows = (
+        dataclasses.replace(case, args=dict(case.args) | {"compact": False}) if case.args.get("compact") else case
+    )
     assert_accurate(run(compiled, args | rows), op, all_rows)
     if "linear" in op.name and "lora" not in op.name:
         return
@@ -231,12 +274,17 @@ def sequence_first(t: Tensor) -> Tensor:
 
 
 @small
-@pytest.mark.parametrize("arrange", [column_major, row_padded, every_other, *further(misaligned, sequence_first)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "arrange", [column_major, row_padded, every_other, *further(misaligned, sequence_first)], ids=lambda f: f.__name__
+)
 def test_strides_do_not_matter(op, case, arrange):
     args = case.make(torch.float32, DEVICE)
     if arrange is sequence_first and all(v.ndim < 3 for v in args.values() if isinstance(v, Tensor)):
         pytest.skip("is what column_major is")
-    strided = {k: arrange(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.ndim else v for k, v in args.items()}
+    strided = {
+        k: arrange(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.ndim else v
+        for k, v in args.items()
+    }
     assert_accurate(run(op.fn, strided), op, case)
 
 
@@ -297,10 +345,14 @@ def test_empty_input(op, case):
     assert_as_accurate(run(op.fn, empty), run(op.reference, like(empty)), run(op.reference, like(empty, torch.float64)))
 
 
-@pytest.mark.skipif(not GPU or torch.cuda.mem_get_info()[1] < 70 << 30, reason="needs 70 GB of GPU memory; test_memory_safety.py covers inputs elsewhere")
+@pytest.mark.skipif(
+    not GPU or torch.cuda.mem_get_info()[1] < 70 << 30,
+    reason="needs 70 GB of GPU memory; test_memory_safety.py covers inputs elsewhere",
+)
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_more_than_2_to_31_elements(op):
-    """The last rows of a tensor that 32-bit offsets do not span, forward and backward, are what they are alone."""
+    """The last rows of a tensor that 32-bit offsets do not span, forward and backward, are what
+    they are alone."""
     case = next(c for c in op.cases if c.gpu)
     rows_of, x = sharing_rows(case), next(iter(case.args))
     if case.args[x].dtype == torch.int64:
@@ -308,11 +360,16 @@ def test_more_than_2_to_31_elements(op):
     rows = 2**31 // math.prod(case.args[x].shape[1:]) + 9
     per_row = {"reduction": "none"} if "reduction" in inspect.signature(op.fn).parameters else {}
     large = dataclasses.replace(
-        case, args=dict(case.args) | {k: dataclasses.replace(case.args[k], shape=(rows, *case.args[k].shape[1:])) for k in rows_of} | per_row
+        case,
+        args=dict(case.args)
+        | {k: dataclasses.replace(case.args[k], shape=(rows, *case.args[k].shape[1:])) for k in rows_of}
+        | per_row,
     )
     args = large.make(torch.bfloat16, DEVICE)
     last = {k: v.detach()[-4:].clone() if k in rows_of else v for k, v in args.items()}
-    last = {k: v.detach().requires_grad_(args[k].requires_grad) if isinstance(v, Tensor) else v for k, v in last.items()}
+    last = {
+        k: v.detach().requires_grad_(args[k].requires_grad) if isinstance(v, Tensor) else v for k, v in last.items()
+    }
     expected = run(op.reference, like(last), threes), run(op.reference, like(last, torch.float64), threes)
     ours = run(op.fn, args, threes)
     of_rows = [k for k in expected[0] if ours[k].ndim and ours[k].shape[0] == rows]
@@ -322,7 +379,8 @@ def test_more_than_2_to_31_elements(op):
 
 @small
 def test_frozen_inputs_cost_nothing(op, case):
-    """Subsets of the inputs ask for gradients, on a GPU all of them: only these get them, and what is not needed is not allocated."""
+    """Subsets of the inputs ask for gradients, on a GPU all of them: only these get them, and
+    what is not needed is not allocated."""
     pytorch, truth, *others = expected(op, case, torch.float32)
     args = case.make(torch.float32, DEVICE)
     names = list(differentiable(args))
@@ -330,7 +388,9 @@ def test_frozen_inputs_cost_nothing(op, case):
         run(op.fn, like(args))
     sizes = range(len(names)) if GPU else sorted({0, 1, len(names) - 1} & set(range(len(names))))
     for needed in itertools.chain.from_iterable(itertools.combinations(names, n) for n in sizes):
-        frozen = {k: v.detach().clone().requires_grad_(k in needed) if isinstance(v, Tensor) else v for k, v in args.items()}
+        frozen = {
+            k: v.detach().clone().requires_grad_(k in needed) if isinstance(v, Tensor) else v for k, v in args.items()
+        }
         with Launches() as launches:
             ours = run(op.fn, frozen)
         wanted = [k for k in truth if k.startswith("out") or k[1:] in needed]
@@ -340,10 +400,15 @@ def test_frozen_inputs_cost_nothing(op, case):
             saved, unneeded = full.allocated() - launches.allocated(), 0
             known = [truth[f"d{k}"] for k in needed if f"d{k}" in truth]
             for d in (truth[f"d{k}"] for k in names if k not in needed and f"d{k}" in truth):
-                if not any(d.shape == other.shape and torch.equal(d, other) for other in known):  # inputs that are added up share theirs
+                if not any(
+                    d.shape == other.shape and torch.equal(d, other) for other in known
+                ):  # inputs that are added up share theirs
                     unneeded += d.numel()
                     known.append(d)
-            assert saved >= unneeded, f"gradients for {needed or 'nothing'}: launchers allocate {saved} elements less; the others have {unneeded}"
+            assert saved >= unneeded, (
+                f"gradients for {needed or 'nothing'}: launchers allocate {saved} elements less; the others have "
+                f"{unneeded}"
+            )
     with torch.no_grad(), Launches() as launches:
         forward(op.fn, args)
     with Launches() as frozen_launches:
@@ -369,7 +434,8 @@ def test_modifies_nothing(op, case):
 
 @first
 def test_default_device_does_not_matter(op, case):
-    """``torch.set_default_device``: what an operator needs besides its tensors is where they are."""
+    """``torch.set_default_device``: what an operator needs besides its tensors is where they
+    are."""
     args = case.make(torch.float32, DEVICE)
     expected = run(op.fn, like(args), ones)
     with torch.device("meta"):
@@ -433,16 +499,28 @@ RECORDERS = {
     "pre_dispatch": lambda m, tensors: make_fx(m, pre_dispatch=True)(*tensors),
     "jit.trace": lambda m, tensors: torch.jit.trace(m, tensors, check_trace=False),
 }
-ANY_GRAPH = ("cross_entropy", "linear_cross_entropy", "linear_divergence", "moe", "rms_norm")  # of the others, exported graphs are enough
+ANY_GRAPH = (
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "moe",
+    "rms_norm",
+)  # of the others, exported graphs are enough
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     "op, how",
-    [pytest.param(o, how, id=f"{o.name}-{how}") for o in OPS.values() for how in RECORDERS if how == "export" or o.name in ANY_GRAPH],
+    [
+        pytest.param(o, how, id=f"{o.name}-{how}")
+        for o in OPS.values()
+        for how in RECORDERS
+        if how == "export" or o.name in ANY_GRAPH
+    ],
 )
 def test_recorded_graphs_have_gradients(op, how):
-    """And only PyTorch's operators: launchers have no autograd, so that a graph of them would leave out gradients."""
+    """And only PyTorch's operators: launchers have no autograd, so that a graph of them would
+    leave out gradients."""
     case = _first(op)[0]
     module = Called(op.fn, args := case.make(torch.float32, DEVICE))
     graph = RECORDERS[how](module, tuple(like(args)[k] for k in module.names))
@@ -478,7 +556,8 @@ def test_forward_mode_is_that_of_the_reference(op):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_fake_tensors_have_the_shapes_of_results(op):
-    """Also beside real ones, as estimators of memory have them. A backward launches nothing then."""
+    """Also beside real ones, as estimators of memory have them. A backward launches nothing
+    then."""
     case = _first(op)[0]
     compact = {"compact": True} if "compact" in inspect.signature(op.fn).parameters else {}
     args = case.make(torch.float32, DEVICE)
@@ -492,13 +571,17 @@ def test_fake_tensors_have_the_shapes_of_results(op):
 def test_functions_are_not_exported():
     """They have no reference, and a graph of their launchers would have no gradients."""
     with pytest.raises(ValueError, match="rms_norm_fwd: an exported graph must have PyTorch's operators"):
-        torch.export.export(Called(lambda x: LigerRMSNormFunction.apply(x, None, 1e-6), {"x": torch.ones(2, 4)}), (torch.ones(2, 4, requires_grad=True),))
+        torch.export.export(
+            Called(lambda x: LigerRMSNormFunction.apply(x, None, 1e-6), {"x": torch.ones(2, 4)}),
+            (torch.ones(2, 4, requires_grad=True),),
+        )
 
 
 @first
 @pytest.mark.parametrize("reentrant", [pytest.param(True, marks=[pytest.mark.slow] * (not GPU)), False])
 def test_checkpoints(op, case, reentrant):
-    """Activation checkpointing computes the same again: the same gradients, and losses to the last bit or two.
+    """Activation checkpointing computes the same again: the same gradients, and losses to the last
+    bit or two.
 
     A loss whose gradient nobody wants yet comes from a kernel compiled for that.
     """
@@ -506,7 +589,9 @@ def test_checkpoints(op, case, reentrant):
     names = list(args)
 
     def checkpointed(**kwargs):
-        return torch.utils.checkpoint.checkpoint(lambda *values: op.fn(**dict(zip(names, values))), *kwargs.values(), use_reentrant=reentrant)
+        return torch.utils.checkpoint.checkpoint(
+            lambda *values: op.fn(**dict(zip(names, values))), *kwargs.values(), use_reentrant=reentrant
+        )
 
     results = []
     for fn in (op.fn, checkpointed):
@@ -514,11 +599,15 @@ def test_checkpoints(op, case, reentrant):
         outs = forward(fn, fresh)
         grads = upstream(outs)
         torch.autograd.backward([outs[k] for k in grads], list(grads.values()))
-        results.append(({k: o.detach() for k, o in outs.items()}, {f"d{k}": v.grad for k, v in differentiable(fresh).items()}))
+        results.append(
+            ({k: o.detach() for k, o in outs.items()}, {f"d{k}": v.grad for k, v in differentiable(fresh).items()})
+        )
     (outs, grads), (again, grads_again) = results
     assert_same_bits(grads, grads_again)
     for k, o in outs.items():
-        torch.testing.assert_close(again[k], o, rtol=2 * torch.finfo(o.dtype).eps if o.is_floating_point() else 0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            again[k], o, rtol=2 * torch.finfo(o.dtype).eps if o.is_floating_point() else 0, atol=0, equal_nan=True
+        )
 
 
 @invalid
@@ -533,7 +622,10 @@ def recorded(op_name: str, case: int, frozen: str | None) -> dict[str, dict[str,
     """Calls of launchers by an operator's case, with one input frozen or none."""
     calls: dict[str, dict[str, tuple]] = {}
     args = OPS[op_name].cases[case].make(torch.float32, DEVICE)
-    some = {k: v.detach().clone().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, Tensor) else v for k, v in args.items()}
+    some = {
+        k: v.detach().clone().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, Tensor) else v
+        for k, v in args.items()
+    }
     with Launches() as launches:
         run(OPS[op_name].fn, some)
     for func, fargs, fkwargs, _ in launches.calls:
@@ -543,26 +635,40 @@ def recorded(op_name: str, case: int, frozen: str | None) -> dict[str, dict[str,
 
 
 def ways(ops: list[str]):
-    """What ``recorded`` may be asked: small cases, the first of every operator first; then these with one input frozen."""
+    """What ``recorded`` may be asked: small cases, the first of every operator first; then these
+    with one input frozen."""
     cases = [(i, op, c) for op in ops for i, c in enumerate(OPS[op].cases) if not c.error and not c.gpu]
     cases.sort(key=lambda found: found[2] not in _first(OPS[found[1]]))
     yield from ((op, i, None) for i, op, _ in cases)
     yield from ((op, i, frozen) for i, op, c in cases for frozen in differentiable(c.make(torch.float32, DEVICE)))
 
 
-TESTED_ELSEWHERE = ("float8", "float8_experts", "float8_training", "four_bits")  # launchers that no operator's case reaches
+TESTED_ELSEWHERE = (
+    "float8",
+    "float8_experts",
+    "float8_training",
+    "four_bits",
+)  # launchers that no operator's case reaches
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [n for n, module in _op._LAUNCHERS.items() if module.rpartition(".")[2] not in TESTED_ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", [n for n, module in _op._LAUNCHERS.items() if module.rpartition(".")[2] not in TESTED_ELSEWHERE]
+)
 def test_launcher_has_a_true_schema_and_fake(name):
     home = _op._LAUNCHERS[name].rpartition(".")[2]
-    near = [o.name for o in OPS.values() if re.search(rf"\b{home}\b", f"{o.fn.__module__} {inspect.getsource(sys.modules[o.fn.__module__])}")]
+    near = [
+        o.name
+        for o in OPS.values()
+        if re.search(rf"\b{home}\b", f"{o.fn.__module__} {inspect.getsource(sys.modules[o.fn.__module__])}")
+    ]
     reached = (found for way in ways(near) if (found := recorded(*way).get(name)))
     calls = {kind: call for found in itertools.islice(reached, 40 if GPU else 1) for kind, call in found.items()}
     assert calls, f"no case reaches {name}"
     for func, args, kwargs in list(calls.values())[: None if GPU else 1]:
-        torch.library.opcheck(func, args, kwargs, test_utils=("test_schema", "test_faketensor") if GPU else "test_faketensor")
+        torch.library.opcheck(
+            func, args, kwargs, test_utils=("test_schema", "test_faketensor") if GPU else "test_faketensor"
+        )
 
 
 @pytest.mark.skipif(not GPU, reason="there is no device to wait for")
@@ -635,10 +741,12 @@ for op in OPS.values():
     ours, pytorch, truth = run(op.fn, like(args)), run(op.reference, like(args)), run(op.reference, like(args, torch.float64))
     assert_as_accurate(ours, pytorch, truth)
     print(op.name)
-"""
+"""  # noqa: E501
 
 
 def test_works_without_triton(user_env):
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], env=user_env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], env=user_env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == list(OPS)

@@ -1,4 +1,5 @@
-"""The ``*_forward`` and ``*_backward`` functions of operators, without autograd, beside the operators' references and their gradients."""
+"""The ``*_forward`` and ``*_backward`` functions of operators, without autograd, beside the
+operators' references and their gradients."""
 
 from __future__ import annotations
 
@@ -71,11 +72,17 @@ def test_layer_and_group_norm():
 def test_modulated_rms_norm(rows):
     x, scale, shift, w, dy = draw((2, 5, 24), (*rows, 24), (*rows, 24), (24,), (2, 5, 24))
     wide = lambda t: t[:, None] if rows == (2,) else t
-    want, grads = gradients(lambda x, s, t, w: OPS["modulated_rms_norm"].reference(x, wide(s), wide(t), w), [x, scale, shift, w], dy)
-    y, rstd, *numbers, casting, of_scale = ops.modulated_rms_norm_forward(x, w, wide(scale), wide(shift), 1e-6, 0.0, "llama")
+    want, grads = gradients(
+        lambda x, s, t, w: OPS["modulated_rms_norm"].reference(x, wide(s), wide(t), w), [x, scale, shift, w], dy
+    )
+    y, rstd, *numbers, casting, of_scale = ops.modulated_rms_norm_forward(
+        x, w, wide(scale), wide(shift), 1e-6, 0.0, "llama"
+    )
     assert_equal(y, want)
     assert of_scale == 10 // max(len(rows) and scale.numel() // 24, 1)
-    dx, dw, dscale, dshift = ops.modulated_rms_norm_backward(dy, x, w, wide(scale), wide(shift), rstd, 0.0, casting, *numbers, of_scale, False)
+    dx, dw, dscale, dshift = ops.modulated_rms_norm_backward(
+        dy, x, w, wide(scale), wide(shift), rstd, 0.0, casting, *numbers, of_scale, False
+    )
     assert_equal((dx, dscale.view(scale.shape), dshift.view(shift.shape), dw), grads)
 
 
@@ -108,7 +115,9 @@ def test_cross_entropy():
     x, weight = draw((6, 11), (11,))
     want, grads = gradients(lambda x: F.cross_entropy(x, TARGET, weight.abs()), [x])
     before = x.clone()
-    loss, z_loss, accuracy, predicted, dx = ops.cross_entropy_forward(x, TARGET, weight.abs(), -100, 0.0, 0.0, "mean", None, False, True)
+    loss, z_loss, accuracy, predicted, dx = ops.cross_entropy_forward(
+        x, TARGET, weight.abs(), -100, 0.0, 0.0, "mean", None, False, True
+    )
     assert_equal(loss, want)
     assert z_loss is predicted is None and 0 <= accuracy <= 1 and torch.equal(x, before)
     assert_equal(ops.cross_entropy_backward(dx, torch.tensor(3.0)), [3 * g for g in grads])
@@ -140,7 +149,9 @@ def test_divergences():
     assert_equal(ops.jsd_backward(dx, torch.tensor(3.0)), [3 * g for g in grads])
     assert_equal(ops.jsd_forward(q, p, TARGET, 0.3, -100, False)[0], OPS["jsd"].reference(q, p, beta=0.3))
     x, w, tx, tw = draw((6, 8), (11, 8), (6, 8), (11, 8))
-    want, grads = gradients(lambda x, w: OPS["linear_divergence"].reference(x, w, tx, tw, TARGET, beta=0.3, temperature=2.0), [x, w])
+    want, grads = gradients(
+        lambda x, w: OPS["linear_divergence"].reference(x, w, tx, tw, TARGET, beta=0.3, temperature=2.0), [x, w]
+    )
     loss, *found = ops.fused_linear_jsd_forward(x, w, tx, tw, TARGET, 0.3, -100, True, 2.0)
     assert_equal(loss, want)
     assert_equal(ops.fused_linear_jsd_backward(torch.tensor(3.0), *found), [3 * g for g in grads])
@@ -173,12 +184,21 @@ def test_ropes():
 
     q, k, dq, dk, angles = draw((2, 4, 5, 8), (2, 2, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8), (3, 2, 5, 4))
     cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
-    want, grads = gradients(lambda q, k: ops.LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, [1, 2, 1]), [q, k], (dq, dk))
+    want, grads = gradients(
+        lambda q, k: ops.LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, [1, 2, 1]), [q, k], (dq, dk)
+    )
     *turned, c, s = qwen2vl_mrope_forward(q, k, cos, sin, [1, 2, 1])
     assert_equal(turned, want)
     assert_equal(qwen2vl_mrope_backward(dq, dk, c, s, [1, 2, 1]), grads)
-    q, k, freqs = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), torch.polar(torch.ones_like(angles[0]), angles[0])
-    want = [torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (4, 2))) * freqs[:, :, None]).flatten(-2) for t in (q, k)]
+    q, k, freqs = (
+        q.transpose(1, 2).contiguous(),
+        k.transpose(1, 2).contiguous(),
+        torch.polar(torch.ones_like(angles[0]), angles[0]),
+    )
+    want = [
+        torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (4, 2))) * freqs[:, :, None]).flatten(-2)
+        for t in (q, k)
+    ]
     turned = llama4_rope_forward(q, k, freqs)
     assert_equal(turned, want)
     assert_equal(llama4_rope_forward(*turned, freqs, imag_sign=-1.0), (q, k))

@@ -1,4 +1,5 @@
-"""Losses that only their published names have: given probabilities, cross entropy with total variation, scaled cross entropy with chosen classes."""
+"""Losses that only their published names have: given probabilities, cross entropy with total
+variation, scaled cross entropy with chosen classes."""
 
 import math
 
@@ -18,7 +19,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(DEVICE, dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(
+        DEVICE, dtype
+    )
 
 
 def labels(M, V, every=3):
@@ -30,7 +33,9 @@ def labels(M, V, every=3):
 def as_accurate(ours, theirs, draw, dtype):
     """At most twice PyTorch's error of the same formula in the same dtype."""
     expected = lambda seed: (run(theirs, like(draw(seed))), run(theirs, like(draw(seed), torch.float64)))
-    assert_as_accurate(run(ours, draw(0)), *expected(0), *map(expected, range(1, 8)), again=lambda seed: run(ours, draw(seed)))
+    assert_as_accurate(
+        run(ours, draw(0)), *expected(0), *map(expected, range(1, 8)), again=lambda seed: run(ours, draw(seed))
+    )
 
 
 # -- given probabilities ---------------------------------------------------------------------
@@ -54,8 +59,14 @@ def test_kl_of_given_probabilities(dtype, reduction):
     loss = LigerFusedLinearKLDivLoss(reduction, temperature=2.0, accum_dtype=torch.float32)
 
     def draw(seed):
-        probs = F.pad(randn(M, V - 4, seed=seed + 200).softmax(-1), (0, 4)).to(dtype)  # and classes that the teacher excludes
-        return dict(x=randn(M, H, dtype=dtype, seed=seed).requires_grad_(), w=randn(V, H, dtype=dtype, seed=seed + 100).requires_grad_(), p=probs)
+        probs = F.pad(randn(M, V - 4, seed=seed + 200).softmax(-1), (0, 4)).to(
+            dtype
+        )  # and classes that the teacher excludes
+        return dict(
+            x=randn(M, H, dtype=dtype, seed=seed).requires_grad_(),
+            w=randn(V, H, dtype=dtype, seed=seed + 100).requires_grad_(),
+            p=probs,
+        )
 
     theirs = lambda x, w, p: given(x, w, p, y, reduction=reduction, temperature=2.0)
     as_accurate(lambda x, w, p: loss(x, w, p, y), theirs, draw, dtype)
@@ -71,7 +82,11 @@ def test_kl_is_torchs_of_normalised_probabilities():
 
 def test_kl_with_no_row_that_counts_is_0():
     for dtype in (torch.float32, torch.float16, torch.float64):
-        x, w, p = randn(5, 8, dtype=dtype).requires_grad_(), randn(30, 8, dtype=dtype, seed=1).requires_grad_(), randn(5, 30, seed=2).softmax(-1)
+        x, w, p = (
+            randn(5, 8, dtype=dtype).requires_grad_(),
+            randn(30, 8, dtype=dtype, seed=1).requires_grad_(),
+            randn(5, 30, seed=2).softmax(-1),
+        )
         for reduction in ("batchmean", "mean", "sum"):
             loss = LigerFusedLinearKLDivLoss(reduction)(x, w, p, torch.full((5,), -100, device=DEVICE))
             assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
@@ -92,12 +107,22 @@ def test_kl_ignores_what_its_rows_hold():
 def test_kl_without_autograd():
     from liger_kernel.ops.published.fused_linear_kl_div import fused_linear_kl_div_backward, fused_linear_kl_div_forward
 
-    x, w, p, y = randn(6, 8).requires_grad_(), randn(30, 8, seed=1).requires_grad_(), randn(6, 30, seed=2).softmax(-1), labels(6, 30)
+    x, w, p, y = (
+        randn(6, 8).requires_grad_(),
+        randn(30, 8, seed=1).requires_grad_(),
+        randn(6, 30, seed=2).softmax(-1),
+        labels(6, 30),
+    )
     loss, *grads = fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, True, 1.0, 1e-10)
     expected = given(x, w, p, y)
     torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(fused_linear_kl_div_backward(torch.tensor(3.0, device=DEVICE), *grads), torch.autograd.grad(3 * expected, (x, w)))
-    torch.testing.assert_close(fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, False, 1.0, 1e-10)[0], given(x, w, p).detach())
+    torch.testing.assert_close(
+        fused_linear_kl_div_backward(torch.tensor(3.0, device=DEVICE), *grads),
+        torch.autograd.grad(3 * expected, (x, w)),
+    )
+    torch.testing.assert_close(
+        fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, False, 1.0, 1e-10)[0], given(x, w, p).detach()
+    )
 
 
 def test_kl_refuses():
@@ -119,7 +144,9 @@ def test_kl_refuses():
 def test_cross_entropy_and_total_variation(dtype):
     M, V = 9, 70
     y = labels(M, V)
-    draw = lambda seed: dict(s=randn(M, V, dtype=dtype, seed=seed).requires_grad_(), t=randn(M, V, dtype=dtype, seed=seed + 100))
+    draw = lambda seed: dict(
+        s=randn(M, V, dtype=dtype, seed=seed).requires_grad_(), t=randn(M, V, dtype=dtype, seed=seed + 100)
+    )
 
     def theirs(s, t):
         valid, log_q = y != -100, s.to(torch.promote_types(s.dtype, torch.float32)).log_softmax(-1)
@@ -158,7 +185,9 @@ def test_the_pair_of_cross_entropy_and_total_variation():
     expected = LigerFusedCETVDLoss()(s, t, y)
     torch.testing.assert_close((ce, tvd), tuple(e.detach() for e in expected))
     if ops._op.INTERPRET or DEVICE == "cuda":
-        torch.testing.assert_close(fused_ce_tvd_backward(*g, s, t, y, *saved, -100), torch.autograd.grad(expected, s, g)[0])
+        torch.testing.assert_close(
+            fused_ce_tvd_backward(*g, s, t, y, *saved, -100), torch.autograd.grad(expected, s, g)[0]
+        )
 
 
 # -- extreme logits ----------------------------------------------------------------------------
@@ -167,7 +196,10 @@ def test_the_pair_of_cross_entropy_and_total_variation():
 @DTYPES
 def test_extreme_logits_make_no_nan(dtype):
     """Student and teacher are certain of different classes, 32768 apart."""
-    x, w = torch.eye(4, device=DEVICE, dtype=dtype).mul(128).requires_grad_(), torch.zeros(50, 4, device=DEVICE, dtype=dtype)
+    x, w = (
+        torch.eye(4, device=DEVICE, dtype=dtype).mul(128).requires_grad_(),
+        torch.zeros(50, 4, device=DEVICE, dtype=dtype),
+    )
     w[torch.arange(4), torch.arange(4)], w[torch.arange(4) + 4, torch.arange(4)] = 128.0, -128.0
     w, opposite, y = w.requires_grad_(), -w.detach(), torch.arange(4, device=DEVICE)
     tx = x.detach()
@@ -198,23 +230,31 @@ def test_extreme_logits_make_no_nan(dtype):
 @DTYPES
 @pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=str)
 def test_scaled_cross_entropy(dtype, shape):
-    """Losses, entropies and chosen log-probabilities, of hidden states of two and three dims, with all gradients."""
+    """Losses, entropies and chosen log-probabilities, of hidden states of two and three dims,
+    with all gradients."""
     V, H, temperature = 61, 16, 0.7
     y, ids = labels(10, V).view(shape), torch.tensor([3, 60, 3, 0], device=DEVICE)
     draw = lambda seed: dict(
-        x=randn(*shape, H, dtype=dtype, seed=seed).requires_grad_(), w=randn(V, H, dtype=dtype, seed=seed + 100, scale=0.5).requires_grad_()
+        x=randn(*shape, H, dtype=dtype, seed=seed).requires_grad_(),
+        w=randn(V, H, dtype=dtype, seed=seed + 100, scale=0.5).requires_grad_(),
     )
 
     def theirs(x, w):
         z = x @ w.t()
         log_p, valid = (z.to(torch.promote_types(z.dtype, torch.float32)) / temperature).log_softmax(-1), y != -100
         nll = -log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0]
-        return nll.where(valid, 0), -(log_p.exp() * log_p).sum(-1).where(valid, 0), log_p[..., ids].where(valid[..., None], 0)
+        return (
+            nll.where(valid, 0),
+            -(log_p.exp() * log_p).sum(-1).where(valid, 0),
+            log_p[..., ids].where(valid[..., None], 0),
+        )
 
     apply = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
     as_accurate(lambda x, w: apply(x, w, y, temperature, -100, 1, True, ids), theirs, draw, dtype)
     args = draw(0)
-    nll, entropy = apply(**dict(_input=args["x"], weight=args["w"]), target=y, temperature=temperature, return_entropy=True)
+    nll, entropy = apply(
+        **dict(_input=args["x"], weight=args["w"]), target=y, temperature=temperature, return_entropy=True
+    )
     alone, chosen = apply(args["x"], args["w"], y, temperature, selected_token_ids=ids)
     assert torch.equal(alone, nll) and torch.equal(apply(args["x"], args["w"], y, temperature), nll)
     assert nll.shape == entropy.shape == shape and chosen.shape == (*shape, 4)
@@ -240,14 +280,19 @@ def test_one_rank_has_all_classes():
     expected = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, y, 0.7, return_entropy=True)
     torch.testing.assert_close(ours, expected)
     weights = randn(6, seed=2), randn(6, seed=3)
-    torch.testing.assert_close(torch.autograd.grad(ours, (x, w), weights), torch.autograd.grad(expected, (x, w), weights))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, (x, w), weights), torch.autograd.grad(expected, (x, w), weights)
+    )
 
 
 @pytest.mark.parametrize("V", [65, 4099])
 def test_log_probabilities_are_not_positive_nor_entropies_negative(V):
     """Of the likeliest class, from uncertain to certain; V is no multiple of a block."""
     for scale in (0.0, 1.0, 8.0, 80.0, 1000.0):
-        x, w = randn(12, 16, dtype=torch.bfloat16, scale=scale).requires_grad_(), randn(V, 16, dtype=torch.bfloat16, seed=1)
+        x, w = (
+            randn(12, 16, dtype=torch.bfloat16, scale=scale).requires_grad_(),
+            randn(V, 16, dtype=torch.bfloat16, seed=1),
+        )
         y = (x.detach() @ w.t()).float().argmax(-1)
         logp, entropy = ops.linear_logprobs(x, w, y, return_entropy=True)
         assert (logp <= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
@@ -271,7 +316,8 @@ def test_log_probabilities_of_chunks_and_of_given_logits_are_not_positive(scale)
 
 @pytest.mark.parametrize("top", [22.0, 60.0, 87.0, 300.0])
 def test_entropies_of_a_class_that_comes_late(top):
-    """The largest logit by far is beyond the first block, from whose largest the sums are counted at first."""
+    """The largest logit by far is beyond the first block, from whose largest the sums are
+    counted at first."""
     V = 9001
     w = torch.zeros(V, 1, device=DEVICE)
     w[-2:] = top
@@ -282,4 +328,9 @@ def test_entropies_of_a_class_that_comes_late(top):
     log_p = (a @ w.double().t()).log_softmax(-1)
     expected = -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close(entropy.double(), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), x)[0].double(), torch.autograd.grad(expected.sum(), a)[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(entropy.sum(), x)[0].double(),
+        torch.autograd.grad(expected.sum(), a)[0],
+        rtol=1e-4,
+        atol=1e-6,
+    )

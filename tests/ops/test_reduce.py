@@ -19,7 +19,9 @@ def test_column_sum_takes_every_row(P, N):
     torch.testing.assert_close(column_sum(x, torch.float32), x.double().sum(0).float())
 
 
-@pytest.mark.parametrize("s, expected", [(1.0, 3.0), (0.5, 1.5), (float("nan"), float("nan")), (float("inf"), float("inf"))])
+@pytest.mark.parametrize(
+    "s, expected", [(1.0, 3.0), (0.5, 1.5), (float("nan"), float("nan")), (float("inf"), float("inf"))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scale_by_any_number(s, expected, dtype):
     """Of an upstream gradient that is not a number, too: anomalies and loss scalers look for it."""
@@ -42,11 +44,19 @@ def test_nothing_stays_nothing(s, kernels, monkeypatch):
 
 LOSSES = {
     "cross_entropy": lambda x, w, y, **options: ops.cross_entropy(x @ w.T, y, **options),
-    "cross_entropy, in the forward": lambda x, w, y, **options: ops.cross_entropy(x @ w.T, y, gradient_in_forward=True, **options),
+    "cross_entropy, in the forward": lambda x, w, y, **options: ops.cross_entropy(
+        x @ w.T, y, gradient_in_forward=True, **options
+    ),
     "linear_cross_entropy": lambda x, w, y, **options: ops.linear_cross_entropy(x, w, y, chunk_rows=3, **options),
-    "linear_cross_entropy, compact": lambda x, w, y, **options: ops.linear_cross_entropy(x, w, y, compact=True, **options),
-    "linear_cross_entropy, items": lambda x, w, y, **options: ops.linear_cross_entropy(x, w, y, num_items=torch.tensor(0.0, device=DEVICE), **options),
-    "linear_cross_entropy, none": lambda x, w, y, reduction, **options: ops.linear_cross_entropy(x, w, y, reduction="none", **options).sum(),
+    "linear_cross_entropy, compact": lambda x, w, y, **options: ops.linear_cross_entropy(
+        x, w, y, compact=True, **options
+    ),
+    "linear_cross_entropy, items": lambda x, w, y, **options: ops.linear_cross_entropy(
+        x, w, y, num_items=torch.tensor(0.0, device=DEVICE), **options
+    ),
+    "linear_cross_entropy, none": lambda x, w, y, reduction, **options: ops.linear_cross_entropy(
+        x, w, y, reduction="none", **options
+    ).sum(),
     "linear_logprobs": lambda x, w, y, reduction: ops.linear_logprobs(x, w, y).sum(),
 }
 

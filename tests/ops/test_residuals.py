@@ -1,16 +1,30 @@
-"""Attention residuals and hyper-connections as modules and published functions, and what cases cannot say."""
+"""Attention residuals and hyper-connections as modules and published functions, and what cases
+cannot say."""
 
 import pytest
 import torch
 from torch import nn
 
 from liger_kernel.nn import LigerMHC
-from liger_kernel.ops import LigerAttnResFunction, LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction, mhc_coeffs
+from liger_kernel.ops import (
+    LigerAttnResFunction,
+    LigerMHCCoeffsFunction,
+    LigerMHCPostResFunction,
+    LigerMHCPreFunction,
+    mhc_coeffs,
+)
 from liger_kernel.ops.residual.attn_res import reference as attn_res_reference
 from liger_kernel.ops.residual.mhc import coeffs_reference
 from liger_kernel.ops.residual.mhc_mixing import post_res_reference, pre_reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
-from liger_kernel.transformers.functional import liger_attn_res, liger_mhc_apply, liger_mhc_coeffs, liger_mhc_forward, liger_mhc_post_res, liger_mhc_pre
+from liger_kernel.transformers.functional import (
+    liger_attn_res,
+    liger_mhc_apply,
+    liger_mhc_coeffs,
+    liger_mhc_forward,
+    liger_mhc_post_res,
+    liger_mhc_pre,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,19 +37,36 @@ def test_attn_res_of_blocks_first_or_a_list():
     truth, pytorch = run(blocks_last, like(args, torch.float64)), run(blocks_last, like(args))
     ours = run(liger_attn_res, like(args))
     assert_as_accurate(ours, pytorch, truth)
-    assert_same_bits(run(lambda V, w_query, w_norm: LigerAttnResFunction.apply(V, w_query, w_norm, 1e-6), like(args)), ours)
+    assert_same_bits(
+        run(lambda V, w_query, w_norm: LigerAttnResFunction.apply(V, w_query, w_norm, 1e-6), like(args)), ours
+    )
     assert_same_bits(run(lambda V, w_query, w_norm: liger_attn_res(list(V), w_query, w_norm), like(args)), ours)
 
 
 def streams(H: int, C: int, seed: int = 0, **dtypes: torch.dtype) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    shapes = {"x": (2, 5, H, C), "phi": (H * C, H * H + 2 * H), "b": (H * H + 2 * H,), "alpha_pre": (), "alpha_post": (), "alpha_res": ()}
-    return {k: torch.randn(s, dtype=torch.float64).to(DEVICE, dtypes.get(k, torch.float32)).requires_grad_() for k, s in shapes.items()}
+    shapes = {
+        "x": (2, 5, H, C),
+        "phi": (H * C, H * H + 2 * H),
+        "b": (H * H + 2 * H,),
+        "alpha_pre": (),
+        "alpha_post": (),
+        "alpha_res": (),
+    }
+    return {
+        k: torch.randn(s, dtype=torch.float64).to(DEVICE, dtypes.get(k, torch.float32)).requires_grad_()
+        for k, s in shapes.items()
+    }
 
 
-@pytest.mark.parametrize("H, dtypes", [(4, {}), (5, dict(x=torch.bfloat16, phi=torch.float16)), (12, {})], ids=["default", "mixed", "many-streams"])
+@pytest.mark.parametrize(
+    "H, dtypes",
+    [(4, {}), (5, dict(x=torch.bfloat16, phi=torch.float16)), (12, {})],
+    ids=["default", "mixed", "many-streams"],
+)
 def test_published_defaults(H, dtypes):
-    """20 steps, alphas without dims, phi of another dtype than x, more streams than the kernels serve."""
+    """20 steps, alphas without dims, phi of another dtype than x, more streams than the kernels
+    serve."""
     args, *others = (streams(H, 8, seed, **dtypes) for seed in range(6))  # gradients of alphas are single numbers
     ours = run(liger_mhc_coeffs, like(args))
     draws = [(run(coeffs_reference, like(a)), run(coeffs_reference, like(a, torch.float64))) for a in (args, *others)]
@@ -84,8 +115,12 @@ def test_module():
     shapes = {k: (tuple(v.shape), v.dtype) for k, v in module.state_dict().items() if not k.startswith("layer")}
     scalar = ((), torch.float32)
     assert shapes == {
-        "phi": ((64, 24), torch.float16), "b": ((24,), torch.float32), "alpha_pre": scalar, "alpha_post": scalar, "alpha_res": scalar,
-    }  # fmt: skip
+        "phi": ((64, 24), torch.float16),
+        "b": ((24,), torch.float32),
+        "alpha_pre": scalar,
+        "alpha_post": scalar,
+        "alpha_res": scalar,
+    }
     # all streams alike at first, as views of one
     x = torch.randn(2, 3, 1, 16, device=DEVICE).expand(2, 3, 4, 16).requires_grad_()
     y = module(x)
@@ -99,7 +134,9 @@ def test_module():
     f = module.layer(x_in.bfloat16())
     again, x_in_again = liger_mhc_apply(x, f, pre, post, res, return_x_in=True)
     assert torch.equal(again, y) and torch.equal(x_in_again, x_in)
-    assert torch.equal(LigerMHCPreFunction.apply(x, pre), x_in) and torch.equal(LigerMHCPostResFunction.apply(x, f, post, res), y)
+    assert torch.equal(LigerMHCPreFunction.apply(x, pre), x_in) and torch.equal(
+        LigerMHCPostResFunction.apply(x, f, post, res), y
+    )
     torch.testing.assert_close(x_in, pre_reference(x, pre))
     torch.testing.assert_close(liger_mhc_post_res(x, f, post, res), post_res_reference(x, f, post, res))
     with pytest.raises(ValueError, match=r"LigerMHC: x must have shape \(..., 4, 16\), got \(2, 16\)"):

@@ -1,4 +1,5 @@
-"""Rotary embeddings as models call them, against the functions of transformers; and fused with the norm before them."""
+"""Rotary embeddings as models call them, against the functions of transformers; and fused with
+the norm before them."""
 
 from __future__ import annotations
 
@@ -7,14 +8,23 @@ import torch
 from torch import Tensor
 
 from liger_kernel import nn as lnn
-from liger_kernel.ops import LigerLlama4RopeFunction, LigerQwen2VLMRopeFunction, LigerRopeFunction, qk_norm_rope, rms_norm, rope
+from liger_kernel.ops import (
+    LigerLlama4RopeFunction,
+    LigerQwen2VLMRopeFunction,
+    LigerRopeFunction,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+)
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.rotary.rope import LAYOUTS, rope_backward, rope_forward
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, forward, like, run
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 in_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 
 
@@ -43,10 +53,15 @@ def twice(angles: Tensor) -> tuple[Tensor, Tensor]:
 @needs_kernels
 @in_dtypes
 @pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize(("model", "layout", "casting"), [("llama", "halves", "none"), ("glm", "pairs", "none"), ("olmo2", "halves", "back")])
-@pytest.mark.parametrize("unsqueeze_dim", [1, pytest.param(2, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))])
+@pytest.mark.parametrize(
+    ("model", "layout", "casting"), [("llama", "halves", "none"), ("glm", "pairs", "none"), ("olmo2", "halves", "back")]
+)
+@pytest.mark.parametrize(
+    "unsqueeze_dim", [1, pytest.param(2, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))]
+)
 def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, casting, unsqueeze_dim, dtype, tables):
-    """Products are rounded to bf16, on a GPU as well: a policy with our kernels and a reference without them agree. Tables in fp32: under autocast."""
+    """Products are rounded to bf16, on a GPU as well: a policy with our kernels and a reference
+    without them agree. Tables in fp32: under autocast."""
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
     torch.manual_seed(0)
     shape = lambda heads: (2, heads, 37, 32) if unsqueeze_dim == 1 else (2, 37, heads, 32)
@@ -55,7 +70,10 @@ def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, cas
     cos, sin = (t.to(tables) for t in twice(angles))
     theirs = run(lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim), like(args))
     once = lambda t: t[..., :16]
-    ours = run(lambda q, k: rope(q, k, once(cos), once(sin), layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting), like(args))
+    ours = run(
+        lambda q, k: rope(q, k, once(cos), once(sin), layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting),
+        like(args),
+    )
     (assert_same if torch.float32 in (dtype, tables) else assert_same_bits)(ours, theirs)
 
 
@@ -65,11 +83,14 @@ def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, cas
 def llama4(dtype: torch.dtype, *table: int) -> tuple[dict, Tensor]:
     torch.manual_seed(0)
     angles = torch.randn(*table, device=DEVICE)
-    return dict(q=random(2, 5, 3, 8, dtype=dtype), k=random(2, 5, 1, 8, dtype=dtype)), torch.polar(torch.ones_like(angles), angles)
+    return dict(q=random(2, 5, 3, 8, dtype=dtype), k=random(2, 5, 1, 8, dtype=dtype)), torch.polar(
+        torch.ones_like(angles), angles
+    )
 
 
 def check_llama4(ours, theirs, args: dict, freqs: Tensor) -> None:
-    """By the rule of accuracy, as PyTorch fuses a product and a sum of complex numbers on some processors; of real ones, bit for bit."""
+    """By the rule of accuracy, as PyTorch fuses a product and a sum of complex numbers on some
+    processors; of real ones, bit for bit."""
     exact = freqs.to(torch.complex128).reshape(-1, 5, 1, 4)
     product = lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * exact).flatten(3)
     truth = run(lambda q, k: (product(q), product(k)), like(args, torch.float64))
@@ -95,12 +116,16 @@ def test_llama4_vision(table, complex):
     from transformers.models.llama4.modeling_llama4 import vision_apply_rotary_emb
 
     args, freqs = llama4(torch.float32, *table)
-    check_llama4(lnn.liger_llama4_vision_rotary_pos_emb, vision_apply_rotary_emb, args, freqs if complex else freqs.real)
+    check_llama4(
+        lnn.liger_llama4_vision_rotary_pos_emb, vision_apply_rotary_emb, args, freqs if complex else freqs.real
+    )
 
 
 def test_llama4_tables_must_fit():
     args, freqs = llama4(torch.float32, 2, 4, 4)
-    with pytest.raises(ValueError, match=r"rope: cos and sin must have shape \(2 or 1, 5, at most 4\), got \(2, 4, 4\) and \(2, 4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"rope: cos and sin must have shape \(2 or 1, 5, at most 4\), got \(2, 4, 4\) and \(2, 4, 4\)"
+    ):
         lnn.liger_llama4_vision_rotary_pos_emb(args["q"], args["k"], freqs)
 
 
@@ -115,7 +140,8 @@ def test_vision(dtype):
     cos, sin = twice(torch.randn(7, 4, device=DEVICE))
     args = dict(q=random(7, 3, 8, dtype=dtype), k=random(7, 3, 8, dtype=dtype))
     assert_same(
-        run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), like(args)), run(lambda q, k: apply_rotary_pos_emb_vision(q, k, cos, sin), like(args))
+        run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), like(args)),
+        run(lambda q, k: apply_rotary_pos_emb_vision(q, k, cos, sin), like(args)),
     )
 
 
@@ -123,7 +149,8 @@ def test_vision(dtype):
 @in_dtypes
 @pytest.mark.parametrize("width", [16, 17])
 def test_tables_of_one_sequence(dtype, width):
-    """(T, R) for all; of heads of an odd width the last column passes through. Results are of the dtypes of q and k."""
+    """(T, R) for all; of heads of an odd width the last column passes through. Results are of
+    the dtypes of q and k."""
     torch.manual_seed(0)
     cos, sin = twice(torch.randn(5, 8, device=DEVICE))
     args = dict(q=random(2, 3, 5, width, dtype=dtype), k=random(2, 1, 5, width, dtype=dtype))
@@ -136,7 +163,10 @@ def test_tables_of_one_sequence(dtype, width):
     rows = like({name: x.transpose(1, 2) for name, x in args.items()})
     of_a_batch = run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), rows)
     for i in range(2):
-        alone = run(lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin), {name: x.detach()[i].requires_grad_() for name, x in rows.items()})
+        alone = run(
+            lambda q, k: lnn.liger_rotary_pos_emb_vision(q, k, cos, sin),
+            {name: x.detach()[i].requires_grad_() for name, x in rows.items()},
+        )
         for name in ("out0", "out1"):
             assert_same_bits({name: of_a_batch[name][i]}, {name: alone[name]})
 
@@ -146,7 +176,10 @@ def embedding(model: str, sections: list[int]):
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-    config, module = {"qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding), "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding)}[model]
+    config, module = {
+        "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding),
+        "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding),
+    }[model]
     parameters = dict(rope_type="default", rope_theta=10000.0, mrope_section=sections)
     return module(config(hidden_size=48, num_attention_heads=3, head_dim=16, rope_parameters=parameters)).to(DEVICE)
 
@@ -154,22 +187,38 @@ def embedding(model: str, sections: list[int]):
 @in_dtypes
 @pytest.mark.parametrize("model", ["qwen2_vl", "qwen3_vl"])
 def test_multimodal(model, dtype):
-    """transformers puts the sections together once a model, in turns or interleaved, and ``liger_rope`` takes them as they are.
+    """transformers puts the sections together once a model, in turns or interleaved, and
+    ``liger_rope`` takes them as they are.
 
-    Where it gets all three tables, as in earlier releases, ``liger_multimodal_rotary_pos_emb`` does so. transformers rounds to bf16 at every step.
+    Where it gets all three tables, as in earlier releases, ``liger_multimodal_rotary_pos_emb`` does
+    so. transformers rounds to bf16 at every step.
     """
     from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
 
     torch.manual_seed(0)
-    q, k, position_ids = random(2, 3, 5, 16, dtype=dtype), random(2, 1, 5, 16, dtype=dtype), torch.randint(0, 9, (3, 2, 5), device=DEVICE)
+    q, k, position_ids = (
+        random(2, 3, 5, 16, dtype=dtype),
+        random(2, 1, 5, 16, dtype=dtype),
+        torch.randint(0, 9, (3, 2, 5), device=DEVICE),
+    )
     found = embedding(model, [2, 3, 3])
     cos, sin = found(q.float(), position_ids)
-    stock = lambda dtype: run(lambda q, k: apply_rotary_pos_emb(q, k, cos.to(dtype), sin.to(dtype)), like(dict(q=q, k=k), dtype))
-    check = assert_same if dtype == torch.float32 else lambda ours, theirs: assert_as_accurate(ours, theirs, stock(torch.float64))
+    stock = lambda dtype: run(
+        lambda q, k: apply_rotary_pos_emb(q, k, cos.to(dtype), sin.to(dtype)), like(dict(q=q, k=k), dtype)
+    )
+    check = (
+        assert_same
+        if dtype == torch.float32
+        else lambda ours, theirs: assert_as_accurate(ours, theirs, stock(torch.float64))
+    )
     check(run(lambda q, k: lnn.liger_rope(q, k, cos.to(dtype), sin.to(dtype)), like(dict(q=q, k=k))), stock(dtype))
     if model == "qwen2_vl":
         tables = [t.to(dtype) for t in twice(position_ids[..., None] * found.inv_freq)]
-        for fn in (lnn.liger_multimodal_rotary_pos_emb, LigerQwen2VLMRopeFunction.apply) if _op._KERNEL_DEVICES else (lnn.liger_multimodal_rotary_pos_emb,):
+        for fn in (
+            (lnn.liger_multimodal_rotary_pos_emb, LigerQwen2VLMRopeFunction.apply)
+            if _op._KERNEL_DEVICES
+            else (lnn.liger_multimodal_rotary_pos_emb,)
+        ):
             check(run(lambda q, k, fn=fn: fn(q, k, *tables, [2, 3, 3]), like(dict(q=q, k=k))), stock(dtype))
 
 
@@ -192,7 +241,10 @@ def test_functions():
     before = like(args)
     assert_same_bits(run(lambda q, k: LigerRopeFunction.apply(q, k, cos, sin, None, 1), args), expected)
     outs = forward(lambda q, k: rope_forward(q, k, cos, sin), args)
-    assert_same_bits({"out0": outs["out0"].detach(), "out1": outs["out1"].detach()}, {k: v for k, v in expected.items() if k.startswith("out")})
+    assert_same_bits(
+        {"out0": outs["out0"].detach(), "out1": outs["out1"].detach()},
+        {k: v for k, v in expected.items() if k.startswith("out")},
+    )
     turned_back = dict(zip(("q", "k"), rope_backward(outs["out0"], outs["out1"], cos, sin)))
     for name, x in args.items():
         torch.testing.assert_close(turned_back[name], x)
@@ -213,10 +265,15 @@ def _norm_and_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 @needs_kernels
-@pytest.mark.parametrize("fn", [lambda *args: rope(*args, unsqueeze_dim=2), _norm_and_rope], ids=["rope", "qk_norm_rope"])
-@pytest.mark.parametrize("slices", [lambda x: x.split((4, 2, 2), 2), lambda x: x.unflatten(2, (4, 2)).unbind(3)[:2]], ids=["split", "unbind"])
+@pytest.mark.parametrize(
+    "fn", [lambda *args: rope(*args, unsqueeze_dim=2), _norm_and_rope], ids=["rope", "qk_norm_rope"]
+)
+@pytest.mark.parametrize(
+    "slices", [lambda x: x.split((4, 2, 2), 2), lambda x: x.unflatten(2, (4, 2)).unbind(3)[:2]], ids=["split", "unbind"]
+)
 def test_slices_of_a_projection_are_read_where_they_are(fn, slices):
-    """Kernels get the memory of the caller's tensors, transposed gradients included; a packed gradient arrives."""
+    """Kernels get the memory of the caller's tensors, transposed gradients included; a packed
+    gradient arrives."""
     torch.manual_seed(0)
     angles = torch.randn(1, 5, 4, device=DEVICE)
     qkv, cos, sin = random(2, 5, 8, 8), angles.cos(), angles.sin()
@@ -224,7 +281,9 @@ def test_slices_of_a_projection_are_read_where_they_are(fn, slices):
     with _op.intercept_launches(lambda kernel, grid, args, meta: launched.append(args)):
         q, k = slices(qkv)[:2]
         outs = fn(q, k, cos, sin)
-        attention = [torch.randn_like(o.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for o in outs]
+        attention = [
+            torch.randn_like(o.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for o in outs
+        ]
         torch.autograd.grad(outs, [q, k], attention)
     place = lambda t: (t.data_ptr(), t.stride())
     assert {place(t) for args in launched for t in args[:2]} == {place(t) for t in (q, k, *attention)}
@@ -237,7 +296,9 @@ def test_slices_of_a_projection_are_read_where_they_are(fn, slices):
     ours = run(packed, dict(qkv=qkv))
     for name, grad in zip(("dq", "dk"), slices(ours["dqkv"])):
         assert_same_bits({name: grad}, {name: expected[name]})
-    assert_same_bits({k: v for k, v in ours.items() if k != "dqkv"}, {k: v for k, v in expected.items() if k.startswith("out")})
+    assert_same_bits(
+        {k: v for k, v in ours.items() if k != "dqkv"}, {k: v for k, v in expected.items() if k.startswith("out")}
+    )
 
 
 # -- fused with the norm before --------------------------------------------------------------
@@ -254,7 +315,12 @@ def eighths(*shape: int, dtype: torch.dtype) -> Tensor:
 def test_qk_norm_rope_is_the_operators_in_sequence(dtype, casting, offset, layout):
     torch.manual_seed(0)
     angles = torch.randn(2, 3, 5, device=DEVICE)
-    q, k, cos, sin = eighths(2, 3, 3, 16, dtype=dtype), eighths(2, 1, 3, 16, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+    q, k, cos, sin = (
+        eighths(2, 3, 3, 16, dtype=dtype),
+        eighths(2, 1, 3, 16, dtype=dtype),
+        angles.cos().to(dtype),
+        angles.sin().to(dtype),
+    )
     wq, wk = random(16, dtype=dtype), random(16, dtype=dtype)
     norm = lambda x, w: rms_norm(x, w, eps=1e-6, offset=offset, casting=casting)
     expected = rope(norm(q, wq), norm(k, wk), cos, sin, layout=layout)
@@ -270,7 +336,9 @@ def test_qk_norm_rope_is_what_models_compute(model, dtype):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-    norm, options = {"qwen3": (Qwen3RMSNorm, {}), "gemma3": (Gemma3RMSNorm, dict(offset=1.0, casting_mode="gemma"))}[model]
+    norm, options = {"qwen3": (Qwen3RMSNorm, {}), "gemma3": (Gemma3RMSNorm, dict(offset=1.0, casting_mode="gemma"))}[
+        model
+    ]
     torch.manual_seed(0)
     tables = twice(torch.randn(1, 5, 8, device=DEVICE))
 
@@ -283,8 +351,16 @@ def test_qk_norm_rope_is_what_models_compute(model, dtype):
         q, k = (rms_norm(x, w, eps=1e-6, offset=options.get("offset", 0.0)) for x, w in ((q, wq), (k, wk)))
         return apply_rotary_pos_emb(q, k, *(t.to(dtype).double() for t in tables))
 
-    args = dict(q=random(2, 3, 5, 16, dtype=dtype), k=random(2, 2, 5, 16, dtype=dtype), wq=random(16, dtype=dtype), wk=random(16, dtype=dtype))
-    ours = run(lambda q, k, wq, wk: lnn.liger_qk_norm_rope(q, k, wq, wk, *(t.to(dtype) for t in tables), eps=1e-6, **options), like(args))
+    args = dict(
+        q=random(2, 3, 5, 16, dtype=dtype),
+        k=random(2, 2, 5, 16, dtype=dtype),
+        wq=random(16, dtype=dtype),
+        wk=random(16, dtype=dtype),
+    )
+    ours = run(
+        lambda q, k, wq, wk: lnn.liger_qk_norm_rope(q, k, wq, wk, *(t.to(dtype) for t in tables), eps=1e-6, **options),
+        like(args),
+    )
     assert_as_accurate(ours, run(stock, like(args)), run(truth, like(args, torch.float64)))
 
 
@@ -296,7 +372,10 @@ def test_qk_norm_rope_of_zeros():
     angles = torch.randn(1, 2, 4, device=DEVICE)
     fn = lambda **args: qk_norm_rope(**args, cos=angles.cos(), sin=angles.sin(), eps=0.0)
     outs = forward(fn, args)
-    assert all(g.isfinite().all() for g in backward(outs, args, {name: torch.ones_like(o) for name, o in outs.items()}).values())
+    assert all(
+        g.isfinite().all()
+        for g in backward(outs, args, {name: torch.ones_like(o) for name, o in outs.items()}).values()
+    )
 
 
 @needs_kernels
@@ -311,7 +390,9 @@ def test_positions_of_no_tokens(fn):
 def test_qk_norm_rope_beyond_the_table():
     args = dict(q=random(1, 2, 3, 8), k=random(1, 1, 3, 8), wq=random(8), wk=random(8))
     angles = torch.randn(4, 4, device=DEVICE)
-    yq, yk = qk_norm_rope(**args, cos=angles.cos(), sin=angles.sin(), position_ids=torch.tensor([[0, 4, -1]], device=DEVICE))
+    yq, yk = qk_norm_rope(
+        **args, cos=angles.cos(), sin=angles.sin(), position_ids=torch.tensor([[0, 4, -1]], device=DEVICE)
+    )
     assert yq[:, :, 0].isfinite().all() and yq[:, :, 1:].isnan().all() and yk[:, :, 1:].isnan().all()
 
 

@@ -1,4 +1,5 @@
-"""Attention with sinks beside what it must equal: attention without a sink, separate documents, rows without padding."""
+"""Attention with sinks beside what it must equal: attention without a sink, separate documents,
+rows without padding."""
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ def heads(B: int = 2, H: int = 4, K: int = 2, T: int = 45, D: int = 16, seed: in
 
 
 def stock(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    """PyTorch's attention whose heads have one more key, with the sink for a score and zero for a value."""
+    """PyTorch's attention whose heads have one more key, with the sink for a score and zero for
+    a value."""
     B, H, T, _ = q.shape
     k, v = (F.pad(t.repeat_interleave(H // k.shape[1], 1), (0, 0, 1, 0)) for t in (k, v))
     bias = torch.full((T, T + 1), -float("inf"), dtype=q.dtype, device=q.device).triu(2).expand(B, H, T, T + 1)
-    return F.scaled_dot_product_attention(q, k, v, torch.cat((sinks.view(1, H, 1, 1).expand(B, H, T, 1), bias[..., 1:]), -1))
+    return F.scaled_dot_product_attention(
+        q, k, v, torch.cat((sinks.view(1, H, 1, 1).expand(B, H, T, 1), bias[..., 1:]), -1)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,11 +40,16 @@ def test_is_attention_with_one_more_key(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_rounds_the_output_does_not_reach_the_gradients(dtype):
-    """The gradient of an fp32 sink over one key, whose probability is not rounded, is that of an fp32 output."""
-    args = {k: v.detach().to(dtype) for k, v in heads(K=4, T=1).items()} | dict(sinks=torch.full((4,), -2.0, device=DEVICE, requires_grad=True))
+    """The gradient of an fp32 sink over one key, whose probability is not rounded, is that of an
+    fp32 output."""
+    args = {k: v.detach().to(dtype) for k, v in heads(K=4, T=1).items()} | dict(
+        sinks=torch.full((4,), -2.0, device=DEVICE, requires_grad=True)
+    )
     args = {k: v.requires_grad_() for k, v in (args | dict(k=args["q"].clone())).items()}
     expected = run(reference, like(args, torch.float64))["dsinks"]
-    torch.testing.assert_close(run(sink_attention, args)["dsinks"].double(), expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+    torch.testing.assert_close(
+        run(sink_attention, args)["dsinks"].double(), expected, rtol=0, atol=1e-4 * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("sink", [-float("inf"), -1e4, 1e4])
@@ -63,15 +72,21 @@ def test_documents_are_rows_of_their_own():
     first = torch.tensor(bounds[:-1]).repeat_interleave(sizes)[None].to(DEVICE)
     packed = run(lambda **a: sink_attention(**a, first=first), like(args))
     parts = lambda t: t.split(sizes.tolist(), 2)
-    alone = lambda q, k, v, sinks: torch.cat([sink_attention(*row, sinks) for row in zip(parts(q), parts(k), parts(v))], 2)
+    alone = lambda q, k, v, sinks: torch.cat(
+        [sink_attention(*row, sinks) for row in zip(parts(q), parts(k), parts(v))], 2
+    )
     for name, expected in run(alone, like(args)).items():
         torch.testing.assert_close(packed[name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_on_the_left_moves_a_row():
-    """What tokens see, and what they learn, is what they see and learn without padding; tokens that see nothing give zero."""
+    """What tokens see, and what they learn, is what they see and learn without padding; tokens
+    that see nothing give zero."""
     args, n = heads(B=1, T=37), 9
-    moved = {name: (F.pad(t.detach(), (0, 0, n, 0), value=1.0) if t.ndim == 4 else t.detach().clone()).requires_grad_() for name, t in args.items()}
+    moved = {
+        name: (F.pad(t.detach(), (0, 0, n, 0), value=1.0) if t.ndim == 4 else t.detach().clone()).requires_grad_()
+        for name, t in args.items()
+    }
     valid = torch.arange(37 + n, device=DEVICE)[None] >= n
     ours, expected = sink_attention(**moved, valid=valid), sink_attention(**args)
     dout = torch.randn_like(expected)
@@ -94,7 +109,10 @@ def test_later_tokens_change_nothing():
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_many_rows():
     """More pairs of rows and heads than a second dimension of a grid can have."""
-    args = {name: (t.detach().expand(16400, *t.shape[1:]) if t.ndim == 4 else t.detach()).requires_grad_() for name, t in heads(B=1, T=3).items()}
+    args = {
+        name: (t.detach().expand(16400, *t.shape[1:]) if t.ndim == 4 else t.detach()).requires_grad_()
+        for name, t in heads(B=1, T=3).items()
+    }
     out = sink_attention(**args)
     assert torch.equal(out[-1], out[0])
     assert torch.autograd.grad(out.sum(), args["q"])[0][-1].any()
@@ -110,7 +128,10 @@ def test_a_long_row():
     """131,072 tokens, whose scores would be 1.1 TB: windows of them by the formula."""
     T, window = 131072, 64
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, T, h, 64, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2).requires_grad_() for h in (8, 1, 1))
+    q, k, v = (
+        torch.randn(1, T, h, 64, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2).requires_grad_()
+        for h in (8, 1, 1)
+    )
     sinks = torch.randn(8, device=DEVICE)
     out = sink_attention(q, k, v, sinks, window=window)
     out.backward(torch.ones_like(out))

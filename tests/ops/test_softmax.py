@@ -16,7 +16,8 @@ LENGTHS = (40, 40000)  # in registers, and in sweeps
 
 
 def rows(N: int) -> torch.Tensor:
-    """Rows that differ in where their largest values are: everywhere, at the end, far above and far below the first block, behind -inf."""
+    """Rows that differ in where their largest values are: everywhere, at the end, far above and
+    far below the first block, behind -inf."""
     torch.manual_seed(0)
     x = torch.randn(8, N, dtype=torch.float64)
     x[1, N - 3 :] += 30
@@ -31,13 +32,19 @@ def rows(N: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("N", LENGTHS)
-@pytest.mark.parametrize("op, reference", [(softmax, torch.softmax), (sparsemax, sparsemax_reference)], ids=["softmax", "sparsemax"])
+@pytest.mark.parametrize(
+    "op, reference", [(softmax, torch.softmax), (sparsemax, sparsemax_reference)], ids=["softmax", "sparsemax"]
+)
 def test_uneven_rows(op, reference, N):
     for x in rows(N).requires_grad_().split(1):  # one by one: an error is relative to the largest value
-        ours, pytorch, truth = (run(lambda x, f=f: f(x, dim=-1), like({"x": x.detach().requires_grad_()}, d)) for f, d in
-                                ((op, torch.float32), (reference, torch.float32), (reference, torch.float64)))  # fmt: skip
+        ours, pytorch, truth = (
+            run(lambda x, f=f: f(x, dim=-1), like({"x": x.detach().requires_grad_()}, d))
+            for f, d in ((op, torch.float32), (reference, torch.float32), (reference, torch.float64))
+        )
         assert_as_accurate({"out0": ours["out0"]}, {"out0": pytorch["out0"]}, {"out0": truth["out0"]})
-        assert (ours["dx"] - truth["dx"]).abs().max() <= 2 * (pytorch["dx"] - truth["dx"]).abs().max() + torch.finfo(torch.float32).eps
+        assert (ours["dx"] - truth["dx"]).abs().max() <= 2 * (pytorch["dx"] - truth["dx"]).abs().max() + torch.finfo(
+            torch.float32
+        ).eps
 
 
 @pytest.mark.parametrize("N", LENGTHS)
@@ -59,11 +66,15 @@ def test_sparsemax_of_a_row_that_loses_few_at_a_time(N):
     x = (-(0.9 ** torch.arange(N, dtype=torch.float64).flip(0)))[None].float().to(DEVICE)
     y, truth = sparsemax(x), sparsemax_reference(x.double())
     assert torch.equal(y > 0, truth > 0)
-    assert (y - truth).abs().max() <= 2 * (sparsemax_reference(x) - truth).abs().max() + torch.finfo(torch.float32).eps * truth.max()
+    assert (y - truth).abs().max() <= 2 * (sparsemax_reference(x) - truth).abs().max() + torch.finfo(
+        torch.float32
+    ).eps * truth.max()
 
 
 @pytest.mark.parametrize("op", [softmax, sparsemax])
-@pytest.mark.parametrize("shape, dim", [((), -1), ((33,), 0), ((2, 3, 4, 5), -3), ((0, 4), 1), ((4, 0), 1), ((4, 0), 0)])
+@pytest.mark.parametrize(
+    "shape, dim", [((), -1), ((33,), 0), ((2, 3, 4, 5), -3), ((0, 4), 1), ((4, 0), 1), ((4, 0), 0)]
+)
 def test_shapes(op, shape, dim):
     x = torch.randn(shape, device=DEVICE, requires_grad=True)
     y = op(x, dim=dim)

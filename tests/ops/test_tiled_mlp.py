@@ -1,4 +1,5 @@
-"""The tiled MLP against the MLP in one piece: gradients, hooks, dropout, autocast, wrappers, and what is kept for the backward."""
+"""The tiled MLP against the MLP in one piece: gradients, hooks, dropout, autocast, wrappers, and
+what is kept for the backward."""
 
 import copy
 import threading
@@ -44,7 +45,12 @@ def mlp(tiles: int | None, dtype: torch.dtype = torch.float32, p: float = 0.0, s
 
 
 def data(dtype: torch.dtype = torch.float32, T: int = 50, seed: int = 0) -> torch.Tensor:
-    return torch.randn(2, T, 32, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16).to(dtype).requires_grad_()
+    return (
+        torch.randn(2, T, 32, generator=torch.Generator().manual_seed(seed))
+        .to(DEVICE, torch.bfloat16)
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
 def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -53,9 +59,18 @@ def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"out0": y.detach(), "dx": x.grad} | {f"d{n}": p.grad for n, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype, T, tiles", [(torch.float32, 50, 1), (torch.float32, 50, 7), (torch.bfloat16, 320, 32), (torch.bfloat16, 3, 50)])
+@pytest.mark.parametrize(
+    "dtype, T, tiles",
+    [(torch.float32, 50, 1), (torch.float32, 50, 7), (torch.bfloat16, 320, 32), (torch.bfloat16, 3, 50)],
+)
 def test_equals_the_mlp_in_one_piece(dtype, T, tiles):
-    pairs = [(results(mlp(None, dtype, seed=s), data(dtype, T, s)), results(mlp(None, torch.float64, seed=s), data(torch.float64, T, s))) for s in range(8)]
+    pairs = [
+        (
+            results(mlp(None, dtype, seed=s), data(dtype, T, s)),
+            results(mlp(None, torch.float64, seed=s), data(torch.float64, T, s)),
+        )
+        for s in range(8)
+    ]
     assert_as_accurate(results(mlp(tiles, dtype), data(dtype, T)), *pairs[0], *pairs[1:])
 
 
@@ -153,7 +168,9 @@ def test_autocast_is_that_of_the_forward():
 def test_weights_from_outside_are_refused():
     scale = torch.ones(32, device=DEVICE, requires_grad=True)
     y = LigerTiledMLPFunction.apply(lambda module, x: MLP.one(module, x) * scale, mlp(None), data(), 3, [scale])
-    with pytest.raises(ValueError, match=r"fn must use no tensor outside mlp_module that asks for a gradient, got one of shape \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"fn must use no tensor outside mlp_module that asks for a gradient, got one of shape \(32,\)"
+    ):
         y.sum().backward()
 
 
@@ -167,7 +184,9 @@ def test_threads_share_a_module():
     def work() -> None:
         try:
             for _ in range(10):
-                wrong.extend(a for a, b in zip(torch.autograd.grad(module(x).sum(), weights), expected) if not torch.equal(a, b))
+                wrong.extend(
+                    a for a, b in zip(torch.autograd.grad(module(x).sum(), weights), expected) if not torch.equal(a, b)
+                )
         except Exception as error:  # a thread has no other way to fail the test
             wrong.append(error)
 
@@ -239,20 +258,31 @@ def test_wrapped(wrapper, process_group):
 def projections(dtype: torch.dtype, kind: str, packed: bool = False) -> list[Projection]:
     """Gate, up and down, of ``kind``: learnt, frozen, dequantized, or with adapters."""
     generator = torch.Generator().manual_seed(0)
-    drawn = lambda *shape: torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(torch.bfloat16).to(DEVICE, dtype)
+    drawn = lambda *shape: (
+        torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(torch.bfloat16).to(DEVICE, dtype)
+    )
 
     def one(N: int, K: int) -> Projection:
         w, bias = drawn(N, K).requires_grad_(kind == "learnt"), drawn(N).requires_grad_(kind == "learnt")
         weight = Dequantized((N, K), None, dequantize=lambda dtype: w.to(dtype)) if kind == "dequantized" else dense(w)
-        adapters = (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),) if kind == "adapters" else ()
+        adapters = (
+            (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),) if kind == "adapters" else ()
+        )
         return Projection(weight, bias, adapters)
 
     return [one(48, 16), one(16, 24)] if packed else [one(24, 16), one(24, 16), one(16, 24)]
 
 
-def by_node(dtype: torch.dtype, kind: str, tiles: int, packed: bool = False, run=lambda f, x: f(x)) -> dict[str, torch.Tensor]:
+def by_node(
+    dtype: torch.dtype, kind: str, tiles: int, packed: bool = False, run=lambda f, x: f(x)
+) -> dict[str, torch.Tensor]:
     *first, down = projections(dtype, kind, packed)
-    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(DEVICE, dtype).requires_grad_()
+    x = (
+        torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+        .to(torch.bfloat16)
+        .to(DEVICE, dtype)
+        .requires_grad_()
+    )
     y = run(lambda x: adapted_mlp(x, first, down, ends=True, tiles=tiles), x)
     y.mul(x.detach() + 1).sum().backward()
     learnt = [t for p in (*first, down) for t in p.tensors() if t is not None and t.requires_grad]
@@ -260,7 +290,9 @@ def by_node(dtype: torch.dtype, kind: str, tiles: int, packed: bool = False, run
     return {"out0": y.detach(), "dx": x.grad} | {f"d{i}": t.grad for i, t in enumerate(learnt)}
 
 
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 
 
 @needs_kernels

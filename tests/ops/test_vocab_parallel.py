@@ -1,6 +1,8 @@
-"""The vocabulary-parallel losses over real process groups: gloo on CPUs, NCCL where there is a GPU for every rank.
+"""The vocabulary-parallel losses over real process groups: gloo on CPUs, NCCL where there is a GPU
+for every rank.
 
-A process costs seconds, so that each group runs all its checks in one go; every check is a test of its own, which reads what the ranks said.
+A process costs seconds, so that each group runs all its checks in one go; every check is a test of
+its own, which reads what the ranks said.
 """
 
 from __future__ import annotations
@@ -41,10 +43,22 @@ SIZES = {2: (40, 40), 3: (17, 30, 9)}  # classes of each rank
 
 
 def full(
-    logits: Tensor, target: Tensor, lo: int, hi: int, *, label_smoothing=0.0, formula="pytorch", mode="global", reduction="mean", z_loss=0.0,
-    logit_scale=1.0, softcap=None, entropy=False,
-):  # fmt: skip
-    """The loss over all classes, from its definition: a distribution over labels; and the entropy, if asked for.
+    logits: Tensor,
+    target: Tensor,
+    lo: int,
+    hi: int,
+    *,
+    label_smoothing=0.0,
+    formula="pytorch",
+    mode="global",
+    reduction="mean",
+    z_loss=0.0,
+    logit_scale=1.0,
+    softcap=None,
+    entropy=False,
+):
+    """The loss over all classes, from its definition: a distribution over labels; and the entropy,
+    if asked for.
 
     [lo, hi) are the classes that mode "partition" smooths over.
     """
@@ -90,9 +104,21 @@ class Rank:
         return y.to(self.device)
 
     def randn(self, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype).to(self.device).requires_grad_()
+        return (
+            (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale)
+            .to(dtype)
+            .to(self.device)
+            .requires_grad_()
+        )
 
-    def dense(self, shape: tuple[int, ...], dtype: torch.dtype, logits: Tensor | None = None, fn=vocab_parallel_cross_entropy, **options) -> None:
+    def dense(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        logits: Tensor | None = None,
+        fn=vocab_parallel_cross_entropy,
+        **options,
+    ) -> None:
         """This rank's loss and gradient, and those over all classes."""
         target = self.target(*shape)
         logits = self.randn(*shape, self.V, dtype=dtype) if logits is None else logits
@@ -101,26 +127,54 @@ class Rank:
 
         def truth(seed: int, dtype: torch.dtype):
             values = logits if seed == 0 else self.randn(*shape, self.V, dtype=logits.dtype, seed=seed)
-            found = run(lambda logits: full(logits, target, self.lo, self.hi, **options), like(dict(logits=values), dtype))
+            found = run(
+                lambda logits: full(logits, target, self.lo, self.hi, **options), like(dict(logits=values), dtype)
+            )
             return found | dict(dlogits=self.own(found["dlogits"]))
 
         draws = [(truth(seed, logits.dtype), truth(seed, torch.float64)) for seed in range(8)]
         assert_as_accurate(ours, *draws[0], *draws[1:])
 
-    def linear(self, M: int, H: int, dtype: torch.dtype, *, bias: bool = False, frozen: tuple[str, ...] = (), chunk_rows=None, **options) -> None:
+    def linear(
+        self,
+        M: int,
+        H: int,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        frozen: tuple[str, ...] = (),
+        chunk_rows=None,
+        **options,
+    ) -> None:
         target = self.target(M)
 
         def draw(seed: int) -> dict[str, Tensor]:
-            args = dict(x=self.randn(M, H, dtype=dtype, seed=10 * seed), w=self.randn(self.V, H, dtype=dtype, seed=10 * seed + 1, scale=0.5))
+            args = dict(
+                x=self.randn(M, H, dtype=dtype, seed=10 * seed),
+                w=self.randn(self.V, H, dtype=dtype, seed=10 * seed + 1, scale=0.5),
+            )
             args |= dict(bias=self.randn(self.V, dtype=dtype, seed=10 * seed + 2)) if bias else {}
             return {k: v.detach().requires_grad_(k not in frozen) for k, v in args.items()}
 
         def theirs(seed: int, to: torch.dtype):
-            found = run(lambda x, w, bias=None: full(F.linear(x, w, bias), target, self.lo, self.hi, **options), like(draw(seed), to))
+            found = run(
+                lambda x, w, bias=None: full(F.linear(x, w, bias), target, self.lo, self.hi, **options),
+                like(draw(seed), to),
+            )
             return {k: self.own(v, 0) if k in ("dw", "dbias") else v for k, v in found.items()}
 
-        mine = {k: (v if k == "x" else self.own(v.detach(), 0).clone().requires_grad_(k not in frozen)) for k, v in draw(0).items()}
-        fn = functools.partial(vocab_parallel_linear_cross_entropy, group=self.group, target=target, chunk_rows=chunk_rows, **self.slices, **options)
+        mine = {
+            k: (v if k == "x" else self.own(v.detach(), 0).clone().requires_grad_(k not in frozen))
+            for k, v in draw(0).items()
+        }
+        fn = functools.partial(
+            vocab_parallel_linear_cross_entropy,
+            group=self.group,
+            target=target,
+            chunk_rows=chunk_rows,
+            **self.slices,
+            **options,
+        )
         ours = run(lambda x, w, bias=None: fn(x=x, w=w, bias=bias), mine)
         draws = [(theirs(seed, dtype), theirs(seed, torch.float64)) for seed in range(8)]
         assert_as_accurate(ours, *draws[0], *draws[1:])
@@ -190,24 +244,34 @@ def labels_out_of_range_are_nan(r: Rank) -> None:
     assert loss.isnan().tolist() == wrong
     x = torch.ones(6, 4, device=r.device)
     w = torch.ones(r.hi - r.lo, 4, device=r.device)
-    assert vocab_parallel_linear_cross_entropy(x, w, target, r.group, reduction="none", chunk_rows=2, **r.slices).isnan().tolist() == wrong
+    assert (
+        vocab_parallel_linear_cross_entropy(x, w, target, r.group, reduction="none", chunk_rows=2, **r.slices)
+        .isnan()
+        .tolist()
+        == wrong
+    )
 
 
 @check
 def everything_ignored(r: Rank) -> None:
     logits = r.own(r.randn(3, r.V, dtype=torch.float32)).detach().requires_grad_()
-    loss = vocab_parallel_cross_entropy(logits, torch.full((3,), 7, device=r.device), r.group, ignore_index=7, reduction="sum", **r.slices)
+    loss = vocab_parallel_cross_entropy(
+        logits, torch.full((3,), 7, device=r.device), r.group, ignore_index=7, reduction="sum", **r.slices
+    )
     loss.backward()
     assert loss == 0 and not logits.grad.any()
 
 
 @check
 def unequal_slices_are_refused(r: Rank) -> None:
-    """Without ``sizes`` there is no telling before the collective: then the loss is NaN, never a wrong number."""
+    """Without ``sizes`` there is no telling before the collective: then the loss is NaN, never a
+    wrong number."""
     N = 5 + (r.rank == 0)
     logits = torch.zeros(4, N, device=r.device, requires_grad=True)
     for label_smoothing in (0.0, 0.1):
-        loss = vocab_parallel_cross_entropy(logits, torch.arange(4, device=r.device), r.group, reduction="none", label_smoothing=label_smoothing)
+        loss = vocab_parallel_cross_entropy(
+            logits, torch.arange(4, device=r.device), r.group, reduction="none", label_smoothing=label_smoothing
+        )
         assert loss.isnan().all()
         assert torch.autograd.grad(loss.sum(), logits)[0].isnan().all()
     with pytest.raises(ValueError, match=f"sizes must be the classes of {r.ranks} ranks, {N} of rank {r.rank}, got"):
@@ -225,7 +289,9 @@ def the_logits_stay_and_backward_repeats(r: Rank) -> None:
 
 @check
 def all_ranks_have_the_same_bits(r: Rank) -> None:
-    loss = vocab_parallel_cross_entropy(r.own(r.randn(50, r.V, dtype=torch.float32).detach()), r.target(50), r.group, reduction="none", **r.slices)
+    loss = vocab_parallel_cross_entropy(
+        r.own(r.randn(50, r.V, dtype=torch.float32).detach()), r.target(50), r.group, reduction="none", **r.slices
+    )
     everyone = [torch.empty_like(loss) for _ in range(r.ranks)]
     dist.all_gather(everyone, loss)
     assert all(torch.equal(loss, other) for other in everyone)
@@ -238,7 +304,9 @@ def as_deepspeed_calls_it(r: Rank) -> None:
     logits, target = r.randn(2, 3, r.V, dtype=torch.float32), r.target(2, 3)
     mine = r.own(logits.detach()).clone().requires_grad_()
     N = mine.shape[-1]
-    loss = LigerVocabParallelCEFunction.apply(mine.reshape(-1, 1, N), target.reshape(-1, 1), r.group, -100, 0.0, "pytorch", "global")
+    loss = LigerVocabParallelCEFunction.apply(
+        mine.reshape(-1, 1, N), target.reshape(-1, 1), r.group, -100, 0.0, "pytorch", "global"
+    )
     assert loss.shape == (6, 1) and loss.dtype == torch.float32
     loss.sum().backward()
     expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
@@ -252,7 +320,12 @@ def the_module(r: Rank) -> None:
     if not r.even:
         return
     for reduction in ("none", "mean", "sum"):
-        r.dense((4, 3), torch.float32, fn=lambda z, y, group, **o: LigerVocabParallelCrossEntropy(reduction=o["reduction"])(z, y, group), reduction=reduction)
+        r.dense(
+            (4, 3),
+            torch.float32,
+            fn=lambda z, y, group, **o: LigerVocabParallelCrossEntropy(reduction=o["reduction"])(z, y, group),
+            reduction=reduction,
+        )
 
 
 @check
@@ -265,7 +338,9 @@ def linear_in_every_dtype(r: Rank) -> None:
 @check
 def linear_options(r: Rank) -> None:
     r.linear(10, 16, torch.float32, bias=True, reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")
-    r.linear(10, 16, torch.float32, bias=True, reduction="sum", chunk_rows=10, z_loss=1e-2, logit_scale=0.5, softcap=2.0)
+    r.linear(
+        10, 16, torch.float32, bias=True, reduction="sum", chunk_rows=10, z_loss=1e-2, logit_scale=0.5, softcap=2.0
+    )
     r.linear(24, 16, torch.bfloat16, chunk_rows=2)
 
 
@@ -279,13 +354,16 @@ def linear_entropy(r: Rank) -> None:
 
 @check
 def scaled_cross_entropy_over_ranks(r: Rank) -> None:
-    """As the function for one rank says of all classes, hidden states of two and three dims; here by kernels, there by the reference in fp64."""
+    """As the function for one rank says of all classes, hidden states of two and three dims;
+    here by kernels, there by the reference in fp64."""
     target = r.target(2, 5)
     for shape in ((10,), (2, 5)):
         x, w = r.randn(*shape, 16, dtype=torch.float32), r.randn(r.V, 16, dtype=torch.float32, seed=1)
         mine = r.own(w.detach(), 0).clone().requires_grad_()
         y = target.view(shape)
-        loss, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(x, mine, y, r.group, 0.7, -100, 1, True, **r.slices)
+        loss, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(
+            x, mine, y, r.group, 0.7, -100, 1, True, **r.slices
+        )
         a, b = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
         expected = LigerFusedLinearScaledCrossEntropyFunction.apply(a, b, y, 0.7, -100, 1, True)
         torch.testing.assert_close((loss.double(), entropy.double()), expected, rtol=1e-5, atol=1e-6)
@@ -302,12 +380,17 @@ def scaled_cross_entropy_over_ranks(r: Rank) -> None:
 def log_probabilities_are_not_positive_nor_entropies_negative(r: Rank) -> None:
     """Of certain, nearly certain and uncertain rows, slices of -inf among them."""
     for scale in (0.0, 1.0, 8.0, 40.0, 1000.0):
-        x, w = r.randn(40, 16, dtype=torch.bfloat16, scale=scale), r.own(r.randn(r.V, 16, dtype=torch.bfloat16, seed=1).detach(), 0)
+        x, w = (
+            r.randn(40, 16, dtype=torch.bfloat16, scale=scale),
+            r.own(r.randn(r.V, 16, dtype=torch.bfloat16, seed=1).detach(), 0),
+        )
         best = likeliest(x, w, r)
         padding = torch.zeros(w.shape[0], device=r.device, dtype=torch.bfloat16)
         padding[: 5 if r.rank else w.shape[0]] = -math.inf
         for bias in (None, padding):
-            nll, entropy = vocab_parallel_linear_cross_entropy(x, w, best, r.group, bias, reduction="none", entropy=True, **r.slices)
+            nll, entropy = vocab_parallel_linear_cross_entropy(
+                x, w, best, r.group, bias, reduction="none", entropy=True, **r.slices
+            )
             assert (nll >= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
             assert torch.autograd.grad((nll.isfinite() * entropy).sum(), x)[0].isfinite().all()
 
@@ -331,10 +414,14 @@ def linear_gradients_that_are_needed(r: Rank) -> None:
 
 @check
 def terms_of_dx_add_up(r: Rank) -> None:
-    args = dict(x=r.randn(7, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32, seed=1).detach(), 0))
+    args = dict(
+        x=r.randn(7, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32, seed=1).detach(), 0)
+    )
     for x_dtype in (torch.float32, torch.float64):
         args = {k: v.detach().to(x_dtype).requires_grad_(k == "x") for k, v in args.items()}
-        fn = functools.partial(vocab_parallel_linear_cross_entropy, **args, target=r.target(7), group=r.group, chunk_rows=3, **r.slices)
+        fn = functools.partial(
+            vocab_parallel_linear_cross_entropy, **args, target=r.target(7), group=r.group, chunk_rows=3, **r.slices
+        )
         (whole,), (term,) = torch.autograd.grad(fn(), args["x"]), torch.autograd.grad(fn(sum_dx=False), args["x"])
         assert not torch.allclose(whole, term)
         dist.all_reduce(term)
@@ -343,8 +430,13 @@ def terms_of_dx_add_up(r: Rank) -> None:
 
 @check
 def chunks_without_rows(r: Rank) -> None:
-    x, w = torch.ones(0, 4, device=r.device, requires_grad=True), torch.ones(r.hi - r.lo, 4, device=r.device, requires_grad=True)
-    loss = vocab_parallel_linear_cross_entropy(x, w, torch.zeros(0, dtype=torch.int64, device=r.device), r.group, reduction="sum", **r.slices)
+    x, w = (
+        torch.ones(0, 4, device=r.device, requires_grad=True),
+        torch.ones(r.hi - r.lo, 4, device=r.device, requires_grad=True),
+    )
+    loss = vocab_parallel_linear_cross_entropy(
+        x, w, torch.zeros(0, dtype=torch.int64, device=r.device), r.group, reduction="sum", **r.slices
+    )
     loss.backward()
     assert loss == 0 and not w.grad.any() and x.grad.shape == (0, 4)
 
@@ -358,13 +450,17 @@ def a_group_that_is_part_of_the_world(r: Rank) -> None:
     expected = F.cross_entropy(logits, target)
     torch.testing.assert_close(vocab_parallel_cross_entropy(logits, target, alone), expected)
     if r.rank >= r.ranks - 2:
-        torch.testing.assert_close(vocab_parallel_cross_entropy(logits.chunk(2, -1)[r.rank - r.ranks + 2], target, pair), expected)
+        torch.testing.assert_close(
+            vocab_parallel_cross_entropy(logits.chunk(2, -1)[r.rank - r.ranks + 2], target, pair), expected
+        )
 
 
 @check
 def compiles_whole(r: Rank) -> None:
     logits, target = r.own(r.randn(6, r.V, dtype=torch.float32).detach()).clone(), r.target(6)
-    args = dict(x=r.randn(6, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32).detach(), 0).clone())
+    args = dict(
+        x=r.randn(6, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32).detach(), 0).clone()
+    )
     sizes = {} if r.even else {"sizes": r.sizes}
     dense = lambda logits: vocab_parallel_cross_entropy(logits, target, r.group, label_smoothing=0.1, **sizes)
     linear = lambda x, w: vocab_parallel_linear_cross_entropy(x, w, target, r.group, chunk_rows=4, **sizes)
@@ -378,7 +474,9 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     if ranks <= GPUS:
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if ranks <= GPUS else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "nccl" if ranks <= GPUS else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     r = Rank(rank, ranks)
     for name, fn in CHECKS.items():
         said = Path(folder) / f"{name}.{rank}"
@@ -397,11 +495,15 @@ def outcome(ranks: int) -> dict[str, list[str]]:
         with contextlib.suppress(ProcessException):
             processes.start_ranks(_rank, (ranks, folder), ranks)
         files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(ranks)] for name in CHECKS}
-        return {name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()}
+        return {
+            name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()
+        }
 
 
 @pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed")
-@pytest.mark.parametrize("ranks", [pytest.param(r, marks=[pytest.mark.slow] * (not GPUS and r == 2)) for r in SIZES])  # 3 slices are of different sizes
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(r, marks=[pytest.mark.slow] * (not GPUS and r == 2)) for r in SIZES]
+)  # 3 slices are of different sizes
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_ranks(name, ranks, once):
     if torch.cuda.is_available() and ranks > GPUS:
@@ -433,7 +535,9 @@ def test_one_rank_is_the_loss_itself():
 
 def test_every_label_ignored_in_fp16():
     """The loss of nothing is NaN, as in torch, its gradients are 0."""
-    x, w = (torch.randn(*shape, device=DEVICE, dtype=torch.float16, requires_grad=True) for shape in ((9, 16), (50, 16)))
+    x, w = (
+        torch.randn(*shape, device=DEVICE, dtype=torch.float16, requires_grad=True) for shape in ((9, 16), (50, 16))
+    )
     loss = vocab_parallel_linear_cross_entropy(x, w, torch.full((9,), -100, device=DEVICE))
     loss.backward()
     assert loss.isnan() and not x.grad.any() and not w.grad.any()

@@ -1,4 +1,5 @@
-"""Adapters over a frozen base: what is trained and saved, a resume of the same bits whoever trains, and mistakes that are named before anything is loaded."""
+"""Adapters over a frozen base: what is trained and saved, a resume of the same bits whoever
+trains, and mistakes that are named before anything is loaded."""
 
 import dataclasses
 import importlib.util
@@ -50,13 +51,29 @@ def base(tmp_path_factory):
     tokenizer = train_bpe([TEXT], 280)
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
+    sizes = dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(
+        folder / "model"
+    )
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20 + str(i)}) + "\n" for i in range(8)))
     return TrainConfig(
-        model=str(folder / "model"), data=str(folder / "text.jsonl"), cache=str(folder / "cache"), length=24, batch=2, steps=4, warmup=1, lr=1e-2, log_every=1,
-        eval_fraction=0.05, checkpoint_every=2, device="cpu", lora=4, lora_dropout=0.1,
-    )  # fmt: skip
+        model=str(folder / "model"),
+        data=str(folder / "text.jsonl"),
+        cache=str(folder / "cache"),
+        length=24,
+        batch=2,
+        steps=4,
+        warmup=1,
+        lr=1e-2,
+        log_every=1,
+        eval_fraction=0.05,
+        checkpoint_every=2,
+        device="cpu",
+        lora=4,
+        lora_dropout=0.1,
+    )
 
 
 @pytest.fixture
@@ -75,7 +92,11 @@ def stored(config):
         names = checkpoint.SafeReader(Path(config.out) / "checkpoints" / newest).read_metadata().state_dict_metadata
         return [name for name in names if name.startswith("model.")]
     if config.trainer == "lightning":
-        return list(torch.load(Path(config.out) / "checkpoints-lightning" / "step-00000004.ckpt", weights_only=True)["state_dict"])
+        return list(
+            torch.load(Path(config.out) / "checkpoints-lightning" / "step-00000004.ckpt", weights_only=True)[
+                "state_dict"
+            ]
+        )
     from safetensors import safe_open
 
     (path,) = (Path(config.out) / "checkpoints-hf" / "checkpoint-4").glob("*.safetensors")
@@ -85,7 +106,9 @@ def stored(config):
 
 def forget_the_newest(config):
     folder = Path(config.out) / {"torch": "checkpoints"}.get(config.trainer, f"checkpoints-{config.trainer}")
-    newest = folder / {"torch": "step-00000004", "hf": "checkpoint-4", "lightning": "step-00000004.ckpt"}[config.trainer]
+    newest = (
+        folder / {"torch": "step-00000004", "hf": "checkpoint-4", "lightning": "step-00000004.ckpt"}[config.trainer]
+    )
     newest.unlink() if newest.is_file() else shutil.rmtree(newest)
 
 
@@ -102,7 +125,8 @@ def forget_the_newest(config):
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())).replace(" ", ""),
 )
 def test_a_run(trainer, changes, config, monkeypatch, capfd):
-    """Adapters alone are trained and stored; a resumed run has the bits of one left alone; PEFT reads what was saved; other adapters are refused."""
+    """Adapters alone are trained and stored; a resumed run has the bits of one left alone; PEFT
+    reads what was saved; other adapters are refused."""
     config = dataclasses.replace(config, trainer=trainer, **changes)
     built, build = [], loop.build
     monkeypatch.setattr(loop, "build", lambda *args: built.append(build(*args)) or built[-1])
@@ -121,8 +145,12 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
     if trainer == "hf":
         trained = extract_model_from_parallel(trained, keep_fp32_wrapper=False)  # accelerate's autocast
     q = adapters.quantization(config, "bf16-mixed" if half else "fp32")
-    quantized = {"quantization_config": q, "device_map": config.device} if q else {}  # else transformers takes a GPU if there is one
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16 if half else torch.float32, **quantized)
+    quantized = (
+        {"quantization_config": q, "device_map": config.device} if q else {}
+    )  # else transformers takes a GPU if there is one
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(
+        config.model, dtype=torch.bfloat16 if half else torch.float32, **quantized
+    )
     read = peft.PeftModel.from_pretrained(adapters.unchanging(fresh), config.save).eval()
     ids = torch.arange(24)[None] % 200
     outputs = lambda model: model(input_ids=ids, use_cache=False).logits
@@ -136,7 +164,10 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
     forget_the_newest(config)
     shutil.rmtree(config.save)
     again = loop.train(config)
-    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and len(again["losses"]) in (2, 4)  # our own has those of before, too
+    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and len(again["losses"]) in (
+        2,
+        4,
+    )  # our own has those of before, too
     assert adapter(config) == whole
 
     for changed, message in (
@@ -206,11 +237,15 @@ def test_mistakes_in_flags(flags, message, capsys):
 
 
 def test_a_file_says_it_as_flags_do(tmp_path):
-    (tmp_path / "run.yaml").write_text("lora: 16\nlora_alpha: 32\nlora_dropout: 0.05\nlora_targets: v_proj, q_proj\nrslora: true\nquantize: nf4\n")
+    (tmp_path / "run.yaml").write_text(
+        "lora: 16\nlora_alpha: 32\nlora_dropout: 0.05\nlora_targets: v_proj, q_proj\nrslora: true\nquantize: nf4\n"
+    )
     flags = "--lora 16 --lora-alpha 32 --lora-dropout 0.05 --lora-targets q_proj,v_proj --rslora --quantize nf4"
     read, given = from_flags(["--config", str(tmp_path / "run.yaml")]), from_flags(flags.split())
     assert read.adapters == given.adapters and read.target_modules == ["q_proj", "v_proj"]
-    assert TrainConfig(lora=8).adapters == TrainConfig(lora=8, lora_alpha=16).adapters and TrainConfig().adapters == {"lora": 0}
+    assert TrainConfig(lora=8).adapters == TrainConfig(lora=8, lora_alpha=16).adapters and TrainConfig().adapters == {
+        "lora": 0
+    }
 
 
 @pytest.mark.parametrize(
@@ -219,7 +254,11 @@ def test_a_file_says_it_as_flags_do(tmp_path):
         ("peft", {}, "lora needs peft: pip install"),
         ("bitsandbytes", dict(quantize="nf4"), "quantize nf4 needs bitsandbytes and accelerate: pip install"),
         ("accelerate", dict(quantize="int8"), "quantize int8 needs bitsandbytes and accelerate: pip install"),
-        (None, dict(lora_targets="q_proj,query"), "lora_targets: llama has no layer 'query' for adapters; it has down_proj, embed_tokens, .*, v_proj$"),
+        (
+            None,
+            dict(lora_targets="q_proj,query"),
+            "lora_targets: llama has no layer 'query' for adapters; it has down_proj, embed_tokens, .*, v_proj$",
+        ),
         (None, dict(lora_targets="mlp"), "lora_targets: llama has no layer 'mlp' for adapters"),
         (None, dict(model="/nowhere/at/all"), "no such folder: /nowhere/at/all"),
         (None, dict(model=None, lora_targets="c_attn"), "lora_targets: llama has no layer 'c_attn'"),
@@ -239,7 +278,9 @@ def test_a_device_without_kernels_of_bitsandbytes_is_refused(config, monkeypatch
     import bitsandbytes
 
     monkeypatch.setattr(bitsandbytes, "supported_torch_devices", {"cuda"})
-    with pytest.raises(UserError, match="quantize nf4 needs a device that bitsandbytes has kernels for \(cuda\); this run uses cpu"):
+    with pytest.raises(
+        UserError, match="quantize nf4 needs a device that bitsandbytes has kernels for \(cuda\); this run uses cpu"
+    ):
         adapters.check(dataclasses.replace(config, quantize="nf4"), CPU)
 
 
@@ -247,7 +288,9 @@ def test_a_device_without_kernels_of_bitsandbytes_is_refused(config, monkeypatch
 def test_a_model_that_is_quantised_already(config, tmp_path):
     """It takes adapters as it is, is not quantised again, and cannot be trained whole."""
     four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    transformers.AutoModelForCausalLM.from_pretrained(config.model, quantization_config=four).save_pretrained(tmp_path / "four")
+    transformers.AutoModelForCausalLM.from_pretrained(config.model, quantization_config=four).save_pretrained(
+        tmp_path / "four"
+    )
     transformers.AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "four")
     config = dataclasses.replace(config, model=str(tmp_path / "four"), steps=1, checkpoint_every=0, eval_fraction=0.0)
     assert len(loop.train(config)["losses"]) == 1
@@ -262,7 +305,9 @@ def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
 
     eight = dataclasses.replace(config, quantize="fp8", steps=1, checkpoint_every=0, eval_fraction=0.0)
     asked = []
-    monkeypatch.setattr(patches, "quantize_base", lambda model, how: asked.append((type(model).__name__, how)), raising=False)
+    monkeypatch.setattr(
+        patches, "quantize_base", lambda model, how: asked.append((type(model).__name__, how)), raising=False
+    )
     loop.train(eight)
     assert asked == [("LlamaForCausalLM", "fp8")]
 
@@ -277,20 +322,35 @@ def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
 def test_experts_in_fp8_have_adapters(config, tmp_path):
     """Whose names are those of a dense model: they are stored after PEFT has found them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-    sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     sizes |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2)
     torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "moe")
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(
+        tmp_path / "moe"
+    )
     tokenizer.save_pretrained(tmp_path / "moe")
     experts = dict(model=str(tmp_path / "moe"), lora_targets="all-linear", lora_dropout=0.0, quantize="fp8")
-    run = dataclasses.replace(config, **experts, steps=2, checkpoint_every=0, eval_fraction=0.0, save=str(tmp_path / "tuned"))
+    run = dataclasses.replace(
+        config, **experts, steps=2, checkpoint_every=0, eval_fraction=0.0, save=str(tmp_path / "tuned")
+    )
     model = build(run, tokenizer, CPU, "fp32")
     made = [m for name, m in model.named_modules() if isinstance(m, LigerFloat8Experts)]
-    assert len(made) == 2 and any(name.endswith("experts.lora_A.default.weight") for name, p in model.named_parameters() if p.requires_grad)
+    assert len(made) == 2 and any(
+        name.endswith("experts.lora_A.default.weight") for name, p in model.named_parameters() if p.requires_grad
+    )
     losses = loop.train(run)["losses"]
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     loaded = peft.PeftModel.from_pretrained(dense, tmp_path / "tuned")
-    assert len(losses) == 2 and any("experts" in name and p.any() for name, p in loaded.named_parameters() if "lora_B" in name)
+    assert len(losses) == 2 and any(
+        "experts" in name and p.any() for name, p in loaded.named_parameters() if "lora_B" in name
+    )
 
 
 def test_what_runs_ours_is_said_at_the_start(config, capsys):
@@ -299,4 +359,8 @@ def test_what_runs_ours_is_said_at_the_start(config, capsys):
     assert cli.main(["train", "--config", str(Path(config.out) / "run.json"), *flags.split()]) == 0
     said = capsys.readouterr().out
     assert "adapters: LoRA, rank 4, alpha 8, on q_proj; 512 of " in said
-    assert "the engine runs 0 of 1 layers" in said and "there are no kernels for torch.float32 on cpu" in said and f"adapters in {config.save}" in said
+    assert (
+        "the engine runs 0 of 1 layers" in said
+        and "there are no kernels for torch.float32 on cpu" in said
+        and f"adapters in {config.save}" in said
+    )

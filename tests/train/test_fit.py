@@ -1,4 +1,5 @@
-"""The peak of memory that is estimated from shapes is the one that was measured; what fits, and what a run that does not fit says."""
+"""The peak of memory that is estimated from shapes is the one that was measured; what fits, and
+what a run that does not fit says."""
 
 import csv
 import dataclasses
@@ -30,8 +31,9 @@ DATA, PAGE = ROOT / "benchmarks" / "data", ROOT / "docs" / "guides" / "fit.md"
 # Rows of benchmarks/data that are not estimated, and why; the first reason counts
 OUTSIDE = {why: lambda file, row, outside=outside: outside(row) for why, outside in NOT_ESTIMATED.items()} | {
     "an earlier state of the code, which kept more": lambda file, row: (
-        row["variant"].startswith("ours") and ((file[:10] < "2026-11-22" and not row.get("checkpointing")) or (file, row["variant"]) in EARLIER)
-    ),
+        row["variant"].startswith("ours")
+        and ((file[:10] < "2026-11-22" and not row.get("checkpointing")) or (file, row["variant"]) in EARLIER)
+    )
 }
 EARLIER = {("2026-11-22-h200-steps.csv", "ours:off"), ("2026-11-22-h200-2gpus-batches.csv", "ours")}
 
@@ -52,17 +54,31 @@ def reason(file: str, row: Row) -> str | None:
 
 
 # the latest measurement of each step
-LATEST = list({dataclasses.replace(step, gb=0.0): step for file, row in rows() if reason(file, row) is None for step in [measured(row)]}.values())
+LATEST = list(
+    {
+        dataclasses.replace(step, gb=0.0): step
+        for file, row in rows()
+        if reason(file, row) is None
+        for step in [measured(row)]
+    }.values()
+)
 ALL = list(dict.fromkeys(measured(row) for file, row in rows() if reason(file, row) is None))
 
 
 def traits(step: Measured) -> set:
-    """Its variant and precision, whether there are ranks, and its flags: by their names, or by their words."""
-    return {step.variant, step.precision, step.gpus > 1, *((name, value) if isinstance(value, str) else name for name, value in step.run)}
+    """Its variant and precision, whether there are ranks, and its flags: by their names, or by
+    their words."""
+    return {
+        step.variant,
+        step.precision,
+        step.gpus > 1,
+        *((name, value) if isinstance(value, str) else name for name, value in step.run),
+    }
 
 
 def some_of_each_trait(steps: list[Measured]) -> set[Measured]:
-    """Steps that have every trait that there is; each is the one with most that those before it lack."""
+    """Steps that have every trait that there is; each is the one with most that those before it
+    lack."""
     chosen, missing = [], set().union(*map(traits, steps))
     while missing:
         chosen.append(max(steps, key=lambda step: len(traits(step) & missing)))
@@ -92,7 +108,13 @@ def estimates(once) -> Callable[[Measured], float]:
 
 
 @pytest.mark.parametrize(
-    "step", [pytest.param(s, marks=[pytest.mark.slow] * (s not in OF_EACH_TRAIT), id=f"{s.variant}-{s}-{s.gb:.2f}".replace(" ", "")) for s in ALL]
+    "step",
+    [
+        pytest.param(
+            s, marks=[pytest.mark.slow] * (s not in OF_EACH_TRAIT), id=f"{s.variant}-{s}-{s.gb:.2f}".replace(" ", "")
+        )
+        for s in ALL
+    ],
 )
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(step, estimates):
     assert estimates(step) == pytest.approx(step.gb, rel=0.10)
@@ -104,11 +126,23 @@ def test_most_estimates_are_within_a_hundredth(estimates):
     assert sum(error <= 0.01 for error in errors) >= 0.8 * len(errors) and len(errors) >= 45
 
 
-@pytest.mark.parametrize("fp8", [dict(fp8="tensorwise"), dict(fp8="rowwise"), dict(fp8="rowwise_with_gw_hp"), dict(fp8="tensorwise", fp8_head=True)], ids=str)
+@pytest.mark.parametrize(
+    "fp8",
+    [
+        dict(fp8="tensorwise"),
+        dict(fp8="rowwise"),
+        dict(fp8="rowwise_with_gw_hp"),
+        dict(fp8="tensorwise", fp8_head=True),
+    ],
+    ids=str,
+)
 def test_a_step_in_fp8_needs_what_one_in_bf16_does(fp8):
     run = TrainConfig(model="llama-3-8b-4layers", batch=4, length=2048)
     bf16, ours = (
-        simulated.simulated(config_of(MODELS[run.model]), dataclasses.replace(run, **changes), "bf16", optimizer="sgd").total for changes in ({}, fp8)
+        simulated.simulated(
+            config_of(MODELS[run.model]), dataclasses.replace(run, **changes), "bf16", optimizer="sgd"
+        ).total
+        for changes in ({}, fp8)
     )
     assert ours <= (1.002 if fp8["fp8"] == "rowwise_with_gw_hp" else 1.0) * bf16
 
@@ -118,7 +152,10 @@ def test_experts_in_fp8_take_half():
     pytest.importorskip("peft")
     run = TrainConfig(model="qwen3-30b-a3b", batch=1, length=512, lora=4, lora_targets="q_proj,down_proj")
     form = config_of(MODELS[run.model] | dict(num_hidden_layers=2, num_experts=32))
-    bf16, fp8 = (simulated.simulated(form, dataclasses.replace(run, quantize=how), "bf16-mixed", optimizer="sgd").parts for how in (None, "fp8"))
+    bf16, fp8 = (
+        simulated.simulated(form, dataclasses.replace(run, quantize=how), "bf16-mixed", optimizer="sgd").parts
+        for how in (None, "fp8")
+    )
     experts = 2 * form.num_experts * 3 * form.hidden_size * form.moe_intermediate_size
     attention = 2 * 2 * form.hidden_size * form.head_dim * (form.num_attention_heads + form.num_key_value_heads)
     assert bf16["weights"] - fp8["weights"] == pytest.approx(experts + attention, rel=1e-3)
@@ -129,16 +166,23 @@ def test_every_row_is_estimated_or_has_a_reason():
     reasons = [reason(file, row) for file, row in rows()]
     assert set(OUTSIDE) <= set(reasons), "a reason that no row has"
     estimated = {row["variant"] for (file, row), why in zip(rows(), reasons) if why is None}
-    assert estimated == {"stock", "ours", *(f"ours:{how}" for how in ("bf16", "head", "fp8", "off", "mlp", "offload", "long"))}
+    assert estimated == {
+        "stock",
+        "ours",
+        *(f"ours:{how}" for how in ("bf16", "head", "fp8", "off", "mlp", "offload", "long")),
+    }
 
 
 def table(estimates: Callable[[Measured], float], steps: Iterable[Measured]) -> list[str]:
-    """Lines of the table of docs/guides/fit.md: each step that was measured, stock steps and patched ones."""
+    """Lines of the table of docs/guides/fit.md: each step that was measured, stock steps and
+    patched ones."""
     lines = []
     for step in steps:
         gb = estimates(step)
         error = f"{100 * (gb / step.gb - 1):+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
-        lines.append(f"| {step} | {'stock' if step.variant == 'stock' else 'patched'} | {step.gb:.2f} | {gb:.2f} | {error} % |")
+        lines.append(
+            f"| {step} | {'stock' if step.variant == 'stock' else 'patched'} | {step.gb:.2f} | {gb:.2f} | {error} % |"
+        )
     return sorted(set(lines))
 
 
@@ -155,12 +199,16 @@ def test_the_page_has_these_errors(estimates):
 def test_the_page_has_each_step(estimates):
     there = lines_of_the_page()
     assert set(table(estimates, OF_EACH_TRAIT)) <= set(there)
-    assert {line.rsplit(" | ", 2)[0] for line in there} == {line.rsplit(" | ", 2)[0] for line in table(lambda step: step.gb, LATEST)}
+    assert {line.rsplit(" | ", 2)[0] for line in there} == {
+        line.rsplit(" | ", 2)[0] for line in table(lambda step: step.gb, LATEST)
+    }
 
 
 @pytest.mark.slow
 def test_the_page_shows_what_is_printed(capsys):
-    command, printed = re.search(r"^```bash\nliger fit (.*?)\n```\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S).groups()
+    command, printed = re.search(
+        r"^```bash\nliger fit (.*?)\n```\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S
+    ).groups()
     assert said(*command.split(), capsys=capsys) == printed
 
 
@@ -169,7 +217,10 @@ def test_the_page_is_right_about_eight_gpus():
     run = TrainConfig(model="llama-3-8b", batch=1, length=8192, parallel="fsdp2", nproc=8)
     peak = fit.Estimates(config_of(MODELS[run.model]), "sm90", fit.world_of(run)).peak(run)
     said = f"needs {peak.total / 1e9:.2f} GB on each of eight GPUs, {peak.parts['weights'] / 1e9:.2f} of these"
-    assert said in PAGE.read_text() and f"and {peak.parts['gathered weights'] / 1e9:.2f} for weights that it gathers" in PAGE.read_text(), peak
+    assert (
+        said in PAGE.read_text()
+        and f"and {peak.parts['gathered weights'] / 1e9:.2f} for weights that it gathers" in PAGE.read_text()
+    ), peak
 
 
 @pytest.mark.parametrize("why", OUTSIDE)
@@ -206,7 +257,10 @@ def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, 
     ids=str,
 )
 def test_a_cut_model_has_the_peak_of_the_whole_one(changes):
-    config, form = dataclasses.replace(RUN, **changes, length=65536 if "activation_offloading" in changes else 4096), llama(24)
+    config, form = (
+        dataclasses.replace(RUN, **changes, length=65536 if "activation_offloading" in changes else 4096),
+        llama(24),
+    )
     world = 4 if config.fully_sharded else 1
     peak = simulated.simulated(form, config, "bf16", world=world)
     whole = phases_of(form, config, world)
@@ -223,11 +277,14 @@ def test_parts_are_those_of_the_shapes():
     done = phases["optimizer"]
     assert done["weights"] == pytest.approx(2 * parameters, abs=rounding) == done["gradients"]
     assert done["optimizer"] == pytest.approx(4 * parameters, abs=rounding)
-    assert done["temporary"] == 0 and done["activations"] + done["head and loss"] <= 2**20  # the loss and what it depends on
+    assert (
+        done["temporary"] == 0 and done["activations"] + done["head and loss"] <= 2**20
+    )  # the loss and what it depends on
 
 
 def test_parts_of_ranks_are_those_of_the_shapes():
-    """Each of four ranks holds a quarter of weights, gradients and moments, or all of them and buckets of gradients."""
+    """Each of four ranks holds a quarter of weights, gradients and moments, or all of them and
+    buckets of gradients."""
     form = llama(2)
     with torch.device("meta"):
         size = 2 * sum(p.numel() for p in transformers.LlamaForCausalLM(form).parameters())
@@ -236,32 +293,51 @@ def test_parts_of_ranks_are_those_of_the_shapes():
         for changes in (dict(parallel="fsdp2"), dict(parallel="ddp"), dict(parallel="fsdp2", optimizer_on_cpu=True))
     )
     rounding = 512 * 100
-    assert [sharded[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([size / 4, size / 4, size / 2], abs=rounding)
-    assert [copies[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([size, 2 * size, 2 * size], abs=rounding)
-    assert [on_cpu[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([0, 0, 0], abs=rounding)  # buffers stay
+    assert [sharded[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(
+        [size / 4, size / 4, size / 2], abs=rounding
+    )
+    assert [copies[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(
+        [size, 2 * size, 2 * size], abs=rounding
+    )
+    assert [on_cpu[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(
+        [0, 0, 0], abs=rounding
+    )  # buffers stay
     assert sharded["gathered weights"] == copies["gathered weights"] == 0, "they are given back after the backward"
 
 
-@pytest.mark.parametrize("flags, measured", [({}, 42.6), (dict(activation_offloading=True, keep_attention=True, tiled_mlp=0), 39.6)], ids=str)
+@pytest.mark.parametrize(
+    "flags, measured", [({}, 42.6), (dict(activation_offloading=True, keep_attention=True, tiled_mlp=0), 39.6)], ids=str
+)
 def test_rows_that_ranks_share(flags, measured):
-    """Peaks of docs/benchmarks/long-rows.md: two H200, the whole Llama-3-8B, one row of 65,536 tokens."""
+    """Peaks of docs/benchmarks/long-rows.md: two H200, the whole Llama-3-8B, one row of 65,536
+    tokens."""
     run = TrainConfig(length=65536, batch=1, parallel="ulysses-fsdp2", gradient_checkpointing="full", **flags)
     form = config_of(MODELS["llama-3-8b"] | dict(max_position_embeddings=65536))
     assert simulated.simulated(form, run, "bf16", world=2).total / 1e9 == pytest.approx(measured, abs=0.1)
 
 
 def test_more_ranks_need_less():
-    peak = lambda world, **changes: simulated.simulated(llama(2), dataclasses.replace(RUN, **changes), "bf16", world=world).total
+    peak = lambda world, **changes: (
+        simulated.simulated(llama(2), dataclasses.replace(RUN, **changes), "bf16", world=world).total
+    )
     assert peak(8, parallel="fsdp2") < peak(2, parallel="fsdp2") < peak(2, parallel="ddp") == peak(8, parallel="ddp")
-    assert peak(2, parallel="ulysses") < peak(2, parallel="ddp") <= peak(2, parallel="ulysses", sequence_parallel_size=1)
+    assert (
+        peak(2, parallel="ulysses") < peak(2, parallel="ddp") <= peak(2, parallel="ulysses", sequence_parallel_size=1)
+    )
     assert peak(2, parallel="tp") < peak(1)
 
 
 def test_switches_need_less():
     """In rows of 32,768 tokens each step of this ladder needs less than the one above it."""
     ladder = (dict(kernels="off"), dict(), dict(rematerialise="mlp"), dict(gradient_checkpointing="full"))
-    ladder += (dict(gradient_checkpointing="full", activation_offloading=True), dict(gradient_checkpointing="full", activation_offloading=True, tiled_mlp=0))
-    peaks = [simulated.simulated(llama(), dataclasses.replace(RUN, length=32768, **changes), "bf16").total for changes in ladder]
+    ladder += (
+        dict(gradient_checkpointing="full", activation_offloading=True),
+        dict(gradient_checkpointing="full", activation_offloading=True, tiled_mlp=0),
+    )
+    peaks = [
+        simulated.simulated(llama(), dataclasses.replace(RUN, length=32768, **changes), "bf16").total
+        for changes in ladder
+    ]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
 
 
@@ -269,7 +345,8 @@ OFFLOADED = dict(gradient_checkpointing="full", activation_offloading=True)
 
 
 def test_memory_of_the_cpu():
-    """Every layer's input, and on the CPU beside them AdamW's weights, gradients and moments; what there is no room for stays on the GPU, a layer at a time."""
+    """Every layer's input, and on the CPU beside them AdamW's weights, gradients and moments;
+    what there is no room for stays on the GPU, a layer at a time."""
     run, form = dataclasses.replace(RUN, length=262144, **OFFLOADED), llama(24)
     of = lambda **how: simulated.simulated(form, run, "bf16", **how)
     assert simulated.simulated(form, RUN, "bf16").cpu == {}
@@ -290,8 +367,11 @@ def test_memory_of_the_cpu():
 
 
 def test_a_long_row_on_a_machine_with_little_memory():
-    """Measured on one H200 beside 134 GB of free CPU memory; Llama-3-8B whole, the optimizer on the CPU (docs/benchmarks/long-rows.md)."""
-    run = TrainConfig(model="llama-3-8b", batch=1, length=516096, parallel="fsdp2", optimizer_on_cpu=True, tiled_mlp=0, **OFFLOADED)
+    """Measured on one H200 beside 134 GB of free CPU memory; Llama-3-8B whole, the optimizer on
+    the CPU (docs/benchmarks/long-rows.md)."""
+    run = TrainConfig(
+        model="llama-3-8b", batch=1, length=516096, parallel="fsdp2", optimizer_on_cpu=True, tiled_mlp=0, **OFFLOADED
+    )
     form = config_of(MODELS[run.model] | dict(max_position_embeddings=run.length))
     peak = simulated.simulated(form, run, "bf16", reduce_dtype=None, cpu_memory=134e9 - offloading.RESERVE)
     assert peak.total / 1e9 == pytest.approx(135.45, rel=0.02)
@@ -302,7 +382,9 @@ HELD = 3 * 65536 * 512 * 2 / 1e9  # of a model of two layers
 
 
 def test_memory_of_the_cpu_is_printed(model, capsys):
-    assert f"GB, and {HELD:.2f} GB of the CPU's memory for activations\n" in said("--model", model, *LONG, capsys=capsys)
+    assert f"GB, and {HELD:.2f} GB of the CPU's memory for activations\n" in said(
+        "--model", model, *LONG, capsys=capsys
+    )
     with pytest.raises(UserError, match="--cpu-memory-gb must be positive and finite, got 0"):
         fit.main(["--model", model, *LONG, "--cpu-memory-gb", "0"])
 
@@ -328,8 +410,19 @@ def test_more_of_a_run_needs_more():
 
 def test_what_is_replaced_comes_back():
     replaced = lambda: (
-        *(torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.dropout, offloading.PLAIN, memory.PLAIN, offloading._lane),
-        *(torch.nn.parallel.DistributedDataParallel, torch.UntypedStorage.resize_, FSDPParamGroup.unshard, FSDPParamGroup.post_backward),
+        *(
+            torch.nn.functional.scaled_dot_product_attention,
+            torch.nn.functional.dropout,
+            offloading.PLAIN,
+            memory.PLAIN,
+            offloading._lane,
+        ),
+        *(
+            torch.nn.parallel.DistributedDataParallel,
+            torch.UntypedStorage.resize_,
+            FSDPParamGroup.unshard,
+            FSDPParamGroup.post_backward,
+        ),
         torch.distributed.is_initialized(),
     )
     before = replaced()
@@ -341,7 +434,11 @@ def test_what_is_replaced_comes_back():
 
 
 @pytest.mark.parametrize("room", [50, 1000, 999_999])
-@pytest.mark.parametrize("peak", [lambda n: 100 + 7 * n, lambda n: max(500 + n, 20 + 9 * n), lambda n: 100 + n * n], ids=["line", "kink", "square"])
+@pytest.mark.parametrize(
+    "peak",
+    [lambda n: 100 + 7 * n, lambda n: max(500 + n, 20 + 9 * n), lambda n: 100 + n * n],
+    ids=["line", "kink", "square"],
+)
 def test_the_largest_number_is_found(peak, room):
     found = fit.largest(peak, room)
     assert (peak(found) <= room if found else peak(1) > room) and peak(found + max(1, found // 64)) > room
@@ -359,19 +456,33 @@ def said(*argv: str, capsys) -> str:
 
 
 def test_the_table_of_switches(model, capsys):
-    text = said("--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--precision", "bf16", capsys=capsys)
-    assert re.search(r"config.json, 2 x 8192 tokens, on a GPU with 0.50 GB\n\n +peak GB +saves GB +fits +costs\nas given +[\d.]+ +no\n", text)
-    assert re.search(r"--gradient-checkpointing full +[\d.]+ +[\d.]+ +yes +time: the forward of each layer is repeated\n", text)
+    text = said(
+        "--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--precision", "bf16", capsys=capsys
+    )
+    assert re.search(
+        r"config.json, 2 x 8192 tokens, on a GPU with 0.50 GB\n\n +peak GB +saves GB +fits +costs\nas given +[\d.]+ "
+        r"+no\n",
+        text,
+    )
+    assert re.search(
+        r"--gradient-checkpointing full +[\d.]+ +[\d.]+ +yes +time: the forward of each layer is repeated\n", text
+    )
     assert re.search(r"--batch 1 --accumulate 2 +[\d.]+ +[\d.]+ +(yes|no) +time: products of fewer tokens\n", text)
     assert re.search(r"fits, with [\d.]+ GB: liger train --model .*config.json .*--length 8192", text)
 
 
 @pytest.mark.slow
 def test_json_agrees_with_the_estimates(model, capsys):
-    found = json.loads(said("--model", model, "--gpu", "rtx4090", "--checkpointing", "--seq", "8192", "--json", capsys=capsys))
+    found = json.loads(
+        said("--model", model, "--gpu", "rtx4090", "--checkpointing", "--seq", "8192", "--json", capsys=capsys)
+    )
     run = TrainConfig(model=model, batch=1, length=8192, gradient_checkpointing="full")
     of = fit.Estimates(llama(2), "sm89")
-    assert found["peak"] == sum(found["parts"].values()) == of.total(run) and found["memory"] == 24564 * 2**20 - 10**9 and found["fits"]
+    assert (
+        found["peak"] == sum(found["parts"].values()) == of.total(run)
+        and found["memory"] == 24564 * 2**20 - 10**9
+        and found["fits"]
+    )
     best = found["recommended"]
     assert best["command"].startswith("liger train --model ") and "--gradient-checkpointing full" in best["command"]
     longest = [of.total(dataclasses.replace(run, length=int(best["longest_row"] * more))) for more in (1, 1.03)]
@@ -382,9 +493,14 @@ def test_json_agrees_with_the_estimates(model, capsys):
 def test_ranks_in_the_table(tmp_path, capsys):
     llama(1).save_pretrained(tmp_path)
     model, of = str(tmp_path / "config.json"), fit.Estimates(llama(1), "sm90", 8)
-    copies, shards = (of.total(TrainConfig(model=model, batch=1, length=2048, parallel=parallel)) / 1e9 for parallel in ("ddp", "fsdp2"))
+    copies, shards = (
+        of.total(TrainConfig(model=model, batch=1, length=2048, parallel=parallel)) / 1e9
+        for parallel in ("ddp", "fsdp2")
+    )
     gb = f"{(copies + shards) / 2:.3f}"
-    text = said("--model", model, "--memory-gb", gb, "--parallel", "ddp", "--nproc", "4", "--nnodes", "2:4", capsys=capsys)
+    text = said(
+        "--model", model, "--memory-gb", gb, "--parallel", "ddp", "--nproc", "4", "--nnodes", "2:4", capsys=capsys
+    )
     assert f"1 x 2048 tokens, on each of 8 GPUs: a GPU with {float(gb):.2f} GB" in text
     assert re.search(r"--parallel fsdp2 +[\d.]+ +[\d.]+ +(yes|no) +time: every rank gathers", text)
     assert re.search(r"fits, with [\d.]+ GB: liger train .*--parallel fsdp2.* --nproc 4 --nnodes 2:4", text)
@@ -395,9 +511,18 @@ def test_ranks_in_the_table(tmp_path, capsys):
     [
         (["--nproc", "4"], "4 ranks need --parallel ddp, fsdp2, tp or ulysses"),
         (["--nproc", "0", "--parallel", "ddp"], "--nproc must be the number of GPUs of a machine, got 0"),
-        (["--nproc", "2", "--nnodes", "x", "--parallel", "ddp"], "nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got 'x'"),
-        (["--nproc", "4", "--parallel", "ulysses", "--sequence-parallel-size", "3"], "sequence_parallel_size must divide the 4 ranks, got 3"),
-        (["--nproc", "4", "--parallel", "deepspeed-z3", "--trainer", "hf"], "the memory of parallel deepspeed-z3 is not known: DeepSpeed holds the weights"),
+        (
+            ["--nproc", "2", "--nnodes", "x", "--parallel", "ddp"],
+            "nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got 'x'",
+        ),
+        (
+            ["--nproc", "4", "--parallel", "ulysses", "--sequence-parallel-size", "3"],
+            "sequence_parallel_size must divide the 4 ranks, got 3",
+        ),
+        (
+            ["--nproc", "4", "--parallel", "deepspeed-z3", "--trainer", "hf"],
+            "the memory of parallel deepspeed-z3 is not known: DeepSpeed holds the weights",
+        ),
     ],
     ids=str,
 )
@@ -407,11 +532,15 @@ def test_ranks_that_cannot_be(model, flags, error, capsys):
 
 
 def test_nothing_fits(model, capsys):
-    assert "No combination of switches that trains the same model fits" in said("--model", model, "--memory-gb", "0.01", capsys=capsys)
+    assert "No combination of switches that trains the same model fits" in said(
+        "--model", model, "--memory-gb", "0.01", capsys=capsys
+    )
 
 
 def test_the_recommended_command_is_one(model, capsys):
-    found = json.loads(said("--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--json", capsys=capsys))
+    found = json.loads(
+        said("--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--json", capsys=capsys)
+    )
     from liger_kernel.train.config import from_flags
 
     config = from_flags(found["recommended"]["command"].split()[2:])
@@ -423,7 +552,10 @@ TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batc
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `create`")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `create`"),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_out_of_memory_is_explained(tmp_path, monkeypatch, capsys, error):
@@ -436,11 +568,22 @@ def test_out_of_memory_is_explained(tmp_path, monkeypatch, capsys, error):
     with pytest.raises(type(error), match=r"Tried to allocate|ALLOC_FAILED"):
         loop.train(TrainConfig(**TINY, data=str(tmp_path / "text.jsonl"), out=str(tmp_path / "run")))
     said = capsys.readouterr().err
-    assert re.search(r"^out of memory: from its shapes, a step with 4 x 24 tokens needs about [\d.]+ GB. Turn on:$", said, re.M)
-    assert re.search(r"^  --gradient-checkpointing full +saves about [\d.]+ GB; costs time: the forward of each layer is repeated$", said, re.M)
+    assert re.search(
+        r"^out of memory: from its shapes, a step with 4 x 24 tokens needs about [\d.]+ GB. Turn on:$", said, re.M
+    )
+    assert re.search(
+        r"^  --gradient-checkpointing full +saves about [\d.]+ GB; costs time: the forward of each layer is repeated$",
+        said,
+        re.M,
+    )
 
 
 def test_the_error_goes_on_if_it_cannot_be_explained(monkeypatch):
     monkeypatch.setattr(fit, "switches", lambda *args: 1 / 0)
-    assert fit.explained(llama(1), RUN, 80e9) == "out of memory; what each switch would save is not known: division by zero"
-    assert fit.explained("no/such/model/here", RUN, 80e9).startswith("out of memory; what each switch would save is not known: no such folder")
+    assert (
+        fit.explained(llama(1), RUN, 80e9)
+        == "out of memory; what each switch would save is not known: division by zero"
+    )
+    assert fit.explained("no/such/model/here", RUN, 80e9).startswith(
+        "out of memory; what each switch would save is not known: no such folder"
+    )

@@ -1,4 +1,5 @@
-"""What a run may write to, the record of its starts, and files that are written whole and through no link."""
+"""What a run may write to, the record of its starts, and files that are written whole and
+through no link."""
 
 import contextlib
 import dataclasses
@@ -47,14 +48,32 @@ def as_users_run_it(monkeypatch):
 def config(tmp_path):
     (tmp_path / "text.jsonl").write_text((json.dumps({"text": TEXT}) + "\n") * 4)
     return TrainConfig(
-        hidden=16, heads=2, kv_heads=1, layers=1, vocab=300, length=24, batch=4, steps=2, warmup=1, log_every=1, device="cpu", eval_fraction=0.0,
-        kernels="off", data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "tokens"), out=str(tmp_path / "run"),
-    )  # fmt: skip
+        hidden=16,
+        heads=2,
+        kv_heads=1,
+        layers=1,
+        vocab=300,
+        length=24,
+        batch=4,
+        steps=2,
+        warmup=1,
+        log_every=1,
+        device="cpu",
+        eval_fraction=0.0,
+        kernels="off",
+        data=str(tmp_path / "text.jsonl"),
+        cache=str(tmp_path / "tokens"),
+        out=str(tmp_path / "run"),
+    )
 
 
 def content(root):
     """Every file below a folder, with links as links."""
-    return {str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() for path in Path(root).rglob("*") if not path.is_dir()}
+    return {
+        str(path): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in Path(root).rglob("*")
+        if not path.is_dir()
+    }
 
 
 def made(root, names):
@@ -96,7 +115,13 @@ def test_a_folder_of_something_else_is_no_folder_of_a_run(names, config):
     assert content(config.out) == before
 
 
-SAVED = {"a model": OTHERS["a model"], "adapters": OTHERS["adapters"], "a card": ["README.md"], "merges": ["merges.txt"], "data": ["chats.jsonl"]}
+SAVED = {
+    "a model": OTHERS["a model"],
+    "adapters": OTHERS["adapters"],
+    "a card": ["README.md"],
+    "merges": ["merges.txt"],
+    "data": ["chats.jsonl"],
+}
 
 
 @pytest.mark.parametrize("names", SAVED.values(), ids=SAVED)
@@ -155,7 +180,9 @@ def test_the_launcher_writes_nothing_to_the_folder(config, monkeypatch):
     class Asked(Exception):
         pass
 
-    monkeypatch.setattr("torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", lambda *_: (_ for _ in ()).throw(Asked))
+    monkeypatch.setattr(
+        "torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", lambda *_: (_ for _ in ()).throw(Asked)
+    )
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(Asked):
         ranks.launch_elastic(dataclasses.replace(config, nproc=1))
@@ -181,13 +208,25 @@ def test_starts_that_begin_anew_leave_what_was_there(config):
     first = loop.train(config)
     second = loop.train(dataclasses.replace(config, lr=1e-4))
     out = Path(config.out)
-    assert {name: found["lr"] for name, found in records(config).items()} == {"liger-run.json": 1e-4, "liger-run-1.json": None}
-    assert json.loads((out / "metrics-1.json").read_text()) == first != second == json.loads((out / "metrics.json").read_text())
+    assert {name: found["lr"] for name, found in records(config).items()} == {
+        "liger-run.json": 1e-4,
+        "liger-run-1.json": None,
+    }
+    assert (
+        json.loads((out / "metrics-1.json").read_text())
+        == first
+        != second
+        == json.loads((out / "metrics.json").read_text())
+    )
     assert len((out / "metrics-1.jsonl").read_text().splitlines()) == 2
     loop.train(dataclasses.replace(config, lr=1e-4))  # the same run once more
     assert len(records(config)) == 2 and not list(out.glob("metrics-2*"))
     loop.train(dataclasses.replace(config, steps=3))
-    assert {name: found["steps"] for name, found in records(config).items()} == {"liger-run.json": 3, "liger-run-1.json": 2, "liger-run-2.json": 2}
+    assert {name: found["steps"] for name, found in records(config).items()} == {
+        "liger-run.json": 3,
+        "liger-run-1.json": 2,
+        "liger-run-2.json": 2,
+    }
     assert TrainConfig.load(out / "liger-run.json") == dataclasses.replace(config, steps=3)
 
 
@@ -196,7 +235,10 @@ def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config
     config = dataclasses.replace(config, trainer=trainer, checkpoint_every=1)
     loop.train(config)
     loop.train(dataclasses.replace(config, steps=4))
-    assert {name: found["steps"] for name, found in records(config).items()} == {"liger-run.json": 4, "liger-run-1.json": 2}
+    assert {name: found["steps"] for name, found in records(config).items()} == {
+        "liger-run.json": 4,
+        "liger-run-1.json": 2,
+    }
     assert not list(Path(config.out).glob("metrics-*"))
     if trainer == "torch":
         assert len((Path(config.out) / "metrics.jsonl").read_text().splitlines()) == 4
@@ -211,11 +253,16 @@ def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path,
     models = [str(tmp_path / name) for name in ("base", "of the same sizes")]
     tokenizer = data_module.load(config).tokenizer
     for name in models:
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(name), tokenizer.save_pretrained(name)
+        (
+            transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(name),
+            tokenizer.save_pretrained(name),
+        )
     (tmp_path / "other.jsonl").write_text((json.dumps({"text": TEXT[::-1]}) + "\n") * 4)
     config = dataclasses.replace(config, model=models[0], trainer=trainer, checkpoint_every=1)
     loop.train(config)
-    kept = lambda: {name: text for name, text in content(config.out).items() if Path(name).name.startswith(("liger-run", "metrics"))}
+    kept = lambda: {
+        name: text for name, text in content(config.out).items() if Path(name).name.startswith(("liger-run", "metrics"))
+    }
     before = kept()
     for changes, said in {
         "other data": (dict(data=str(tmp_path / "other.jsonl"), steps=9), "is of other data"),
@@ -227,7 +274,9 @@ def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path,
         "a port in use": (dict(metrics_port=9400, steps=9), "metrics cannot be served"),
     }.values():
         with monkeypatch.context() as patch:
-            patch.setattr("socket.create_server", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EADDRINUSE, "in use")))
+            patch.setattr(
+                "socket.create_server", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EADDRINUSE, "in use"))
+            )
             with pytest.raises(UserError, match=said):
                 loop.train(dataclasses.replace(config, **changes))
         assert kept() == before, said
@@ -257,8 +306,24 @@ def test_a_damaged_record_does_not_stop_its_run(config):
 
 # -- links ---------------------------------------------------------------------------------
 
-NAMES = ["lock", "liger-run.json", "metrics.json", "metrics.jsonl", "checkpoints", "checkpoints/latest", "checkpoints/identity.json.tmp"]
-NAMES += ["checkpoints/step-00000003", "checkpoints-hf", "cache", "cache/0123", "tensorboard", "wandb-id", "stuck-rank-0.txt"]
+NAMES = [
+    "lock",
+    "liger-run.json",
+    "metrics.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "checkpoints/latest",
+    "checkpoints/identity.json.tmp",
+]
+NAMES += [
+    "checkpoints/step-00000003",
+    "checkpoints-hf",
+    "cache",
+    "cache/0123",
+    "tensorboard",
+    "wandb-id",
+    "stuck-rank-0.txt",
+]
 
 
 @links
@@ -269,20 +334,27 @@ def test_links_in_the_folder_of_a_run_are_refused(name, config, tmp_path):
     path = Path(config.out) / name
     shutil.rmtree(path, ignore_errors=True), path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)
-    path.symlink_to(there if "." not in path.name and path.name not in ("lock", "latest", "wandb-id") else there / "mine")
+    path.symlink_to(
+        there if "." not in path.name and path.name not in ("lock", "latest", "wandb-id") else there / "mine"
+    )
     before = content(there)
     with pytest.raises(UserError, match=rf"{path} is a link, which no run has made: remove it, or give another --out$"):
         loop.train(dataclasses.replace(config, checkpoint_every=1))
     assert content(there) == before
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.json", "liger-run.json", "lock", "checkpoints/latest", "checkpoints/identity.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "metrics.json", "liger-run.json", "lock", "checkpoints/latest", "checkpoints/identity.json"],
+)
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
 def test_pipes_and_folders_in_the_place_of_files_are_refused(kind, name, config):
     path = Path(config.out) / name
     path.parent.mkdir(parents=True)
     path.mkdir() if kind == "folder" else os.mkfifo(path)
-    with pytest.raises(UserError, match=rf"{path} is a {kind}.*, which no run has made: remove it, or give another --out$"):
+    with pytest.raises(
+        UserError, match=rf"{path} is a {kind}.*, which no run has made: remove it, or give another --out$"
+    ):
         loop.train(config)
 
 
@@ -295,7 +367,13 @@ def test_nothing_is_written_through_a_link_that_comes_later(config, tmp_path, mo
 
     def after(run):
         (out / "checkpoints").mkdir(exist_ok=True)
-        for name in ("metrics.json", "metrics.jsonl", "stuck-rank-0.txt", "checkpoints/latest", "checkpoints/step-00000002"):
+        for name in (
+            "metrics.json",
+            "metrics.jsonl",
+            "stuck-rank-0.txt",
+            "checkpoints/latest",
+            "checkpoints/step-00000002",
+        ):
             (out / name).unlink(missing_ok=True)
             (out / name).symlink_to(mine)
         return step(run)
@@ -386,9 +464,15 @@ def test_a_pipe_that_a_user_names_is_written_to(tmp_path):
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-@pytest.mark.parametrize("line", [b"[]", b'{"loss": 1}', b'{"step": "x"}', b"\0" * 64, b'{"step": 1, "loss": "\xff', b"5", b"[" * 100_000], ids=range(7))
+@pytest.mark.parametrize(
+    "line",
+    [b"[]", b'{"loss": 1}', b'{"step": "x"}', b"\0" * 64, b'{"step": 1, "loss": "\xff', b"5", b"[" * 100_000],
+    ids=range(7),
+)
 def test_damaged_lines_are_left_out(line, tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b"\n" + b'{"step": 2, "loss": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 2.0}\n' + line + b"\n" + b'{"step": 2, "loss": 1.0}\n'
+    )
     assert [found["step"] for found in StepLines(tmp_path / "metrics.jsonl", 2).read()] == [1, 2]
 
 

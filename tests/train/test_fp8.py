@@ -1,4 +1,5 @@
-"""Runs in FP8: what is said at their start, resumes of the same bits whoever trains, and mistakes that are named."""
+"""Runs in FP8: what is said at their start, resumes of the same bits whoever trains, and
+mistakes that are named."""
 
 import dataclasses
 import json
@@ -33,10 +34,27 @@ def as_users_run_it(monkeypatch):
 def config(tmp_path):
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20 + str(i)}) + "\n" for i in range(8)))
     return TrainConfig(
-        hidden=32, heads=2, kv_heads=1, layers=1, vocab=280, data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "cache"), length=24, batch=2, steps=4,
-        warmup=1, lr=1e-2, log_every=1, eval_fraction=0.05, eval_every=2, checkpoint_every=2, device="cpu", fp8="tensorwise", out=str(tmp_path / "run"),
+        hidden=32,
+        heads=2,
+        kv_heads=1,
+        layers=1,
+        vocab=280,
+        data=str(tmp_path / "text.jsonl"),
+        cache=str(tmp_path / "cache"),
+        length=24,
+        batch=2,
+        steps=4,
+        warmup=1,
+        lr=1e-2,
+        log_every=1,
+        eval_fraction=0.05,
+        eval_every=2,
+        checkpoint_every=2,
+        device="cpu",
+        fp8="tensorwise",
+        out=str(tmp_path / "run"),
         save=str(tmp_path / "saved"),
-    )  # fmt: skip
+    )
 
 
 def test_recipes_are_those_of_the_operator():
@@ -47,10 +65,15 @@ def weights(config):
     return (Path(config.save) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("trainer, precision", [("torch", "fp32"), ("torch", "bf16-mixed"), ("torch", "bf16"), ("hf", "bf16-mixed")])
+@pytest.mark.parametrize(
+    "trainer, precision", [("torch", "fp32"), ("torch", "bf16-mixed"), ("torch", "bf16"), ("hf", "bf16-mixed")]
+)
 def test_a_run(trainer, precision, config, capfd):
-    """learns in FP8, says which layers it leaves, and resumes with the same bits; its model is an ordinary one."""
-    config = dataclasses.replace(config, trainer=trainer, precision=precision, fp8_filter="o_proj, gate_proj", accumulate=2)
+    """learns in FP8, says which layers it leaves, and resumes with the same bits; its model is
+    an ordinary one."""
+    config = dataclasses.replace(
+        config, trainer=trainer, precision=precision, fp8_filter="o_proj, gate_proj", accumulate=2
+    )
     expected = loop.train(config)
     said = capfd.readouterr().out
     assert "projections: the engine runs 5 of 8 layers with adapters, quantised weights or FP8" in said
@@ -71,15 +94,28 @@ def test_a_run(trainer, precision, config, capfd):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--fp8 tensorwize", "--fp8 must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil; got 'tensorwize'; did you mean tensorwise\\?"),
+        (
+            "--fp8 tensorwize",
+            "--fp8 must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil; got 'tensorwize'; did you "
+            "mean tensorwise\\?",
+        ),
         ("--fp8-filter o_proj", "fp8_filter needs fp8, a recipe"),
         ("--fp8-head", "fp8_head needs fp8, a recipe"),
-        ("--fp8 rowwise --fp8-filter o_proj,,mlp", "fp8_filter must be names of layers with commas between; got 'o_proj,,mlp'"),
+        (
+            "--fp8 rowwise --fp8-filter o_proj,,mlp",
+            "fp8_filter must be names of layers with commas between; got 'o_proj,,mlp'",
+        ),
         ("--fp8 rowwise --kernels off", "fp8 rowwise needs kernels on"),
-        ("--fp8 rowwise --lora 8", "fp8 rowwise trains the whole model: with lora, quantize fp8 stores the frozen model in FP8"),
+        (
+            "--fp8 rowwise --lora 8",
+            "fp8 rowwise trains the whole model: with lora, quantize fp8 stores the frozen model in FP8",
+        ),
         ("--fp8 rowwise --parallel tp", "fp8 rowwise needs parallel none, ddp or fsdp2, got tp"),
         ("--fp8 rowwise --parallel ulysses", "got ulysses: scales would be those of a part of each row"),
-        ("--fp8 rowwise --trainer hf --parallel deepspeed-z3", "fp8 rowwise needs parallel none, ddp or fsdp2, got deepspeed-z3"),
+        (
+            "--fp8 rowwise --trainer hf --parallel deepspeed-z3",
+            "fp8 rowwise needs parallel none, ddp or fsdp2, got deepspeed-z3",
+        ),
     ],
 )
 def test_mistakes_in_flags(flags, message):
@@ -94,7 +130,9 @@ def test_flags():
 
 
 def test_what_cannot_be_is_said(config, monkeypatch):
-    with pytest.raises(UserError, match=r"fp8_filter: LlamaForCausalLM has no linear layer 'oproj'; did you mean o_proj\?"):
+    with pytest.raises(
+        UserError, match=r"fp8_filter: LlamaForCausalLM has no linear layer 'oproj'; did you mean o_proj\?"
+    ):
         loop.train(dataclasses.replace(config, fp8_filter="oproj"))
     monkeypatch.setattr(float8, "lacking", lambda *_: "FP8 needs an NVIDIA GPU")
     monkeypatch.setattr(loop, "load", None)  # before anything is loaded
@@ -109,7 +147,9 @@ def test_a_family_without_kernels(config, capsys):
     from liger_kernel.train.model import patch
 
     own = type("OwnConfig", (transformers.LlamaConfig,), {"model_type": "nobody_knows"})
-    model = transformers.LlamaForCausalLM(own(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32))
+    model = transformers.LlamaForCausalLM(
+        own(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    )
     patch(model, {"fp8": "rowwise"})
     assert "no kernels for nobody_knows: training it as Hugging Face ships it, but in FP8" in capsys.readouterr().out
     assert sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == 7

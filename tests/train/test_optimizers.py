@@ -1,4 +1,5 @@
-"""Optimizers with fewer bytes for each parameter, the step in the backward, and the optimizer on the CPU."""
+"""Optimizers with fewer bytes for each parameter, the step in the backward, and the optimizer on
+the CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ def trained(make, dtype, steps=STEPS, shape=(32, 256)):
     "name, theirs, dtype",
     [
         *further(("adamw-8bit", lambda groups: torchao.AdamW8bit(groups, **OPTIONS), torch.float32)),
-        ("adamw-8bit-bf16", lambda groups: torchao.AdamW8bit(groups, **OPTIONS, bf16_stochastic_round=True), torch.bfloat16),
+        (
+            "adamw-8bit-bf16",
+            lambda groups: torchao.AdamW8bit(groups, **OPTIONS, bf16_stochastic_round=True),
+            torch.bfloat16,
+        ),
         ("adamw-bf16", lambda groups: torchao._AdamW(groups, **OPTIONS, bf16_stochastic_round=True), torch.bfloat16),
         ("adamw", lambda groups: torch.optim.AdamW(groups, **OPTIONS, fused=True), torch.float32),
     ],
@@ -65,7 +70,8 @@ def test_bits_are_those_of_the_library(name, theirs, dtype):
 
 
 def test_moments_in_8_bits_are_as_near_as_8_bits_are():
-    """Each step rounds a moment to a code of its block; half of the widest gap between codes is the most that it changes, and decays with the moment."""
+    """Each step rounds a moment to a code of its block; half of the widest gap between codes is
+    the most that it changes, and decays with the moment."""
     p, eight = trained(lambda groups: adamw.make("adamw-8bit", groups, **OPTIONS), torch.float32)
     q, plain = trained(lambda groups: adamw.make("adamw", groups, **OPTIONS), torch.float32)
     for moment, beta in zip(("exp_avg", "exp_avg_sq"), BETAS):
@@ -83,7 +89,8 @@ def test_the_first_step_of_8_bits_is_that_of_adamw():
 
 
 def test_small_steps_are_lost_without_stochastic_rounding():
-    """Steps of 1/8 of what bf16 can add to 1: rounded to the nearest number they change nothing, stochastically they add up to what they are."""
+    """Steps of 1/8 of what bf16 can add to 1: rounded to the nearest number they change nothing,
+    stochastically they add up to what they are."""
     ulp, steps, n = 2**-8, 8, 1 << 14  # of bf16 just below 1
     moved = {}
     for name in ("adamw", "adamw-bf16"):
@@ -95,7 +102,8 @@ def test_small_steps_are_lost_without_stochastic_rounding():
             optimizer.step()
         moved[name] = p.detach().double().mean().item() - 0.75
     assert moved["adamw"] == 0
-    # a rounding has a standard deviation of ulp / 2 at most; AdamW's step for a constant gradient is lr, up to the rounding of its bf16 moments
+    # a rounding has a standard deviation of ulp / 2 at most; AdamW's step for a constant gradient
+    # is lr, up to the rounding of its bf16 moments
     deviation = ulp / 2 * (steps / n) ** 0.5
     assert abs(moved["adamw-bf16"] - ulp) < 4 * deviation + 2**-8 * steps * ulp / 8 * 4
 
@@ -109,7 +117,12 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.inner, self.frozen, self.norm = nn.Embedding(64, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.LayerNorm(256)
+        self.embedding, self.inner, self.frozen, self.norm = (
+            nn.Embedding(64, 256),
+            nn.Linear(256, 256),
+            nn.Linear(256, 256),
+            nn.LayerNorm(256),
+        )
         self.frozen.requires_grad_(False)
 
     def forward(self, tokens):
@@ -120,11 +133,21 @@ class Tied(nn.Module):
 
 def learnt(make, in_backward):
     model = Tied()
-    optimizer = make([{"params": [p for p in model.parameters() if p.ndim == n and p.requires_grad], "weight_decay": 0.1 * (n > 1)} for n in (2, 1)])
+    optimizer = make(
+        [
+            {
+                "params": [p for p in model.parameters() if p.ndim == n and p.requires_grad],
+                "weight_decay": 0.1 * (n > 1),
+            }
+            for n in (2, 1)
+        ]
+    )
     stepping = adamw.InBackward(optimizer) if in_backward else None
     alive, norms, losses = [], [], []
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: alive.append(sum(q.grad is not None for q in model.parameters()))) if p.requires_grad else None
+        p.register_post_accumulate_grad_hook(
+            lambda p: alive.append(sum(q.grad is not None for q in model.parameters()))
+        ) if p.requires_grad else None
     for step in range(3):
         adamw.set_lr(optimizer, LR / (step + 1))
         loss = model(torch.arange(step, step + 40))
@@ -153,7 +176,9 @@ def test_a_step_in_the_backward_has_the_bits_of_the_one_after_it(make):
     found, their_norms, one, theirs, other = learnt(make, True)
     assert found == losses and all(map(torch.equal, theirs, weights))
     assert torch.equal(torch.stack(their_norms), torch.stack(norms))
-    assert max(alive) == 5 and max(one) == 0  # hooks run in the order in which they were registered: each gradient is gone before the next
+    assert (
+        max(alive) == 5 and max(one) == 0
+    )  # hooks run in the order in which they were registered: each gradient is gone before the next
     state, same = optimizer.state_dict(), other.state_dict()
     assert state["state"].keys() == same["state"].keys() and state["param_groups"] == same["param_groups"]
 
@@ -164,7 +189,11 @@ def test_gradients_are_dropped_while_it_is_off():
     stepping = adamw.InBackward(adamw.make("adamw", [p for p in model.parameters() if p.requires_grad], lr=LR))
     stepping.on = False
     model(torch.arange(40)).backward()
-    assert all(p.grad is None for p in model.parameters()) and all(map(torch.equal, model.parameters(), before)) and stepping.norm() == 0
+    assert (
+        all(p.grad is None for p in model.parameters())
+        and all(map(torch.equal, model.parameters(), before))
+        and stepping.norm() == 0
+    )
 
 
 # -- runs ----------------------------------------------------------------------------------
@@ -173,12 +202,32 @@ def test_gradients_are_dropped_while_it_is_off():
 @pytest.fixture
 def config(tmp_path):
     pytest.importorskip("transformers")
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"def add(a, b): return a + b + {i} " * 30}) + "\n" for i in range(20)))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"def add(a, b): return a + b + {i} " * 30}) + "\n" for i in range(20))
+    )
     return TrainConfig(
-        hidden=64, heads=1, kv_heads=1, layers=1, intermediate=64, vocab=300, length=48, batch=2, steps=4, warmup=1, log_every=1, device="cpu", lr=1e-2,
-        eval_fraction=0.0, grad_clip=0.0, checkpoint_every=2, checkpoint_keep=3, data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "cache"),
-        out=str(tmp_path / "run"), save=str(tmp_path / "saved"),
-    )  # fmt: skip
+        hidden=64,
+        heads=1,
+        kv_heads=1,
+        layers=1,
+        intermediate=64,
+        vocab=300,
+        length=48,
+        batch=2,
+        steps=4,
+        warmup=1,
+        log_every=1,
+        device="cpu",
+        lr=1e-2,
+        eval_fraction=0.0,
+        grad_clip=0.0,
+        checkpoint_every=2,
+        checkpoint_keep=3,
+        data=str(tmp_path / "text.jsonl"),
+        cache=str(tmp_path / "cache"),
+        out=str(tmp_path / "run"),
+        save=str(tmp_path / "saved"),
+    )
 
 
 def weights(config):
@@ -195,7 +244,11 @@ def same(a, b):
     "changes",
     [
         dict(optimizer="adamw-8bit"),
-        *further(dict(optimizer="adamw-bf16", precision="bf16"), dict(optimizer="adamw-8bit-bf16", precision="bf16"), dict(optimizer_in_backward=True)),
+        *further(
+            dict(optimizer="adamw-bf16", precision="bf16"),
+            dict(optimizer="adamw-8bit-bf16", precision="bf16"),
+            dict(optimizer_in_backward=True),
+        ),
         *further(dict(optimizer="adamw-8bit-bf16", precision="bf16", optimizer_in_backward=True)),
         dict(parallel="fsdp2", optimizer_on_cpu=True),
     ],
@@ -212,7 +265,14 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone(changes, con
     assert loop.train(config)["losses"] == losses
     assert same(weights(config), expected)
     with pytest.raises(UserError, match=r"is of another optimizer: moments .* there, .* here"):
-        loop.train(dataclasses.replace(config, optimizer="adamw" if "8bit" in config.optimizer else "adamw-8bit", optimizer_on_cpu=False, steps=6))
+        loop.train(
+            dataclasses.replace(
+                config,
+                optimizer="adamw" if "8bit" in config.optimizer else "adamw-8bit",
+                optimizer_on_cpu=False,
+                steps=6,
+            )
+        )
 
 
 def test_runs_step_in_the_backward_with_the_same_bits(config):
@@ -223,7 +283,9 @@ def test_runs_step_in_the_backward_with_the_same_bits(config):
     other = dataclasses.replace(config, optimizer_in_backward=True, out=f"{config.out}-2", save=f"{config.save}-2")
     found = loop.train(other)
     assert found["losses"] == plain["losses"]
-    assert found["gradient_norms"] == pytest.approx(plain["gradient_norms"], rel=4 * torch.finfo(torch.float32).eps)  # added in another order
+    assert found["gradient_norms"] == pytest.approx(
+        plain["gradient_norms"], rel=4 * torch.finfo(torch.float32).eps
+    )  # added in another order
     assert same(weights(other), weights(config))
 
 
@@ -257,7 +319,9 @@ def test_steps_without_finite_gradients_change_nothing(optimizer, config, monkey
 def test_a_step_in_the_backward_has_one_backward(config):
     from liger_kernel.train import loop
 
-    with pytest.raises(UserError, match="optimizer_in_backward needs at most batch x ranks = 2 rows in a step, got global_batch 4"):
+    with pytest.raises(
+        UserError, match="optimizer_in_backward needs at most batch x ranks = 2 rows in a step, got global_batch 4"
+    ):
         loop.train(dataclasses.replace(config, optimizer_in_backward=True, global_batch=4))
 
 
@@ -268,12 +332,17 @@ def test_what_a_checkpoint_holds_shares_memory_with_the_moment():
     p, optimizer = trained(lambda groups: adamw.make("adamw-8bit", groups, **OPTIONS), torch.float32)
     moment = optimizer.state[p]["exp_avg"]
     parts = plain_parts(moment)
-    assert {name: (type(part), part.shape) for name, part in parts.items()} == {"codes": (torch.Tensor, (32, 256)), "scale": (torch.Tensor, (32, 1))}
+    assert {name: (type(part), part.shape) for name, part in parts.items()} == {
+        "codes": (torch.Tensor, (32, 256)),
+        "scale": (torch.Tensor, (32, 1)),
+    }
     assert all(part.data_ptr() == getattr(moment, name).data_ptr() for name, part in parts.items())
     assert plain_parts(p) == {"": p}
 
 
-@pytest.mark.parametrize("shape, found", [((32, 256), True), ((64, 64), True), ((63, 64), None), ((4097,), None), ((4096,), True)])
+@pytest.mark.parametrize(
+    "shape, found", [((32, 256), True), ((64, 64), True), ((63, 64), None), ((4097,), None), ((4096,), True)]
+)
 def test_weights_in_blocks(shape, found):
     assert in_blocks(torch.zeros(shape), adamw.LEAST, adamw.BLOCK) is found
 
@@ -284,24 +353,64 @@ def test_weights_in_blocks(shape, found):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(optimizer="adamw-8bit", parallel="tp"), "optimizer adamw-8bit needs parallel none, ddp, ulysses, fsdp2 or ulysses-fsdp2, got tp"),
-        (dict(optimizer="adamw-bf16", parallel="ddp", precision="bf16"), "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
-        (dict(optimizer="adamw-8bit", parallel="fsdp2", trainer="hf"), "optimizer adamw-8bit with parallel fsdp2 needs trainer torch, got hf"),
+        (
+            dict(optimizer="adamw-8bit", parallel="tp"),
+            "optimizer adamw-8bit needs parallel none, ddp, ulysses, fsdp2 or ulysses-fsdp2, got tp",
+        ),
+        (
+            dict(optimizer="adamw-bf16", parallel="ddp", precision="bf16"),
+            "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp",
+        ),
+        (
+            dict(optimizer="adamw-8bit", parallel="fsdp2", trainer="hf"),
+            "optimizer adamw-8bit with parallel fsdp2 needs trainer torch, got hf",
+        ),
         (
             dict(optimizer="adamw-8bit", parallel="deepspeed-z2", trainer="hf"),
             "optimizer adamw-8bit needs parallel none, ddp, ulysses, fsdp2 or ulysses-fsdp2, got deepspeed-z2",
         ),
-        (dict(optimizer="adamw-bf16"), "rounds weights that are kept in bf16, so it needs precision bf16; got precision auto"),
-        (dict(optimizer="adamw-8bit-bf16", precision="bf16", lora=4), "so it needs precision bf16; got lora 4, whose adapters are kept in fp32"),
-        (dict(optimizer_in_backward=True), "optimizer_in_backward needs grad_clip 0, got 1: when the norm is known, the steps are made"),
-        (dict(optimizer_in_backward=True, grad_clip=0.0, accumulate=2), "optimizer_in_backward needs accumulate 1, got 2: each backward makes a step"),
-        (dict(optimizer_in_backward=True, grad_clip=0.0, nonfinite="skip"), "optimizer_in_backward needs nonfinite stop, got skip"),
-        (dict(optimizer_in_backward=True, grad_clip=0.0, parallel="ddp"), "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp"),
-        (dict(optimizer_in_backward=True, grad_clip=0.0, trainer="hf"), "optimizer_in_backward needs trainer torch, got hf"),
-        (dict(optimizer_on_cpu=True), "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got none"),
+        (
+            dict(optimizer="adamw-bf16"),
+            "rounds weights that are kept in bf16, so it needs precision bf16; got precision auto",
+        ),
+        (
+            dict(optimizer="adamw-8bit-bf16", precision="bf16", lora=4),
+            "so it needs precision bf16; got lora 4, whose adapters are kept in fp32",
+        ),
+        (
+            dict(optimizer_in_backward=True),
+            "optimizer_in_backward needs grad_clip 0, got 1: when the norm is known, the steps are made",
+        ),
+        (
+            dict(optimizer_in_backward=True, grad_clip=0.0, accumulate=2),
+            "optimizer_in_backward needs accumulate 1, got 2: each backward makes a step",
+        ),
+        (
+            dict(optimizer_in_backward=True, grad_clip=0.0, nonfinite="skip"),
+            "optimizer_in_backward needs nonfinite stop, got skip",
+        ),
+        (
+            dict(optimizer_in_backward=True, grad_clip=0.0, parallel="ddp"),
+            "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp",
+        ),
+        (
+            dict(optimizer_in_backward=True, grad_clip=0.0, trainer="hf"),
+            "optimizer_in_backward needs trainer torch, got hf",
+        ),
+        (
+            dict(optimizer_on_cpu=True),
+            "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got "
+            "none",
+        ),
         (dict(optimizer_on_cpu=True, parallel="fsdp2", trainer="hf"), "optimizer_on_cpu needs trainer torch, got hf"),
-        (dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer="adamw-8bit"), "optimizer_on_cpu needs optimizer adamw, .*; got adamw-8bit"),
-        (dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer_in_backward=True, grad_clip=0.0), "exclude each other"),
+        (
+            dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer="adamw-8bit"),
+            "optimizer_on_cpu needs optimizer adamw, .*; got adamw-8bit",
+        ),
+        (
+            dict(optimizer_on_cpu=True, parallel="fsdp2", optimizer_in_backward=True, grad_clip=0.0),
+            "exclude each other",
+        ),
     ],
 )
 def test_what_does_not_combine_is_said(changes, message):
@@ -319,7 +428,11 @@ def test_what_is_missing_is_said_before_the_data_are_read(config, monkeypatch):
 
     config = dataclasses.replace(config, optimizer="adamw-8bit", data="/nowhere.jsonl")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"optimizer adamw-8bit needs a C\+\+ compiler, .*install g\+\+, or set CXX; no-such-compiler was not found"):
+    with pytest.raises(
+        UserError,
+        match=r"optimizer adamw-8bit needs a C\+\+ compiler, .*install g\+\+, or set CXX; no-such-compiler was not "
+        r"found",
+    ):
         loop.train(config)
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="optimizer adamw-8bit needs torchao: pip install torchao"):

@@ -1,7 +1,9 @@
-"""The runtime layer over several processes: ranks are killed, stopped, stuck and changed in number, and the run must end as if nothing had happened.
+"""The runtime layer over several processes: ranks are killed, stopped, stuck and changed in number,
+and the run must end as if nothing had happened.
 
-Without GPUs, workers are forked from a server that has imported everything once. `pytest -m elastic tests/train/test_runtime.py` runs the rest of the matrix,
-`LIGER_TEST_DEVICE=cuda pytest -m elastic tests/train/test_runtime.py -k "launcher or machine or moment"` on two GPUs.
+Without GPUs, workers are forked from a server that has imported everything once. `pytest -m elastic
+tests/train/test_runtime.py` runs the rest of the matrix, `LIGER_TEST_DEVICE=cuda pytest -m elastic
+tests/train/test_runtime.py -k "launcher or machine or moment"` on two GPUs.
 """
 
 from __future__ import annotations
@@ -124,7 +126,14 @@ def work(rank, world, port, config, fault, elsewhere):
     log = os.open(f"{config.out}-rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **elsewhere)
+    os.environ |= dict(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **elsewhere,
+    )
     torch.set_num_threads(1)
     as_users_run_it()
     if "REHEARSE" in elsewhere:
@@ -146,10 +155,13 @@ def as_users_run_it():
 
 
 def run(config, world=2, fault=None, **elsewhere):
-    """Exit codes of ``world`` ranks, the last of which has the ``fault``; a negative one is a signal. Survivors are ended as torchrun does."""
+    """Exit codes of ``world`` ranks, the last of which has the ``fault``; a negative one is a
+    signal. Survivors are ended as torchrun does."""
     port = free_port()
     context = multiprocessing.get_context("spawn") if DEVICE == "cuda" else forkserver()
-    workers = [context.Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)]
+    workers = [
+        context.Process(target=work, args=(rank, world, port, config, fault, elsewhere)) for rank in range(world)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -192,13 +204,36 @@ def base(tmp_path_factory):
     tokenizer = train_bpe([TEXT], 280)
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_dropout=0.1)).save_pretrained(folder / "model")
+    sizes = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_dropout=0.1)).save_pretrained(
+        folder / "model"
+    )
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 30 + str(i)}) + "\n" for i in range(12)))
     return TrainConfig(
-        model=str(folder / "model"), data=str(folder / "text.jsonl"), cache=str(folder / "cache"), length=24, batch=2, global_batch=6, steps=STEPS, warmup=2,
-        lr=1e-2, log_every=3, checkpoint_every=3, eval_fraction=0.05, device=DEVICE, precision="fp32", parallel="fsdp2", timeout=60,
-    )  # fmt: skip
+        model=str(folder / "model"),
+        data=str(folder / "text.jsonl"),
+        cache=str(folder / "cache"),
+        length=24,
+        batch=2,
+        global_batch=6,
+        steps=STEPS,
+        warmup=2,
+        lr=1e-2,
+        log_every=3,
+        checkpoint_every=3,
+        eval_fraction=0.05,
+        device=DEVICE,
+        precision="fp32",
+        parallel="fsdp2",
+        timeout=60,
+    )
 
 
 def place(base, folder, **changes):
@@ -222,7 +257,18 @@ def same_run(config, undisturbed):
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_transformers_trainer_learns_the_same_over_ranks(parallel, base, tmp_path):
-    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=1, heads=2, kv_heads=1, parallel=parallel, global_batch=8, checkpoint_every=0, log_every=1)
+    sizes = dict(
+        model=None,
+        tokenizer=base.model,
+        hidden=32,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        parallel=parallel,
+        global_batch=8,
+        checkpoint_every=0,
+        log_every=1,
+    )
     curves = {}
     for trainer in ("torch", "hf"):
         (tmp_path / trainer).mkdir()
@@ -240,7 +286,10 @@ def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
     config = place(base, tmp_path)
     codes = run(config, fault=("killed", 7))
     assert codes == [1, -signal.SIGKILL], log(config)  # the other one does not wait for ever
-    assert latest(config) in (["step-00000006", "step-00000003"], ["step-00000003"])  # the second may still have been under way
+    assert latest(config) in (
+        ["step-00000006", "step-00000003"],
+        ["step-00000003"],
+    )  # the second may still have been under way
     assert run(config, TORCHELASTIC_RESTART_COUNT="1") == [0, 0], log(config)
     same_run(config, undisturbed)
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["restarts"] == 1
@@ -281,7 +330,8 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(base, undisturbed, tm
 
 
 def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
-    """2 -> 1 -> 3: the same rows in every step, hence the same losses but for dropout, which is drawn per rank."""
+    """2 -> 1 -> 3: the same rows in every step, hence the same losses but for dropout, which is
+    drawn per rank."""
     config = place(base, tmp_path)
     assert run(config, 2, fault=("terminated", 3)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
     assert run(config, 1, fault=("terminated", 6)) == [ranks.EXIT_PREEMPTED], log(config)
@@ -292,9 +342,13 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
     assert losses(config) == pytest.approx(losses(undisturbed), rel=0.1)
 
 
-@pytest.mark.parametrize("parallel, precision, rel", [pytest.param("ddp", "fp32", 1e-5, marks=pytest.mark.elastic), ("fsdp2", "bf16-mixed", 1e-2)])
+@pytest.mark.parametrize(
+    "parallel, precision, rel",
+    [pytest.param("ddp", "fp32", 1e-5, marks=pytest.mark.elastic), ("fsdp2", "bf16-mixed", 1e-2)],
+)
 def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
-    """Killed, started again, preempted, and finished by one rank: the bits of a run left alone as long as there are two, the same losses after."""
+    """Killed, started again, preempted, and finished by one rank: the bits of a run left alone
+    as long as there are two, the same losses after."""
     pytest.importorskip("peft")
     sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=2, kv_heads=1, precision=precision)
     calm = place(base, tmp_path, parallel=parallel, lora=4, dora=True, **sizes)
@@ -307,20 +361,27 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     assert losses(config) == losses(calm)[:7]
     assert run(config, 1) == [0], log(config)
     assert losses(config)[:7] == losses(calm)[:7] and losses(config) == pytest.approx(losses(calm), rel=rel)
-    stored = checkpoint.SafeReader(Path(config.out) / "checkpoints" / latest(config)[0]).read_metadata().state_dict_metadata
+    stored = (
+        checkpoint.SafeReader(Path(config.out) / "checkpoints" / latest(config)[0]).read_metadata().state_dict_metadata
+    )
     assert stored and all("lora" in name for name in stored)
     from safetensors.torch import load_file
 
     learnt, expected = (load_file(Path(c.save) / "adapter_model.safetensors") for c in (config, calm))
-    assert len(learnt) == 2 * 7 * 3 and {n: w.shape for n, w in learnt.items()} == {n: w.shape for n, w in expected.items()}
+    assert len(learnt) == 2 * 7 * 3 and {n: w.shape for n, w in learnt.items()} == {
+        n: w.shape for n, w in expected.items()
+    }
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        # before the next one: PyTorch's cache on disk would take the moments of the two for the same
+        # before the next one: PyTorch's cache on disk would take the moments of the two for the
+        # same
         pytest.param(dict(optimizer="adamw-bf16", precision="bf16"), marks=pytest.mark.elastic),
-        pytest.param(dict(optimizer="adamw-8bit-bf16", precision="bf16"), marks=pytest.mark.elastic),  # torchao compiles it in each of eight processes
+        pytest.param(
+            dict(optimizer="adamw-8bit-bf16", precision="bf16"), marks=pytest.mark.elastic
+        ),  # torchao compiles it in each of eight processes
         pytest.param(dict(optimizer="adamw-8bit", optimizer_in_backward=True), marks=pytest.mark.elastic),
         pytest.param(dict(optimizer_in_backward=True), marks=pytest.mark.elastic),
         dict(optimizer_on_cpu=True),
@@ -328,9 +389,21 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     ids=lambda changes: "-".join(str(value) for value in changes.values()),
 )
 def test_optimizers_over_shards(changes, base, tmp_path):
-    """Killed and started again: the bits of a run left alone. One rank goes on, unless its shards would have other moments in 8 bits."""
+    """Killed and started again: the bits of a run left alone. One rank goes on, unless its
+    shards would have other moments in 8 bits."""
     pytest.importorskip("torchao")
-    sizes = dict(model=None, tokenizer=base.model, hidden=64, intermediate=128, layers=1, heads=1, kv_heads=1, global_batch=4, log_every=1, grad_clip=0.0)
+    sizes = dict(
+        model=None,
+        tokenizer=base.model,
+        hidden=64,
+        intermediate=128,
+        layers=1,
+        heads=1,
+        kv_heads=1,
+        global_batch=4,
+        log_every=1,
+        grad_clip=0.0,
+    )
     calm = place(base, tmp_path, **sizes, **changes)
     config = dataclasses.replace(calm, out=str(tmp_path / "killed"), save=str(tmp_path / "again"))
     assert run(calm) == [0, 0], log(calm)
@@ -340,11 +413,19 @@ def test_optimizers_over_shards(changes, base, tmp_path):
     saved = lambda c: (Path(c.save) / "model.safetensors").read_bytes()
     assert saved(config) == saved(calm)
     if "optimizer" not in changes:
-        plain = dataclasses.replace(calm, optimizer_in_backward=False, optimizer_on_cpu=False, out=str(tmp_path / "plain"), save=str(tmp_path / "third"))
+        plain = dataclasses.replace(
+            calm,
+            optimizer_in_backward=False,
+            optimizer_on_cpu=False,
+            out=str(tmp_path / "plain"),
+            save=str(tmp_path / "third"),
+        )
         assert run(plain) == [0, 0] and losses(plain) == losses(calm) and saved(plain) == saved(calm)
     alone = dataclasses.replace(calm, batch=4, steps=STEPS + 2)
     if "8bit" in calm.optimizer:
-        assert run(alone, 1) != [0] and "has 8-bit moments in the blocks of 2 ranks: continue with 2 ranks, got 1" in log(alone)
+        assert run(alone, 1) != [
+            0
+        ] and "has 8-bit moments in the blocks of 2 ranks: continue with 2 ranks, got 1" in log(alone)
     else:
         assert run(alone, 1) == [0] and len(losses(alone)) == STEPS + 2, log(alone)
 
@@ -367,7 +448,8 @@ def test_a_stuck_collective_is_reported_with_its_stacks(base, tmp_path):
 
 
 def test_a_step_without_finite_gradients_changes_nothing(base, tmp_path):
-    """An Inf in the shard of one rank: both leave the step out, weights, moments and count of steps."""
+    """An Inf in the shard of one rank: both leave the step out, weights, moments and count of
+    steps."""
     config = place(base, tmp_path, log_every=1, steps=4, nonfinite="skip")
     assert run(config, fault=("poisoned", 3)) == [0, 0], log(config)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -382,20 +464,36 @@ def test_shares_are_all_rows_once_in_as_many_pieces_on_every_rank():
     for count, world, size in ((8, 1, 8), (8, 2, 2), (7, 3, 2), (1, 3, 4), (10, 4, 1)):
         shares = [share(list(range(count)), rank, world, size) for rank in range(world)]
         assert [row for pieces in shares for piece in pieces for row in piece] == list(range(count))
-        assert len({len(pieces) for pieces in shares}) == 1 and max(len(piece) for pieces in shares for piece in pieces) <= size
+        assert (
+            len({len(pieces) for pieces in shares}) == 1
+            and max(len(piece) for pieces in shares for piece in pieces) <= size
+        )
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.elastic), "fsdp2"])
 def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
-    """Five answers of unequal length: one rank has three of them, in two pieces, the other two in one, and a piece without labels."""
+    """Five answers of unequal length: one rank has three of them, in two pieces, the other two
+    in one, and a piece without labels."""
     chats = [{"instruction": "say it", "output": "yes" * (1 + 5 * (i % 4))} for i in range(40)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    changes = dict(model=None, tokenizer=base.model, hidden=32, heads=2, layers=1, data=str(tmp_path / "chats.jsonl"), length=128, global_batch=5, batch=2)
+    changes = dict(
+        model=None,
+        tokenizer=base.model,
+        hidden=32,
+        heads=2,
+        layers=1,
+        data=str(tmp_path / "chats.jsonl"),
+        length=128,
+        global_batch=5,
+        batch=2,
+    )
     one = place(base, tmp_path, **changes, steps=4, parallel="none", log_every=1, checkpoint_every=0)
     two = dataclasses.replace(one, parallel=parallel, save=None, out=str(tmp_path / "two"))
     assert run(one, 1) == [0] and run(two) == [0, 0], log(one)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    of = lambda config: [json.loads(line)["grad_norm"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    of = lambda config: [
+        json.loads(line)["grad_norm"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    ]
     assert of(two) == pytest.approx(of(one), rel=1e-4)
 
 
@@ -403,11 +501,16 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
     "parallel, more",
     [
         ("ulysses", {}),  # the next test has shards as well
-        pytest.param("ulysses-fsdp2", dict(packing="documents", length=25, gradient_checkpointing="full"), marks=pytest.mark.elastic),
+        pytest.param(
+            "ulysses-fsdp2",
+            dict(packing="documents", length=25, gradient_checkpointing="full"),
+            marks=pytest.mark.elastic,
+        ),
     ],
 )
 def test_ranks_that_share_rows(parallel, more, base, tmp_path):
-    """In every step the losses of one process; after a restart, the bits of a run left alone, or with fewer ranks its losses."""
+    """In every step the losses of one process; after a restart, the bits of a run left alone, or
+    with fewer ranks its losses."""
     sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=4, kv_heads=1, **more)
     calm = place(base, tmp_path, parallel=parallel, **sizes)
     one = dataclasses.replace(calm, parallel="none", checkpoint_every=0, save=None, out=str(tmp_path / "one"))
@@ -425,15 +528,21 @@ def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     groups = dataclasses.replace(calm, sequence_parallel_size=1, save=None, out=str(tmp_path / "groups"))
     assert run(groups) == [0, 0] and losses(groups) == pytest.approx(losses(one), rel=1e-5), log(groups)
     other = dataclasses.replace(calm, sequence_parallel_size=3, save=None, out=str(tmp_path / "other"))
-    assert run(other) == [ranks.EXIT_MISTAKE] * 2 and "sequence_parallel_size must divide the 2 ranks, got 3" in log(other)
+    assert run(other) == [ranks.EXIT_MISTAKE] * 2 and "sequence_parallel_size must divide the 2 ranks, got 3" in log(
+        other
+    )
 
 
 @pytest.mark.parametrize(
     "more, close",
     [
         (dict(optimizer_in_backward=True), 1e-5),
-        pytest.param(dict(optimizer_on_cpu=True), 1e-5, marks=pytest.mark.elastic),  # test_optimizers_over_shards has it
-        pytest.param(dict(optimizer="adamw-8bit"), 1e-3, marks=pytest.mark.elastic),  # torchao compiles it in each process
+        pytest.param(
+            dict(optimizer_on_cpu=True), 1e-5, marks=pytest.mark.elastic
+        ),  # test_optimizers_over_shards has it
+        pytest.param(
+            dict(optimizer="adamw-8bit"), 1e-3, marks=pytest.mark.elastic
+        ),  # torchao compiles it in each process
     ],
     ids=["in the backward", "on the CPU", "8 bits"],
 )
@@ -441,7 +550,17 @@ def test_ranks_that_share_rows_and_shards(more, close, base, tmp_path):
     """Optimizers of FSDP2 work there, too: losses are those of one process and PyTorch's AdamW."""
     if "optimizer" in more:
         pytest.importorskip("torchao")
-    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=4, kv_heads=1, checkpoint_every=0, grad_clip=0.0, batch=6)
+    sizes = dict(
+        model=None,
+        tokenizer=base.model,
+        hidden=32,
+        layers=2,
+        heads=4,
+        kv_heads=1,
+        checkpoint_every=0,
+        grad_clip=0.0,
+        batch=6,
+    )
     one = place(base, tmp_path, parallel="none", **sizes)
     shared = dataclasses.replace(one, parallel="ulysses-fsdp2", save=None, out=str(tmp_path / "shared"), **more)
     assert run(one, 1) == [0] and run(shared) == [0, 0], log(shared)
@@ -485,7 +604,12 @@ CORRUPTIONS = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
     "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    **{f"flipped {i}": lambda path, i=i: path.write_bytes(flipped(path.read_bytes(), i * (path.stat().st_size - 1) // 7)) for i in range(8)},
+    **{
+        f"flipped {i}": lambda path, i=i: path.write_bytes(
+            flipped(path.read_bytes(), i * (path.stat().st_size - 1) // 7)
+        )
+        for i in range(8)
+    },
 }
 
 
@@ -495,7 +619,16 @@ def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
     folder = Path(undisturbed.out) / "checkpoints"
     newest, before = latest(undisturbed)
     names = sorted(path.name for path in (folder / newest).iterdir())
-    assert {".metadata", "state.json", "rank-0.json", "rank-1.json", "sums-0.json", "sums-1.json", "__0_0.distcp", "__1_0.distcp"} == set(names)
+    assert {
+        ".metadata",
+        "state.json",
+        "rank-0.json",
+        "rank-1.json",
+        "sums-0.json",
+        "sums-1.json",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    } == set(names)
     for name in names:
         shutil.copytree(folder, tmp_path / name)
         CORRUPTIONS[corruption](tmp_path / name / newest / name)
@@ -535,7 +668,11 @@ def link_at(path, to="/dev/zero"):
 
 def everywhere(**values):
     """All tensors are said to be there."""
-    return of_the_metadata(lambda metadata: [setattr(part, name, value) for part in metadata.storage_data.values() for name, value in values.items()])
+    return of_the_metadata(
+        lambda metadata: [
+            setattr(part, name, value) for part in metadata.storage_data.values() for name, value in values.items()
+        ]
+    )
 
 
 def lost(metadata):
@@ -548,16 +685,21 @@ def huge_memo(path):
 
 
 def class_changed(path):
-    (path / ".metadata").write_bytes(b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\nN}X\x08\x00\x00\x00__hash__Ns\x86b.")
+    (path / ".metadata").write_bytes(
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\nN}X\x08\x00\x00\x00__hash__Ns\x86b."
+    )
 
 
-# what a stranger's checkpoint may hold with checksums that are right; the last of a name is whether they are made again
+# what a stranger's checkpoint may hold with checksums that are right; the last of a name is whether
+# they are made again
 STRANGE = {
     "sums of a device": of_the_file("sums-0.json", lambda sums: sums.update({"/dev/zero": "0" * 64})),
     "sums of the folder above": of_the_file("sums-1.json", lambda sums: sums.update({"../latest": "0" * 64})),
     "sums of a list": lambda path: (path / "sums-0.json").write_text("[]"),
     **{
-        f"{name} {value!s:.12}": of_the_file("state.json", lambda state, name=name, value=value: state.update({name: value}))
+        f"{name} {value!s:.12}": of_the_file(
+            "state.json", lambda state, name=name, value=value: state.update({name: value})
+        )
         for name, values in {
             "step": ("x", -5, 10**30, 1, True, None, 2.0),
             "ranks": (0, 10**12, "2", [2]),
@@ -598,10 +740,18 @@ def test_what_no_run_writes_into_a_checkpoint_is_said_and_not_read(strange, undi
     STRANGE[strange](path)
     if not strange.startswith("sums"):
         for rank in (0, 1):  # a stranger can, too
-            sums = {name: checkpoint.digest(path / name) for name in json.loads((path / f"sums-{rank}.json").read_text()) if (path / name).is_file()}
+            sums = {
+                name: checkpoint.digest(path / name)
+                for name in json.loads((path / f"sums-{rank}.json").read_text())
+                if (path / name).is_file()
+            }
             (path / f"sums-{rank}.json").write_text(json.dumps(sums))
     memory = resource.getrlimit(resource.RLIMIT_AS)
-    here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc/self/statm").exists() else 0
+    here = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if Path("/proc/self/statm").exists()
+        else 0
+    )
     try:
         if here:
             resource.setrlimit(resource.RLIMIT_AS, (here + (1 << 30), memory[1]))
@@ -614,7 +764,8 @@ def test_what_no_run_writes_into_a_checkpoint_is_said_and_not_read(strange, undi
 
 
 def test_tensors_that_cannot_be_read_are_passed_over(base, here, tmp_path, capsys):
-    """Their checksums hold, as a stranger's do: the checkpoint before is read over what they have left."""
+    """Their checksums hold, as a stranger's do: the checkpoint before is read over what they
+    have left."""
     config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2, checkpoint_keep=3)
     first = loop.train(config)["losses"]
     folder = tmp_path / "run" / "checkpoints"
@@ -643,7 +794,9 @@ def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undist
     newest, before = latest(undisturbed)
     as_of_an_earlier_release(tmp_path / "checkpoints" / newest)
     assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / newest
-    assert "was written by an earlier release without checksums: its contents are not verified" in capsys.readouterr().err
+    assert (
+        "was written by an earlier release without checksums: its contents are not verified" in capsys.readouterr().err
+    )
     part = max((tmp_path / "checkpoints" / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(part, part.stat().st_size - 1)
     assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / before
@@ -651,10 +804,17 @@ def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undist
 
 
 @pytest.mark.parametrize(
-    "lost", ["missing", "binary", "named folder gone", *(pytest.param(how, marks=pytest.mark.elastic) for how in ("empty", "zeroed", "of another"))]
+    "lost",
+    [
+        "missing",
+        "binary",
+        "named folder gone",
+        *(pytest.param(how, marks=pytest.mark.elastic) for how in ("empty", "zeroed", "of another")),
+    ],
 )
 def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
-    """Checkpoints that nobody names are found; what a run has not written, and ``latest`` has not named, it does not remove."""
+    """Checkpoints that nobody names are found; what a run has not written, and ``latest`` has
+    not named, it does not remove."""
     config = dataclasses.replace(place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2), save=None)
     loop.train(dataclasses.replace(config, steps=4, checkpoint_keep=4, schedule="cosine"))
     folder = tmp_path / "run" / "checkpoints"
@@ -675,7 +835,8 @@ def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
 
 
 def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
-    """No whole checkpoint, and not because none was ever complete: the run neither begins anew nor removes what is there."""
+    """No whole checkpoint, and not because none was ever complete: the run neither begins anew
+    nor removes what is there."""
     config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2)
     loop.train(config)
     folder = tmp_path / "run" / "checkpoints"
@@ -689,7 +850,8 @@ def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
 
 
 def test_a_damaged_checkpoint_makes_room_only_for_a_whole_one(base, here, tmp_path, monkeypatch):
-    """Older whole ones stay named behind it; one of the same step is there until the new one is complete."""
+    """Older whole ones stay named behind it; one of the same step is there until the new one is
+    complete."""
     config = place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2, checkpoint_keep=3)
     loop.train(config)
     folder = tmp_path / "run" / "checkpoints"
@@ -697,11 +859,16 @@ def test_a_damaged_checkpoint_makes_room_only_for_a_whole_one(base, here, tmp_pa
     contents = {path: path.read_bytes() for path in folder.glob("step-00000006/*")}
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
-        with pytest.raises(OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 4"):
+        with pytest.raises(
+            OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 4"
+        ):
             loop.train(config)
     assert {path: path.read_bytes() for path in contents} == contents
     loop.train(config)
-    assert latest(config) == ["step-00000006", "step-00000004", "step-00000002"] and checkpoint.damage(folder / "step-00000006") is None
+    assert (
+        latest(config) == ["step-00000006", "step-00000004", "step-00000002"]
+        and checkpoint.damage(folder / "step-00000006") is None
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["latest", *sorted(latest(config))]
 
 
@@ -725,7 +892,8 @@ class Attribute:
 
 
 def test_metadata_of_any_python_is_read():
-    """Early releases of 3.11 write members of enums as attributes of their class, 3.13 paths by the module that makes them."""
+    """Early releases of 3.11 write members of enums as attributes of their class, 3.13 paths by
+    the module that makes them."""
     read = lambda pickled: checkpoint._Unpickler(io.BytesIO(pickled)).load()
     formats = checkpoint.dcp.filesystem.SerializationFormat
     for member in formats:
@@ -764,7 +932,9 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(base, here, tmp_path, monkey
     assert found["losses"] == expected["losses"]
     assert "No space left" in capsys.readouterr().err and latest(config) == ["step-00000005", "step-00000002"]
     monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
-    with pytest.raises(OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 5"):
+    with pytest.raises(
+        OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 5"
+    ):
         loop.train(dataclasses.replace(config, steps=6))
     assert latest(config) == ["step-00000005", "step-00000002"]
 
@@ -781,10 +951,25 @@ def test_a_finished_run_is_left_alone_and_other_data_is_refused(base, here, tmp_
     with pytest.raises(UserError, match=r"is of another model: .*head_dim"):
         loop.train(dataclasses.replace(config, model=None, tokenizer=config.model, hidden=16, heads=2, layers=1))
     with pytest.raises(UserError, match=r"does not fit this model: .*"):
-        loop.train(dataclasses.replace(config, model=None, tokenizer=config.model, hidden=32, intermediate=128, heads=2, layers=1))
+        loop.train(
+            dataclasses.replace(
+                config, model=None, tokenizer=config.model, hidden=32, intermediate=128, heads=2, layers=1
+            )
+        )
 
 
-HOSTILE = ["../../../x", "/etc", "..", "step-1", "step-000000012", "step-00000001/..", "step-0000000a", "step-٠٠٠٠٠٠٠١", "STEP-00000001", "step-00000001\0"]
+HOSTILE = [
+    "../../../x",
+    "/etc",
+    "..",
+    "step-1",
+    "step-000000012",
+    "step-00000001/..",
+    "step-0000000a",
+    "step-٠٠٠٠٠٠٠١",
+    "STEP-00000001",
+    "step-00000001\0",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -827,7 +1012,10 @@ def memory_store():
 # -- a run's folder ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strange", ["latest is a device", "latest is a pipe", "metrics is a device", "metrics is a folder", "a file is a link"])
+@pytest.mark.parametrize(
+    "strange",
+    ["latest is a device", "latest is a pipe", "metrics is a device", "metrics is a folder", "a file is a link"],
+)
 def test_a_store_of_a_stranger_has_files_alone(strange, tmp_path, capsys):
     """What is a link, a pipe or a device there is not read."""
     there, out = tmp_path / "there", tmp_path / "run"
@@ -865,7 +1053,11 @@ def test_a_second_run_in_a_folder_is_told_who_has_it(base, here, tmp_path, monke
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     monkeypatch.setattr(lock, "PATIENCE", 0.2)
-    with pytest.raises(UserError, match=rf"another run writes to .*: process {holder.pid} on {socket.gethostname()}, since 20.*give another --out"):
+    with pytest.raises(
+        UserError,
+        match=rf"another run writes to .*: process {holder.pid} on {socket.gethostname()}, since 20.*give another "
+        r"--out",
+    ):
         loop.train(config)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
     holder.kill(), holder.wait()  # it goes with its process, however that ends
@@ -902,19 +1094,27 @@ def test_all_ranks_refuse_a_folder_that_another_run_has(base, undisturbed, tmp_p
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert lock._taken(tmp_path, 0) is None
-    assert "cannot be locked (No locks available): a second run could write to it without being noticed" in capsys.readouterr().err
+    assert (
+        "cannot be locked (No locks available): a second run could write to it without being noticed"
+        in capsys.readouterr().err
+    )
 
 
 # -- an object store ---------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_from_an_object_store_in_an_empty_folder(base, undisturbed, tmp_path):
-    """A pod is taken away with its disk; the next one finds in the store what it needs, and the run is the same to the last bit."""
+    """A pod is taken away with its disk; the next one finds in the store what it needs, and the
+    run is the same to the last bit."""
     uri = (tmp_path / "store").as_uri()
     first = place(base, tmp_path / "pod", store=uri)
     (tmp_path / "pod").mkdir()
     assert run(first, fault=("terminated", 4)) == [ranks.EXIT_PREEMPTED] * 2, log(first)
-    assert (tmp_path / "store" / "checkpoints" / "latest").read_text().split() == latest(first) == ["step-00000005", "step-00000003"]
+    assert (
+        (tmp_path / "store" / "checkpoints" / "latest").read_text().split()
+        == latest(first)
+        == ["step-00000005", "step-00000003"]
+    )
     shutil.rmtree(first.out)
     assert run(first) == [0, 0], log(first)
     assert f"fetched step-00000005 from {uri}" in log(first)
@@ -984,7 +1184,9 @@ def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, here, un
     for path in (tmp_path / "store").glob("checkpoints/*/state.json"):
         path.write_text("{")
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is complete: restore one, or give another --store"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint in the store file:.* is complete: restore one, or give another --store"
+    ):
         loop.train(place(base, tmp_path, parallel="none", store=(tmp_path / "store").as_uri()))
     assert {path: path.read_bytes() for path in before} == before
 
@@ -992,9 +1194,14 @@ def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, here, un
 def test_a_store_that_is_not_there_is_said_before_training(base, here, tmp_path, monkeypatch):
     """A bucket that does not exist was noticed after the last step."""
     fs = memory_store()
-    monkeypatch.setattr(type(fs), "pipe_file", mock.Mock(side_effect=FileNotFoundError("The specified bucket does not exist")))
+    monkeypatch.setattr(
+        type(fs), "pipe_file", mock.Mock(side_effect=FileNotFoundError("The specified bucket does not exist"))
+    )
     monkeypatch.setattr(loop, "load", mock.Mock(side_effect=AssertionError("data were loaded")))
-    with pytest.raises(UserError, match="cannot write to the store memory://bucket/run: FileNotFoundError: The specified bucket does not exist"):
+    with pytest.raises(
+        UserError,
+        match="cannot write to the store memory://bucket/run: FileNotFoundError: The specified bucket does not exist",
+    ):
         loop.train(place(base, tmp_path, parallel="none", store="memory://bucket/run"))
 
 
@@ -1010,7 +1217,16 @@ def test_copies_that_fail_are_counted(base, here, tmp_path, monkeypatch):
     at_step_4 = lambda: [time.sleep(0.05) for _ in range(100) if not copies]
     monkeypatch.setattr(loop._Run, "_step", loop._Run._step)
     at_step(4, at_step_4)
-    config = place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2, log_every=1, checkpoint_async=False, store="memory://bucket/run")
+    config = place(
+        base,
+        tmp_path,
+        parallel="none",
+        steps=6,
+        checkpoint_every=2,
+        log_every=1,
+        checkpoint_async=False,
+        store="memory://bucket/run",
+    )
     with pytest.raises(OSError, match="the last checkpoint is in"):
         loop.train(config)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -1027,7 +1243,11 @@ def test_the_endpoint_shows_the_last_numbers_on_the_loopback_address():
         endpoint.values = {"loss": 2.5, "grad_norm": float("nan"), "mfu": None, "tokens": 10}
         get = lambda path: urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}{path}", timeout=10).read().decode()
         lines = [line for line in get("/metrics").splitlines() if not line.startswith("#")]
-        assert lines == ['liger_loss{rank="3"} 2.5', 'liger_gradient_norm{rank="3"} NaN', 'liger_tokens_total{rank="3"} 10.0']
+        assert lines == [
+            'liger_loss{rank="3"} 2.5',
+            'liger_gradient_norm{rank="3"} NaN',
+            'liger_tokens_total{rank="3"} 10.0',
+        ]
         assert "since the last step" in get("/healthz")
     finally:
         endpoint.close()
@@ -1050,7 +1270,10 @@ def test_the_endpoint_shows_the_last_numbers_on_the_loopback_address():
 def test_a_loopback_endpoint_answers_only_to_names_of_this_machine(host, asked, status):
     endpoint = metrics.Endpoint(host, 0, rank=0)
     try:
-        assert endpoint._answer(f"GET /metrics HTTP/1.1\r\nhost: {asked}\r\n\r\n".encode()).split()[1] == str(status).encode()
+        assert (
+            endpoint._answer(f"GET /metrics HTTP/1.1\r\nhost: {asked}\r\n\r\n".encode()).split()[1]
+            == str(status).encode()
+        )
         with socket.create_connection(("::1" if host == "::1" else "127.0.0.1", endpoint.port), 10) as connection:
             connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
             assert b"200 OK" in connection.recv(1000)
@@ -1147,7 +1370,13 @@ def no_thread(monkeypatch, name):
 )
 def test_a_thread_that_cannot_start_is_said_and_done_without(name, said, base, here, tmp_path, monkeypatch, capsys):
     no_thread(monkeypatch, name)
-    changes = dict(metrics_port=free_port()) if name == "metrics" else dict(store=(tmp_path / "store").as_uri()) if name == "store" else {}
+    changes = (
+        dict(metrics_port=free_port())
+        if name == "metrics"
+        else dict(store=(tmp_path / "store").as_uri())
+        if name == "store"
+        else {}
+    )
     config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2, **changes)
     assert len(loop.train(config)["losses"]) == 4
     assert f"can't start new thread: {said}" in capsys.readouterr().err
@@ -1156,11 +1385,16 @@ def test_a_thread_that_cannot_start_is_said_and_done_without(name, said, base, h
 
 
 def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
-    """Within seconds, and that is the end: a program that does not answer would be waited for without end."""
+    """Within seconds, and that is the end: a program that does not answer would be waited for
+    without end."""
     monkeypatch.setattr(ranks, "ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for nodes in (1, 2):
-            with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is used by another program than this run's launcher: give another port"):
+            with pytest.raises(
+                UserError,
+                match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is used by another program than this run's launcher: give "
+                r"another port",
+            ):
                 ranks._check_endpoint(f"127.0.0.1:{silent.getsockname()[1]}", nodes)
     ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2)
     with pytest.raises(UserError, match="rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'nonsense'"):
@@ -1202,7 +1436,10 @@ def test_a_cache_of_kernels_can_be_copied_and_read_from_an_image(tmp_path, monke
     assert Manager("key").get_group("kernel.json") is None
     monkeypatch.setenv(BASE, str(tmp_path / "image"))
     found = Manager("key").get_group("kernel.json")
-    assert {name: Path(path).read_text() for name, path in found.items()} == {"kernel.json": "kernel.json", "kernel.cubin": "kernel.cubin"}
+    assert {name: Path(path).read_text() for name, path in found.items()} == {
+        "kernel.json": "kernel.json",
+        "kernel.cubin": "kernel.cubin",
+    }
     (tmp_path / "image" / "key" / "kernel.cubin").unlink()
     assert Manager("key").get_group("kernel.json") is None  # never half a kernel
 
@@ -1242,12 +1479,17 @@ def launched(config, user_env, *more, machine=None):
         user_env = user_env | {"CUDA_VISIBLE_DEVICES": str(machine)}
     config.save_to(f"{config.out}.json")
     argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", f"{config.out}.json", *more]
-    return subprocess.Popen(argv, env=user_env | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        argv, env=user_env | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def workers_of(pid):
     """Processes that a launcher has started."""
-    parents = {int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1]) for path in Path("/proc").glob("[0-9]*/stat")}
+    parents = {
+        int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1])
+        for path in Path("/proc").glob("[0-9]*/stat")
+    }
     return sorted(process for process, parent in parents.items() if parent == pid)
 
 
@@ -1319,15 +1561,23 @@ dist.destroy_process_group()
 
 
 def test_restarted_workers_meet_again(user_env, tmp_path):
-    """By default they do not: they find the addresses of the workers before them. A static rendezvous from the environment would not help, either."""
+    """By default they do not: they find the addresses of the workers before them. A static
+    rendezvous from the environment would not help, either."""
     launch = f"""
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import launch_elastic
 import sys
 sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, out={str(tmp_path)!r}), [sys.executable, "-c", {MEET!r}]))
 """
-    env = user_env | {"OMP_NUM_THREADS": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
-    done = subprocess.run([sys.executable, "-c", launch], env=env, capture_output=True, text=True, check=False, timeout=240)
+    env = user_env | {
+        "OMP_NUM_THREADS": "1",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", launch], env=env, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -1348,7 +1598,14 @@ ranks.reporting(run)(pathlib.Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("how", ["ours", "torchrun", *(pytest.param(h, marks=pytest.mark.elastic) for h in ("ours, watched", "ours, through a shell"))])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "ours",
+        "torchrun",
+        *(pytest.param(h, marks=pytest.mark.elastic) for h in ("ours, watched", "ours, through a shell")),
+    ],
+)
 def test_workers_die_with_their_launcher(how, user_env, tmp_path):
     """However it is killed: ranks that train on would write beside those of the next start."""
     (tmp_path / "worker.py").write_text(ALONE)
@@ -1360,12 +1617,18 @@ from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import launch_elastic
 launch_elastic(TrainConfig(nproc=2, out={str(tmp_path)!r}), {command!r})
 """
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[1:]] if how == "torchrun" else [sys.executable, "-c", ours]
+    argv = (
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[1:]]
+        if how == "torchrun"
+        else [sys.executable, "-c", ours]
+    )
     launcher = subprocess.Popen(argv, env=user_env)
     until(lambda: all((tmp_path / rank).exists() for rank in "01") or launcher.poll() is not None)
     workers = [int((tmp_path / rank).read_text()) for rank in "01"]
     launcher.kill(), launcher.wait()
-    gone = lambda pid: not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    gone = lambda pid: (
+        not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
     try:
         until(lambda: all(map(gone, workers)), 10)
     finally:
@@ -1392,7 +1655,11 @@ def test_a_launcher_starts_killed_workers_again(base, undisturbed, tmp_path, use
 def test_sigterm_to_a_launcher_saves_and_says_so(base, undisturbed, tmp_path, user_env):
     config = place(base, tmp_path, log_every=1)
     launcher = launched(config, user_env, "--nproc", "2")
-    until(lambda: ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 2) or launcher.poll() is not None)
+    until(
+        lambda: (
+            ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 2) or launcher.poll() is not None
+        )
+    )
     launcher.send_signal(signal.SIGTERM)
     output = launcher.communicate(timeout=240)[0]
     assert launcher.returncode == ranks.EXIT_PREEMPTED, output
@@ -1451,8 +1718,9 @@ if {install}:
 (folder / f"started-{{rank}}-{{int(again)}}").touch()
 {then}
 time.sleep(60)
-"""
-# what a worker does: whether it handles SIGTERM, the seconds it then saves, its exit code, what it does by itself; the launcher's exit code
+"""  # noqa: E501
+# what a worker does: whether it handles SIGTERM, the seconds it then saves, its exit code, what it
+# does by itself; the launcher's exit code
 ENDS = {
     "saved": (("True", 1, 75, ""), "TERM", 75),
     "finished": (("True", 1, 0, ""), "TERM", 0),
@@ -1463,11 +1731,17 @@ ENDS = {
     "the last is still ending": (("rank == 0", 0, 75, "rank == 0 and os._exit(75)"), None, 75),
     "mistake": (("True", 0, 1, "os._exit(2)"), None, 2),
     "crash": (("False", 0, 0, "os._exit(0 if again else 1)"), None, 0),
-    "a crash beside a preemption": (("True", 0, 75, "time.sleep(rank / 2); os._exit(0 if again else 1 + 74 * rank)"), None, 0),
+    "a crash beside a preemption": (
+        ("True", 0, 75, "time.sleep(rank / 2); os._exit(0 if again else 1 + 74 * rank)"),
+        None,
+        0,
+    ),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in ("saved", "mistake") else pytest.mark.elastic) for name in ENDS])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in ("saved", "mistake") else pytest.mark.elastic) for name in ENDS]
+)
 def test_exit_codes_of_a_launcher(case, user_env, tmp_path):
     (install, saving, code, then), told, expected = ENDS[case]
     worker = WORKER.format(install=install, saving=saving, code=code, then=then)
@@ -1476,8 +1750,10 @@ from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import launch_elastic
 import sys
 sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, timeout=1, out={str(tmp_path)!r}), [sys.executable, "-c", {worker!r}, {str(tmp_path)!r}]))
-"""
-    launcher = subprocess.Popen([sys.executable, "-c", launch], env=user_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+"""  # noqa: E501
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", launch], env=user_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if told:
         until(lambda: all((tmp_path / f"started-{rank}-0").exists() for rank in (0, 1)) or launcher.poll() is not None)
         launcher.send_signal(getattr(signal, f"SIG{told}"))
@@ -1489,14 +1765,19 @@ sys.exit(launch_elastic(TrainConfig(nproc=2, max_restarts=1, timeout=1, out={str
 
 @pytest.mark.elastic
 def test_a_lost_machine_costs_a_restart(base, undisturbed, tmp_path, user_env):
-    """Two launchers stand for two machines; one of them is killed with its worker, the other goes on alone."""
+    """Two launchers stand for two machines; one of them is killed with its worker, the other
+    goes on alone."""
     config = place(base, tmp_path, log_every=1, checkpoint_every=1, checkpoint_async=False, steps=30)
     port = free_port()
     flags = ("--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     first = launched(config, user_env, *flags, machine=0)
-    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)  # this one keeps the rendezvous, whichever is lost
+    until(
+        lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0
+    )  # this one keeps the rendezvous, whichever is lost
     second = launched(config, user_env, *flags, machine=1)
-    until(lambda: ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 3) or first.poll() is not None)
+    until(
+        lambda: ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 3) or first.poll() is not None
+    )
     lost = workers_of(second.pid)
     assert lost, "the second machine took no part"
     second.kill()

@@ -1,4 +1,5 @@
-"""Data that is tokenised while a run trains on it: what it reads, in which order, and where it goes on."""
+"""Data that is tokenised while a run trains on it: what it reads, in which order, and where it
+goes on."""
 
 import dataclasses
 import json
@@ -25,7 +26,15 @@ from liger_kernel.train.stream import Part, Stream, Writer, described, path_of
 from liger_kernel.train.tokenise import tokenise, tokenizer_of, train_bpe
 
 SIZE = 330  # characters of a record
-CHATS = [{"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes " * (i % 5 + 1) + str(i)}]} for i in range(60)]
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"say {i}"},
+            {"role": "assistant", "content": "yes " * (i % 5 + 1) + str(i)},
+        ]
+    }
+    for i in range(60)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +56,24 @@ def config(tmp_path):
     texts = [f"{i:010d}" * (SIZE // 10) for i in range(11)]
     train_bpe(texts, 257).save_pretrained(tmp_path / "tokenizer")  # a token a byte
     return TrainConfig(
-        hidden=32, heads=2, kv_heads=1, layers=1, length=24, batch=4, steps=3, warmup=1, log_every=1, device="cpu", lr=1e-2, eval_fraction=0.1,
-        tokenizer=str(tmp_path / "tokenizer"), data=write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]),
-        cache=str(tmp_path / "cache"), out=str(tmp_path / "run"), stream=3 * SIZE / 1e6,
-    )  # fmt: skip
+        hidden=32,
+        heads=2,
+        kv_heads=1,
+        layers=1,
+        length=24,
+        batch=4,
+        steps=3,
+        warmup=1,
+        log_every=1,
+        device="cpu",
+        lr=1e-2,
+        eval_fraction=0.1,
+        tokenizer=str(tmp_path / "tokenizer"),
+        data=write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]),
+        cache=str(tmp_path / "cache"),
+        out=str(tmp_path / "run"),
+        stream=3 * SIZE / 1e6,
+    )
 
 
 @pytest.fixture
@@ -91,7 +114,9 @@ def test_parts_hold_what_all_of_it_holds(config, tmp_path, streams):
     begin = 0
     for part, count in enumerate(counts):  # one part after the other
         count -= len(data.eval) if part == 0 else 0
-        assert set(ids(data, epochs[0][begin : begin + count])) <= {tuple(row.tolist()) for row in parts[part].ids.view(-1, config.length)}
+        assert set(ids(data, epochs[0][begin : begin + count])) <= {
+            tuple(row.tolist()) for row in parts[part].ids.view(-1, config.length)
+        }
         begin += count
     assert data.tokens_of(0, total, 1) == total * config.length
     over = data.picks(counts[0] - len(data.eval) - 2, 4, seed=1)  # a batch of two parts
@@ -105,7 +130,10 @@ def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, stre
     if chats:
         config = dataclasses.replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS), limit=50)
     written(dataclasses.replace(config, stream=1), tmp_path / "parts")
-    whole, stream = load(dataclasses.replace(config, stream=0)), streams(dataclasses.replace(config, stream=1), tmp_path / "parts")
+    whole, stream = (
+        load(dataclasses.replace(config, stream=0)),
+        streams(dataclasses.replace(config, stream=1), tmp_path / "parts"),
+    )
     assert (whole.rows.positions is None) == (stream.rows.positions is None) == (packing == "auto")
     total = len(whole.train)
     assert stream.eval == whole.eval and stream.picks(0, 2 * total + 1, 3) == whole.picks(0, 2 * total + 1, 3)
@@ -116,7 +144,8 @@ def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, stre
 
 
 def test_training_begins_before_the_rest_is_read(config, tmp_path, streams):
-    """A line that is no JSON, at the end: what is before it can be had, and then the run says so."""
+    """A line that is no JSON, at the end: what is before it can be had, and then the run says
+    so."""
     with Path(config.data).open("a") as file:
         file.write("{oops")
     data = streams(config, tmp_path / "parts")
@@ -157,12 +186,16 @@ def test_a_part_without_rows_is_passed_over(config, tmp_path, streams):
     assert writer._parts[-1].rows == 0 and writer._parts[-1].last
     data = streams(config, tmp_path / "parts")
     total = sum(part.rows for part in writer._parts) - len(data.eval)
-    assert len(set(data.picks(0, total, 0))) == total and set(data.picks(total, total, 0)) == set(data.picks(0, total, 0))
+    assert len(set(data.picks(0, total, 0))) == total and set(data.picks(total, total, 0)) == set(
+        data.picks(0, total, 0)
+    )
 
 
 def test_what_may_change_unseen_is_kept_for_its_run_alone(tmp_path):
     """And by all that is known of it: other lengths are other rows."""
-    places = lambda **changes: data_module._cache(TrainConfig(stream=1, cache=str(tmp_path / "shared"), out=str(tmp_path / "run"), **changes), None)
+    places = lambda **changes: data_module._cache(
+        TrainConfig(stream=1, cache=str(tmp_path / "shared"), out=str(tmp_path / "run"), **changes), None
+    )
     hub, longer, file = places(data="org/chats"), places(data="org/chats", length=77), places(data="stdlib")
     assert hub[0].parent == longer[0].parent == tmp_path / "run" / "cache" and not hub[1] and hub != longer
     assert file[0].parent == tmp_path / "shared" and file[1]
@@ -175,7 +208,9 @@ def test_records_are_read_from_any_place(tmp_path, monkeypatch):
     write_jsonl(folder / "a.jsonl", CHATS[:7])
     parquet.write_table(arrow.Table.from_pylist(CHATS[7:20]), folder / "b.parquet", row_group_size=4)
     write_jsonl(folder / "c.jsonl", CHATS[20:30])
-    hub = lambda name, split, streaming: datasets.Dataset.from_list(CHATS[:30]).to_iterable_dataset() if streaming else None
+    hub = lambda name, split, streaming: (
+        datasets.Dataset.from_list(CHATS[:30]).to_iterable_dataset() if streaming else None
+    )
     monkeypatch.setattr(datasets, "load_dataset", hub)
     monkeypatch.setattr(records_module, "on_hub", lambda name, **_: None)
     for name in (str(folder), "org/chats"):
@@ -191,14 +226,19 @@ def test_records_are_read_from_any_place(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_where_its_parts_are_gone(config, tmp_path):
-    """To the bit, as the checkpoint knows where parts begin; by the tokenizer that the first part trains."""
-    config = dataclasses.replace(config, tokenizer=None, vocab=258, steps=8, batch=12, checkpoint_every=4, schedule="constant")
+    """To the bit, as the checkpoint knows where parts begin; by the tokenizer that the first
+    part trains."""
+    config = dataclasses.replace(
+        config, tokenizer=None, vocab=258, steps=8, batch=12, checkpoint_every=4, schedule="constant"
+    )
     whole = loop.train(config)
     assert whole["losses"][-1] < 0.9 * whole["losses"][0] and whole["evaluations"]
     stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"), cache=str(tmp_path / "first"))
     loop.train(dataclasses.replace(stopped, steps=4))
     state = json.loads((tmp_path / "stopped" / "checkpoints" / "step-00000004" / "state.json").read_text())
-    assert Part(*state["data"]["parts"][0]).rows == state["identity"]["rows of part 0"] and len(state["data"]["parts"]) > 1
+    assert (
+        Part(*state["data"]["parts"][0]).rows == state["identity"]["rows of part 0"] and len(state["data"]["parts"]) > 1
+    )
     resumed = loop.train(dataclasses.replace(stopped, cache=str(tmp_path / "second")))
     assert resumed["losses"] == whole["losses"]
     assert (tmp_path / "second").is_dir()
@@ -224,12 +264,17 @@ def test_a_part_that_has_changed_ends_the_run(config, tmp_path):
 
 def test_a_saved_model_scores_as_its_run(config, tmp_path):
     run = loop.train(dataclasses.replace(config, save=str(tmp_path / "saved")))
-    assert evaluate(dataclasses.replace(config, model=str(tmp_path / "saved")))["loss"] == pytest.approx(run["evaluations"][-1]["loss"], rel=1e-5)
+    assert evaluate(dataclasses.replace(config, model=str(tmp_path / "saved")))["loss"] == pytest.approx(
+        run["evaluations"][-1]["loss"], rel=1e-5
+    )
 
 
 def test_transformers_trainer_learns_the_same(config):
     changes = dict(steps=6, eval_fraction=0)
-    ours, theirs = (loop.train(dataclasses.replace(config, trainer=trainer, out=f"{config.out}-{trainer}", **changes)) for trainer in ("torch", "hf"))
+    ours, theirs = (
+        loop.train(dataclasses.replace(config, trainer=trainer, out=f"{config.out}-{trainer}", **changes))
+        for trainer in ("torch", "hf")
+    )
     assert theirs["losses"] == pytest.approx(ours["losses"], rel=2e-4)
 
 
@@ -269,7 +314,9 @@ time.sleep(1000)
     try:
         assert described(data.wait(3)).rows == described(path_of(Path(folder), 1)).rows
         data._writer.kill()
-        with pytest.raises(UserError, match=r"tokenising ended with exit code -9: .*part-006666\.safetensors is missing"):
+        with pytest.raises(
+            UserError, match=r"tokenising ended with exit code -9: .*part-006666\.safetensors is missing"
+        ):
             data.wait(6666)
     finally:
         data.close()

@@ -18,7 +18,19 @@ from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.measure import as_clock
 from liger_kernel.train.summary import summary
 
-TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batch=4, steps=4, warmup=1, log_every=1, device="cpu")
+TINY = dict(
+    hidden=32,
+    heads=2,
+    kv_heads=1,
+    layers=2,
+    vocab=300,
+    length=24,
+    batch=4,
+    steps=4,
+    warmup=1,
+    log_every=1,
+    device="cpu",
+)
 
 
 @pytest.fixture
@@ -34,11 +46,19 @@ def test_a_run_begins_with_a_summary_and_says_how_long_it_takes(config, capsys):
     assert re.fullmatch(r"random weights \(llama\), [\d,]+ parameters, all of them trained", said["model"])
     assert "5 x LlamaRMSNorm (rms_norm)" in said["patched"] and "1 x LlamaForCausalLM (fused head)" in said["patched"]
     assert said["stock"] == "2 x LlamaAttention (rope): rope is off, as asked"
-    assert re.search(r"text.jsonl, \d+ rows of at most 24 tokens to train on, 1 more for evaluation; 4 steps of 4 rows: [\d.]+ passes", said["data"])
+    assert re.search(
+        r"text.jsonl, \d+ rows of at most 24 tokens to train on, 1 more for evaluation; 4 steps of 4 rows: [\d.]+ "
+        r"passes",
+        said["data"],
+    )
     assert said["device"].endswith("threads, fp32, trainer torch")
     assert said["memory"] == "not estimated on a CPU"
     steps = [line for line in out.splitlines() if line.startswith("step ") and "tokens/s" in line]
-    assert len(steps) == 4 and all(re.search(r"  ETA \d+:\d\d:\d\d$", line) for line in steps[:-1]) and "ETA" not in steps[-1]
+    assert (
+        len(steps) == 4
+        and all(re.search(r"  ETA \d+:\d\d:\d\d$", line) for line in steps[:-1])
+        and "ETA" not in steps[-1]
+    )
     assert out.index("memory: ") < out.index("step 1/4")
 
 
@@ -67,11 +87,16 @@ def on_a_gpu(monkeypatch):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(MODELS["llama-3.2-1b"]), dtype=torch.bfloat16)
     data = types.SimpleNamespace(train=range(10), eval=[], tokenizer=types.SimpleNamespace(eos_token_id=2))
-    return lambda world=1, **run: summary(TrainConfig(kernels="off", **run), data, model, "sdpa", torch.device("cuda"), "bf16", world)
+    return lambda world=1, **run: summary(
+        TrainConfig(kernels="off", **run), data, model, "sdpa", torch.device("cuda"), "bf16", world
+    )
 
 
 def test_a_gpu_that_is_too_small_is_named(on_a_gpu):
-    said = r"memory: expected: about [\d.]+ GB of the GPU's 1.00 GB at the peak, in '[a-z ]+', estimated from shapes: weights .*: expect to run out of memory"
+    said = (
+        r"memory: expected: about [\d.]+ GB of the GPU's 1.00 GB at the peak, in '[a-z ]+', estimated from "
+        r"shapes: weights .*: expect to run out of memory"
+    )
     assert re.search(said, on_a_gpu(batch=4, length=4096))
 
 
@@ -82,8 +107,13 @@ def test_ranks_expect_a_part(on_a_gpu):
         said = on_a_gpu(4, batch=1, length=512, parallel="fsdp2")
     finally:
         dist.destroy_process_group()
-    weights, moments = (float(re.search(rf"memory: expected: about .*[:,] {part} ([\d.]+) GB", said)[1]) for part in ("weights", "optimizer"))
-    assert weights == pytest.approx(1.236 * 4 / 4, abs=0.01) and moments == pytest.approx(2 * weights, abs=0.02)  # of 1.236e9 parameters in fp32
+    weights, moments = (
+        float(re.search(rf"memory: expected: about .*[:,] {part} ([\d.]+) GB", said)[1])
+        for part in ("weights", "optimizer")
+    )
+    assert weights == pytest.approx(1.236 * 4 / 4, abs=0.01) and moments == pytest.approx(
+        2 * weights, abs=0.02
+    )  # of 1.236e9 parameters in fp32
 
 
 def test_what_is_not_known_is_said(on_a_gpu):

@@ -41,7 +41,20 @@ from liger_kernel.train.rows import IGNORE, Data, Rows, learnt_tokens
 from liger_kernel.train.tokenise import CHAT_TEMPLATE, tokenise, train_bpe
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 40
-TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batch=4, steps=3, warmup=1, log_every=1, device="cpu", lr=1e-2)
+TINY = dict(
+    hidden=32,
+    heads=2,
+    kv_heads=1,
+    layers=2,
+    vocab=300,
+    length=24,
+    batch=4,
+    steps=3,
+    warmup=1,
+    log_every=1,
+    device="cpu",
+    lr=1e-2,
+)
 CHATS = [
     [("user", "hi"), ("assistant", "yes")],
     [("system", "be brief"), ("user", "one"), ("assistant", "uno"), ("user", "two"), ("assistant", "dos")],
@@ -53,7 +66,8 @@ CHATS = [{"messages": [{"role": role, "content": content} for role, content in c
 
 @pytest.fixture(autouse=True)
 def as_users_run_it(monkeypatch):
-    """On a CPU, references serve: the interpreter, which the other tests run kernels in, is no part of training."""
+    """On a CPU, references serve: the interpreter, which the other tests run kernels in, is no
+    part of training."""
     from liger_kernel.ops._core import operator as _op
 
     monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
@@ -75,7 +89,9 @@ def write_jsonl(path, records):
 @pytest.fixture
 def config(tmp_path):
     """A tiny run on plain text."""
-    return TrainConfig(**TINY, data=write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 4), out=str(tmp_path / "run"))
+    return TrainConfig(
+        **TINY, data=write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 4), out=str(tmp_path / "run")
+    )
 
 
 # -- config --------------------------------------------------------------------------------
@@ -97,11 +113,17 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
-    together = {"trainer": "torch", "parallel": "ddp", "optimizer": "adamw", "kernels": "on"}  # the last choices of all fields are not to be had at once
+    together = {
+        "trainer": "torch",
+        "parallel": "ddp",
+        "optimizer": "adamw",
+        "kernels": "on",
+    }  # the last choices of all fields are not to be had at once
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
-        # these do not go with adapters, or with a quantised model; tests/train/test_fp8.py has the flags of FP8, the next test the other
+        # these do not go with adapters, or with a quantised model; tests/train/test_fp8.py has the
+        # flags of FP8, the next test the other
         if field.name.startswith("fp8") or field.name == "sequence_parallel_size":
             expected[field.name] = value
         elif "bool" in field.type:
@@ -110,14 +132,20 @@ def test_every_field_is_a_flag():
             value = together.get(field.name, field.metadata["choices"][-1])
             argv, expected[field.name] = [*argv, flag, value], value
         else:
-            value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], "file:///x" if field.name == "store" else "x")
+            value = {"int": 64, "float": 0.5}.get(
+                field.type.split(" ")[0], "file:///x" if field.name == "store" else "x"
+            )
             argv, expected[field.name] = [*argv, flag, str(value)], value
     assert dataclasses.asdict(from_flags(argv)) == expected
 
 
 def test_ranks_that_share_rows_are_counted():
     config = from_flags(["--parallel", "ulysses-fsdp2", "--sequence-parallel-size", "2"])
-    assert config.fully_sharded and config.sharing(8) == 2 and dataclasses.replace(config, sequence_parallel_size=None).sharing(8) == 8
+    assert (
+        config.fully_sharded
+        and config.sharing(8) == 2
+        and dataclasses.replace(config, sequence_parallel_size=None).sharing(8) == 8
+    )
     assert [TrainConfig(parallel=parallel).sharing(8) for parallel in ("ddp", "fsdp2", "tp")] == [1, 1, 8]
     with pytest.raises(UserError, match="sequence_parallel_size needs parallel ulysses or ulysses-fsdp2, got fsdp2"):
         TrainConfig(parallel="fsdp2", sequence_parallel_size=2)
@@ -187,7 +215,11 @@ def test_a_json_file_may_begin_with_a_bom_and_names_nothing_twice(tmp_path):
 @pytest.mark.parametrize("kind", ["pipe", "link to a device"])
 def test_what_never_ends_is_not_read(kind, name, tmp_path):
     os.mkfifo(tmp_path / name) if kind == "pipe" else os.symlink("/dev/zero", tmp_path / name)
-    for read in (records.files_of, lambda _: records.files_of(str(tmp_path))) if name.startswith(("a.jsonl", "a.p")) else (TrainConfig.load,):
+    for read in (
+        (records.files_of, lambda _: records.files_of(str(tmp_path)))
+        if name.startswith(("a.jsonl", "a.p"))
+        else (TrainConfig.load,)
+    ):
         with pytest.raises(UserError, match=f"{name} is no regular file, but a pipe, a device or a socket"):
             read(str(tmp_path / name))
 
@@ -210,7 +242,17 @@ def test_a_damaged_tokenizer_of_prepared_rows_is_said(tmp_path):
 @pytest.mark.parametrize(
     "known",
     [
-        *({name: value} for name, value in (("place", 3), ("place", [0, 0, "x"]), ("ids", "8"), ("ids", -1), ("ids", 10**30), ("lengths", [2]))),
+        *(
+            {name: value}
+            for name, value in (
+                ("place", 3),
+                ("place", [0, 0, "x"]),
+                ("ids", "8"),
+                ("ids", -1),
+                ("ids", 10**30),
+                ("lengths", [2]),
+            )
+        ),
         [],
         "[" * 9**6,
         None,
@@ -226,11 +268,19 @@ def test_a_strange_draft_begins_anew(known, tmp_path):
     if known is None:
         os.mkfifo(tmp_path / "state.json")
     else:
-        (tmp_path / "state.json").write_text(json.dumps(whole | known) if isinstance(known, dict) else known if isinstance(known, str) else json.dumps(known))
+        (tmp_path / "state.json").write_text(
+            json.dumps(whole | known)
+            if isinstance(known, dict)
+            else known
+            if isinstance(known, str)
+            else json.dumps(known)
+        )
     assert tokenising.Draft(tmp_path).place == records.BEGIN
 
 
-@pytest.mark.parametrize("part", [None, "{", "[1]", "[1, [0, 0, 0], 1]", "[-1, [0, 0, 0], true]", "[" * 100_000, "pipe"])
+@pytest.mark.parametrize(
+    "part", [None, "{", "[1]", "[1, [0, 0, 0], 1]", "[-1, [0, 0, 0], true]", "[" * 100_000, "pipe"]
+)
 def test_a_strange_part_of_a_stream_is_said(part, tmp_path):
     path = tmp_path / "part-000000.safetensors"
     safetensors.torch.save_file({"ids": torch.zeros(1)}, path, {"part": part} if part else {"x": "y"})
@@ -248,8 +298,14 @@ def test_a_damaged_identity_is_said_and_damaged_numbers_are_no_ones(content, con
     os.mkfifo(path) if content is None else path.write_text(content)
     assert re.search("which says of what data and model the checkpoints are, is damaged", resume._identity(path)[1])
     assert resume._identity(tmp_path / "none") == ({}, None)
-    config, whole = dataclasses.replace(config, out=str(tmp_path)), {"tokens_per_second": 1.0, "peak_memory": 1, "memory_kind": "x"}
-    for numbers in (content, *(json.dumps({"trainer": config.trainer, "losses": [loss], **whole}) for loss in ("x", None, 10**400))):
+    config, whole = (
+        dataclasses.replace(config, out=str(tmp_path)),
+        {"tokens_per_second": 1.0, "peak_memory": 1, "memory_kind": "x"},
+    )
+    for numbers in (
+        content,
+        *(json.dumps({"trainer": config.trainer, "losses": [loss], **whole}) for loss in ("x", None, 10**400)),
+    ):
         (tmp_path / "metrics.json").unlink(missing_ok=True)
         os.mkfifo(tmp_path / "metrics.json") if numbers is None else (tmp_path / "metrics.json").write_text(numbers)
         assert resume.finished(config, mock.Mock(first=True)) is None
@@ -273,15 +329,23 @@ def test_only_the_assistants_turns_carry_labels(tokenizer):
 
 
 def test_alpaca_is_a_conversation(tokenizer):
-    rows = tokenise([{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Add.", "input": "", "output": "3"}], tokenizer, 200)
+    rows = tokenise(
+        [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Add.", "input": "", "output": "3"}],
+        tokenizer,
+        200,
+    )
     whole = [tokenizer.decode(rows.ids[rows.bounds[i] : rows.bounds[i + 1]]) for i in range(2)]
-    assert whole == ["### User:\nAdd.\n\n1, 2\n\n### Assistant:\n3<|endoftext|>", "### User:\nAdd.\n\n### Assistant:\n3<|endoftext|>"]
+    assert whole == [
+        "### User:\nAdd.\n\n1, 2\n\n### Assistant:\n3<|endoftext|>",
+        "### User:\nAdd.\n\n### Assistant:\n3<|endoftext|>",
+    ]
     assert tokenizer.decode(rows.labels[rows.labels != IGNORE]) == "3<|endoftext|>" * 2
 
 
 def test_a_template_that_rewrites_earlier_turns_masks_them(tokenizer):
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }} A {% else %}{{ '[last]' if loop.last }}{{ m.content }};{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }} A {% else %}{{ "
+        "'[last]' if loop.last }}{{ m.content }};{% endif %}{% endfor %}"
     )
     rows = tokenise([{"messages": CHATS[1]["messages"][1:]}], tokenizer, 200)
     assert tokenizer.decode(rows.ids) == "Q one A uno;Q two A [last]dos;"
@@ -314,7 +378,8 @@ def test_texts_of_a_row_are_documents_by_themselves(tokenizer):
 
 
 def test_eager_attention_that_a_run_names():
-    """It is Transformers', also in families whose eager attention has a kernel; other families have no such flag."""
+    """It is Transformers', also in families whose eager attention has a kernel; other families
+    have no such flag."""
     assert flags_for(TrainConfig(attention="eager"), "llama") == {} == flags_for(TrainConfig(), "gpt_oss")
     assert flags_for(TrainConfig(attention="eager", rope=False), "gpt_oss") == {"attention": False, "rope": False}
 
@@ -322,16 +387,26 @@ def test_eager_attention_that_a_run_names():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("patched", [False, True])
 def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, attention, patched):
-    """Loss and gradients of packed rows are those of a row each; no conversation is lost, and little is padded."""
+    """Loss and gradients of packed rows are those of a row each; no conversation is lost, and
+    little is padded."""
     import transformers
 
     chats = [chat for chat in CHATS for _ in range(3)]
     alone, packed = tokenise(chats, tokenizer, 200), tokenise(chats, tokenizer, 200, "documents")
     assert len(packed) < len(alone) // 2 and packed.bounds.diff().max() <= 200
-    assert sorted(packed.ids.tolist()) == sorted(alone.ids.tolist()) and int((packed.positions == 0).sum()) == len(chats)
+    assert sorted(packed.ids.tolist()) == sorted(alone.ids.tolist()) and int((packed.positions == 0).sum()) == len(
+        chats
+    )
     learnt = alone.count(list(range(len(alone))))
     assert packed.count(list(range(len(packed)))) == learnt
-    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    sizes = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation=attention)).train()
     if patched:
@@ -341,7 +416,10 @@ def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, atte
     found = []
     for rows in (alone, packed):
         model.zero_grad()
-        loss = sum(model(**rows.batch([i], 0), use_cache=False, num_items_in_batch=learnt[1]).loss for i in range(0, len(rows) - 1))
+        loss = sum(
+            model(**rows.batch([i], 0), use_cache=False, num_items_in_batch=learnt[1]).loss
+            for i in range(0, len(rows) - 1)
+        )
         batch = rows.batch([0, len(rows) - 1], 0)  # of different lengths
         batch["labels"][0] = IGNORE
         loss += model(**batch, use_cache=False, num_items_in_batch=learnt[1]).loss
@@ -353,7 +431,13 @@ def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, atte
 
 @pytest.mark.parametrize("trainer", ["torch", "hf"])
 def test_a_run_on_packed_conversations(trainer, tmp_path):
-    config = TrainConfig(**TINY, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 20), out=str(tmp_path / "run"), packing="documents", trainer=trainer)
+    config = TrainConfig(
+        **TINY,
+        data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 20),
+        out=str(tmp_path / "run"),
+        packing="documents",
+        trainer=trainer,
+    )
     config = dataclasses.replace(config, length=150, batch=1, steps=4)
     losses = loop.train(config)["losses"]
     assert len(losses) == 4 and losses[-1] < losses[0]
@@ -382,7 +466,9 @@ def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer
     assert sorted(i for batch in data.eval_batches(4) for i in batch["input_ids"].flatten().tolist()) == data.eval
 
 
-@pytest.mark.parametrize("rows, fraction, held", [(1, 0.5, 0), (2, 0.01, 1), (10, 0.999, 9), (10, 0.2, 2), (10, 0.0, 0)])
+@pytest.mark.parametrize(
+    "rows, fraction, held", [(1, 0.5, 0), (2, 0.01, 1), (10, 0.999, 9), (10, 0.2, 2), (10, 0.0, 0)]
+)
 def test_some_rows_are_left_to_train_on(rows, fraction, held, tokenizer):
     data = Data(Rows.of([([1, 2], [1, 2])] * rows), tokenizer, fraction)
     assert len(data.eval) == held and len(data.train) == rows - held and len(data.picks(0, 3, 0)) == 3
@@ -391,7 +477,11 @@ def test_some_rows_are_left_to_train_on(rows, fraction, held, tokenizer):
 def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
     parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split])
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, split, streaming: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split],
+    )
     monkeypatch.setattr(records, "on_hub", lambda name, **_: None)
     named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
     for name in named:
@@ -416,7 +506,9 @@ def test_a_cache_gives_the_same_data_and_follows_the_file(config, tmp_path):
     again = load(config)
     assert torch.equal(first.rows.ids, again.rows.ids) and torch.equal(first.rows.bounds, again.rows.bounds)
     assert first.tokenizer.encode(TEXT) == again.tokenizer.encode(TEXT)
-    assert again.tokenizer.chat_template == CHAT_TEMPLATE and again.tokenizer.pad_token_id == first.tokenizer.pad_token_id
+    assert (
+        again.tokenizer.chat_template == CHAT_TEMPLATE and again.tokenizer.pad_token_id == first.tokenizer.pad_token_id
+    )
     write_jsonl(tmp_path / "text.jsonl", [{"text": "something else entirely, " * 50}])
     assert "something" in load(config).tokenizer.decode(load(config).rows.ids)
     assert len(list(folder.parent.iterdir())) == 2
@@ -454,13 +546,19 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
         ('{"messages": ["hi"]}', "messages must be a list of objects"),
         ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
         ("[1]", ":1: a record must be an object, got list"),
-        ('{"prompt": "x"}', r"must have 'text', 'messages', or 'instruction' and 'output'; the first record has \['prompt'\]"),
+        (
+            '{"prompt": "x"}',
+            r"must have 'text', 'messages', or 'instruction' and 'output'; the first record has \['prompt'\]",
+        ),
         ('{"text": "x"}\n{"txt": "y"}', "record 2 has no 'text'"),
         ('{"text": "x"}', "shorter than one row of 24 tokens"),
         ('{"messages": [{"role": "user", "content": "hi"}]}', "nothing to learn: 1 of 1 conversations have no answer"),
         ('{"messages": [{"role": "user"}]}', "'content'"),
         ('{"text": "x", "text": "y"}', ":1: not valid JSON: the name text stands there twice"),
-        ('{"text": "x"}\n{"text": "' + "y" * 1_000_000 + '"}', ":2: the line is longer than 1 MB: .* --max-record-mb raises the limit"),
+        (
+            '{"text": "x"}\n{"text": "' + "y" * 1_000_000 + '"}',
+            ":2: the line is longer than 1 MB: .* --max-record-mb raises the limit",
+        ),
     ],
 )
 def test_mistakes_in_the_data_are_named(lines, message, config, tmp_path):
@@ -493,13 +591,17 @@ def test_learning_rate():
 
 
 def test_a_run_learns_and_says_what_it_did(config, tmp_path):
-    config = dataclasses.replace(config, steps=12, kernels="off", eval_fraction=0.1, eval_every=6, save=str(tmp_path / "model"))
+    config = dataclasses.replace(
+        config, steps=12, kernels="off", eval_fraction=0.1, eval_every=6, save=str(tmp_path / "model")
+    )
     metrics = loop.train(config)
     assert metrics == json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert TrainConfig.load(tmp_path / "run" / "liger-run.json") == config
     assert len(metrics["losses"]) == len(metrics["gradient_norms"]) == len(metrics["learning_rates"]) == 12
     assert metrics["losses"][-1] < 0.8 * metrics["losses"][0]
-    assert [e["step"] for e in metrics["evaluations"]] == [6, 12] and metrics["evaluations"][1]["loss"] < metrics["evaluations"][0]["loss"]
+    assert [e["step"] for e in metrics["evaluations"]] == [6, 12] and metrics["evaluations"][1]["loss"] < metrics[
+        "evaluations"
+    ][0]["loss"]
     assert metrics["tokens_per_second"] > 0 and metrics["peak_memory"] > 0
 
 
@@ -512,22 +614,31 @@ def test_the_first_loss_is_transformers_own(config):
 
 
 def test_the_same_config_gives_the_same_bits(config):
-    assert loop.train(config)["losses"] == loop.train(config)["losses"] != loop.train(dataclasses.replace(config, seed=1))["losses"]
+    assert (
+        loop.train(config)["losses"]
+        == loop.train(config)["losses"]
+        != loop.train(dataclasses.replace(config, seed=1))["losses"]
+    )
 
 
 @pytest.mark.parametrize("records", ["text", "chats"])
 def test_kernels_change_no_loss(records, config, tmp_path):
     if records == "chats":
-        config = dataclasses.replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 4), length=128, vocab=257)
+        config = dataclasses.replace(
+            config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 4), length=128, vocab=257
+        )
     stock, ours = (loop.train(dataclasses.replace(config, kernels=kernels)) for kernels in ("off", "on"))
-    assert stock["gradient_norms"] != ours["gradient_norms"] or torch.cuda.is_available()  # two implementations, unless nothing was patched
+    assert (
+        stock["gradient_norms"] != ours["gradient_norms"] or torch.cuda.is_available()
+    )  # two implementations, unless nothing was patched
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert ours["gradient_norms"] == pytest.approx(stock["gradient_norms"], rel=1e-3)
 
 
 @pytest.mark.parametrize("kernels", ["off", "on"])
 def test_accumulation_equals_one_large_batch(kernels, config, tmp_path):
-    """Although the parts have different numbers of labels: a token weighs the same wherever it is."""
+    """Although the parts have different numbers of labels: a token weighs the same wherever it
+    is."""
     chats = write_jsonl(tmp_path / "chats.jsonl", CHATS * 4)
     config = dataclasses.replace(config, data=chats, length=128, vocab=257, kernels=kernels, batch=4, accumulate=1)
     whole, parts = loop.train(config), loop.train(dataclasses.replace(config, batch=1, accumulate=4))
@@ -559,8 +670,12 @@ def test_recomputed_activations_change_no_bit(changes, config):
     if "lora" in changes:
         pytest.importorskip("peft")
     config = dataclasses.replace(config, **changes)
-    none, *others = (loop.train(dataclasses.replace(config, gradient_checkpointing=what)) for what in ("none", "selective", "full"))
-    assert all(other["losses"] == none["losses"] and other["gradient_norms"] == none["gradient_norms"] for other in others)
+    none, *others = (
+        loop.train(dataclasses.replace(config, gradient_checkpointing=what)) for what in ("none", "selective", "full")
+    )
+    assert all(
+        other["losses"] == none["losses"] and other["gradient_norms"] == none["gradient_norms"] for other in others
+    )
 
 
 def test_adapters_train_alone_and_read_back(config, tmp_path):
@@ -569,7 +684,16 @@ def test_adapters_train_alone_and_read_back(config, tmp_path):
 
     base = str(tmp_path / "base")
     loop.train(dataclasses.replace(config, save=base, steps=1))
-    tuned = dataclasses.replace(config, model=base, lora=4, steps=6, save=str(tmp_path / "tuned"), checkpoint_every=3, lr=1e-2, out=str(tmp_path / "lora"))
+    tuned = dataclasses.replace(
+        config,
+        model=base,
+        lora=4,
+        steps=6,
+        save=str(tmp_path / "tuned"),
+        checkpoint_every=3,
+        lr=1e-2,
+        out=str(tmp_path / "lora"),
+    )
     whole = loop.train(tuned)
     assert whole["losses"][-1] < whole["losses"][0]
     assert (tmp_path / "tuned" / "adapter_model.safetensors").is_file()
@@ -578,7 +702,10 @@ def test_adapters_train_alone_and_read_back(config, tmp_path):
     first = dataclasses.replace(tuned, steps=3, schedule="constant", save=None, out=str(tmp_path / "two"))
     loop.train(first)
     longer = dataclasses.replace(tuned, schedule="constant", save=None)
-    assert loop.train(dataclasses.replace(first, steps=6))["losses"] == loop.train(dataclasses.replace(longer, out=str(tmp_path / "once")))["losses"]
+    assert (
+        loop.train(dataclasses.replace(first, steps=6))["losses"]
+        == loop.train(dataclasses.replace(longer, out=str(tmp_path / "once")))["losses"]
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
@@ -635,8 +762,11 @@ def steps_in(folder):
 
 
 def test_a_store_keeps_what_is_newer_than_the_folder(config, tmp_path):
-    """A machine comes back whose disk has an older checkpoint than another one has left in the store meanwhile."""
-    config = dataclasses.replace(config, checkpoint_every=2, schedule="constant", warmup=0, store=(tmp_path / "store").as_uri())
+    """A machine comes back whose disk has an older checkpoint than another one has left in the
+    store meanwhile."""
+    config = dataclasses.replace(
+        config, checkpoint_every=2, schedule="constant", warmup=0, store=(tmp_path / "store").as_uri()
+    )
     one, two = (dataclasses.replace(config, out=str(tmp_path / name)) for name in ("one", "two"))
     loop.train(dataclasses.replace(one, steps=4))
     loop.train(dataclasses.replace(two, steps=8))
@@ -661,7 +791,9 @@ def test_a_store_that_removes_nothing_takes_what_is_new(config, tmp_path, capsys
 
 
 def test_a_damaged_checkpoint_in_a_store_is_written_again(config, tmp_path):
-    config = dataclasses.replace(config, checkpoint_every=2, steps=4, schedule="constant", warmup=0, store=(tmp_path / "store").as_uri())
+    config = dataclasses.replace(
+        config, checkpoint_every=2, steps=4, schedule="constant", warmup=0, store=(tmp_path / "store").as_uri()
+    )
     loop.train(config)
     (tmp_path / "store" / "checkpoints" / "step-00000004" / "state.json").write_text("{")
     shutil.rmtree(config.out)
@@ -690,7 +822,10 @@ HIDDEN = [
     ("https://ghp_x@github.com/a", "https://***@github.com/a"),
     ("simplecache::sftp://me:pw@host/x", "simplecache::sftp://***@host/x"),
     ("az://c/x?sig=ab%2F&sv=2", "az://c/x?sig=***&sv=2"),
-    ("gs://b/x?AWSAccessKeyId=a&n=1&x-amz-security-token=b", "gs://b/x?AWSAccessKeyId=***&n=1&x-amz-security-token=***"),
+    (
+        "gs://b/x?AWSAccessKeyId=a&n=1&x-amz-security-token=b",
+        "gs://b/x?AWSAccessKeyId=***&n=1&x-amz-security-token=***",
+    ),
     (f"denied: {SECRET}", "denied: ***"),
     ("hf_" + "a" * 34, "***"),
     ("-----BEGIN RSA PRIVATE KEY-----\nMIIEv\n-----END RSA PRIVATE KEY-----\nb", "***\nb"),
@@ -731,7 +866,8 @@ def stub(monkeypatch, name, **functions):
 
 
 def test_credentials_leave_no_trace(config, tmp_path, monkeypatch, capfd):
-    """Of a URI with a password, and of a variable whose value an error repeats: not in a file of the run, a service, or a line."""
+    """Of a URI with a password, and of a variable whose value an error repeats: not in a file of
+    the run, a service, or a line."""
     sent, copied = [], store.put
     took = lambda *args, **kwargs: sent.append(repr((args, kwargs, sys.argv)))
     stub(monkeypatch, "mlflow", start_run=took, log_params=took, log_metrics=took, end_run=took)
@@ -745,7 +881,9 @@ def test_credentials_leave_no_trace(config, tmp_path, monkeypatch, capfd):
         raise PermissionError(f"403 for {uri} as {SECRET}")
 
     monkeypatch.setattr(store, "put", fails_once), monkeypatch.setattr(store, "PERIOD", 0.05)
-    config = dataclasses.replace(config, store=uri, checkpoint_every=1, report="mlflow,wandb", save=str(tmp_path / "saved"))
+    config = dataclasses.replace(
+        config, store=uri, checkpoint_every=1, report="mlflow,wandb", save=str(tmp_path / "saved")
+    )
     loop.train(config)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     loop.train(config)
@@ -753,13 +891,19 @@ def test_credentials_leave_no_trace(config, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(store, "PERIOD", 1000)
     with pytest.raises(OSError, match="the last checkpoint is in") as raised:
         loop.train(dataclasses.replace(config, steps=4))
-    traces = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} | {"sent": repr(sent).encode()}
+    traces = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} | {
+        "sent": repr(sent).encode()
+    }
     said = "".join(capfd.readouterr()) + "".join(traceback.format_exception(raised.value))
     assert "fetched step-00000003 from memory://***@bucket/run?token=***" in said and "mlflow" not in said
     for where, trace in (traces | {"said": said.encode()}).items():
         for secret in (SECRET, SECRET[::-1], "tokentoken"):
             assert secret.encode() not in trace, where
-    assert len(sent) > 6 and json.loads((tmp_path / "run" / "liger-run.json").read_text())["store"] == "memory://***@bucket/run?token=***"
+    assert (
+        len(sent) > 6
+        and json.loads((tmp_path / "run" / "liger-run.json").read_text())["store"]
+        == "memory://***@bucket/run?token=***"
+    )
 
 
 def test_a_store_without_its_credentials_is_asked_for(config, tmp_path, monkeypatch):
@@ -792,7 +936,8 @@ def test_a_service_that_fails_is_left_alone(when, config, tmp_path, monkeypatch,
 
 
 def test_a_full_disk_ends_no_run(config, tmp_path, monkeypatch, capsys):
-    """Checkpoints and lines of steps cannot be written; the model is saved elsewhere all the same, and what is missing is said."""
+    """Checkpoints and lines of steps cannot be written; the model is saved elsewhere all the
+    same, and what is missing is said."""
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -829,7 +974,16 @@ def test_lines_that_were_lost_do_not_bring_others_twice(tmp_path):
     assert [line["step"] for line in metrics.StepLines(tmp_path / "metrics.jsonl", 6).read()] == [5, 6]
 
 
-DAMAGED = [b"[]", b"5", b'{"loss": 1}', b'{"step": "x"}', b"\0" * 4096, b'{"step":1,"loss":"\xff"}', b'{"step": 1' + b"0" * 5000 + b"}", b"[" * 100000]
+DAMAGED = [
+    b"[]",
+    b"5",
+    b'{"loss": 1}',
+    b'{"step": "x"}',
+    b"\0" * 4096,
+    b'{"step":1,"loss":"\xff"}',
+    b'{"step": 1' + b"0" * 5000 + b"}",
+    b"[" * 100000,
+]
 STRANGE = [b'{"step": 2, "loss": "x", "grad_norm": 1, "lr": 1}', b'{"step": -1, "loss": 1, "grad_norm": 1, "lr": 1}']
 
 
@@ -845,7 +999,9 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path, capsys):
 def test_rows_of_strangers_are_checked_before_a_gpu_reads_them(config, tmp_path):
     rows = load(config).rows
     good, path = rows.tensors(), tmp_path / "rows.safetensors"
-    save = lambda **change: safetensors.torch.save_file({name: t.clone().contiguous() for name, t in (good | change).items() if t is not None}, path)
+    save = lambda **change: safetensors.torch.save_file(
+        {name: t.clone().contiguous() for name, t in (good | change).items() if t is not None}, path
+    )
     last = good["bounds"][-1]
     for change, said in (
         (dict(ids=good["ids"].float()), "ids must be .* in int32"),
@@ -894,22 +1050,32 @@ def test_a_cache_of_another_user_is_refused(theirs, config, tmp_path):
 
 def test_texts_are_tokenised_together_by_their_length():
     records = lambda lengths: (({"text": "x" * n}, (i, 0, i)) for i, n in enumerate(lengths, 1))
-    sizes = lambda lengths: [sum(len(record["text"]) for record, _ in some) for some in tokenising.batches_of(records(lengths))]
+    sizes = lambda lengths: [
+        sum(len(record["text"]) for record, _ in some) for some in tokenising.batches_of(records(lengths))
+    ]
     assert sizes([10] * 2500) == [10_000, 10_000, 5_000]
     assert sizes([400_000] * 4 + [9_000_000, 1]) == [1_200_000, 9_400_000, 1]
 
 
 def test_conversations_with_nothing_to_learn_are_counted(tokenizer, capsys):
     question, answer = {"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}
-    chats = [{"messages": turns} for turns in [[question, answer]] * 2 + [[question]] * 3 + [[question | {"content": "x" * 100}, answer]] * 4]
+    chats = [
+        {"messages": turns}
+        for turns in [[question, answer]] * 2 + [[question]] * 3 + [[question | {"content": "x" * 100}, answer]] * 4
+    ]
     assert len(tokenise(chats, tokenizer, 60)) == 2
     said = capsys.readouterr().err
-    assert "3 of 9 conversations have no answer: left out" in said and "4 of 9 conversations have no answer within their first 60 tokens" in said
+    assert (
+        "3 of 9 conversations have no answer: left out" in said
+        and "4 of 9 conversations have no answer within their first 60 tokens" in said
+    )
 
 
 def test_a_deep_record_is_a_mistake_with_its_line(config, tmp_path):
     (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000 + "]" * 100_000 + "\n")
-    with pytest.raises(UserError, match=r"deep\.jsonl:2: (nested too deeply|not valid JSON|a record must be an object)"):
+    with pytest.raises(
+        UserError, match=r"deep\.jsonl:2: (nested too deeply|not valid JSON|a record must be an object)"
+    ):
         load(dataclasses.replace(config, data=str(tmp_path / "deep.jsonl")))
 
 
@@ -923,7 +1089,9 @@ def test_a_signal_before_training_ends_the_run_at_once(number, config, monkeypat
             pytest.fail("taken for an error of the data")
 
     monkeypatch.setattr(loop, "load", tokenised)
-    before = signal.signal(getattr(signal, number), signal.SIG_DFL)  # nohup lets the tests ignore one of them, and a run would, too
+    before = signal.signal(
+        getattr(signal, number), signal.SIG_DFL
+    )  # nohup lets the tests ignore one of them, and a run would, too
     began = time.monotonic()
     with pytest.raises(ranks.TooEarly, match="stopped by SIGTERM before training began"):
         loop.train(dataclasses.replace(config, checkpoint_every=2))
@@ -935,11 +1103,17 @@ def test_a_signal_before_training_ends_the_run_at_once(number, config, monkeypat
 
 @pytest.mark.parametrize("kind", ["text", "chats"])
 def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkeypatch, tmp_path, capsys):
-    """The next start tokenises the rest alone, trains no tokenizer again, and has the rows of a run that was left alone."""
+    """The next start tokenises the rest alone, trains no tokenizer again, and has the rows of a
+    run that was left alone."""
     records = [{"text": TEXT + str(i)} for i in range(6)] if kind == "text" else CHATS[:2] * 3
-    config = dataclasses.replace(config, data=write_jsonl(tmp_path / "records.jsonl", records), length=100, checkpoint_every=2)
+    config = dataclasses.replace(
+        config, data=write_jsonl(tmp_path / "records.jsonl", records), length=100, checkpoint_every=2
+    )
     calm = load(dataclasses.replace(config, cache=str(tmp_path / "calm")))
-    monkeypatch.setattr(tokenising, "KEEP_EVERY", 0), monkeypatch.setattr(tokenising, "PIECE", 1)  # every record is kept
+    (
+        monkeypatch.setattr(tokenising, "KEEP_EVERY", 0),
+        monkeypatch.setattr(tokenising, "PIECE", 1),
+    )  # every record is kept
     name = "_add_texts" if kind == "text" else "_add_chat"
     add, seen = getattr(tokenising.Draft, name), []
 
@@ -988,7 +1162,8 @@ def prefixed(tokenizer):
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_long_text_has_the_tokens_of_its_pieces(cut, monkeypatch):
-    """Its tokens take a hundred times the memory of the text: where they are the same it is tokenised in pieces, elsewhere in one."""
+    """Its tokens take a hundred times the memory of the text: where they are the same it is
+    tokenised in pieces, elsewhere in one."""
     text = "".join(standard_library()[:20])[:40_000]
     tokenizer = train_bpe([text], 600) if cut else prefixed(train_bpe([text], 600))
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -1044,7 +1219,10 @@ def test_the_step_that_stops_a_run_is_in_its_lines(config, tmp_path, monkeypatch
 
 
 def test_metrics_are_json_whatever_they_hold():
-    assert json.loads(metrics.as_json({"a": [math.nan, math.inf, 1.5], "b": {"c": -math.inf}})) == {"a": [None, None, 1.5], "b": {"c": None}}
+    assert json.loads(metrics.as_json({"a": [math.nan, math.inf, 1.5], "b": {"c": -math.inf}})) == {
+        "a": [None, None, 1.5],
+        "b": {"c": None},
+    }
 
 
 def test_all_generators_are_seeded():
@@ -1058,8 +1236,13 @@ def test_all_generators_are_seeded():
 
 @pytest.mark.parametrize("how", ["reversed", "labels"])
 def test_other_data_of_the_same_sum_is_refused(how, config, tmp_path):
-    records = [{"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes"}]} for i in range(250)]
-    first = dataclasses.replace(config, data=write_jsonl(tmp_path / "first.jsonl", records), checkpoint_every=2, length=64)
+    records = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes"}]}
+        for i in range(250)
+    ]
+    first = dataclasses.replace(
+        config, data=write_jsonl(tmp_path / "first.jsonl", records), checkpoint_every=2, length=64
+    )
     loop.train(first)
     if how == "reversed":
         other = dataclasses.replace(first, data=write_jsonl(tmp_path / "other.jsonl", records[::-1]))
@@ -1088,7 +1271,9 @@ def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):
     assert not torch.equal(*(r[:64] for r in rows)) and torch.equal(rows[1], load(other).rows.ids)
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "rows").stat().st_mode == (tmp_path / "plain").stat().st_mode
-    assert (tmp_path / "rows" / "mine.txt").is_file() and not [path for path in (tmp_path / "rows").iterdir() if path.is_dir()]
+    assert (tmp_path / "rows" / "mine.txt").is_file() and not [
+        path for path in (tmp_path / "rows").iterdir() if path.is_dir()
+    ]
 
 
 def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
@@ -1101,7 +1286,9 @@ def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
     mine = tmp_path / "both" / "rows.safetensors"
     mine.write_text("stays")
     loop.train(dataclasses.replace(config, model=base, save=both, out=str(tmp_path / "tuned")))
-    assert not any("lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(both).named_parameters())
+    assert not any(
+        "lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(both).named_parameters()
+    )
     assert mine.is_file()
     # adapters beside the model that they are of leave it there; both are of runs in one folder
     loop.train(dataclasses.replace(config, model=base, lora=4, save=base))
@@ -1125,8 +1312,17 @@ def test_peak_memory_sees_what_was_freed_and_leaves_pauses_out():
 
 def ended(rates, losses=(4.0, 3.0)):
     """What a run of the demo says at its end."""
-    return {"losses": losses, "tokens_per_second": statistics.median(rates), "rates": rates, "peak_memory": 2e9, "memory_before_training": 1e9,
-            "precision": "fp32", "parameters": 1, "device": "x", "memory_kind": "y"}  # fmt: skip
+    return {
+        "losses": losses,
+        "tokens_per_second": statistics.median(rates),
+        "rates": rates,
+        "peak_memory": 2e9,
+        "memory_before_training": 1e9,
+        "precision": "fp32",
+        "parameters": 1,
+        "device": "x",
+        "memory_kind": "y",
+    }
 
 
 def test_curves_that_differ_are_called_out():
@@ -1134,7 +1330,10 @@ def test_curves_that_differ_are_called_out():
     assert demo.compare(run, run)["agree"]
     report = demo.compare(run, other)
     assert not report["agree"] and "DO NOT AGREE" in demo.table(report, other)
-    assert report["tokens_per_second"].items() >= {"stock": 100.0, "ours": 150.0, "ratio": 1.5, "quartiles": [1.5, 1.5], "clear": True}.items()
+    assert (
+        report["tokens_per_second"].items()
+        >= {"stock": 100.0, "ours": 150.0, "ratio": 1.5, "quartiles": [1.5, 1.5], "clear": True}.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -1143,7 +1342,11 @@ def test_curves_that_differ_are_called_out():
         # the machine gets busy: both are slower from then on, one a block earlier
         ([100.0] * 6 + [10.0] * 5, [110.0] * 5 + [11.0] * 6, r"(100 +110|10 +11) +1.10 \(1.10 to 1.10\)"),
         ([100.0, 101.0, 100.0] * 3, [101.0, 100.0, 100.0] * 3, r"1.00 \(0.99 to 1.01\)(.|\n)*so no difference shows"),
-        ([100.0, 30.0] * 4, [50.0] * 8, r"unclear +unclear +unclear\n(.|\n)*too busy to tell .* 8 pairs .* are between 0.50 and 1.67"),
+        (
+            [100.0, 30.0] * 4,
+            [50.0] * 8,
+            r"unclear +unclear +unclear\n(.|\n)*too busy to tell .* 8 pairs .* are between 0.50 and 1.67",
+        ),
         ([100.0] * 4, [150.0] * 4, r"unclear(.|\n)*too few blocks of steps .*, 4 of at least 5"),
     ],
 )
@@ -1161,11 +1364,23 @@ def test_the_demo_runs(tmp_path, user_env):
     data = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 8)
     flags = {**TINY, "data": data, "out": tmp_path / "demo", "steps": 8}
     argv = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    done = subprocess.run([sys.executable, "-m", "liger_kernel.cli", "demo", *argv], env=user_env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "liger_kernel.cli", "demo", *argv],
+        env=user_env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "The loss curves agree" in done.stdout
-    blocks = re.findall(r"^(stock|ours) +step +(\d+)/8 ", done.stdout, re.M)  # the second run begins in its turn, with two blocks
-    assert blocks == [("stock", "1"), ("ours", "1"), *((name, str(step)) for step in range(2, 9) for name in ("ours", "stock"))]
+    blocks = re.findall(
+        r"^(stock|ours) +step +(\d+)/8 ", done.stdout, re.M
+    )  # the second run begins in its turn, with two blocks
+    assert blocks == [
+        ("stock", "1"),
+        ("ours", "1"),
+        *((name, str(step)) for step in range(2, 9) for name in ("ours", "stock")),
+    ]
     report = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert report["agree"] and [run["kernels"] for run in report["runs"].values()] == ["off", "on"]
     assert report["tokens_per_second"]["pairs"] == 6  # without the first two
@@ -1187,12 +1402,20 @@ def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=300)
     theirs = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     (folder / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": theirs} | sizes))
-    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n")
+    (folder / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
     tokenising.own_tokenizer([{"text": "abc"}], 300, None).save_pretrained(folder)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for theirs in (transformers.LlamaConfig, transformers.LlamaForCausalLM):  # which Transformers marks as code of the model's
+    for theirs in (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+    ):  # which Transformers marks as code of the model's
         monkeypatch.setattr(theirs, "_auto_class", None)
-    asked = {"train": ["--out", str(tmp_path / "run"), "--steps", "1", "--limit", "20", "--batch", "1"], "fit": ["--gpu", "h100"]}[command]
+    asked = {
+        "train": ["--out", str(tmp_path / "run"), "--steps", "1", "--limit", "20", "--batch", "1"],
+        "fit": ["--gpu", "h100"],
+    }[command]
     code = cli.main([command, "--model", str(folder), *asked, *["--trust-remote-code"] * trusted])
     said = capsys.readouterr().err
     assert (tmp_path / "ran").exists() == trusted

@@ -1,4 +1,5 @@
-"""The trainers that `liger train` can hand a run to: same rows, same losses, same weights as its own."""
+"""The trainers that `liger train` can hand a run to: same rows, same losses, same weights as its
+own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from liger_kernel.train.optimizer import learning_rate
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "uno, dos"}]
 has = lambda name: importlib.util.find_spec(name) is not None
-TRAINERS = ["hf", pytest.param("lightning", marks=pytest.mark.skipif(not has("lightning"), reason="lightning is not installed"))]
+TRAINERS = [
+    "hf",
+    pytest.param("lightning", marks=pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")),
+]
 others = pytest.mark.parametrize("trainer", TRAINERS)
 
 
@@ -41,18 +45,37 @@ def as_users_run_it(monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    """Rows of different lengths, so that tokens of a step weigh alike only if they are counted over all of it."""
+    """Rows of different lengths, so that tokens of a step weigh alike only if they are counted
+    over all of it."""
     records = [{"messages": CHAT * (1 + i % 3)} for i in range(24)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return TrainConfig(
-        hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=48, batch=2, accumulate=2, steps=6, warmup=2, log_every=1, device="cpu", lr=1e-2,
-        eval_fraction=0.1, eval_every=3, data=str(tmp_path / "text.jsonl"), cache=str(tmp_path / "cache"), out=str(tmp_path / "torch"),
+        hidden=32,
+        heads=2,
+        kv_heads=1,
+        layers=2,
+        vocab=300,
+        length=48,
+        batch=2,
+        accumulate=2,
+        steps=6,
+        warmup=2,
+        log_every=1,
+        device="cpu",
+        lr=1e-2,
+        eval_fraction=0.1,
+        eval_every=3,
+        data=str(tmp_path / "text.jsonl"),
+        cache=str(tmp_path / "cache"),
+        out=str(tmp_path / "torch"),
         save=str(tmp_path / "saved"),
-    )  # fmt: skip
+    )
 
 
 def by(trainer, config, **changes):
-    return dataclasses.replace(config, trainer=trainer, out=f"{config.out}-{trainer}", save=f"{config.save}-{trainer}", **changes)
+    return dataclasses.replace(
+        config, trainer=trainer, out=f"{config.out}-{trainer}", save=f"{config.save}-{trainer}", **changes
+    )
 
 
 def weights(config):
@@ -72,7 +95,9 @@ def test_trains_as_our_own(trainer, config):
     assert [e["step"] for e in found["evaluations"]] == [e["step"] for e in expected["evaluations"]] == [3, 6]
     # transformers' mean is over batches, not tokens
     rel = 0.1 if trainer == "hf" else 1e-4
-    assert [e["loss"] for e in found["evaluations"]] == pytest.approx([e["loss"] for e in expected["evaluations"]], rel=rel)
+    assert [e["loss"] for e in found["evaluations"]] == pytest.approx(
+        [e["loss"] for e in expected["evaluations"]], rel=rel
+    )
     assert found["losses"][-1] < 0.8 * found["losses"][0]
     assert found["tokens_per_second"] > 0 and found["peak_memory"] > 0
     torch.testing.assert_close(weights(other), weights(config), rtol=1e-3, atol=1e-4)
@@ -83,7 +108,9 @@ def test_trains_as_our_own(trainer, config):
 def test_mixed_precision_follows_fp32(trainer, config):
     short = dataclasses.replace(config, steps=3, eval_fraction=0.0, eval_every=0, save=None)
     expected = loop.train(short)
-    found = loop.train(dataclasses.replace(short, trainer=trainer, out=f"{config.out}-{trainer}", precision="bf16-mixed"))
+    found = loop.train(
+        dataclasses.replace(short, trainer=trainer, out=f"{config.out}-{trainer}", precision="bf16-mixed")
+    )
     assert found["losses"] != expected["losses"]
     for name in ("losses", "gradient_norms"):
         assert found[name] == pytest.approx(expected[name], rel=5e-2), name
@@ -193,7 +220,10 @@ def test_tokens_per_second_are_of_the_steps_that_are_timed(steps, timed, trainer
 @others
 def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
     """Else the run would go on at another place in the data."""
-    records = [{"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * (i % 7 + 1)}]} for i in range(30)]
+    records = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * (i % 7 + 1)}]}
+        for i in range(30)
+    ]
     Path(config.data).write_text("".join(json.dumps(r) + "\n" for r in records))
     config = dataclasses.replace(config, eval_fraction=0.0, schedule="constant")
     expected = loop.train(by(trainer, config))["losses"]
@@ -206,7 +236,9 @@ def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
     assert found == pytest.approx(expected[3:], rel=1e-5)
 
 
-@pytest.mark.parametrize("strange", ["a pipe", "a link", "of another step", "of no number", "deep", "of a list", "an unknown name"])
+@pytest.mark.parametrize(
+    "strange", ["a pipe", "a link", "of another step", "of no number", "deep", "of a list", "an unknown name"]
+)
 def test_checkpoints_of_strangers_are_said_to_be_damaged(strange, tmp_path):
     path = tmp_path / "checkpoint-4"
     path.mkdir()
@@ -256,7 +288,9 @@ def test_a_checkpoint_of_lightnings_that_would_run_something_is_refused(config, 
             return os.mkdir, (str(tmp_path / "evil"),)
 
     torch.save(torch.load(path, weights_only=True) | {"evil": Evil()}, path.with_name("step-00000005.ckpt"))
-    with pytest.raises(UserError, match=r"checkpoint .*step-00000005.ckpt is damaged, or holds objects other than tensors"):
+    with pytest.raises(
+        UserError, match=r"checkpoint .*step-00000005.ckpt is damaged, or holds objects other than tensors"
+    ):
         loop.train(dataclasses.replace(again, steps=6))
     assert not (tmp_path / "evil").exists()
 
@@ -284,28 +318,54 @@ def test_lightning_is_told_of_several_machines(config, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(Told) as told:
         two = by("lightning", config, parallel="ddp")
-        lightning.run(two, data.load(two), torch.nn.Linear(1, 1), torch.device("cpu"), "fp32", ranks.Ranks(0, 16, None, None), threading.Event())
+        lightning.run(
+            two,
+            data.load(two),
+            torch.nn.Linear(1, 1),
+            torch.device("cpu"),
+            "fp32",
+            ranks.Ranks(0, 16, None, None),
+            threading.Event(),
+        )
     assert told.value.args == (8, 2)
 
 
 @pytest.mark.parametrize("trainer", ["torch", *TRAINERS])
 def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, capsys):
-    """Chats of several lengths: what they are padded with plays no part, be it nothing, or an id that the model's embedding lacks."""
+    """Chats of several lengths: what they are padded with plays no part, be it nothing, or an id
+    that the model's embedding lacks."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     chats = [[("user", "a " * n), ("assistant", "b c " * n)] for n in range(1, 9)]
     rows = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
     Path(config.data).write_text("\n".join(rows) + "\n")
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    sizes = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
     transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes)).save_pretrained(tmp_path / "model")
     losses = {}
-    for name, pad, special in (("neither", 7, {}), ("pad", 7, {"pad_token": "P"}), ("end", 7, {"eos_token": "P"}), ("far", 50, {"pad_token": "P"})):
+    for name, pad, special in (
+        ("neither", 7, {}),
+        ("pad", 7, {"pad_token": "P"}),
+        ("end", 7, {"eos_token": "P"}),
+        ("far", 50, {"pad_token": "P"}),
+    ):
         words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3, "P": pad}, unk_token="?"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **special).save_pretrained(tmp_path / name)
-        one = dataclasses.replace(config, model=str(tmp_path / "model"), tokenizer=str(tmp_path / name), out=str(tmp_path / "out" / name),
-                                  trainer=trainer, save=None, steps=2, eval_fraction=0.2)  # fmt: skip
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **special).save_pretrained(
+            tmp_path / name
+        )
+        one = dataclasses.replace(
+            config,
+            model=str(tmp_path / "model"),
+            tokenizer=str(tmp_path / name),
+            out=str(tmp_path / "out" / name),
+            trainer=trainer,
+            save=None,
+            steps=2,
+            eval_fraction=0.2,
+        )
         losses[name] = [loop.train(one)[curve] for curve in ("losses", "evaluations")]
         assert ("the tokenizer has no end token" in capsys.readouterr().out) == (name != "end")
     assert losses["neither"] == losses["pad"] == losses["far"] != losses["end"]  # which an answer learns
@@ -315,7 +375,9 @@ def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, caps
 def test_a_finished_run_started_again_keeps_its_numbers(trainer, config, capsys):
     short = by(trainer, config, steps=5, log_every=10, checkpoint_every=2)
     found = loop.train(short)
-    assert len(found["losses"]) == (1 if trainer == "hf" else 5)  # of transformers, the mean of the steps since the line before
+    assert len(found["losses"]) == (
+        1 if trainer == "hf" else 5
+    )  # of transformers, the mean of the steps since the line before
     learnt = weights(short)
     shutil.rmtree(short.save)
     assert loop.train(short) == found
@@ -344,7 +406,9 @@ def test_what_it_does_not_offer_is_said(trainer, config):
 
 
 def test_deepspeed_is_transformers(config):
-    with pytest.raises(UserError, match="trainer torch offers parallel none, ddp, fsdp2, tp, ulysses, ulysses-fsdp2; got deepspeed-z2"):
+    with pytest.raises(
+        UserError, match="trainer torch offers parallel none, ddp, fsdp2, tp, ulysses, ulysses-fsdp2; got deepspeed-z2"
+    ):
         dataclasses.replace(config, parallel="deepspeed-z2")
 
 
@@ -362,7 +426,9 @@ def test_8_bit_moments_learn_and_come_back(trainer, config):
     assert found["losses"] != expected["losses"]
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=2e-2, atol=0)
     learnt = weights(eight)
-    last = Path(eight.out) / f"checkpoints-{trainer}" / {"hf": "checkpoint-6", "lightning": "step-00000006.ckpt"}[trainer]
+    last = (
+        Path(eight.out) / f"checkpoints-{trainer}" / {"hf": "checkpoint-6", "lightning": "step-00000006.ckpt"}[trainer]
+    )
     shutil.rmtree(last) if last.is_dir() else last.unlink()
     assert loop.train(eight)["losses"] == pytest.approx(found["losses"][3:], rel=1e-6)
     torch.testing.assert_close(weights(eight), learnt)
@@ -376,7 +442,13 @@ def test_sharded_over_two_ranks(parallel, config, user_env):
     two = by("hf", config, parallel=parallel, accumulate=1, nproc=2, max_restarts=0)
     two.save_to(Path(two.out) / "two.json")
     argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(Path(two.out) / "two.json")]
-    done = subprocess.run(argv, env=user_env | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        argv,
+        env=user_env | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(Path(two.out, "metrics.json").read_text())
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)

@@ -1,4 +1,5 @@
-"""Experts with PEFT's adapters (``target_parameters``): what stock PEFT computes, whatever is switched, at each call, without the sum of weight and adapter."""
+"""Experts with PEFT's adapters (``target_parameters``): what stock PEFT computes, whatever is
+switched, at each call, without the sum of weight and adapter."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from liger_kernel.transformers import projections_report, restore  # noqa: E402
 from liger_kernel.transformers.recognise import adapted_experts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True)  # what else is ours is tested elsewhere
+ONLY = dict(
+    rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True
+)  # what else is ours is tested elsewhere
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 BATCH = dict(batch=1, length=6, ignored=2)
 
@@ -40,18 +43,29 @@ def ran(monkeypatch) -> list[tuple[int, int]]:
     """How many adapters gate_up and down had at each call of the node, from now on."""
     calls: list[tuple[int, int]] = []
     node = adapted_experts.adapted_moe
-    monkeypatch.setattr(adapted_experts, "adapted_moe", lambda *args, **how: calls.append((len(args[5]), len(args[6]))) or node(*args, **how))
+    monkeypatch.setattr(
+        adapted_experts,
+        "adapted_moe",
+        lambda *args, **how: calls.append((len(args[5]), len(args[6]))) or node(*args, **how),
+    )
     return calls
 
 
-def adapted(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, of=BOTH, targets=(), r: int = 3, base=None, **more) -> nn.Module:
+def adapted(
+    family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, of=BOTH, targets=(), r: int = 3, base=None, **more
+) -> nn.Module:
     dense_first = family in ("deepseek_v3", "glm4_moe", "llama4_text")
-    sizes = dict(num_hidden_layers=2 if dense_first else 1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
+    sizes = dict(
+        num_hidden_layers=2 if dense_first else 1,
+        **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}),
+    )
     model = make(family, dtype, **sizes) if base is None else base
     if family == "aria_text" and not any(name.endswith("gate_up_proj") for name, _ in model.named_parameters()):
         pytest.skip("experts of this Transformers have other parameters")
     torch.manual_seed(3)
-    return drawn(peft.get_peft_model(model, peft.LoraConfig(r=r, target_modules=list(targets), target_parameters=of, **more))).to(DEVICE)
+    return drawn(
+        peft.get_peft_model(model, peft.LoraConfig(r=r, target_modules=list(targets), target_parameters=of, **more))
+    ).to(DEVICE)
 
 
 def patch(model: nn.Module, **flags) -> nn.Module:
@@ -78,12 +92,18 @@ FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "aria_
 
 @pytest.mark.parametrize("family", [*FAMILIES, "llama4_text"])
 def test_packing(family):
-    """The factors are those of PEFT's own sum, for parameters (E, out, in), (E, in, out), and (E, in, out) that PEFT takes for (E, out, in)."""
+    """The factors are those of PEFT's own sum, for parameters (E, out, in), (E, in, out), and
+    (E, in, out) that PEFT takes for (E, out, in)."""
     model = adapted(family)
     for wrapper in wrappers(model):
         lhs, rhs = adapted_experts.factors(wrapper, "default")
-        torch.testing.assert_close(wrapper.scaling["default"] * lhs @ rhs, wrapper.get_delta_weight("default"), rtol=1e-5, atol=1e-6)
-        assert lhs.shape[2] == rhs.shape[1] == 3 and (lhs.shape[0], lhs.shape[1], rhs.shape[2]) == wrapper.get_param().shape
+        torch.testing.assert_close(
+            wrapper.scaling["default"] * lhs @ rhs, wrapper.get_delta_weight("default"), rtol=1e-5, atol=1e-6
+        )
+        assert (
+            lhs.shape[2] == rhs.shape[1] == 3
+            and (lhs.shape[0], lhs.shape[1], rhs.shape[2]) == wrapper.get_param().shape
+        )
     assert wrappers(model)
 
 
@@ -136,17 +156,24 @@ def test_flags(ran, flags):
     expected = step(model, tokens(**BATCH))[1]
     assert_same_learning(step(patch(model, **flags), tokens(**BATCH))[1], expected, 1e-5)
     (layer,) = projections_report(model).stock
-    block = "Qwen3MoeSparseMoeBlock is not patched, or its forward does not call them as self.experts(x, index, weights)"
+    block = (
+        "Qwen3MoeSparseMoeBlock is not patched, or its forward does not call them as self.experts(x, index, weights)"
+    )
     assert not ran and layer.reason == ("Qwen3MoeExperts is not patched" if "swiglu" in flags else block)
 
 
 def test_the_sum_is_never_made(ran):
-    """Neither the sum of weights and adapters nor a gradient of its size, nor the parametrisation of PEFT."""
+    """Neither the sum of weights and adapters nor a gradient of its size, nor the
+    parametrisation of PEFT."""
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor) and place(t) not in given]
+            made = [
+                t
+                for t in (out if isinstance(out, tuple | list) else [out])
+                if isinstance(t, torch.Tensor) and place(t) not in given
+            ]
             shapes.extend(sorted(t.shape) for t in made if t.ndim == 3)
             return out
 
@@ -167,9 +194,12 @@ def test_the_sum_is_never_made(ran):
 
 @pytest.fixture
 def twins():
-    """The same model twice, with two adapters of different ranks and scales: one patched, one stock."""
+    """The same model twice, with two adapters of different ranks and scales: one patched, one
+    stock."""
     stock = adapted()
-    stock.add_adapter("second", peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH, lora_alpha=5, use_rslora=True))
+    stock.add_adapter(
+        "second", peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH, lora_alpha=5, use_rslora=True)
+    )
     drawn(stock)
     stock.set_adapter("default")
     return patch(copy.deepcopy(stock)), stock
@@ -234,7 +264,9 @@ def test_hooks_run(twins, ran, part):
     """On a wrapper or on the experts: PEFT's code runs."""
     seen = []
     for model in twins:
-        on(model, "down_proj").get_submodule(part).register_forward_hook(lambda m, args, out, model=model: seen.append(model))
+        on(model, "down_proj").get_submodule(part).register_forward_hook(
+            lambda m, args, out, model=model: seen.append(model)
+        )
     assert_alike(twins, ran, [])
     assert seen == [*twins]
     (layer,) = projections_report(twins[0]).stock
@@ -279,7 +311,9 @@ def test_beside_adapters_of_attention(ran, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 def test_patterns_of_ranks(ran):
-    model = assert_same(adapted(rank_pattern={"experts.down_proj": 5}, alpha_pattern={"experts.gate_up_proj": 2}, use_rslora=True))
+    model = assert_same(
+        adapted(rank_pattern={"experts.down_proj": 5}, alpha_pattern={"experts.gate_up_proj": 2}, use_rslora=True)
+    )
     assert ran == [(1, 1)] and [(w.r["default"], w.lora_alpha["default"]) for w in wrappers(model)] == [(5, 8), (3, 2)]
 
 
@@ -320,7 +354,8 @@ def test_sixteen_bits(ran, autocast, thin):
 
 @pytest.mark.parametrize("active", [1, 2])
 def test_autocast_over_fp32(ran, active):
-    """Adapters are multiplied in autocast's dtype, as the weights are. (PEFT 0.21.2: one adapter in the dtype of the weight, several in autocast's.)"""
+    """Adapters are multiplied in autocast's dtype, as the weights are. (PEFT 0.21.2: one adapter
+    in the dtype of the weight, several in autocast's.)"""
     model = adapted()
     if active == 2:
         model.add_adapter("more", model.peft_config["default"])
@@ -392,9 +427,12 @@ def test_saved_and_loaded(ran, tmp_path):
 
 
 def test_generates(twins, ran):
-    """Every token by the engine: PEFT would add the adapters of all experts for each. On a GPU, Transformers chooses batched_mm after the first."""
+    """Every token by the engine: PEFT would add the adapters of all experts for each. On a GPU,
+    Transformers chooses batched_mm after the first."""
     prompt = {"input_ids": tokens(**BATCH)["input_ids"]}
-    found, expected = (m.eval().generate(**prompt, min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in twins)
+    found, expected = (
+        m.eval().generate(**prompt, min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in twins
+    )
     assert torch.equal(found, expected)
     assert ran == [(1, 1)] * (3 if DEVICE == "cpu" else 1)
 
@@ -403,10 +441,17 @@ def test_generates(twins, ran):
 
 
 def in_four_bits(family: str, double: bool = True) -> tuple[nn.Module, nn.Module]:
-    """A model whose experts bitsandbytes holds in 4 bits, and the same with what these bits mean."""
+    """A model whose experts bitsandbytes holds in 4 bits, and the same with what these bits
+    mean."""
     bnb = pytest.importorskip("bitsandbytes.nn.parametrize", reason="could not import 'bitsandbytes'")
-    sizes = dict(layer_types=["full_attention"], intermediate_size=64) if family == "gpt_oss" else dict(moe_intermediate_size=64)
-    packed = make(family, num_hidden_layers=1, **sizes)  # on a CPU, bitsandbytes misreads rows that are shorter than its blocks of 64
+    sizes = (
+        dict(layer_types=["full_attention"], intermediate_size=64)
+        if family == "gpt_oss"
+        else dict(moe_intermediate_size=64)
+    )
+    packed = make(
+        family, num_hidden_layers=1, **sizes
+    )  # on a CPU, bitsandbytes misreads rows that are shorter than its blocks of 64
     dense = copy.deepcopy(packed)
     of_both = [m.model.layers[0].mlp.experts for m in (packed, dense)]
     for name in ("gate_up_proj", "down_proj"):
@@ -417,9 +462,12 @@ def in_four_bits(family: str, double: bool = True) -> tuple[nn.Module, nn.Module
 
 @pytest.mark.parametrize(("family", "double"), [("qwen3_moe", True), ("qwen3_moe", False), ("gpt_oss", True)])
 def test_four_bits(ran, family, double):
-    """What PEFT learns with the dense weights, in every step: PEFT itself leaves its sum in place over 4 bits, and adds the next one to it."""
+    """What PEFT learns with the dense weights, in every step: PEFT itself leaves its sum in
+    place over 4 bits, and adds the next one to it."""
     packed, dense = in_four_bits(family, double)
-    of = [f"model.layers.0.mlp.{name}" for name in BOTH]  # PEFT finds computed parameters by their whole names, and nests their wrappers the other way
+    of = [
+        f"model.layers.0.mlp.{name}" for name in BOTH
+    ]  # PEFT finds computed parameters by their whole names, and nests their wrappers the other way
     model, other = patch(adapted(base=packed, of=of)), adapted(base=dense, of=of)
     for name in ("gate_up_proj", "down_proj"):
         on(model, name).lora_A.load_state_dict(on(other, name).lora_A.state_dict())
@@ -428,7 +476,11 @@ def test_four_bits(ran, family, double):
 
     def learnt(model: nn.Module) -> dict[str, torch.Tensor]:
         loss = step(model, tokens(**BATCH))[1]["loss"]
-        parts = {f"{m.parameter_name} {part}": getattr(m, part)["default"].weight.grad for m in wrappers(model) for part in ("lora_A", "lora_B")}
+        parts = {
+            f"{m.parameter_name} {part}": getattr(m, part)["default"].weight.grad
+            for m in wrappers(model)
+            for part in ("lora_A", "lora_B")
+        }
         return {"loss": loss} | parts
 
     expected, saved = learnt(other), []
@@ -458,11 +510,26 @@ def test_four_bits_without_adapters(ran):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: m.set_experts_implementation("batched_mm"), "Transformers' 'batched_mm', which the model's configuration names"),
-        (lambda m: setattr(on(m, "down_proj").get_base_layer(), "act_fn", nn.Softplus()), "an activation that is none of ours"),
-        (lambda m: on(m, "down_proj").scaling.update(default=torch.ones(3, 1, 1)), "adapter 'default' has a scaling that is sharded, or not of one element"),
-        (lambda m: setattr(on(m, "down_proj"), "forward", on(m, "down_proj").forward), "hooks, or a forward of its own"),
-        (lambda m: m.get_base_model().model.layers[0].mlp.experts.get_base_layer().double(), "there are no kernels for torch.float64 on"),
+        (
+            lambda m: m.set_experts_implementation("batched_mm"),
+            "Transformers' 'batched_mm', which the model's configuration names",
+        ),
+        (
+            lambda m: setattr(on(m, "down_proj").get_base_layer(), "act_fn", nn.Softplus()),
+            "an activation that is none of ours",
+        ),
+        (
+            lambda m: on(m, "down_proj").scaling.update(default=torch.ones(3, 1, 1)),
+            "adapter 'default' has a scaling that is sharded, or not of one element",
+        ),
+        (
+            lambda m: setattr(on(m, "down_proj"), "forward", on(m, "down_proj").forward),
+            "hooks, or a forward of its own",
+        ),
+        (
+            lambda m: m.get_base_model().model.layers[0].mlp.experts.get_base_layer().double(),
+            "there are no kernels for torch.float64 on",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -478,11 +545,14 @@ def test_reasons(ran, change, reason):
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_learnt_scalings(ran, shape):
-    """They have the gradients of scalings beside which there is a second adapter: for one alone, PEFT's product takes no tensor with a gradient."""
+    """They have the gradients of scalings beside which there is a second adapter: for one alone,
+    PEFT's product takes no tensor with a gradient."""
     learned = []
     for patched in (False, True):
         model = adapted()
-        model.add_adapter("second", peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH, init_lora_weights=True))
+        model.add_adapter(
+            "second", peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH, init_lora_weights=True)
+        )
         model.base_model.set_adapter(["default", "second"])
         for m in wrappers(model):
             m.learnt = m.scaling["default"] = nn.Parameter(torch.full(shape, 0.7, device=DEVICE))
@@ -493,12 +563,16 @@ def test_learnt_scalings(ran, shape):
 
 def test_a_single_expert(ran):
     """PEFT's sum for one expert is another product."""
-    model = assert_same(adapted(base=make("qwen3_moe", num_hidden_layers=1, num_local_experts=1, num_experts_per_tok=1)))
+    model = assert_same(
+        adapted(base=make("qwen3_moe", num_hidden_layers=1, num_local_experts=1, num_experts_per_tok=1))
+    )
     (layer,) = projections_report(model).stock
     assert not ran and "a single expert" in layer.reason
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU"
+)
 def test_the_document_is_right(capsys):
     """Its example runs, and prints what it says."""
     text = (Path(__file__).parents[2] / "docs" / "guides" / "moe.md").read_text()

@@ -1,4 +1,5 @@
-"""200 steps of adapters on real text, under autocast: the engine's losses differ from stock's as two stock runs of different rounding do."""
+"""200 steps of adapters on real text, under autocast: the engine's losses differ from stock's as
+two stock runs of different rounding do."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def batches(data: Tensor, steps: int, seed: int) -> list[Tensor]:
     return [torch.stack([data[i : i + LENGTH] for i in row]).to(DEVICE) for row in at.tolist()]
 
 
-def learn(model: nn.Module, data: list[Tensor], held_out: list[Tensor], lr: float, autocast: bool = False) -> tuple[Tensor, float]:
+def learn(
+    model: nn.Module, data: list[Tensor], held_out: list[Tensor], lr: float, autocast: bool = False
+) -> tuple[Tensor, float]:
     """The loss of each step, and in the end that of text held out."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     precision = lambda: torch.autocast(DEVICE, torch.bfloat16) if autocast else contextlib.nullcontext()
@@ -48,7 +51,9 @@ def learn(model: nn.Module, data: list[Tensor], held_out: list[Tensor], lr: floa
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad(), precision():
-        return torch.tensor(losses), sum(model(input_ids=ids, labels=ids, use_cache=False).loss.item() for ids in held_out) / max(len(held_out), 1)
+        return torch.tensor(losses), sum(
+            model(input_ids=ids, labels=ids, use_cache=False).loss.item() for ids in held_out
+        ) / max(len(held_out), 1)
 
 
 @pytest.mark.slow
@@ -62,7 +67,9 @@ def test_losses_of_real_text(monkeypatch):
     exact, rounded = (learn(copy.deepcopy(model), data, held_out, 3e-3, autocast) for autocast in (False, True))
     ran = adapters.nodes_run(monkeypatch)
     # interpreted, whatever else is ours would take eight minutes
-    ours._apply_liger_kernel_to_instance(model, rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
+    ours._apply_liger_kernel_to_instance(
+        model, rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False
+    )
     assert not projections_report(model).stock
     found = learn(model, data, held_out, 3e-3, autocast=True)
     assert ran == [3, 1, 3] * 2 * (STEPS + len(held_out))

@@ -29,7 +29,13 @@ from liger_kernel.train import model as train_model
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.evaluate import evaluate
 from liger_kernel.train.rows import IGNORE, Rows
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, attention, lazy_mask, restore
+from liger_kernel.transformers import (
+    _apply_liger_kernel_to_instance,
+    apply_liger_kernel_to_llama,
+    attention,
+    lazy_mask,
+    restore,
+)
 from liger_kernel.transformers.patching import fusions, wrappers
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.utils import varlen_lacks
@@ -39,7 +45,8 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 VOCAB = 100
 SIZES = [[7, 1, 5], [3, 3], [13]]  # lengths of the documents of each row; the second one is padded
-# model type -> what its tiny config gets: grouped heads, heads of their own, norms of queries and keys, windows narrower than documents, also of some layers
+# model type -> what its tiny config gets: grouped heads, heads of their own, norms of queries and
+# keys, windows narrower than documents, also of some layers
 MODELS = {
     "llama": dict(num_key_value_heads=1),
     "phi": {},
@@ -68,12 +75,27 @@ def batches(device: str = "cpu") -> tuple[dict, dict]:
     """The rows as one batch of packed ones, and a row for each document; the same sum of losses."""
     packed = rows().batch([0, 1, 2], 0)
     alone = rows([[n] for row in SIZES for n in row]).batch(list(range(sum(map(len, SIZES)))), 0)
-    alone["attention_mask"] = (torch.arange(alone["labels"].shape[1]) < torch.tensor([n for row in SIZES for n in row])[:, None]).long()
+    alone["attention_mask"] = (
+        torch.arange(alone["labels"].shape[1]) < torch.tensor([n for row in SIZES for n in row])[:, None]
+    ).long()
     both = packed, {k: alone[k] for k in ("input_ids", "labels", "attention_mask")}
     return tuple(on_device(b, device) | {"num_items_in_batch": 20} for b in both)
 
 
-def documents_in_a_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False):
+def documents_in_a_loop(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
     """``varlen_attn``, whose arguments it checks, in plain PyTorch."""
     assert query.ndim == 3 and cu_seq_q.dtype == torch.int32 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query)
     assert max_q == max_k == cu_seq_q.diff().max() and window_size[1] == 0
@@ -87,7 +109,9 @@ def documents_in_a_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, 
     return torch.cat(outs)
 
 
-def before_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, *, scale=None):
+def before_windows(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, *, scale=None
+):
     """``varlen_attn`` as PyTorch 2.10 had it."""
     assert is_causal
     return documents_in_a_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(-1, 0))
@@ -166,7 +190,10 @@ def test_documents_are_learnt_as_if_each_were_alone(model_type, patched, calls, 
     model = packing_model(model_type, patched)
     assert_same_learning(learnt(model, packed), expected)
     assert not dense_masks
-    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"] * 2
+    kinds = (
+        getattr(model.config, "layer_types", None)
+        or ["sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"] * 2
+    )
     assert calls == [(3, 0) if kind == "sliding_attention" else (-1, 0) for kind in kinds]
 
 
@@ -179,7 +206,9 @@ def test_a_window_wider_than_any_document_is_none(calls):
 def test_before_it_had_windows_and_groups(model_type, served, monkeypatch, dense_masks):
     serve(monkeypatch, before_windows, called := [])
     packed, alone = batches()
-    assert_same_learning(learnt(packing_model(model_type), packed), learnt(packing_model(model_type, attends="sdpa"), alone))
+    assert_same_learning(
+        learnt(packing_model(model_type), packed), learnt(packing_model(model_type, attends="sdpa"), alone)
+    )
     assert bool(called) == served
 
 
@@ -216,7 +245,13 @@ def test_dropout_is_left_to_sdpa(calls):
 def test_masks_of_other_patterns_are_made():
     """Not those that bounds and a window say all of."""
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, attn_implementation=attention.NAME)
-    create = functools.partial(transformers.masking_utils.create_causal_mask, config, torch.zeros(2, 6, 8), attention_mask=None, past_key_values=None)
+    create = functools.partial(
+        transformers.masking_utils.create_causal_mask,
+        config,
+        torch.zeros(2, 6, 8),
+        attention_mask=None,
+        past_key_values=None,
+    )
     packed = torch.tensor([[0, 1, 2, 0, 1, 0]]).expand(2, 6)
     assert isinstance(mask := create(position_ids=packed), attention.LazyMask)
     block = torch.block_diag(*(torch.ones(n, n) for n in (3, 2, 1))).tril().bool()
@@ -360,7 +395,8 @@ def test_the_host_reads_no_scalar(model_type):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
-    """The bounds of documents say how many there are; with as many as rows, only positions say whether a row has several."""
+    """The bounds of documents say how many there are; with as many as rows, only positions say
+    whether a row has several."""
     packed = rows().batch([0, 1, 2], 0)
     models = (packing_model(model_type, patched=True, attends=attends) for attends in (attention.NAME, "sdpa"))
     for model in models:
@@ -426,8 +462,12 @@ def _in_a_thread(function):
 
 WHEN = {
     "a hook of a layer": lambda model, look: model.model.layers[-1].register_forward_hook(lambda *_: look()),
-    "a hook of the embedding": lambda model, look: model.get_input_embeddings().register_forward_hook(lambda *_: look()),
-    "the loss": lambda model, look: setattr(model, "loss_function", lambda logits, labels, **_: (look(), logits.float().mean())[1]),
+    "a hook of the embedding": lambda model, look: model.get_input_embeddings().register_forward_hook(
+        lambda *_: look()
+    ),
+    "the loss": lambda model, look: setattr(
+        model, "loss_function", lambda logits, labels, **_: (look(), logits.float().mean())[1]
+    ),
     "a thread": lambda model, look: model.model.layers[-1].register_forward_hook(lambda *_: _in_a_thread(look)),
     "a checkpointed layer": lambda model, look: (
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True}),
@@ -440,7 +480,8 @@ WHEN = {
 @pytest.mark.parametrize("other", ["stock", "patched", "the same", "the same configuration"])
 @pytest.mark.parametrize("when", WHEN)
 def test_a_model_called_by_another_sees_its_own_documents(when, other):
-    """What a patched model knows of its own rows is true of no other call, be it of the same body."""
+    """What a patched model knows of its own rows is true of no other call, be it of the same
+    body."""
     model = packing_model("llama", patched=True, attends="sdpa")
     if other == "the same":
         inner = model.model
@@ -501,17 +542,23 @@ def test_positions_of_a_model_inside(by, monkeypatch):
         case "class":
             model.model.__class__ = OwnPositions
         case "forward":
-            model.model.forward = lambda *args, position_ids=None, **kwargs: stock(*args, position_ids=DOCUMENTS, **kwargs)
+            model.model.forward = lambda *args, position_ids=None, **kwargs: stock(
+                *args, position_ids=DOCUMENTS, **kwargs
+            )
         case "hook":
             model.model.register_forward_pre_hook(gives, with_kwargs=True)
         case "method":
             of_class = transformers.LlamaModel.forward
-            own = functools.wraps(of_class)(lambda self, *args, position_ids=None, **kwargs: of_class(self, *args, position_ids=DOCUMENTS, **kwargs))
+            own = functools.wraps(of_class)(
+                lambda self, *args, position_ids=None, **kwargs: of_class(self, *args, position_ids=DOCUMENTS, **kwargs)
+            )
             monkeypatch.setattr(transformers.LlamaModel, "forward", own)
     assert_same_bits(step(model, of_length(7))[1], step(told, of_length(7, position_ids=DOCUMENTS))[1])
 
 
-@pytest.mark.parametrize("model_type", ["falcon", "bloom", "qwen3_next"])  # asks whether it is sdpa; its own; bounds are for its linear layers
+@pytest.mark.parametrize(
+    "model_type", ["falcon", "bloom", "qwen3_next"]
+)  # asks whether it is sdpa; its own; bounds are for its linear layers
 def test_families_that_keep_what_they_have(model_type):
     model = make(model_type)
     before = model.config._attn_implementation
@@ -520,7 +567,8 @@ def test_families_that_keep_what_they_have(model_type):
 
 
 def test_attention_that_sdpa_does_not_serve():
-    """gpt-oss has sinks, which sdpa would leave out: neither varlen_attn nor sdpa may take its place."""
+    """gpt-oss has sinks, which sdpa would leave out: neither varlen_attn nor sdpa may take its
+    place."""
     pytest.importorskip("transformers.models.gpt_oss")
     model = make("gpt_oss", attention="eager")
     assert attention.use(model) == "sdpa does not serve gpt_oss"
@@ -538,7 +586,9 @@ def test_text_in_a_model_of_images():
 
 def test_auto_takes_it_where_it_serves(monkeypatch):
     model = packing_model("llama", attends="sdpa")
-    settle = lambda rows, device="cpu", precision="bf16", **config: train_model.attend(TrainConfig(**config), rows, model, torch.device(device), precision)
+    settle = lambda rows, device="cpu", precision="bf16", **config: train_model.attend(
+        TrainConfig(**config), rows, model, torch.device(device), precision
+    )
     assert settle(rows()) == "sdpa with a mask, as no GPU"
     assert settle(rows(), attention="eager") == "eager"
     plain = Rows.of([([1, 2], [1, 2])])
@@ -564,15 +614,35 @@ def by_references():
 @pytest.mark.usefixtures("by_references")
 @pytest.mark.parametrize("trainer, checkpointing", [("torch", "none"), ("torch", "selective"), ("hf", "none")])
 def test_a_run(trainer, checkpointing, calls, dense_masks, monkeypatch, tmp_path, capsys):
-    """Each trainer's batches say where documents begin, in training and evaluation, and losses are those of a mask."""
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "def add(a, b): return a + b " * (1 + i % 4)}) + "\n" for i in range(40)))
+    """Each trainer's batches say where documents begin, in training and evaluation, and losses
+    are those of a mask."""
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": "def add(a, b): return a + b " * (1 + i % 4)}) + "\n" for i in range(40))
+    )
     config = TrainConfig(
-        hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=64, batch=2, steps=3, warmup=1, log_every=1, device="cpu", packing="documents",
-        eval_fraction=0.1, trainer=trainer, gradient_checkpointing=checkpointing, data=str(tmp_path / "texts.jsonl"), out=str(tmp_path / "run"),
-    )  # fmt: skip
+        hidden=32,
+        heads=2,
+        kv_heads=1,
+        layers=2,
+        vocab=300,
+        length=64,
+        batch=2,
+        steps=3,
+        warmup=1,
+        log_every=1,
+        device="cpu",
+        packing="documents",
+        eval_fraction=0.1,
+        trainer=trainer,
+        gradient_checkpointing=checkpointing,
+        data=str(tmp_path / "texts.jsonl"),
+        out=str(tmp_path / "run"),
+    )
     expected = loop.train(dataclasses.replace(config, attention="sdpa", save=str(tmp_path / "saved")))
     assert "attention: sdpa\n" in capsys.readouterr().out and dense_masks and not calls
-    monkeypatch.setattr(train_model, "varlen_lacks", lambda device, dtype: None if dtype == torch.float32 else "fp32 here")
+    monkeypatch.setattr(
+        train_model, "varlen_lacks", lambda device, dtype: None if dtype == torch.float32 else "fp32 here"
+    )
     dense_masks.clear()
     metrics = loop.train(dataclasses.replace(config, save=str(tmp_path / "other")))
     assert "attention: varlen_attn, each document by itself\n" in capsys.readouterr().out and calls and not dense_masks
@@ -585,7 +655,10 @@ def test_a_run(trainer, checkpointing, calls, dense_masks, monkeypatch, tmp_path
 
 def test_bounds_of_documents():
     batch = rows().batch([1, 0], 0)
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, *range(7)], [*range(7), 0, *range(5)]]  # what is padded is a document
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 2, 0, 1, 2, *range(7)],
+        [*range(7), 0, *range(5)],
+    ]  # what is padded is a document
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 6, 13, 20, 21, 26]
     assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == batch["max_length_k"] == 7
     assert (batch["labels"][0, 6:] == IGNORE).all()
@@ -607,14 +680,27 @@ def test_as_accurate_as_sdpa(sizes, heads, kv_heads, width, window):
     if window and "window_size" not in attention._TAKES:
         pytest.skip("this varlen_attn has no windows")
     batch = on_device(rows(sizes).batch(list(range(len(sizes))), 0), "cuda")
-    config = transformers.MistralConfig(num_attention_heads=heads, num_key_value_heads=kv_heads, sliding_window=window, attn_implementation=attention.NAME)
-    create = transformers.masking_utils.create_sliding_window_causal_mask if window else transformers.masking_utils.create_causal_mask
+    config = transformers.MistralConfig(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        sliding_window=window,
+        attn_implementation=attention.NAME,
+    )
+    create = (
+        transformers.masking_utils.create_sliding_window_causal_mask
+        if window
+        else transformers.masking_utils.create_causal_mask
+    )
     embeds = torch.zeros(*batch["input_ids"].shape, 8, device="cuda")
     mask = create(config, embeds, attention_mask=None, past_key_values=None, position_ids=batch["position_ids"])
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, True
     B, T = batch["input_ids"].shape
-    draw = lambda n, seed: torch.randn(B, n, T, width, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16().requires_grad_()
+    draw = lambda n, seed: (
+        torch.randn(B, n, T, width, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+        .bfloat16()
+        .requires_grad_()
+    )
     args = dict(q=draw(heads, 0), k=draw(kv_heads, 1), v=draw(kv_heads, 2))
     wide = {name: t.detach().double().requires_grad_() for name, t in args.items()}
     bounds = {name: batch[name] for name in ("cu_seq_lens_q", "max_length_q")}

@@ -1,4 +1,5 @@
-"""Models that are changed after they were patched: what stock would do at the time of a call, a patched model does."""
+"""Models that are changed after they were patched: what stock would do at the time of a call, a
+patched model does."""
 
 from __future__ import annotations
 
@@ -70,8 +71,11 @@ def by_forward(parent: nn.Module) -> None:
     parent.rotary_emb.forward = Uneven(parent.rotary_emb).forward
 
 
-# halves; of every second column; normed first; neighbours; a part of the head; neighbours taken apart; once; sections
-@pytest.mark.parametrize("family", ["llama", "cohere", "qwen3", "glm4", "stablelm", "deepseek_v3", "gpt_oss", "qwen2_vl"])
+# halves; of every second column; normed first; neighbours; a part of the head; neighbours taken
+# apart; once; sections
+@pytest.mark.parametrize(
+    "family", ["llama", "cohere", "qwen3", "glm4", "stablelm", "deepseek_v3", "gpt_oss", "qwen2_vl"]
+)
 def test_rotary_tables_are_read_as_stock_reads_them(family):
     """Whatever a module in the place of the model's own returns, and whenever it came there."""
     with stock(family):
@@ -85,7 +89,9 @@ def test_rotary_tables_are_read_as_stock_reads_them(family):
 
 
 @pytest.mark.parametrize("exchange", [by_module, by_forward])
-@pytest.mark.parametrize("patch", [patched, lambda model: liger.apply_liger_kernel_to_llama() or model], ids=["instance", "class"])
+@pytest.mark.parametrize(
+    "patch", [patched, lambda model: liger.apply_liger_kernel_to_llama() or model], ids=["instance", "class"]
+)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_rotary_modules_that_are_exchanged(exchange, patch, before):
     plain, ours = make("llama"), make("llama")
@@ -126,7 +132,8 @@ def test_what_is_replaced_later_counts(name, monkeypatch):
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_forward_that_somebody_kept(hidden, monkeypatch):
-    """Is what it was, also within what the class gets later, or below a forward of the module's own."""
+    """Is what it was, also within what the class gets later, or below a forward of the module's
+    own."""
     model = patched(make("llama", num_hidden_layers=1))
     stock = make("llama", num_hidden_layers=1)
     results = []
@@ -160,7 +167,8 @@ def test_another_class(name):
 
 
 def test_of_the_module_itself_hides_its_class(monkeypatch):
-    """A forward that somebody gave one model before the patch is what runs, whatever its class gets."""
+    """A forward that somebody gave one model before the patch is what runs, whatever its class
+    gets."""
     model = make("llama", num_hidden_layers=1)
     model.forward = types.MethodType(modeling_llama.LlamaForCausalLM.forward, model)
     expected = step(model)[1]
@@ -227,8 +235,14 @@ for use in ("stock", "instance", "class"):
 
 
 def test_del_frees_a_model():
-    """At once, as it frees a stock one, and not when the garbage collector comes; in a process of its own, where nobody else has compiled or kept anything."""
-    done = subprocess.run([sys.executable, "-c", f"TESTS = {str(Path(__file__).parents[1])!r}" + FREED], env=ENVIRONMENT, capture_output=True, text=True)
+    """At once, as it frees a stock one, and not when the garbage collector comes; in a process
+    of its own, where nobody else has compiled or kept anything."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"TESTS = {str(Path(__file__).parents[1])!r}" + FREED],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -302,8 +316,8 @@ print(out.loss.item(), out.logits is None)
 
 @pytest.mark.parametrize("absent", [True, False], ids=["absent", "present"])
 def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
-    """A model, whole by ``torch.save``, is the stock one, which where liger_kernel is can be patched again. Outputs are stock's, too, but for those with
-    statistics, which only we know."""
+    """A model, whole by ``torch.save``, is the stock one, which where liger_kernel is can be
+    patched again. Outputs are stock's, too, but for those with statistics, which only we know."""
     losses = []
     for statistics in (False, True):
         out = patched(make("llama", num_hidden_layers=1))(**tokens(), return_token_accuracy=statistics, use_cache=False)
@@ -316,13 +330,22 @@ def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
     torch.save(patched(model), tmp_path / "model.pt")
     torch.save(BATCH, tmp_path / "batch.pt")
 
-    code = "import sys, torch\n" + ("sys.modules['liger_kernel'] = None" if absent else "import interpreted\n") + UNPICKLED + PATCHED_AGAIN * (not absent)
+    code = (
+        "import sys, torch\n"
+        + ("sys.modules['liger_kernel'] = None" if absent else "import interpreted\n")
+        + UNPICKLED
+        + PATCHED_AGAIN * (not absent)
+    )
     code += "print(any('_liger_stock' in x.__dict__ for x in m.modules()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     plain, counted, *steps, marked = done.stdout.splitlines()
     assert plain == f"CausalLMOutputWithPast ['loss'] {losses[0]}"
-    assert counted.startswith("liger_kernel") if absent else counted == f"LigerCausalLMOutputWithPast ['loss', 'token_accuracy'] {losses[1]}"
+    assert (
+        counted.startswith("liger_kernel")
+        if absent
+        else counted == f"LigerCausalLMOutputWithPast ['loss', 'token_accuracy'] {losses[1]}"
+    )
     assert [line.split()[1] for line in steps] == (["False"] if absent else ["False", "True"])
     for line in steps:
         torch.testing.assert_close(float(line.split()[0]), expected.item(), rtol=1e-5, atol=1e-6)
@@ -345,17 +368,26 @@ def test_pickling_is_said_once():
 
 
 def test_functional_transforms():
-    """``torch.func`` sees through a patched model, be it called, differentiated forwards or backwards, or vectorised over batches or weights."""
+    """``torch.func`` sees through a patched model, be it called, differentiated forwards or
+    backwards, or vectorised over batches or weights."""
     from torch.func import functional_call, grad, jvp, vmap
 
     def results(model):
         weights = {n: p.detach() for n, p in model.named_parameters()}
         batch = tokens()
-        of = lambda w, ids=batch["input_ids"], labels=batch["labels"]: functional_call(model, w, (), dict(input_ids=ids, labels=labels, use_cache=False)).loss
+        of = lambda w, ids=batch["input_ids"], labels=batch["labels"]: (
+            functional_call(model, w, (), dict(input_ids=ids, labels=labels, use_cache=False)).loss
+        )
         ones = {n: torch.ones_like(p) for n, p in weights.items()}
         each = vmap(grad(lambda w, i, l: of(w, i[None], l[None])), in_dims=(None, 0, 0))
         many = {n: torch.stack([p, 2 * p]) for n, p in weights.items()}
-        return [of(weights), grad(of)(weights), jvp(of, (weights,), (ones,)), each(weights, batch["input_ids"], batch["labels"]), vmap(of)(many)]
+        return [
+            of(weights),
+            grad(of)(weights),
+            jvp(of, (weights,), (ones,)),
+            each(weights, batch["input_ids"], batch["labels"]),
+            vmap(of)(many),
+        ]
 
     model = make("llama", num_hidden_layers=1, attn_implementation="eager")
     expected = results(model)
@@ -367,7 +399,8 @@ def test_functional_transforms():
 
 
 def test_unknown_flags_are_said_once(monkeypatch):
-    """With the nearest name; a flag of another family is none of them, as frameworks pass the same ones to every model."""
+    """With the nearest name; a flag of another family is none of them, as frameworks pass the
+    same ones to every model."""
     monkeypatch.setattr(once, "WARNED", set())
     model = make("llama", num_hidden_layers=1)
     with warnings.catch_warnings():
@@ -381,7 +414,8 @@ def test_unknown_flags_are_said_once(monkeypatch):
 
 
 def test_a_patch_without_effect_is_said(monkeypatch):
-    """By frameworks' doors, too: for a type without kernels, and a model whose parts are somebody else's classes."""
+    """By frameworks' doors, too: for a type without kernels, and a model whose parts are
+    somebody else's classes."""
     monkeypatch.setattr(once, "WARNED", set())
     with pytest.warns(UserWarning, match="nobody: liger_kernel has no kernels for this type"):
         liger._apply_liger_kernel("nobody")

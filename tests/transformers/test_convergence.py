@@ -1,4 +1,5 @@
-"""Patched and stock models that train for a while stay together, as far as their dtype lets stock stay with fp64."""
+"""Patched and stock models that train for a while stay together, as far as their dtype lets
+stock stay with fp64."""
 
 from __future__ import annotations
 
@@ -18,16 +19,20 @@ from liger_kernel.transformers.patching import flags  # noqa: E402
 from liger_kernel.transformers.recognise import families  # noqa: E402
 
 STEPS = 32
-# every family that the published package trains in its tests of convergence, and more: those it has functions for
+# every family that the published package trains in its tests of convergence, and more: those it has
+# functions for
 PUBLISHED = [t for t in [*flags._PUBLISHED, *flags._HANDING_ON] if families.FAMILIES.get(t, {}).get("heads")]
 IN_SHORT = ["llama"]
 ALL_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "hunyuan_v1_moe", "qwen3_next")
-DRAWS = 11  # where the first run misses; by Mann and Whitney's test, errors that are twice stock's miss again once in 40 times
+# where the first run misses; by Mann and Whitney's test, errors that are twice stock's miss again
+# once in 40 times
+DRAWS = 11
 
 
 def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor]:
     """Losses of all steps, then the logits and parameters that are left, each as one tensor."""
-    # gradients that are zero but for rounding would be scaled up to whole steps by an eps of 1e-8: stock, its weights changed by one rounding, is then off
+    # gradients that are zero but for rounding would be scaled up to whole steps by an eps of 1e-8:
+    # stock, its weights changed by one rounding, is then off
     # by twenty times what it was
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5, foreach=False)
     losses = []
@@ -40,20 +45,29 @@ def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor
         losses.append(loss.detach().float())  # on 4.57 one family's stock returns it in bf16
     with torch.no_grad():
         logits = model.eval()(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
-    return {"losses": torch.stack(losses), "logits": logits, "parameters": torch.cat([p.detach().flatten() for p in model.parameters()])}
+    return {
+        "losses": torch.stack(losses),
+        "logits": logits,
+        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", [*IN_SHORT, *(pytest.param(t, marks=pytest.mark.families) for t in PUBLISHED if t not in IN_SHORT)])
+@pytest.mark.parametrize(
+    "family", [*IN_SHORT, *(pytest.param(t, marks=pytest.mark.families) for t in PUBLISHED if t not in IN_SHORT)]
+)
 def test_trains_as_stock_does(family, dtype):
     def draw(seed: int, patched: bool) -> dict[str, torch.Tensor] | tuple[dict, dict]:
         """The patched model's training, or stock's and that of stock in fp64."""
-        # a token whose experts change by rounding learns something else altogether: all experts are used
+        # a token whose experts change by rounding learns something else altogether: all experts are
+        # used
         model = make(family, dtype, seed, **({"num_experts_per_tok": 4} if family in ALL_EXPERTS else {}))
         batches = [batch_of(model)]
         for shift in range(3):
             other = dict(batches[0])
-            other["input_ids"] = torch.where(other["labels"] < 0, other["input_ids"], (other["input_ids"] + 7 * shift) % 200 + 3)
+            other["input_ids"] = torch.where(
+                other["labels"] < 0, other["input_ids"], (other["input_ids"] + 7 * shift) % 200 + 3
+            )
             other["labels"] = torch.where(other["labels"] < 0, -100, other["input_ids"])
             batches.append(other)
         with served_by_kernels_or_references():
@@ -71,18 +85,27 @@ def test_trains_as_stock_does(family, dtype):
     assert truth["losses"][-4:].mean() < truth["losses"][:4].mean() - 0.5  # something was learnt
     try:
         assert_as_accurate(found, expected, truth)
-    except AssertionError:  # 32 steps make much of a first rounding, in stock as well: of some families its error differs tenfold from draw to draw
+    except AssertionError:
+        # 32 steps make much of a first rounding, in stock as well: of some families its error
+        # differs
+        # tenfold from draw to draw
         runs = [(found, expected, truth), *((draw(seed, True), *draw(seed, False)) for seed in range(1, DRAWS))]
         for name, t in truth.items():
             ours, theirs = ([errors(run[of][name], run[2][name]) for run in runs] for of in (0, 1))
             for kind, floor in floors(found[name].dtype, t.numel()).items():
                 worse = [e[kind] > 2 * stocks[kind] + floor for e in ours for stocks in theirs]
-                said = f"{name}: {kind} error {median(e[kind] for e in ours):.2e}, of stock {median(e[kind] for e in theirs):.2e}"
-                assert sum(worse) <= 0.75 * len(worse), f"{said} (medians); more than twice stock's in {sum(worse)} of {len(worse)} pairs of draws"
+                said = (
+                    f"{name}: {kind} error {median(e[kind] for e in ours):.2e}, of stock "
+                    f"{median(e[kind] for e in theirs):.2e}"
+                )
+                assert sum(worse) <= 0.75 * len(worse), (
+                    f"{said} (medians); more than twice stock's in {sum(worse)} of {len(worse)} pairs of draws"
+                )
 
 
 class Offloaded(torch.autograd.Function):
-    """A layer's checkpoint as frameworks write their own: its input waits on the CPU, and the layer runs again in the backward."""
+    """A layer's checkpoint as frameworks write their own: its input waits on the CPU, and the
+    layer runs again in the backward."""
 
     @staticmethod
     def forward(ctx, run, x):
@@ -103,7 +126,8 @@ class Offloaded(torch.autograd.Function):
 
 @pytest.mark.parametrize("level", ["off", "cheap", "mlp"])
 def test_a_checkpoint_of_others(level):
-    """Of layers whose inputs it offloads: the losses of ten steps are stock's, and none of them is 0."""
+    """Of layers whose inputs it offloads: the losses of ten steps are stock's, and none of them
+    is 0."""
 
     def trained(patched: bool) -> torch.Tensor:
         model = make("llama").train()

@@ -22,7 +22,14 @@ from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_r
 from transformers import LlamaForCausalLM  # noqa: E402
 
 from liger_kernel.nn import LigerCrossEntropyLoss, liger_cross_entropy  # noqa: E402
-from liger_kernel.ops import cross_entropy, fused_ce_tvd, logit_divergence, softmax, sparsemax, vocab_parallel_cross_entropy  # noqa: E402
+from liger_kernel.ops import (  # noqa: E402
+    cross_entropy,
+    fused_ce_tvd,
+    logit_divergence,
+    softmax,
+    sparsemax,
+    vocab_parallel_cross_entropy,
+)
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
@@ -77,7 +84,9 @@ RECORDED = {
     "shift": lambda x: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, V), TARGET.view(B, T)[:, 1:].reshape(-1)),
     "slices": lambda x: F.cross_entropy(x[:, 1:].reshape(-1, V), TARGET.view(B, T)[:, 1:].reshape(-1)),
     "mask": lambda x: F.cross_entropy(x[TARGET.view(B, T) > 2], TARGET[TARGET > 2]),
-    "positions": lambda x: F.cross_entropy(x[:, torch.tensor([3, 0])].view(-1, V), TARGET.view(B, T)[:, [3, 0]].view(-1)),
+    "positions": lambda x: F.cross_entropy(
+        x[:, torch.tensor([3, 0])].view(-1, V), TARGET.view(B, T)[:, [3, 0]].view(-1)
+    ),
     "one sequence": lambda x: F.cross_entropy(x[1], TARGET[T:]),
     "scale": lambda x: F.cross_entropy((x * 0.5 / 3.0).view(-1, V), TARGET),
     "scale from the left": lambda x: F.cross_entropy((2 * x).view(-1, V), TARGET),
@@ -86,8 +95,10 @@ RECORDED = {
     "cap of another size": lambda x: F.cross_entropy((x.float().tanh() * 4.0).view(-1, V), TARGET),
     "divided in place": lambda x: F.cross_entropy(_divided(x * 1.5).view(-1, V), TARGET),
     "the logits divided in place": lambda x: F.cross_entropy(_divided(x).view(-1, V), TARGET),
-    "cast back": lambda x: F.cross_entropy((torch.tanh(x.to(torch.float32) / 2.0) * 2.0).to(x.dtype).view(-1, V), TARGET),
-}  # fmt: skip
+    "cast back": lambda x: F.cross_entropy(
+        (torch.tanh(x.to(torch.float32) / 2.0) * 2.0).to(x.dtype).view(-1, V), TARGET
+    ),
+}
 
 # and where they are
 COMPUTED = {
@@ -108,15 +119,18 @@ COMPUTED = {
     "columns": lambda x: F.cross_entropy(x[..., :10].reshape(-1, 10), TARGET.clamp(max=9)),
     "columns by number": lambda x: F.cross_entropy(x[:, :, torch.arange(10)].reshape(-1, 10), TARGET.clamp(max=9)),
     "columns first": lambda x: x[..., 3].sum(),
-    "concatenated": lambda x: F.cross_entropy(torch.cat([x, x], 1).view(-1, V), TARGET.view(B, T).repeat(1, 2).view(-1)),
+    "concatenated": lambda x: F.cross_entropy(
+        torch.cat([x, x], 1).view(-1, V), TARGET.view(B, T).repeat(1, 2).view(-1)
+    ),
     "another shape": lambda x: x.view(B, T * V).square().sum(),
     "matmul": lambda x: (x @ torch.ones(V, device=DEVICE)).sum(),
     "argmax": lambda x: F.cross_entropy(x.view(-1, V), x.argmax(-1).view(-1)),
-}  # fmt: skip
+}
 
 
 EVEN = torch.zeros(B, T, V, device=DEVICE)
-# our own functions, which kernels serve where there is a GPU; the first two run together with the head
+# our own functions, which kernels serve where there is a GPU; the first two run together with the
+# head
 OURS = {
     "liger_cross_entropy": lambda x: liger_cross_entropy(x.view(-1, V), TARGET, label_smoothing=0.1),
     "LigerCrossEntropyLoss": lambda x: LigerCrossEntropyLoss(reduction="sum")(x.view(-1, V), TARGET),
@@ -127,7 +141,9 @@ OURS = {
     "logit_divergence": lambda x: logit_divergence(x, EVEN) + logit_divergence(EVEN, x, kind="forward_kl"),
     "fused_ce_tvd": lambda x: torch.stack(fused_ce_tvd(x.view(-1, V), EVEN.view(-1, V), TARGET)).sum(),
     "vocab_parallel_cross_entropy": lambda x: vocab_parallel_cross_entropy(x, TARGET.view(B, T)),
-    "triton_grpo_loss": lambda x: triton_grpo_loss(x, None, None, TARGET.view(B, T)[:, 1:].clamp(min=0), torch.ones(B, device=DEVICE), beta=0.0)[0].sum(),
+    "triton_grpo_loss": lambda x: triton_grpo_loss(
+        x, None, None, TARGET.view(B, T)[:, 1:].clamp(min=0), torch.ones(B, device=DEVICE), beta=0.0
+    )[0].sum(),
     "softmax": lambda x: softmax(x)[..., 0].sum(),
     "sparsemax": lambda x: sparsemax(x).square().sum(),
 }
@@ -159,7 +175,15 @@ def test_a_recipe_is_its_logits(name, computed):
 
 def test_what_is_known_without_computing(computed):
     x, logits = recipe()
-    assert (x.shape, x.dtype, x.device, x.ndim, x.dim(), len(x), x.size(0)) == (logits.shape, logits.dtype, logits.device, 3, 3, B, B)
+    assert (x.shape, x.dtype, x.device, x.ndim, x.dim(), len(x), x.size(0)) == (
+        logits.shape,
+        logits.dtype,
+        logits.device,
+        3,
+        3,
+        B,
+        B,
+    )
     assert x.to(torch.float64).dtype == torch.float64 and x.to(x.device) is x and (x / 2).shape == logits.shape
     assert x.requires_grad and not DeferredLogits(x.rows.detach(), x.head.requires_grad_(False), Loss()).requires_grad
     assert not computed
@@ -306,7 +330,12 @@ class LowRank(nn.Module):
 
     def __init__(self, base: nn.Linear):
         super().__init__()
-        self.base, self.a, self.b, self.dropout = base, nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features), nn.Dropout(0.5)
+        self.base, self.a, self.b, self.dropout = (
+            base,
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features),
+            nn.Dropout(0.5),
+        )
 
     def forward(self, x):
         return self.base(x) + self.b(self.a(self.dropout(x)))
@@ -356,7 +385,9 @@ def test_class_weights_of_16_bits_are_summed_in_32():
     weights, target = torch.rand(V, device=DEVICE, dtype=torch.bfloat16), torch.arange(2000, device=DEVICE) % V
     plain = head_cross_entropy(head, x, target, LossOptions(class_weight=weights))
     head.register_forward_hook(lambda module, args, out: None)
-    torch.testing.assert_close(head_cross_entropy(head, x, target, LossOptions(class_weight=weights)), plain, rtol=5e-4, atol=0)
+    torch.testing.assert_close(
+        head_cross_entropy(head, x, target, LossOptions(class_weight=weights)), plain, rtol=5e-4, atol=0
+    )
     target[3] = V
     assert head_cross_entropy(head, x, target, LossOptions(class_weight=weights)).isnan()
 
@@ -420,12 +451,17 @@ def test_frozen_trunk_still_trains_its_head():
 
 @pytest.mark.parametrize("kwargs", [{}, dict(num_items_in_batch=17)])
 def test_ignored_tokens_stay_out_of_the_head(kwargs, monkeypatch):
-    """The labels are known when the forward begins: the head computes only the tokens that they count."""
+    """The labels are known when the forward begins: the head computes only the tokens that they
+    count."""
     model, batch = make("llama", num_hidden_layers=1), tokens(ignored=6)
     expected = step(model, batch, **kwargs)[1]
     rows, product = [], torch.mm
     vocabulary = model.config.vocab_size
-    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (rows.append(a.shape[0]) if b.shape[1] == vocabulary else None, product(a, b, **kw))[1])
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda a, b, **kw: (rows.append(a.shape[0]) if b.shape[1] == vocabulary else None, product(a, b, **kw))[1],
+    )
     assert_same_learning(step(patched(model), batch, **kwargs)[1], expected)
     assert rows == [(batch["labels"][:, 1:] != -100).sum()]
 
@@ -433,7 +469,9 @@ def test_ignored_tokens_stay_out_of_the_head(kwargs, monkeypatch):
 def test_a_loss_that_counts_unforeseen_tokens_is_nan_not_wrong():
     model, batch = patched(make("llama", num_hidden_layers=1)), tokens(ignored=6)
     kept = head_forward._kept_early
-    head_forward._kept_early = lambda given, head: kept({"labels": given["labels"].index_fill(1, torch.tensor([8], device=DEVICE), -100)}, head)
+    head_forward._kept_early = lambda given, head: kept(
+        {"labels": given["labels"].index_fill(1, torch.tensor([8], device=DEVICE), -100)}, head
+    )
     try:
         assert model(**batch).loss.isnan()
     finally:
@@ -533,12 +571,20 @@ def test_logits_to_keep(keep):
     if keep == "mask":
         positions = kept
     else:
-        rows = kept if keep == "own positions" else torch.arange(9, 12, device=DEVICE).expand(2, -1) if keep == "int" else kept.expand(2, -1)
+        rows = (
+            kept
+            if keep == "own positions"
+            else torch.arange(9, 12, device=DEVICE).expand(2, -1)
+            if keep == "int"
+            else kept.expand(2, -1)
+        )
         positions.scatter_(1, rows, True)
     loss = F.cross_entropy(stock.logits[positions], targets[positions])
     pad = batch["labels"].clamp(min=0)  # 0 where ignored
     for skip in (None, False):
-        torch.testing.assert_close(ours(**batch, logits_to_keep=kept, skip_logits=skip).loss, loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            ours(**batch, logits_to_keep=kept, skip_logits=skip).loss, loss, rtol=1e-5, atol=1e-6
+        )
         again = ours(batch["input_ids"], labels=pad, ignore_index=0, logits_to_keep=kept, skip_logits=skip).loss
         torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
 
@@ -552,7 +598,9 @@ def test_positional_arguments_and_tuples():
     torch.testing.assert_close(out, expected[:1])
     out = ours(ids, None, None, None, None, labels, return_dict=False, use_cache=False, skip_logits=False)
     torch.testing.assert_close(out, expected)
-    out = ours(ids, labels=labels, return_dict=False, use_cache=False, return_token_accuracy=True, return_predicted_tokens=True)
+    out = ours(
+        ids, labels=labels, return_dict=False, use_cache=False, return_token_accuracy=True, return_predicted_tokens=True
+    )
     assert [o.shape for o in out] == [(), (), (24,)]
 
 
@@ -567,7 +615,9 @@ def test_positional_arguments_of_a_replaced_forward():
     out = model(batch["input_ids"], labels=batch["labels"])
     assert out.logits is None
     torch.testing.assert_close(out.loss, expected)
-    torch.testing.assert_close(model(batch["input_ids"], None, None, None, None, batch["labels"], logits_to_keep=12).loss, expected)
+    torch.testing.assert_close(
+        model(batch["input_ids"], None, None, None, None, batch["labels"], logits_to_keep=12).loss, expected
+    )
     model(batch["input_ids"])
     assert passed == [1, 6, 1]
 
@@ -610,11 +660,14 @@ def test_loss_options_reach_the_loss(skip):
 
 
 def test_custom_losses():
-    """A loss function of the user's, on what it knows as logits; one that is not a cross entropy says that options had no effect."""
+    """A loss function of the user's, on what it knows as logits; one that is not a cross entropy
+    says that options had no effect."""
     model = make("llama", num_hidden_layers=1)
 
     def smoothed(logits, labels, vocab_size, **kwargs):
-        return nn.CrossEntropyLoss(label_smoothing=0.3)(logits[..., :-1, :].reshape(-1, vocab_size), labels[..., 1:].reshape(-1))
+        return nn.CrossEntropyLoss(label_smoothing=0.3)(
+            logits[..., :-1, :].reshape(-1, vocab_size), labels[..., 1:].reshape(-1)
+        )
 
     def margin(logits, labels, vocab_size, **kwargs):
         return F.multi_margin_loss(logits.float().view(-1, vocab_size), labels.clamp(min=0).view(-1))
@@ -638,7 +691,9 @@ def test_a_metric_in_the_loss_function():
     def measured(logits, labels, vocab_size, **kwargs):
         with torch.no_grad():
             measured.accuracy = (logits.argmax(-1)[:, :-1] == labels[:, 1:]).float().mean()
-        return F.cross_entropy(logits.float().view(-1, vocab_size), F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1))
+        return F.cross_entropy(
+            logits.float().view(-1, vocab_size), F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+        )
 
     model.loss_function = measured
     expected = step(model, output_router_logits=True)[1]
@@ -678,13 +733,18 @@ class Alone(LlamaForCausalLM):
 
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        )
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
 @pytest.mark.parametrize("cls", [Penalised, Unmasked, Shifting, Alone])
 def test_subclasses_of_users(cls, computed):
-    """A live model whose class has a forward of its own: head and loss are fused, and what it returns is what it returned."""
+    """A live model whose class has a forward of its own: head and loss are fused, and what it
+    returns is what it returned."""
     model = make("llama", num_hidden_layers=1)
     model.__class__ = cls
     stock, expected = step(model)
@@ -733,11 +793,17 @@ def test_outputs_travel():
     """Outputs survive pickling and pytrees, as DDP, FSDP and accelerate put them through."""
     out = patched(make("llama", num_hidden_layers=1))(**tokens(), return_token_accuracy=True)
     out.loss, out.past_key_values = out.loss.detach(), None
-    assert type(out).__name__ == "LigerCausalLMOutputWithPast" and isinstance(out, transformers.modeling_outputs.CausalLMOutputWithPast)
+    assert type(out).__name__ == "LigerCausalLMOutputWithPast" and isinstance(
+        out, transformers.modeling_outputs.CausalLMOutputWithPast
+    )
     copied = pickle.loads(pickle.dumps(out))
     assert type(copied) is type(out) and torch.equal(copied.token_accuracy, out.token_accuracy)
     mapped = torch.utils._pytree.tree_map(lambda t: t * 2 if isinstance(t, torch.Tensor) else t, out)
-    assert type(mapped) is type(out) and torch.equal(mapped.token_accuracy, out.token_accuracy * 2) and mapped.logits is None
+    assert (
+        type(mapped) is type(out)
+        and torch.equal(mapped.token_accuracy, out.token_accuracy * 2)
+        and mapped.logits is None
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "nested"])
@@ -748,7 +814,10 @@ def test_names_are_the_same_during_a_forward(kind):
         model.lm_head = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, model.vocab_size)).to(DEVICE)
         model.lm_head.register_buffer("kept", torch.zeros(1))
         model.lm_head.register_buffer("not_kept", torch.zeros(1), persistent=False)
-    names = lambda: [list(model.state_dict()), *([n for n, _ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules))]
+    names = lambda: [
+        list(model.state_dict()),
+        *([n for n, _ in named()] for named in (model.named_parameters, model.named_buffers, model.named_modules)),
+    ]
     before = names()
     model.model.register_forward_hook(lambda *_: seen.append((model.lm_head, names())))
     step(patched(model))
@@ -915,7 +984,10 @@ def test_functions_of_autograd_need_tensors(function):
     model.loss_function = loss
     expected = step(model, output_router_logits=True)[1]
     patched(model)
-    with pytest.raises(RuntimeError, match=r"apply: the logits of a patched model are computed when they are needed.*: give it logits.value\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"apply: the logits of a patched model are computed when they are needed.*: give it logits.value\(\)",
+    ):
         step(model, output_router_logits=True)
     given = True
     assert_same_learning(step(model, output_router_logits=True)[1], expected)
@@ -949,7 +1021,9 @@ def test_compiles_without_graph_breaks():
 def test_a_loss_that_looks_at_logits_compiles_without_graph_breaks():
     torch._dynamo.reset()
     model = make("llama", num_hidden_layers=1)
-    model.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + logits.square().mean()
+    model.loss_function = lambda logits, labels, **_: (
+        F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + logits.square().mean()
+    )
     expected = step(model)[1]
     learned = step(torch.compile(patched(model), backend="aot_eager", fullgraph=True))[1]
     assert_same_learning({n.removeprefix("_orig_mod."): g for n, g in learned.items()}, expected)

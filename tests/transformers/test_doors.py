@@ -1,4 +1,5 @@
-"""The doors through which users and frameworks come in: auto classes, apply functions, modules and functions, and the frameworks themselves."""
+"""The doors through which users and frameworks come in: auto classes, apply functions, modules
+and functions, and the frameworks themselves."""
 
 from __future__ import annotations
 
@@ -71,10 +72,14 @@ def test_auto_from_pretrained(tmp_path):
     model = make("llama")
     model.save_pretrained(tmp_path)
     expected = step(model)[1]
-    auto = liger.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager", rope=False, swiglu=None)
+    auto = liger.AutoLigerKernelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", rope=False, swiglu=None
+    )
     assert type(auto) is type(model)
     assert str(liger.class_patches("llama", {"rms_norm": True}, "fused")) and modeling_llama.LlamaRMSNorm.forward._liger
-    assert not hasattr(modeling_llama.LlamaMLP.forward, "_liger") and not hasattr(modeling_llama.apply_rotary_pos_emb, "_liger")
+    assert not hasattr(modeling_llama.LlamaMLP.forward, "_liger") and not hasattr(
+        modeling_llama.apply_rotary_pos_emb, "_liger"
+    )
     out, learned = step(auto.to(DEVICE).train())
     assert out.logits is None
     assert_same_learning(learned, expected)
@@ -84,7 +89,10 @@ def test_auto_from_an_adapter(tmp_path):
     """Of PEFT, which has no configuration of the model beside it."""
     peft = pytest.importorskip("peft")
     make("llama").save_pretrained(tmp_path / "base")
-    adapted = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        peft.LoraConfig(r=2, target_modules=["q_proj"]),
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     for name in (tmp_path / "adapter", str(tmp_path / "adapter")):
         model = liger.AutoLigerKernelForCausalLM.from_pretrained(name, rope=False)
@@ -93,7 +101,9 @@ def test_auto_from_an_adapter(tmp_path):
 
 
 def test_auto_from_config():
-    model = liger.AutoLigerKernelForCausalLM.from_config(tiny_config("gemma2"), cross_entropy=True, fused_linear_cross_entropy=False, geglu=True)
+    model = liger.AutoLigerKernelForCausalLM.from_config(
+        tiny_config("gemma2"), cross_entropy=True, fused_linear_cross_entropy=False, geglu=True
+    )
     out = model.to(DEVICE).train()(**tokens())
     assert out.loss is not None and out.logits is not None
 
@@ -120,7 +130,21 @@ def test_signatures_are_the_published_ones():
     gemma = {("geglu" if k == "swiglu" else k): v for k, v in LLAMA_FLAGS.items()}
     published = {
         **dict.fromkeys(
-            ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe", "falcon_h1", "exaone4"), LLAMA_FLAGS
+            (
+                "llama",
+                "mistral",
+                "qwen2",
+                "qwen3",
+                "phi3",
+                "olmo2",
+                "olmo3",
+                "smollm3",
+                "mixtral",
+                "qwen3_moe",
+                "falcon_h1",
+                "exaone4",
+            ),
+            LLAMA_FLAGS,
         ),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma),
         **dict.fromkeys(("glm4", "qwen3_next", "deepseek_v3"), LLAMA_FLAGS | {"rope": False}),
@@ -130,8 +154,14 @@ def test_signatures_are_the_published_ones():
         fn = getattr(liger, f"apply_liger_kernel_to_{model_type}")
         assert fn is liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
         parameters = inspect.signature(fn).parameters
-        assert {k: p.default for k, p in parameters.items()} == flags | {"model": None} and [*parameters] == [*flags, "model"]
-    assert type(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) is dict and liger.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() == families.FAMILIES.keys()
+        assert {k: p.default for k, p in parameters.items()} == flags | {"model": None} and [*parameters] == [
+            *flags,
+            "model",
+        ]
+    assert (
+        type(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) is dict
+        and liger.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() == families.FAMILIES.keys()
+    )
     assert "apply_liger_kernel_to_llama" in dir(liger)
 
 
@@ -187,7 +217,8 @@ def test_classes_of_other_families_are_said(monkeypatch):
 
 
 def test_cross_entropy_stays_in_the_family():
-    """One flag named is enough; logits are there, and nobody else's cross entropy changes (the fixture looks at torch's)."""
+    """One flag named is enough; logits are there, and nobody else's cross entropy changes (the
+    fixture looks at torch's)."""
     model, other = make("granite"), make("llama")
     expected, elsewhere = step(model)[1], step(other)
     liger.apply_liger_kernel_to_granite(cross_entropy=True)
@@ -219,7 +250,9 @@ def test_frameworks_are_not_disturbed():
     modules = snapshot(model, *everything_of("llama"))
     assert liger._apply_liger_kernel("nobody", rope=True) is None and liger._apply_liger_kernel("") is None
     assert liger._apply_liger_kernel_to_instance(model=nn.Linear(1, 1)) is None
-    liger._apply_liger_kernel_to_instance(model=model, rope=None, rms_norm=None, swiglu=None, fused_linear_cross_entropy=None, layer_norm=True)
+    liger._apply_liger_kernel_to_instance(
+        model=model, rope=None, rms_norm=None, swiglu=None, fused_linear_cross_entropy=None, layer_norm=True
+    )
     assert_untouched(modules)
     assert liger._apply_liger_kernel_to_instance(model=model, geglu=True, layer_norm=True) is None
     once = snapshot(model)
@@ -313,7 +346,8 @@ def test_copies_of_a_patched_model():
 
 
 def test_replicas_of_a_patched_model():
-    """As DataParallel makes them, of every module: what runs is the replica's own, with its own weights."""
+    """As DataParallel makes them, of every module: what runs is the replica's own, with its own
+    weights."""
     model = make("llama", num_hidden_layers=1)
     stock = snapshot(model)
     expected = step(model)[1]
@@ -384,7 +418,9 @@ def test_day_zero_families(monkeypatch):
 
 
 def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("torch.manual_seed reaches the generators of all devices"))
+    monkeypatch.setattr(
+        torch, "manual_seed", lambda seed: pytest.fail("torch.manual_seed reaches the generators of all devices")
+    )
     before = torch.get_rng_state()
     infer("llama")
     assert torch.equal(torch.get_rng_state(), before)
@@ -405,8 +441,15 @@ def test_old_import_paths_have_what_lay_there():
 
     from liger_kernel.transformers.head import loss, outputs, recipe
 
-    assert (DeferredLogits, head_cross_entropy, output_class) == (recipe.DeferredLogits, loss.head_cross_entropy, outputs.output_class)
-    assert Patches is type(class_patches("llama", {}, None)) and recognise.__module__ == "liger_kernel.transformers.recognise.compare"
+    assert (DeferredLogits, head_cross_entropy, output_class) == (
+        recipe.DeferredLogits,
+        loss.head_cross_entropy,
+        outputs.output_class,
+    )
+    assert (
+        Patches is type(class_patches("llama", {}, None))
+        and recognise.__module__ == "liger_kernel.transformers.recognise.compare"
+    )
     assert Family.__module__ == "liger_kernel.transformers.recognise.family"
 
 
@@ -423,12 +466,16 @@ def test_outputs_pickled_at_their_old_path_load():
 def test_monkey_patch_module():
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
-    assert MODEL_TYPE_TO_APPLY_LIGER_FN is liger.MODEL_TYPE_TO_APPLY_LIGER_FN and _apply_liger_kernel_to_instance is liger._apply_liger_kernel_to_instance
+    assert (
+        MODEL_TYPE_TO_APPLY_LIGER_FN is liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+        and _apply_liger_kernel_to_instance is liger._apply_liger_kernel_to_instance
+    )
 
 
 def test_modules_need_no_transformers():
     code = (
-        "import sys; import liger_kernel.transformers; assert 'transformers' not in sys.modules; sys.modules['transformers'] = None; "
+        "import sys; import liger_kernel.transformers; assert 'transformers' not in sys.modules; "
+        "sys.modules['transformers'] = None; "
         "from liger_kernel.transformers import LigerRMSNorm, functional; LigerRMSNorm(4)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -491,7 +538,9 @@ def test_mlp_modules():
         assert mlp.gate_proj.bias is None
     assert lnn.LigerSwiGLUMLP(config(), intermediate_size=20).up_proj.weight.shape == (20, 8)
     assert lnn.LigerSwiGLUMLP(config(mlp_bias=True)).down_proj.bias is not None
-    gemma = types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu", hidden_activation="gelu_pytorch_tanh")
+    gemma = types.SimpleNamespace(
+        hidden_size=8, intermediate_size=12, hidden_act="gelu", hidden_activation="gelu_pytorch_tanh"
+    )
     assert lnn.LigerGEGLUMLP(gemma).act == "gelu_tanh"
     phi3 = lnn.LigerPhi3SwiGLUMLP(config()).to(DEVICE)
     gate, up = phi3.gate_up_proj(x).chunk(2, -1)
@@ -500,13 +549,18 @@ def test_mlp_modules():
         lnn.LigerSwiGLUMLP(config("gelu"))
     with pytest.raises(ValueError, match="LigerGEGLUMLP: activation must be one of"):
         lnn.LigerGEGLUMLP(config("silu"))
-    configured = [cls for cls in vars(lnn).values() if isinstance(cls, type) and "config" in inspect.signature(cls).parameters]
+    configured = [
+        cls for cls in vars(lnn).values() if isinstance(cls, type) and "config" in inspect.signature(cls).parameters
+    ]
     assert len(configured) > 10
     for cls in configured:
         for wrong in (64, dict(hidden_size=8), types.SimpleNamespace()):
             with pytest.raises(ValueError, match=rf"{cls.__name__}: config must have .*, got {type(wrong).__name__}$"):
                 cls(wrong)
-    for wrong, lacks in (((64, 256), "hidden_act"), ((types.SimpleNamespace(hidden_act="silu", hidden_size=8),), "intermediate_size")):
+    for wrong, lacks in (
+        ((64, 256), "hidden_act"),
+        ((types.SimpleNamespace(hidden_act="silu", hidden_size=8),), "intermediate_size"),
+    ):
         with pytest.raises(ValueError, match=f"config must have {lacks}, "):
             lnn.LigerSwiGLUMLP(*wrong)
 
@@ -519,14 +573,19 @@ def test_mlp_modules_are_those_of_transformers():
     falcon = config(mlp_bias=True, mlp_multipliers=(0.3, 1.7))
     for ours, stock in (
         (lnn.LigerFalconH1SwiGLUMLP(falcon), FalconH1MLP(falcon)),
-        (lnn.LigerQwen3MoeSwiGLUMLP(config(), 20), LlamaMLP(types.SimpleNamespace(**vars(config(mlp_bias=False)) | {"intermediate_size": 20}))),
+        (
+            lnn.LigerQwen3MoeSwiGLUMLP(config(), 20),
+            LlamaMLP(types.SimpleNamespace(**vars(config(mlp_bias=False)) | {"intermediate_size": 20})),
+        ),
         (lnn.LigerHunyuanV1SwiGLUMLP(config(), layer_idx=3), LlamaMLP(config(mlp_bias=False))),
     ):
         ours.load_state_dict(stock.state_dict())
         torch.testing.assert_close(ours.to(DEVICE)(x), stock.to(DEVICE)(x))
     expert = lnn.LigerBlockSparseTop2MLP(config()).to(DEVICE)
     torch.testing.assert_close(expert(x), expert.w2(F.silu(expert.w1(x)) * expert.w3(x)))
-    gemma = types.SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_activation="gelu_pytorch_tanh", use_double_wide_mlp=True)
+    gemma = types.SimpleNamespace(
+        hidden_size=8, intermediate_size=12, hidden_activation="gelu_pytorch_tanh", use_double_wide_mlp=True
+    )
     gemma.num_hidden_layers, gemma.num_kv_shared_layers = 4, 1
     assert [lnn.LigerGEGLUMLPForGemma4(gemma, i).intermediate_size for i in (None, 2, 3)] == [12, 12, 24]
 
@@ -544,9 +603,21 @@ OPTIONS = [
 ]
 
 
-def truth_of(logits, target, weights=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, lse_square_scale=0.0, softcap=None, **_):
+def truth_of(
+    logits,
+    target,
+    weights=None,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    lse_square_scale=0.0,
+    softcap=None,
+    **_,
+):
     z = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
-    loss = F.cross_entropy(z, target, weights, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    loss = F.cross_entropy(
+        z, target, weights, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
     valid = target != ignore_index
     square = (lse_square_scale * z.logsumexp(-1).square()).where(valid, 0)
     z_loss = {"mean": square.sum() / valid.sum(), "sum": square.sum(), "none": square}[reduction]
@@ -558,11 +629,17 @@ def truth_of(logits, target, weights=None, ignore_index=-100, reduction="mean", 
 def test_losses(options, linear):
     torch.manual_seed(0)
     options = dict(options)
-    x, w, b = torch.randn(9, 8, device=DEVICE), torch.randn(13, 8, device=DEVICE, requires_grad=True), torch.randn(13, device=DEVICE)
+    x, w, b = (
+        torch.randn(9, 8, device=DEVICE),
+        torch.randn(13, 8, device=DEVICE, requires_grad=True),
+        torch.randn(13, device=DEVICE),
+    )
     target = torch.randint(0, 13, (9,), device=DEVICE)
     target[:3] = F.linear(x[:3], w, b).argmax(-1)  # some predictions are right
     target[4] = options.get("ignore_index", -100)
-    weights = nn.Parameter(torch.rand(13, device=DEVICE), requires_grad=False) if options.pop("weights", False) else None
+    weights = (
+        nn.Parameter(torch.rand(13, device=DEVICE), requires_grad=False) if options.pop("weights", False) else None
+    )
     loss, z_loss, accuracy, predicted = truth_of(F.linear(x, w, b), target, weights, **options)
     g = torch.rand_like(loss)
     truth = torch.autograd.grad(loss, w, g)[0]
@@ -570,7 +647,9 @@ def test_losses(options, linear):
         found = [
             lnn.LigerFusedLinearCrossEntropyLoss(weights, **options)(w, x, target, b),
             functional.liger_fused_linear_cross_entropy(x, w, target, b, weights, **options),
-            lnn.LigerFusedLinearCrossEntropyLoss(ce_weight=weights, accum_dtype=torch.float32, **options)(w, x, target, b),
+            lnn.LigerFusedLinearCrossEntropyLoss(ce_weight=weights, accum_dtype=torch.float32, **options)(
+                w, x, target, b
+            ),
         ]
     else:
         found = [
@@ -593,15 +672,24 @@ def test_losses(options, linear):
 
 def test_token_scaling_and_positions_of_arguments():
     torch.manual_seed(0)
-    x, w, target = torch.randn(9, 8, device=DEVICE), torch.randn(13, 8, device=DEVICE), torch.randint(0, 13, (9,), device=DEVICE)
+    x, w, target = (
+        torch.randn(9, 8, device=DEVICE),
+        torch.randn(13, 8, device=DEVICE),
+        torch.randint(0, 13, (9,), device=DEVICE),
+    )
     logp = F.log_softmax(F.linear(x, w), -1).gather(-1, target[:, None])[:, 0]
     out = lnn.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, target)
     torch.testing.assert_close(out, -(logp * logp.exp()).mean())
-    assert [*inspect.signature(functional.liger_cross_entropy).parameters][:8] == [*inspect.signature(F.cross_entropy).parameters]
+    assert [*inspect.signature(functional.liger_cross_entropy).parameters][:8] == [
+        *inspect.signature(F.cross_entropy).parameters
+    ]
     for arguments in ((None, None, 2), (None, False), (None, None, -100, False), (None, None, -100, None, "sum", 0.1)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.testing.assert_close(functional.liger_cross_entropy(x, target.clamp(max=7), *arguments), F.cross_entropy(x, target.clamp(max=7), *arguments))
+            torch.testing.assert_close(
+                functional.liger_cross_entropy(x, target.clamp(max=7), *arguments),
+                F.cross_entropy(x, target.clamp(max=7), *arguments),
+            )
 
 
 def test_rope_and_gated_functions():
@@ -628,12 +716,17 @@ def test_modules_are_as_accurate_as_pytorch():
     torch.manual_seed(0)
     mlp = lnn.LigerSwiGLUMLP(config()).to(DEVICE)
     weights = {n.replace(".", "_"): p.detach() for n, p in mlp.named_parameters()}
-    args = lambda dtype: {n: v.to(dtype, copy=True).requires_grad_() for n, v in ({"x": torch.ones(3, 8, device=DEVICE) * 0.3} | weights).items()}
+    args = lambda dtype: {
+        n: v.to(dtype, copy=True).requires_grad_()
+        for n, v in ({"x": torch.ones(3, 8, device=DEVICE) * 0.3} | weights).items()
+    }
     stock = lambda x, gate_proj_weight, up_proj_weight, down_proj_weight: F.linear(
         F.silu(F.linear(x, gate_proj_weight)) * F.linear(x, up_proj_weight), down_proj_weight
     )
     ours = lambda x, **w: torch.func.functional_call(mlp, {n.replace("_weight", ".weight"): p for n, p in w.items()}, x)
-    assert_as_accurate(run(ours, args(torch.bfloat16)), run(stock, args(torch.bfloat16)), run(stock, args(torch.float64)))
+    assert_as_accurate(
+        run(ours, args(torch.bfloat16)), run(stock, args(torch.bfloat16)), run(stock, args(torch.float64))
+    )
 
 
 # -- frameworks ----------------------------------------------------------------------------
@@ -649,14 +742,26 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("more", [{}, {"label_smoothing_factor": 0.1}, {"bf16": True}], ids=str)
 def test_trainer(tmp_path, more):
-    """Two steps with gradient accumulation and an evaluation, as without the flag; again, as the second time."""
+    """Two steps with gradient accumulation and an evaluation, as without the flag; again, as the
+    second time."""
 
     def logs(use_liger_kernel: bool) -> tuple[list[dict], list[torch.Tensor], type]:
         model = make("llama")
         args = transformers.TrainingArguments(
-            str(tmp_path), use_cpu=DEVICE == "cpu", use_liger_kernel=use_liger_kernel, max_steps=2, per_device_train_batch_size=2,
-            gradient_accumulation_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, **more,
-        )  # fmt: skip
+            str(tmp_path),
+            use_cpu=DEVICE == "cpu",
+            use_liger_kernel=use_liger_kernel,
+            max_steps=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            **more,
+        )
         trainer = transformers.Trainer(model, args, train_dataset=Rows(), eval_dataset=Rows())
         before = trainer.evaluate()
         trainer.train()
@@ -675,13 +780,17 @@ def test_trainer(tmp_path, more):
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "all-linear"])
-@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head", "norm"], "target_modules": ["v_proj"]}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head", "norm"], "target_modules": ["v_proj"]}], ids=str
+)
 def test_peft(targets, more):
     peft = pytest.importorskip("peft")
 
     def model():
         torch.manual_seed(0)
-        wrapped = peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": targets} | more))
+        wrapped = peft.get_peft_model(
+            make("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": targets} | more)
+        )
         for name, p in wrapped.named_parameters():
             if "lora_" in name:
                 nn.init.normal_(p, std=0.1)
@@ -711,7 +820,10 @@ def test_hooks_of_activations_are_called(family):
     liger._apply_liger_kernel_to_instance(model=model)
     assert_same_learning(step(model)[1], first)
     (act,) = (m for name, m in model.named_modules() if name.endswith(".act_fn"))
-    hooks = [act.register_forward_hook(lambda m, args, out: out * 0.5), act.register_forward_pre_hook(lambda *_: fired.append("before"))]
+    hooks = [
+        act.register_forward_hook(lambda m, args, out: out * 0.5),
+        act.register_forward_pre_hook(lambda *_: fired.append("before")),
+    ]
     hooks.append(act.register_full_backward_hook(lambda *_: fired.append("back")))
     halved = step(model)[1]
     assert {*fired} == {"before", "back"}

@@ -1,4 +1,5 @@
-"""Experts that are stored in FP8, beside the same experts with the weights that FP8 has left, made dense."""
+"""Experts that are stored in FP8, beside the same experts with the weights that FP8 has left,
+made dense."""
 
 from __future__ import annotations
 
@@ -26,9 +27,15 @@ from liger_kernel.transformers import projections_report, quantize_base, restore
 from liger_kernel.transformers.recognise import adapted_experts, experts  # noqa: E402
 from liger_kernel.transformers.recognise.projections import Left  # noqa: E402
 
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
-ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True)  # what else is ours is tested elsewhere
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
+)
+ONLY = dict(
+    rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True
+)  # what else is ours is tested elsewhere
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 NAMES = ("gate_up_proj", "down_proj")
 BATCH = dict(batch=1, length=6, ignored=2)
@@ -56,17 +63,25 @@ def ran(monkeypatch) -> list[str]:
     for module, name in ((adapted_experts, "adapted_moe"), (experts, "adapted_moe"), (experts, "moe")):
         where = "alone" if module is experts else "adapted"
         node = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, node=node, kind=f"{where} {name}", **how: calls.append(kind) or node(*args, **how))
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *args, node=node, kind=f"{where} {name}", **how: calls.append(kind) or node(*args, **how),
+        )
     return calls
 
 
 def tiny(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> nn.Module:
-    return make(family, dtype, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
+    return make(
+        family, dtype, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {})
+    )
 
 
 def adapted(model: nn.Module, of=BOTH, targets=("q_proj",)) -> nn.Module:
     torch.manual_seed(3)
-    return drawn(peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=list(targets), target_parameters=of))).to(DEVICE)
+    return drawn(
+        peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=list(targets), target_parameters=of))
+    ).to(DEVICE)
 
 
 def in_fp8(model: nn.Module, recipe: str = "fp8") -> nn.Module:
@@ -79,8 +94,11 @@ def experts_of(model: nn.Module) -> nn.Module:
     return next(m for m in model.modules() if hasattr(m, "gate_up_proj") and not adapted_experts.is_wrapper(m))
 
 
-def twins(family: str = "qwen3_moe", recipe: str = "fp8", dtype: torch.dtype = torch.float32, **more) -> tuple[nn.Module, nn.Module]:
-    """A model with experts in FP8, and the same with dense ones of the same values. Adapters are on attention, so that gradients go through the experts."""
+def twins(
+    family: str = "qwen3_moe", recipe: str = "fp8", dtype: torch.dtype = torch.float32, **more
+) -> tuple[nn.Module, nn.Module]:
+    """A model with experts in FP8, and the same with dense ones of the same values. Adapters are
+    on attention, so that gradients go through the experts."""
     model, dense = (adapted(tiny(family, dtype), **more) for _ in range(2))
     for name in NAMES:
         before = getattr(experts_of(dense), name)
@@ -90,7 +108,9 @@ def twins(family: str = "qwen3_moe", recipe: str = "fp8", dtype: torch.dtype = t
         assert 0 < (now - before).norm() < 0.04 * before.norm() and now.dtype == dtype
         before.data.copy_(now)
     for each in (model, dense):
-        each.get_base_model().model.layers[0].mlp.get_submodule("router" if family == "gpt_oss" else "gate").requires_grad_(True)
+        each.get_base_model().model.layers[0].mlp.get_submodule(
+            "router" if family == "gpt_oss" else "gate"
+        ).requires_grad_(True)
     return model, dense
 
 
@@ -114,9 +134,12 @@ def saved_sizes():
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")])
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")]
+)
 def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe):
-    """Gradients of adapters, of the router and, by those of attention, of x; nothing dense is kept for the backward. gpt-oss is transposed and biased."""
+    """Gradients of adapters, of the router and, by those of attention, of x; nothing dense is
+    kept for the backward. gpt-oss is transposed and biased."""
     model, dense = twins(family, recipe)
     with saved_sizes() as by_peft:
         expected = learnt(dense)
@@ -125,7 +148,9 @@ def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe):
         assert_same_learning(learnt(patch(model)), expected, 1e-5)
     assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
     assert len(sizes) == 2 and sizes <= {*by_peft} and not sizes & {*saved}
-    assert {name.rsplit(".", 3)[-3] for name in expected if "lora" in name} >= {"lora_A", "lora_B"} and any("gate" in n or "router" in n for n in expected)
+    assert {name.rsplit(".", 3)[-3] for name in expected if "lora" in name} >= {"lora_A", "lora_B"} and any(
+        "gate" in n or "router" in n for n in expected
+    )
 
 
 @needs_kernels
@@ -145,7 +170,11 @@ def test_one_parameter_in_fp8_beside_one_that_is_trained(ran):
     experts_of(model).down_proj.requires_grad_(True)
     left = quantize_base(model, skip=LINEARS)
     (reason,) = (why for name, why in left.items() if name.endswith("experts.base_layer.base_layer.down_proj"))
-    assert reason == "it is trained" and experts_of(model).down_proj.requires_grad and experts_of(model)._parameters.keys() == {"down_proj"}
+    assert (
+        reason == "it is trained"
+        and experts_of(model).down_proj.requires_grad
+        and experts_of(model)._parameters.keys() == {"down_proj"}
+    )
     expected = learnt(model)
     assert_same_learning(learnt(patch(model)), expected, 1e-5)
     assert ran == ["adapted adapted_moe"] and any(name.endswith("down_proj") for name in expected)
@@ -197,7 +226,8 @@ def test_adapters_are_switched(ran):
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_stock_code_reads_dense_weights(family, implementation):
-    """Transformers' experts under PEFT's sum, and without it; in every step, because PEFT 0.21 takes its sum only sometimes out of parameters that are made."""
+    """Transformers' experts under PEFT's sum, and without it; in every step, because PEFT 0.21
+    takes its sum only sometimes out of parameters that are made."""
     for of in (BOTH, None):
         both = model, dense = twins(family, "fp8_rowwise", of=of)
         for each in both:
@@ -217,11 +247,15 @@ def test_an_expert_alone_is_made_dense(monkeypatch):
     of, sizes = experts_of(model), []
     dense = of.gate_up_proj + 0
     make_dense = stored._Experts.dense
-    monkeypatch.setattr(stored._Experts, "dense", lambda self, some=None: sizes.append((found := make_dense(self, some)).shape) or found)
+    monkeypatch.setattr(
+        stored._Experts, "dense", lambda self, some=None: sizes.append((found := make_dense(self, some)).shape) or found
+    )
     for index in (1, torch.tensor(2), torch.tensor([2]), torch.tensor([[0, 1], [3, 3]])):
         assert torch.equal(of.gate_up_proj[index], dense[index])
         assert sizes.pop() == dense[index].shape and not sizes
-    assert torch.equal(of.gate_up_proj[dense[:, 0, 0] > 0], dense[dense[:, 0, 0] > 0]) and torch.equal(of.gate_up_proj[:, 1], dense[:, 1])
+    assert torch.equal(of.gate_up_proj[dense[:, 0, 0] > 0], dense[dense[:, 0, 0] > 0]) and torch.equal(
+        of.gate_up_proj[:, 1], dense[:, 1]
+    )
 
 
 @needs_kernels
@@ -255,7 +289,9 @@ def test_under_torch_compile_peft_sums():
     x = torch.randn(1, 5, model.config.hidden_size, device=DEVICE)
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(block(model), backend="eager")(x), block(dense)(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.compile(block(model), backend="eager")(x), block(dense)(x), rtol=1e-4, atol=1e-5
+        )
     assert all(len(made) == 1 for made in experts_of(model).parametrizations.values())
 
 
@@ -265,7 +301,16 @@ def test_under_torch_compile_peft_sums():
 @pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8"), ("gpt_oss", "fp8_rowwise")])
 def test_saved_copied_and_moved(family, recipe):
     model = in_fp8(tiny(family, torch.bfloat16), recipe)
-    other = in_fp8(make(family, torch.bfloat16, seed=1, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {})), recipe)
+    other = in_fp8(
+        make(
+            family,
+            torch.bfloat16,
+            seed=1,
+            num_hidden_layers=1,
+            **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}),
+        ),
+        recipe,
+    )
     expected = {name: getattr(experts_of(model), name) + 0 for name in NAMES}
     assert not torch.equal(getattr(experts_of(other), NAMES[0]) + 0, expected[NAMES[0]])
     buffer = io.BytesIO()
@@ -278,13 +323,22 @@ def test_saved_copied_and_moved(family, recipe):
     experts_of(model).gate_up_proj.zero_()
     assert not (experts_of(model).gate_up_proj + 0).any()
     for same in (other, copied):
-        assert all(torch.equal(getattr(experts_of(same), name) + 0, w) and not getattr(experts_of(same), name).requires_grad for name, w in expected.items())
+        assert all(
+            torch.equal(getattr(experts_of(same), name) + 0, w) and not getattr(experts_of(same), name).requires_grad
+            for name, w in expected.items()
+        )
     # of another dtype, all but the bits
     bits = {name: p.clone() for name, p in copied.named_parameters() if not p.is_floating_point()}
     copied.to(torch.float16)
-    assert all(p.dtype == torch.float16 or torch.equal(p, bits.pop(name)) for name, p in copied.named_parameters()) and not bits
+    assert (
+        all(p.dtype == torch.float16 or torch.equal(p, bits.pop(name)) for name, p in copied.named_parameters())
+        and not bits
+    )
     found = experts_of(copied).down_proj
-    assert found.dtype == torch.float16 and (found.float() - expected["down_proj"].float()).abs().max() <= 2**-8 * expected["down_proj"].abs().max()
+    assert (
+        found.dtype == torch.float16
+        and (found.float() - expected["down_proj"].float()).abs().max() <= 2**-8 * expected["down_proj"].abs().max()
+    )
 
 
 @needs_kernels
@@ -314,7 +368,9 @@ def test_merging_is_a_cast_of_the_sum(family, safe):
 
 def test_wrong_weights_are_refused():
     model = in_fp8(tiny())
-    with pytest.raises(ValueError, match=r"LigerFloat8Experts: weights must have shape \(\d+, \d+, \d+\), got \(1, 2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"LigerFloat8Experts: weights must have shape \(\d+, \d+, \d+\), got \(1, 2, 3\)"
+    ):
         experts_of(model).down_proj.data = torch.zeros(1, 2, 3)
     of = experts_of(tiny())
     with pytest.raises(ValueError, match="store_experts: recipe must be one of fp8, fp8_rowwise, got 'int4'"):
@@ -327,7 +383,11 @@ def test_wrong_weights_are_refused():
 
 
 def reasons(model: nn.Module, **more) -> dict[str, str]:
-    return {name.rpartition(".")[2]: why for name, why in quantize_base(model, **dict(skip=LINEARS) | more).items() if ".experts." in name}
+    return {
+        name.rpartition(".")[2]: why
+        for name, why in quantize_base(model, **dict(skip=LINEARS) | more).items()
+        if ".experts." in name
+    }
 
 
 class Other(nn.Module):
@@ -337,9 +397,13 @@ class Other(nn.Module):
 
 def test_what_is_left_and_why():
     model = tiny()
-    assert reasons(model) == {} and all(type(made[0]) is stored.LigerFloat8Experts for made in experts_of(model).parametrizations.values())
+    assert reasons(model) == {} and all(
+        type(made[0]) is stored.LigerFloat8Experts for made in experts_of(model).parametrizations.values()
+    )
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert reasons(model, recipe="fp8_rowwise") == {} and before == {name: p.data_ptr() for name, p in model.named_parameters()}, "a second time"
+    assert reasons(model, recipe="fp8_rowwise") == {} and before == {
+        name: p.data_ptr() for name, p in model.named_parameters()
+    }, "a second time"
     assert reasons(tiny(), skip=(*LINEARS, "experts")) == dict.fromkeys(NAMES, "skipped by name")
     assert reasons(tiny(), skip=(*LINEARS, "experts.down_proj")) == {"down_proj": "skipped by name"}
     hooked = tiny()
@@ -351,15 +415,24 @@ def test_what_is_left_and_why():
     wide = tiny()
     experts_of(wide).down_proj = nn.Parameter(torch.zeros(4, 6, 10))
     shape = tuple(experts_of(wide).gate_up_proj.shape)
-    assert reasons(wide) == dict.fromkeys(NAMES, f"experts of unknown layout: gate_up_proj {shape}, down_proj (4, 6, 10)")
+    assert reasons(wide) == dict.fromkeys(
+        NAMES, f"experts of unknown layout: gate_up_proj {shape}, down_proj (4, 6, 10)"
+    )
     double = tiny(dtype=torch.float64)
     assert {why.partition(" on ")[0] for why in reasons(double).values()} == {"a weight of torch.float64"}
     shared = tiny()
     shared.other = nn.Module()
     shared.other.down_proj = experts_of(shared).down_proj
     assert reasons(shared)["down_proj"] == "another module shares it"
-    other = nn.ModuleDict({"experts": nn.ParameterDict({"w1": torch.zeros(2, 1024, 512), "few": torch.zeros(2, 8, 8)}), "conv": nn.Conv1d(1024, 1024, 2)})
-    assert reasons(nn.ModuleDict({"mlp": other})) == {"w1": "packed weights of another name than gate_up_proj and down_proj, whose layout is unknown"}
+    other = nn.ModuleDict(
+        {
+            "experts": nn.ParameterDict({"w1": torch.zeros(2, 1024, 512), "few": torch.zeros(2, 8, 8)}),
+            "conv": nn.Conv1d(1024, 1024, 2),
+        }
+    )
+    assert reasons(nn.ModuleDict({"mlp": other})) == {
+        "w1": "packed weights of another name than gate_up_proj and down_proj, whose layout is unknown"
+    }
     assert {why.partition(" on ")[2] for why in reasons(tiny().to("meta")).values()} == {"meta"}
 
 

@@ -50,8 +50,22 @@ from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 
 EVERY = sorted(t for t, row in families.FAMILIES.items() if row.get("heads"))
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
-# other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope (pairs, partial, tables without duplicates)
-FURTHER = ["cohere", "cohere2", "glm4", "phi", "gpt_oss", "qwen3_moe", "falcon_h1", "nemotron", "gpt2", "deepseek_v3", "olmo3", "starcoder2"]
+# other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope
+# (pairs, partial, tables without duplicates)
+FURTHER = [
+    "cohere",
+    "cohere2",
+    "glm4",
+    "phi",
+    "gpt_oss",
+    "qwen3_moe",
+    "falcon_h1",
+    "nemotron",
+    "gpt2",
+    "deepseek_v3",
+    "olmo3",
+    "starcoder2",
+]
 EVERYTHING = table.EVERYTHING
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
@@ -64,10 +78,14 @@ def _served():
 
 
 def patch(path: str, model: torch.nn.Module, model_type: str, parts: dict = EVERYTHING, head: str | None = "fused"):
-    return class_patches(model_type, parts, head) if path == "class" else instance_patches(model, model_type, parts, head)
+    return (
+        class_patches(model_type, parts, head) if path == "class" else instance_patches(model, model_type, parts, head)
+    )
 
 
-def stock_of(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def stock_of(
+    family: str, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A tiny model that has made a step, as some settle then how they attend, and its batch."""
     with stock(family):
         model = make(family, dtype, **more)
@@ -82,13 +100,44 @@ def some(names: list[str], every: list[str] = EVERY) -> list:
     return [pytest.param(t, marks=marks(t)) for t in [*names, *(t for t in every if t not in names)]]
 
 
-# of text and images: pairs of a tower and a text model, sections, LayerNorms and flat rope in towers, experts, deep features, cross attention, tiles
-IMAGES = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "gemma3", "paligemma", "glm4v", "llama4", "mllama", "smolvlm", "mistral3", "internvl", "qwen3_5"]
+# of text and images: pairs of a tower and a text model, sections, LayerNorms and flat rope in
+# towers, experts, deep features, cross attention, tiles
+IMAGES = [
+    "llava",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl_moe",
+    "gemma3",
+    "paligemma",
+    "glm4v",
+    "llama4",
+    "mllama",
+    "smolvlm",
+    "mistral3",
+    "internvl",
+    "qwen3_5",
+]
 
 
 @pytest.mark.parametrize("path", ["class", "instance"])
 @pytest.mark.parametrize(
-    "family", some(["llama", "granite", "cohere", "gpt_oss", "nemotron", "deepseek_v3", "llava", "qwen2_vl", "gptj", "gemma4_text", "deepseek_v4", "florence2"])
+    "family",
+    some(
+        [
+            "llama",
+            "granite",
+            "cohere",
+            "gpt_oss",
+            "nemotron",
+            "deepseek_v3",
+            "llava",
+            "qwen2_vl",
+            "gptj",
+            "gemma4_text",
+            "deepseek_v4",
+            "florence2",
+        ]
+    ),
 )
 def test_learns_the_same_and_is_undone(family, path):
     model, batch = stock_of(family)
@@ -120,7 +169,11 @@ def test_learns_the_same_and_is_undone(family, path):
 @pytest.mark.parametrize("family", some(["llama", "gemma", "qwen3_moe", "nemotron"], LISTED + FURTHER))
 def test_bf16_is_as_accurate_as_stock(family):
     # a token whose experts change by rounding has another gradient altogether: all experts are used
-    model, _ = stock_of(family, torch.bfloat16, **{"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {})
+    model, _ = stock_of(
+        family,
+        torch.bfloat16,
+        **{"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {},
+    )
     exact = copy.deepcopy(model).double()
     exact.config._experts_implementation = "eager"  # grouped products have no fp64
     batches = [tokens(seed=seed) for seed in range(8)]  # together: the error of one loss is luck
@@ -148,15 +201,21 @@ def test_eval_logits(family, dtype):
         expected = model(**batch, use_cache=False)
         rows = [rows_module.family(t) for t in {family, *(c.model_type for c in configs_of(model.config))}]
         labels = [label for row in rows if row for label in row.swapped.values()]
-        exact = {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING}
+        exact = {
+            slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING
+        }
         with instance_patches(model, family, exact, "fused")():
             out = model(**batch, use_cache=False)
-        if DEVICE == "cpu" and (dtype is torch.bfloat16 or transformers.__version__ == families.VERSION):  # in fp32, others divide by a root
+        if DEVICE == "cpu" and (
+            dtype is torch.bfloat16 or transformers.__version__ == families.VERSION
+        ):  # in fp32, others divide by a root
             assert torch.equal(out.logits, expected.logits) and torch.equal(out.loss, expected.loss)
         assert type(out) is type(expected)
         if dtype is torch.float32:
             with instance_patches(model, family, EVERYTHING, "fused")():
-                torch.testing.assert_close(model(**batch, use_cache=False).logits, expected.logits, rtol=1e-4, atol=2e-5)
+                torch.testing.assert_close(
+                    model(**batch, use_cache=False).logits, expected.logits, rtol=1e-4, atol=2e-5
+                )
 
 
 @pytest.mark.parametrize("family", LISTED)
@@ -171,7 +230,12 @@ def test_generate(family):
 
 def test_scales_and_caps_matter():
     """The tiny models have logits that are scaled or capped, by enough to be seen in the loss."""
-    for family, name in (("granite", "logits_scaling"), ("cohere", "logit_scale"), ("gemma2", "final_logit_softcapping"), ("falcon_h1", "lm_head_multiplier")):
+    for family, name in (
+        ("granite", "logits_scaling"),
+        ("cohere", "logit_scale"),
+        ("gemma2", "final_logit_softcapping"),
+        ("falcon_h1", "lm_head_multiplier"),
+    ):
         model = make(family)
         assert getattr(model.config, name) not in (1.0, None)
         loss = step(model)[1]["loss"]
@@ -297,7 +361,9 @@ def _variations():
 
     class Rounded(CohereLayerNorm):
         def forward(self, x):
-            y = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.float().var(-1, keepdim=True) + self.variance_epsilon).to(x.dtype)
+            y = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(
+                x.float().var(-1, keepdim=True) + self.variance_epsilon
+            ).to(x.dtype)
             return self.weight * y
 
     class SigmoidGate(Qwen3NextRMSNormGated):
@@ -322,10 +388,25 @@ def _variations():
         return stock(stock(tensor, sin, cos), sin, cos)
 
     norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
-    layer, gated, flat = (slot_of(label) for label in ("layer_norm(torch, eps)", "gated_rms_norm(norm first, eps)", "rope(none, flat)"))
+    layer, gated, flat = (
+        slot_of(label) for label in ("layer_norm(torch, eps)", "gated_rms_norm(norm first, eps)", "rope(none, flat)")
+    )
     others = [(layer, Rounded), (gated, SigmoidGate), (gated, RoundedGate), (flat, vision_other_way)]
-    others += [(slot_of("rope(alone, none, halves, once)"), alone_other_way), (slot_of("rope(alone, sin first, none, halves, once)"), turned_twice)]
-    return [*others, (norm, Eps), (norm, Bias), (norm, TwoInputs), (norm, Detached), (mlp, Clamped), (mlp, AlwaysTanh), (mlp, Scaled), (rope, other_way)]
+    others += [
+        (slot_of("rope(alone, none, halves, once)"), alone_other_way),
+        (slot_of("rope(alone, sin first, none, halves, once)"), turned_twice),
+    ]
+    return [
+        *others,
+        (norm, Eps),
+        (norm, Bias),
+        (norm, TwoInputs),
+        (norm, Detached),
+        (mlp, Clamped),
+        (mlp, AlwaysTanh),
+        (mlp, Scaled),
+        (rope, other_way),
+    ]
 
 
 def test_tables_of_configurations_that_do_not_name_a_scaling():
@@ -349,7 +430,10 @@ def test_tables_of_configurations_that_do_not_name_a_scaling():
 
 def test_look_alikes_are_left_alone():
     with references():
-        for slot, candidate in [*_variations(), *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])]:
+        for slot, candidate in [
+            *_variations(),
+            *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else []),
+        ]:
             stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
             variant, reason = recognise(slot, candidate, stock, {"twice"})
             assert variant is None and reason, candidate
@@ -357,21 +441,33 @@ def test_look_alikes_are_left_alone():
 
 def test_experts_are_replaced_by_default():
     """In every family in which they can be."""
-    rows = {t: row for t, row in families.FAMILIES.items() if "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING}
+    rows = {
+        t: row
+        for t, row in families.FAMILIES.items()
+        if "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING
+    }
     assert rows and [t for t, row in rows.items() if not flags_of(t)[row.get("glu", "swiglu")]] == []
 
 
-WITH_EXPERTS = [t for t, row in families.FAMILIES.items() if row.get("heads") and "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING]
+WITH_EXPERTS = [
+    t
+    for t, row in families.FAMILIES.items()
+    if row.get("heads") and "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING
+]
 
 
-@pytest.mark.parametrize("family", some([t for t in WITH_EXPERTS if t in ("flint", "gemma4", "gemma4_text")], WITH_EXPERTS))
+@pytest.mark.parametrize(
+    "family", some([t for t in WITH_EXPERTS if t in ("flint", "gemma4", "gemma4_text")], WITH_EXPERTS)
+)
 def test_tiny_models_have_experts(family):
     """So that what the other tests train with them are the experts, too."""
     if transformers.__version__ != families.VERSION:
         pytest.skip(f"stock of {transformers.__version__}: experts have other names")
     swapped = families.FAMILIES[family]["swapped"]
     with stock(family):
-        assert {name for name, label in swapped.items() if label.startswith("moe(")} & {type(m).__name__ for m in make(family).modules()}
+        assert {name for name, label in swapped.items() if label.startswith("moe(")} & {
+            type(m).__name__ for m in make(family).modules()
+        }
 
 
 GATED = "kimi_linear", "glm5_next_text", "bailing_hybrid", "qwen3_next", "olmo_hybrid", "qwen4_exp_text"
@@ -380,12 +476,16 @@ GATED = "kimi_linear", "glm5_next_text", "bailing_hybrid", "qwen3_next", "olmo_h
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", GATED)
 def test_norms_with_a_gate(family, weight_dtype):
-    """The family's own module and ours, on rows of heads with a gate that is part of a wider tensor: outputs of the same bits, gradients as near the truth."""
+    """The family's own module and ours, on rows of heads with a gate that is part of a wider
+    tensor: outputs of the same bits, gradients as near the truth."""
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     row = infer(family)
     ((name, label),) = [(name, label) for name, label in row.swapped.items() if label.startswith("gated_rms_norm")]
-    cls = getattr(importlib.import_module(transformers.CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_")), name)
+    cls = getattr(
+        importlib.import_module(transformers.CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_")),
+        name,
+    )
     torch.manual_seed(0)
     norm = cls(32, eps=1e-5).to(DEVICE)
     with torch.no_grad():
@@ -397,10 +497,15 @@ def test_norms_with_a_gate(family, weight_dtype):
     def learned(forward: Any, module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, gate)]
         y = forward(module, leaves[0], leaves[1][..., 32:])
-        grads = torch.autograd.grad((y.float() * torch.linspace(-1, 1, 32, device=DEVICE)).sum(), [*leaves, module.weight])
+        grads = torch.autograd.grad(
+            (y.float() * torch.linspace(-1, 1, 32, device=DEVICE)).sum(), [*leaves, module.weight]
+        )
         return dict(zip(("y", "dx", "dgate", "dw"), (y.detach(), *grads)))
 
-    theirs, ours = learned(cls.forward, norm, torch.bfloat16), learned(slots.VARIANTS[label](cls.forward), norm, torch.bfloat16)
+    theirs, ours = (
+        learned(cls.forward, norm, torch.bfloat16),
+        learned(slots.VARIANTS[label](cls.forward), norm, torch.bfloat16),
+    )
     assert ours["y"].dtype == theirs["y"].dtype and (KERNELS or torch.equal(ours["y"], theirs["y"]))
     assert_as_accurate(ours, theirs, learned(cls.forward, exact, torch.float32))
 
@@ -408,8 +513,12 @@ def test_norms_with_a_gate(family, weight_dtype):
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.families)])
 def test_the_table_is_that_of_the_installed_transformers(every):
-    """Recognises again, and tries on tiny models, some families of each kind, or all of the table."""
-    assert table.check(None if every else ["afmoe", "gemma3n_text", "internlm3", "llava", "minimax_m3_vl", "mixtral"]) == ""
+    """Recognises again, and tries on tiny models, some families of each kind, or all of the
+    table."""
+    assert (
+        table.check(None if every else ["afmoe", "gemma3n_text", "internlm3", "llava", "minimax_m3_vl", "mixtral"])
+        == ""
+    )
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
@@ -422,12 +531,23 @@ def test_what_is_written_of_families_is_what_would_be_written():
 
 def test_what_the_table_must_show():
     rows = {t: Family(**row) for t, row in families.FAMILIES.items()}
-    text = [t for t in CAUSAL if t not in IMAGE_TEXT_TO_TEXT and "transformers has no model" not in families.UNVERIFIED.get(t, "")]
+    text = [
+        t
+        for t in CAUSAL
+        if t not in IMAGE_TEXT_TO_TEXT and "transformers has no model" not in families.UNVERIFIED.get(t, "")
+    ]
     if transformers.__version__ == families.VERSION:
         # those without a model to try them on are listed with the reason
         assert all(t in rows or t in families.UNVERIFIED for t in [*CAUSAL, *IMAGE_TEXT_TO_TEXT])
         assert sum(t in rows and bool(rows[t].heads) and not rows[t].fused for t in text) >= 0.95 * len(text)
-    assert sum(bool(row.swapped or any(rows[p].swapped for p in row.parts if p in rows)) for row in rows.values() if row.heads) >= 150
+    assert (
+        sum(
+            bool(row.swapped or any(rows[p].swapped for p in row.parts if p in rows))
+            for row in rows.values()
+            if row.heads
+        )
+        >= 150
+    )
 
 
 def test_listed_families_are_complete():
@@ -448,7 +568,8 @@ def test_a_live_model_gets_what_its_classes_get(family):
     """In every version of transformers, however its forwards are decorated there."""
     parts = EVERYTHING | {"rematerialise": True}
     of_classes, of_instance = (
-        {p.label for p in patches} for patches in (class_patches(family, parts, "fused"), instance_patches(make(family), family, parts, "fused"))
+        {p.label for p in patches}
+        for patches in (class_patches(family, parts, "fused"), instance_patches(make(family), family, parts, "fused"))
     )
     # in a live model, these go with the patches of functions that the same forward calls
     assert of_classes - {"norm_rope", "masks"} == of_instance - {"masks"}
@@ -470,12 +591,60 @@ def test_classes_get_the_rope_of_their_parts(family):
 
 
 PUBLISHED = [
-    "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe",
-    "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text", "llava", "ministral", "mistral",
-    "mixtral", "mllama", "mllama_text_model", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text",
-    "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
-    "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smollm3", "smolvlm", "deepseek_v2", "deepseek_v3", "muse_glimmer",
-]  # fmt: skip
+    "deepseek_v4",
+    "exaone4",
+    "falcon_h1",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gemma4",
+    "gemma4_text",
+    "glm4",
+    "glm4v",
+    "glm4v_moe",
+    "gpt_oss",
+    "granite",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "internvl",
+    "llama",
+    "llama4",
+    "llama4_text",
+    "llava",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "mllama",
+    "mllama_text_model",
+    "nemotron",
+    "olmo2",
+    "olmo3",
+    "paligemma",
+    "phi3",
+    "pixtral",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    "qwen2_vl",
+    "qwen2_vl_text",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_vl_moe_text",
+    "qwen3_vl_text",
+    "smollm3",
+    "smolvlm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "muse_glimmer",
+]
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="other versions have other families")
@@ -486,7 +655,8 @@ def test_published_functions_serve_all_that_they_have_flags_for(family):
     assert apply is getattr(transformers_of_ours, apply.__name__) and parameters["model"].default is None
     served = rows_module.swapped_slots(family)
     names = {"swiglu": "glu", "geglu": "glu"}
-    # rope, rms_norm and the MLP are in every signature of the published package: where there is none, or of a form without a kernel, that is said
+    # rope, rms_norm and the MLP are in every signature of the published package: where there is
+    # none, or of a form without a kernel, that is said
     missing = {f for f in parameters if f not in ("model", *HEAD_FLAGS) and names.get(f, f) not in served}
     assert missing <= {"nemotron": {"rms_norm", "swiglu"}}.get(family, set())
 
@@ -505,17 +675,26 @@ def test_what_a_family_has_not_is_said_once():
 
 
 def test_flags_are_strict():
-    """An unknown keyword raises, whatever the family, and patches nothing; what cannot be honoured is said once, and only to who asked for it."""
+    """An unknown keyword raises, whatever the family, and patches nothing; what cannot be
+    honoured is said once, and only to who asked for it."""
     for apply in MODEL_TYPE_TO_APPLY_LIGER_FN.values():
         assert apply.__name__.isidentifier() and getattr(transformers_of_ours, apply.__name__) is apply
         with pytest.raises(TypeError, match=r"apply_liger_kernel_to_\w+\(\): .*'no_such_flag'; it takes .*model"):
-            apply(rope=False, no_such_flag=True) if "rope" in inspect.signature(apply).parameters else apply(no_such_flag=True)
+            apply(rope=False, no_such_flag=True) if "rope" in inspect.signature(apply).parameters else apply(
+                no_such_flag=True
+            )
         flags = [f for f in inspect.signature(apply).parameters if f != "model"]
         with pytest.raises(TypeError, match="too many positional arguments"):
             apply(*[False] * len(flags), None, False)
     assert not _STOCK
-    asked = [("chameleon", flag, f"chameleon: {flag}=True has no effect") for flag in HEAD_FLAGS]  # its head is not fused
-    asked += [("gpt2", "rms_norm", "gpt2: rms_norm=True has no effect"), ("olmo", "swiglu", None), ("gpt2", "layer_norm", "patched only in a live model")]
+    asked = [
+        ("chameleon", flag, f"chameleon: {flag}=True has no effect") for flag in HEAD_FLAGS
+    ]  # its head is not fused
+    asked += [
+        ("gpt2", "rms_norm", "gpt2: rms_norm=True has no effect"),
+        ("olmo", "swiglu", None),
+        ("gpt2", "layer_norm", "patched only in a live model"),
+    ]
     once.WARNED.clear()
     for family, flag, said in asked:
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
@@ -536,16 +715,24 @@ def test_reward_models(family):
     """Heads that are not a language model's stay what they are; what is below them is swapped."""
     batch = {"input_ids": tokens()["input_ids"], "labels": torch.tensor([0.3, -0.7], device=DEVICE)}
     results = []
-    for auto in (transformers.AutoModelForSequenceClassification, transformers_of_ours.AutoLigerKernelForSequenceClassification):
+    for auto in (
+        transformers.AutoModelForSequenceClassification,
+        transformers_of_ours.AutoLigerKernelForSequenceClassification,
+    ):
         torch.manual_seed(0)
-        model = auto.from_config(tiny_config(family, num_labels=1, pad_token_id=0), attn_implementation="eager").to(DEVICE).eval()
+        model = (
+            auto.from_config(tiny_config(family, num_labels=1, pad_token_id=0), attn_implementation="eager")
+            .to(DEVICE)
+            .eval()
+        )
         results.append(step(model, batch)[1])
     assert any(is_ours(m.forward) for m in model.modules())
     assert_same_learning(results[1], results[0], TOLERANCE)
 
 
 class Packed(torch.nn.Module):
-    """A frozen linear layer in eight bits, as quantised bases have them: its weight is nothing to multiply with."""
+    """A frozen linear layer in eight bits, as quantised bases have them: its weight is nothing
+    to multiply with."""
 
     def __init__(self, linear: torch.nn.Linear):
         super().__init__()
@@ -586,7 +773,8 @@ def test_losses_of_routers_are_added(family):
 @pytest.mark.parametrize("path", ["class", "instance"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_that_predict_further_tokens(family, path):
-    """What transformers builds of a model's own layers, norms and head: it drafts and learns the same beside a patched model."""
+    """What transformers builds of a model's own layers, norms and head: it drafts and learns the
+    same beside a patched model."""
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
         pytest.skip("this version has none to train")
@@ -605,12 +793,18 @@ def test_layers_that_predict_further_tokens(family, path):
             hidden = further.forward_layer(i, hidden, positions, None, input_ids=batch["input_ids"][:, 1:])
             logits = further._project_to_logits(hidden)
             assert type(logits) is torch.Tensor
-            losses.append(torch.nn.functional.cross_entropy(logits[:, : -1 - i].flatten(0, 1), batch["labels"][:, 2 + i :].flatten()))
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    logits[:, : -1 - i].flatten(0, 1), batch["labels"][:, 2 + i :].flatten()
+                )
+            )
         model.zero_grad()
         sum(losses).backward()
         learned |= {f"further.{n}": p.grad.clone() for n, p in further.named_parameters() if p.grad is not None}
         with torch.no_grad():
-            drafted, _, _ = further(batch["input_ids"][:1, 1:], out.hidden_states[-1][:1, :-1], None, positions[:1], None)
+            drafted, _, _ = further(
+                batch["input_ids"][:1, 1:], out.hidden_states[-1][:1, :-1], None, positions[:1], None
+            )
         return drafted, learned | {"further losses": torch.stack(losses).detach()}
 
     drafted, expected = learn()
@@ -624,7 +818,8 @@ def test_layers_that_predict_further_tokens(family, path):
 
 
 def test_a_second_loss_of_the_same_head():
-    """Models that predict a further token in their own forward call their head twice: both losses are there, and fused."""
+    """Models that predict a further token in their own forward call their head twice: both
+    losses are there, and fused."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         hidden = self.model(input_ids).last_hidden_state

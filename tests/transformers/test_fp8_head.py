@@ -18,7 +18,9 @@ from liger_kernel.transformers.head import loss_functions  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
 from liger_kernel.transformers.head.state import FP8  # noqa: E402
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,9 @@ def _served():
 def asked(monkeypatch) -> list[str | None]:
     """What the loss of each head was asked for."""
     found, loss = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, **kw: (found.append(kw.get("fp8")), loss(*args, **kw))[1])
+    monkeypatch.setattr(
+        head_loss, "linear_cross_entropy", lambda *args, **kw: (found.append(kw.get("fp8")), loss(*args, **kw))[1]
+    )
     return found
 
 
@@ -42,8 +46,14 @@ def with_head(model: nn.Module, recipe: str | None) -> nn.Module:
     return model.train()
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_items_in_batch=torch.tensor(18)), dict(return_token_accuracy=True, label_smoothing=0.1)], ids=str)
-@pytest.mark.parametrize("family, recipe", [("llama", "tensorwise"), ("gemma2", "rowwise")])  # gemma2: tied embeddings, soft-capped logits
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(num_items_in_batch=torch.tensor(18)), dict(return_token_accuracy=True, label_smoothing=0.1)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "family, recipe", [("llama", "tensorwise"), ("gemma2", "rowwise")]
+)  # gemma2: tied embeddings, soft-capped logits
 def test_a_step_learns_almost_the_same(family, recipe, options, asked):
     exact_out, exact = step(with_head(make(family, torch.bfloat16), None), **options)
     ours_out, ours = step(with_head(make(family, torch.bfloat16), recipe), **options)
@@ -66,7 +76,9 @@ def test_logits_that_somebody_reads_are_those_of_the_model(asked):
 def test_a_loss_of_another_package_stays_in_16_bits(asked, monkeypatch):
     model, ours = with_head(make("llama"), "tensorwise"), loss_functions.LigerForCausalLMLoss
     monkeypatch.setattr(loss_functions, "LigerForCausalLMLoss", lambda *args, **kw: ours(*args, **kw))
-    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code has replaced its loss"):
+    with pytest.warns(
+        UserWarning, match="fp8_head: the head stays in 16 bits, because other code has replaced its loss"
+    ):
         model(**tokens()).loss.backward()
 
 

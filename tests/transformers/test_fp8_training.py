@@ -1,4 +1,5 @@
-"""Models whose linear layers are trained in FP8: by ``train_in_fp8``, and by torchao's ``convert_to_float8_training``."""
+"""Models whose linear layers are trained in FP8: by ``train_in_fp8``, and by torchao's
+``convert_to_float8_training``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ import pytest
 import torch
 import transformers
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from hf_models import DEVICE, assert_untouched, everything_of, make, served_by_kernels_or_references, snapshot, step, tokens
+from hf_models import (
+    DEVICE,
+    assert_untouched,
+    everything_of,
+    make,
+    served_by_kernels_or_references,
+    snapshot,
+    step,
+    tokens,
+)
 from quick import further
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -25,7 +35,9 @@ from liger_kernel.transformers import fp8, projections_report, train_in_fp8
 from liger_kernel.transformers.head import loss as head_loss
 from liger_kernel.transformers.patching import once
 
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
+)
 LINEARS = 7  # of a Llama layer
 RUN = [name for name, recipe in RECIPES.items() if float8.lacking(torch.device(DEVICE), recipe.capability) is None]
 
@@ -53,14 +65,20 @@ def nodes(monkeypatch):
 
 
 def llama(model_type: str = "llama", **more) -> nn.Module:
-    return make(model_type, torch.bfloat16, **dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16) | more)
+    return make(
+        model_type,
+        torch.bfloat16,
+        **dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16) | more,
+    )
 
 
 def by_torchao(model: nn.Module, recipe: str) -> nn.Module:
     training = pytest.importorskip("torchao.float8")
     config = training.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", DEVICE != "cuda")
-    return training.convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: "lm_head" not in name)
+    return training.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda m, name: "lm_head" not in name
+    )
 
 
 def in_fp8(model: nn.Module) -> list[str]:
@@ -68,10 +86,13 @@ def in_fp8(model: nn.Module) -> list[str]:
 
 
 def assert_bits(found: dict, expected: dict) -> None:
-    """On a GPU nearly: a graph may call other kernels of attention and of embeddings, and FP8 rounds what they return to 2 or 3 bits."""
+    """On a GPU nearly: a graph may call other kernels of attention and of embeddings, and FP8
+    rounds what they return to 2 or 3 bits."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value) or (DEVICE == "cuda" and (found[name] - value).norm() < 0.1 * value.norm()), name
+        assert torch.equal(found[name], value) or (
+            DEVICE == "cuda" and (found[name] - value).norm() < 0.1 * value.norm()
+        ), name
 
 
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP
@@ -82,7 +103,8 @@ OF_TORCHAO = [name for name, recipe in RECIPES.items() if not recipe.blocks]
 
 @pytest.mark.parametrize("recipe", [*OF_TORCHAO[:1], *further(*OF_TORCHAO[1:])])
 def test_learning_is_that_of_torchao(recipe, nodes):
-    """A patched model of ours or of torchao's layers learns what torchao's model does, within the rounding of FP8; q, k, v and the MLP are single nodes."""
+    """A patched model of ours or of torchao's layers learns what torchao's model does, within
+    the rounding of FP8; q, k, v and the MLP are single nodes."""
     stock = llama()
     theirs = by_torchao(copy.deepcopy(stock), recipe)
     batch = tokens(length=16)  # products of torchao need multiples of 16 tokens
@@ -105,13 +127,16 @@ def test_learning_is_that_of_torchao(recipe, nodes):
 
 
 def test_parameters_stay(fast):
-    """Names, dtypes and state of a model do not change; deepcopies and gradients are those of its own parameters."""
+    """Names, dtypes and state of a model do not change; deepcopies and gradients are those of
+    its own parameters."""
     model = llama()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     left = train_in_fp8(model, "tensorwise")
     assert list(left) == ["lm_head"] and "head" in left["lm_head"]
     assert sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == LINEARS
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items()) and list(before) == list(model.state_dict())
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items()) and list(before) == list(
+        model.state_dict()
+    )
     assert "tensorwise" in repr(model)
     copied = copy.deepcopy(model)
     step(copied)
@@ -155,7 +180,8 @@ def test_checkpointing(use_reentrant, fast):
 
 @pytest.fixture
 def graphs():
-    """A backend of torch.compile that runs graphs as they are, and the forward and backward graphs that it has got, split as for Inductor."""
+    """A backend of torch.compile that runs graphs as they are, and the forward and backward
+    graphs that it has got, split as for Inductor."""
     found = []
 
     def seen(graph, inputs):
@@ -174,15 +200,22 @@ def called(graph: torch.fx.GraphModule, name: str) -> int:
 def saved_by(graph: torch.fx.GraphModule) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtypes and shapes of what a forward graph returns, but for its inputs and views of them."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    made = [n for n in output.args[0] if isinstance(n, torch.fx.Node) and n.op != "placeholder" and "detach" not in n.name]
+    made = [
+        n for n in output.args[0] if isinstance(n, torch.fx.Node) and n.op != "placeholder" and "detach" not in n.name
+    ]
     return [(n.meta["val"].dtype, tuple(n.meta["val"].shape)) for n in made if isinstance(n.meta["val"], torch.Tensor)]
 
 
 @pytest.mark.parametrize(
-    "recipe, part", [("tensorwise", "layer"), *further(*((recipe, "layer") for recipe in RUN if recipe != "tensorwise"), ("tensorwise", "model"))]
+    "recipe, part",
+    [
+        ("tensorwise", "layer"),
+        *further(*((recipe, "layer") for recipe in RUN if recipe != "tensorwise"), ("tensorwise", "model")),
+    ],
 )
 def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
-    """Losses and gradients are those of the model that is not compiled, and steps of an optimizer compile nothing."""
+    """Losses and gradients are those of the model that is not compiled, and steps of an
+    optimizer compile nothing."""
     backend, found = graphs
     model = llama().train()
     patch(model=model, fp8=recipe)
@@ -192,7 +225,9 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
     assert len(found) == 2
     if part == "layer":
         assert_bits(first, expected)
-    torch.testing.assert_close(first["loss"], expected["loss"], rtol=2e-7, atol=0)  # a compiled head adds in another order, without FP8 as well
+    torch.testing.assert_close(
+        first["loss"], expected["loss"], rtol=2e-7, atol=0
+    )  # a compiled head adds in another order, without FP8 as well
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), [first["loss"]]
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
@@ -203,7 +238,8 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
 
 @pytest.mark.parametrize("autocast", [True, *further(False)])
 def test_what_a_compiled_layer_saves(autocast, fast, graphs):
-    """Its weights are searched once, its inputs once for all layers that multiply them, and no cast or copy of a weight outlives the forward."""
+    """Its weights are searched once, its inputs once for all layers that multiply them, and no
+    cast or copy of a weight outlives the forward."""
     backend, found = graphs
     model = llama(hidden_size=48).train()
     model = model.float() if autocast else model
@@ -213,11 +249,18 @@ def test_what_a_compiled_layer_saves(autocast, fast, graphs):
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         assert_bits(*(step(m, tokens(6))[1] for m in (model, expected)))
     forward, backward = found
-    assert called(forward, "aten.amax") == 2 * (LINEARS + 4) and called(backward, "aten.amax") == 2 * LINEARS  # a search, and the largest of its parts
+    assert (
+        called(forward, "aten.amax") == 2 * (LINEARS + 4) and called(backward, "aten.amax") == 2 * LINEARS
+    )  # a search, and the largest of its parts
     assert called(forward, "float8_transposed") == 0 and called(backward, "float8_transposed") == LINEARS
     weights = {tuple(p.shape) for p in model.model.layers[0].parameters() if p.ndim == 2}
     saved = saved_by(forward)
-    assert sorted(sorted(shape) for dtype, shape in saved if dtype == float8.E4) == [[48, 80], [48, 80], [64, 80], [64, 80]]  # 72 tokens
+    assert sorted(sorted(shape) for dtype, shape in saved if dtype == float8.E4) == [
+        [48, 80],
+        [48, 80],
+        [64, 80],
+        [64, 80],
+    ]  # 72 tokens
     assert not [t for t in saved if t[1] in weights]
 
 
@@ -240,13 +283,16 @@ def test_nothing_is_kept_while_a_graph_is_recorded_and_after_it(unrecorded, monk
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_recorded_step(unrecorded, fast):
-    """Replayed steps learn what eager ones do, and evaluation between them sees the weights as they are."""
+    """Replayed steps learn what eager ones do, and evaluation between them sees the weights as
+    they are."""
     eager, model = (llama().train() for _ in range(2))
     patch(model=eager, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
     patch(model=model, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
     assert in_fp8(model) and in_fp8(model) == in_fp8(eager)
     data, found = tokens(6), {}
-    later = torch.ones(1, 1, 12, 12, device=DEVICE, dtype=torch.bool).triu(1)  # which some Transformers copy from the host
+    later = torch.ones(1, 1, 12, 12, device=DEVICE, dtype=torch.bool).triu(
+        1
+    )  # which some Transformers copy from the host
     data["attention_mask"] = torch.zeros(6, 1, 12, 12, device=DEVICE, dtype=torch.bfloat16).masked_fill(later, -3e38)
     stream = torch.cuda.Stream()
     for name, m in (("eager", eager), ("recorded", model)):
@@ -280,7 +326,10 @@ def test_what_is_left(fast):
     assert "model.layers.0.self_attn.o_proj" in left and len(left) == 2
     model = llama()
     left = train_in_fp8(model, filter=lambda m, name: "mlp" in name)
-    assert sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == 3 and left["lm_head"] == "the filter leaves it"
+    assert (
+        sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == 3
+        and left["lm_head"] == "the filter leaves it"
+    )
     model = llama(intermediate_size=72)
     left = train_in_fp8(model)
     assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
@@ -295,19 +344,30 @@ def test_what_is_left(fast):
 WRONG = [
     (
         dict(fp8="tensorwize"),
-        r"^fp8: must be one of .*, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'tensorwize'; did you mean tensorwise\?$",
+        r"^fp8: must be one of .*, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'tensorwize'; did you mean "
+        r"tensorwise\?$",
     ),
     (dict(fp8="mxfp8"), r", or False, got 'mxfp8'; did you mean mxfp8_rceil\?$"),
     (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got True$"),
     (
         dict(fp8="blockwise"),
-        "^fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it must be one of tensorwise,",
+        "^fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it "
+        "must be one of tensorwise,",
     ),
-    (dict(fp8="rowwise", fp8_filter="o_proj"), "^fp8_filter: must be names of layers, or a function of a layer and its name, got 'o_proj'$"),
-    (dict(fp8="rowwise", fp8_filter=[3]), r"^fp8_filter: must be names of layers, or a function of a layer and its name, got \[3\]$"),
+    (
+        dict(fp8="rowwise", fp8_filter="o_proj"),
+        "^fp8_filter: must be names of layers, or a function of a layer and its name, got 'o_proj'$",
+    ),
+    (
+        dict(fp8="rowwise", fp8_filter=[3]),
+        r"^fp8_filter: must be names of layers, or a function of a layer and its name, got \[3\]$",
+    ),
     (dict(fp8_filter=["o_proj"]), "^fp8_filter: needs fp8, a recipe$"),
     (dict(fp8_head=True), "^fp8_head: needs fp8, a recipe$"),
-    (dict(fp8="rowwise_with_gw_hp", fp8_head=True), "^fp8_head: needs fp8 to be tensorwise or rowwise, got 'rowwise_with_gw_hp'$"),
+    (
+        dict(fp8="rowwise_with_gw_hp", fp8_head=True),
+        "^fp8_head: needs fp8 to be tensorwise or rowwise, got 'rowwise_with_gw_hp'$",
+    ),
     (
         dict(fp8="rowwise", fp8_head=True, fused_linear_cross_entropy=False),
         "^fp8_head: the head of 'llama' cannot be in FP8: fused_linear_cross_entropy is off",
@@ -335,7 +395,10 @@ def test_wrong_flags(flags, message, fast):
 
 
 def test_wrong_arguments(monkeypatch):
-    with pytest.raises(ValueError, match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'fp8'"):
+    with pytest.raises(
+        ValueError,
+        match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'fp8'",
+    ):
         train_in_fp8(llama(), "fp8")
     with pytest.raises(ValueError, match=r"fp8: must be one of .*, got None"):
         train_in_fp8(llama(), None)
@@ -356,9 +419,17 @@ def test_wrong_arguments(monkeypatch):
 
 def by_trainer(model: nn.Module, flags: dict, folder, **more) -> nn.Module:
     args = transformers.TrainingArguments(
-        str(folder), use_cpu=DEVICE == "cpu", use_liger_kernel=True, liger_kernel_config=flags, max_steps=1, learning_rate=0.0, save_strategy="no",
-        report_to=[], disable_tqdm=True, **more,
-    )  # fmt: skip
+        str(folder),
+        use_cpu=DEVICE == "cpu",
+        use_liger_kernel=True,
+        liger_kernel_config=flags,
+        max_steps=1,
+        learning_rate=0.0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **more,
+    )
     transformers.Trainer(model, args, train_dataset=[{k: v[0].cpu() for k, v in tokens(1).items()}]).train()
     return model
 
@@ -375,16 +446,22 @@ DOORS = {
     "instance": lambda stock, flags, folder: patch(stock, **flags) or stock,
     "function": lambda stock, flags, folder: liger.apply_liger_kernel_to_llama(model=stock, **flags) or stock,
     "classes": lambda stock, flags, folder: of_classes(
-        lambda: liger.apply_liger_kernel_to_llama(**flags) or transformers.LlamaForCausalLM.from_pretrained(folder / "saved", **AS_MADE)
+        lambda: (
+            liger.apply_liger_kernel_to_llama(**flags)
+            or transformers.LlamaForCausalLM.from_pretrained(folder / "saved", **AS_MADE)
+        )
     ),
-    "auto": lambda stock, flags, folder: of_classes(lambda: liger.AutoLigerKernelForCausalLM.from_pretrained(folder / "saved", **AS_MADE, **flags)),
+    "auto": lambda stock, flags, folder: of_classes(
+        lambda: liger.AutoLigerKernelForCausalLM.from_pretrained(folder / "saved", **AS_MADE, **flags)
+    ),
     "trainer": by_trainer,
 }
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_doors(door, fast, tmp_path):
-    """lead to the same model, whose layers in FP8 and in 16 bits the report lists; with ``restore`` it is stock again."""
+    """lead to the same model, whose layers in FP8 and in 16 bits the report lists; with
+    ``restore`` it is stock again."""
     llama().save_pretrained(tmp_path / "saved")
     stock = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", **AS_MADE).to(DEVICE).train()
     weights, expected = {k: v.clone() for k, v in stock.state_dict().items()}, step(copy.deepcopy(stock))[1]
@@ -397,7 +474,9 @@ def test_doors(door, fast, tmp_path):
     model = DOORS[door](stock, {"fp8": "rowwise", "fp8_filter": ["o_proj"]}, tmp_path).to(DEVICE).train()
     assert in_fp8(model) == names and all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     report = projections_report(model)
-    assert [layer.name for layer in report.layers if layer.runs] == names and {layer.reason for layer in report.layers if layer.runs} == {"in FP8, rowwise"}
+    assert [layer.name for layer in report.layers if layer.runs] == names and {
+        layer.reason for layer in report.layers if layer.runs
+    } == {"in FP8, rowwise"}
     assert {layer.name: layer.reason for layer in report.stock} == {
         "model.layers.0.self_attn.o_proj": "left by the filter of fp8",
         "lm_head": "a head, a router, or left by its name",
@@ -416,28 +495,45 @@ def test_the_last_call_decides(fast):
     model = llama()
     patch(model, fp8="tensorwise")
     patch(model, fp8="rowwise", fp8_filter=["mlp"])
-    assert len(in_fp8(model)) == 4 and {m.recipe for m in model.modules() if isinstance(m, LigerFloat8TrainingLinear)} == {"rowwise"}
+    assert len(in_fp8(model)) == 4 and {
+        m.recipe for m in model.modules() if isinstance(m, LigerFloat8TrainingLinear)
+    } == {"rowwise"}
     patch(model, fp8=False)
     assert len(in_fp8(model)) == 4, "only restore undoes a patch"
 
 
 def test_classes(fast):
-    """Models that are made later are in FP8, those within others too, and those made before and after are not."""
+    """Models that are made later are in FP8, those within others too, and those made before and
+    after are not."""
     before = llama()
     liger.apply_liger_kernel_to_llama(fp8="tensorwise", fp8_filter=lambda m, name: name != "lm_head")
     try:
         with torch.device("meta"):
             empty = transformers.LlamaForCausalLM(before.config)
-        models = empty, transformers.LlamaForSequenceClassification(before.config), transformers.LlamaModel(before.config), llama()
+        models = (
+            empty,
+            transformers.LlamaForSequenceClassification(before.config),
+            transformers.LlamaModel(before.config),
+            llama(),
+        )
         assert [len(in_fp8(model)) for model in models] == [LINEARS] * 4
         with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
             transformers.AutoModelForCausalLM.from_config(before.config, dtype=torch.float16)
         quantised = copy.deepcopy(before.config)
-        quantised.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # as from_pretrained has it when it makes the model
-        with pytest.warns(UserWarning, match="LlamaForCausalLM: fp8='tensorwise' has no effect, because the model is quantised"):
+        quantised.quantization_config = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+        }  # as from_pretrained has it when it makes the model
+        with pytest.warns(
+            UserWarning, match="LlamaForCausalLM: fp8='tensorwise' has no effect, because the model is quantised"
+        ):
             assert not in_fp8(transformers.LlamaForCausalLM(quantised))
         with pytest.raises(RuntimeError, match="no model"):  # whatever happens to one model, the next is in FP8
-            type("Broken", (transformers.LlamaModel,), {"post_init": lambda self: (_ for _ in ()).throw(RuntimeError("no model"))})(before.config)
+            type(
+                "Broken",
+                (transformers.LlamaModel,),
+                {"post_init": lambda self: (_ for _ in ()).throw(RuntimeError("no model"))},
+            )(before.config)
         assert len(in_fp8(transformers.LlamaModel(before.config))) == LINEARS
         assert not in_fp8(before) and not in_fp8(make("mistral", torch.bfloat16))
     finally:
@@ -464,7 +560,9 @@ def test_models_without_kernels(fast, monkeypatch):
     model = llama()
     off = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
     patch(model, fp8="tensorwise", **off)
-    assert len(in_fp8(model)) == LINEARS and not any("forward" in m.__dict__ for m in model.modules() if "Norm" in type(m).__name__)
+    assert len(in_fp8(model)) == LINEARS and not any(
+        "forward" in m.__dict__ for m in model.modules() if "Norm" in type(m).__name__
+    )
 
 
 def test_the_report_of_a_model_of_torchao(nodes):
@@ -473,7 +571,9 @@ def test_the_report_of_a_model_of_torchao(nodes):
     assert "LlamaAttention is not patched" in str(projections_report(model))
     patch(model)
     report = projections_report(model)
-    assert len(report.layers) == LINEARS and {(layer.runs, layer.reason) for layer in report.layers} == {(True, "in FP8, rowwise")}
+    assert len(report.layers) == LINEARS and {(layer.runs, layer.reason) for layer in report.layers} == {
+        (True, "in FP8, rowwise")
+    }
 
 
 # -- composition ---------------------------------------------------------------------------
@@ -481,22 +581,30 @@ def test_the_report_of_a_model_of_torchao(nodes):
 
 @pytest.mark.parametrize("by", ["fast", "nodes"])
 def test_float16_is_refused(by, tmp_path, request):
-    """under autocast, too, as a Trainer with fp16=True has it, beside which its gradient scaler would be."""
+    """under autocast, too, as a Trainer with fp16=True has it, beside which its gradient scaler
+    would be."""
     model = llama().float()
     patch(model, fp8="tensorwise")
     with (
-        pytest.raises(ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float16"),
+        pytest.raises(
+            ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float16"
+        ),
         torch.autocast(DEVICE, torch.float16),
     ):
         model(**tokens())
-    with pytest.raises(ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float64"):
-        LigerFloat8TrainingLinear.of(nn.Linear(32, 16, device=DEVICE))(torch.ones(2, 32, dtype=torch.float64, device=DEVICE))
+    with pytest.raises(
+        ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float64"
+    ):
+        LigerFloat8TrainingLinear.of(nn.Linear(32, 16, device=DEVICE))(
+            torch.ones(2, 32, dtype=torch.float64, device=DEVICE)
+        )
     with pytest.raises(ValueError, match=r"fp8: fp16 of the Trainer must be False, got True: .* pass bf16=True"):
         by_trainer(llama().float(), {"fp8": "tensorwise"}, tmp_path, fp16=True)
 
 
 def test_autocast(fast):
-    """Weights in fp32 under autocast are rounded to bf16 first: a layer gives what one of these weights gives."""
+    """Weights in fp32 under autocast are rounded to bf16 first: a layer gives what one of these
+    weights gives."""
     layer = nn.Linear(32, 16, bias=False, device=DEVICE)
     half = copy.deepcopy(layer).to(torch.bfloat16)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -507,7 +615,9 @@ def test_autocast(fast):
     assert torch.equal(y, half(x.to(torch.bfloat16))) and y.dtype == torch.bfloat16
     y.sum().backward()
     half(x.to(torch.bfloat16)).sum().backward()
-    assert layer.weight.grad.dtype == torch.float32 and torch.equal(layer.weight.grad.to(torch.bfloat16), half.weight.grad)
+    assert layer.weight.grad.dtype == torch.float32 and torch.equal(
+        layer.weight.grad.to(torch.bfloat16), half.weight.grad
+    )
 
 
 def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tuple[list[float], dict]:
@@ -526,7 +636,8 @@ def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tup
 
 
 def test_what_happens_between_steps(fast, monkeypatch):
-    """Generation and evaluation change no bit, and neither does what is kept of weights over calls."""
+    """Generation and evaluation change no bit, and neither does what is kept of weights over
+    calls."""
     found = []
     generated = lambda model: model.eval().generate(tokens()["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
     for between in (lambda model: None, generated, None):
@@ -543,26 +654,39 @@ def test_what_happens_between_steps(fast, monkeypatch):
 def test_weights_that_are_sharded_or_quantised(fast):
     """are multiplied as they are, and the report says so."""
     stock = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)).to(DEVICE, torch.bfloat16)
-    model, x = copy.deepcopy(stock), torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    model, x = (
+        copy.deepcopy(stock),
+        torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16),
+    )
     train_in_fp8(model)
     in_8_bits = model(x)
     assert not torch.equal(in_8_bits, stock(x))
     for m in model:
         m.weight.ds_id = 0  # as ZeRO-3 marks its parameters
     assert torch.equal(model(x), stock(x))
-    assert {layer.reason for layer in projections_report(model).stock} == {"its weight is quantised, or sharded while it is multiplied"}
+    assert {layer.reason for layer in projections_report(model).stock} == {
+        "its weight is quantised, or sharded while it is multiplied"
+    }
     quantise = pytest.importorskip("torchao.quantization")
     for each in (stock, model):
         for m in each:
             vars(m.weight).pop("ds_id", None)
         quantise.quantize_(each, quantise.Int8WeightOnlyConfig(version=2))
-    assert type(model[0]) is LigerFloat8TrainingLinear and torch.equal(model(x), stock(x)) and not torch.equal(model(x), in_8_bits)
+    assert (
+        type(model[0]) is LigerFloat8TrainingLinear
+        and torch.equal(model(x), stock(x))
+        and not torch.equal(model(x), in_8_bits)
+    )
 
 
 def test_frozen_parts(fast):
     """What learns gets the gradients that it gets beside parts that learn."""
     whole, part = llama(num_hidden_layers=2), llama(num_hidden_layers=2)
-    for p in (*part.model.embed_tokens.parameters(), *part.model.layers[0].self_attn.parameters(), *part.model.layers[1].mlp.parameters()):
+    for p in (
+        *part.model.embed_tokens.parameters(),
+        *part.model.layers[0].self_attn.parameters(),
+        *part.model.layers[1].mlp.parameters(),
+    ):
         p.requires_grad_(False)
     for model in (whole, part):
         patch(model, fp8="tensorwise")
@@ -572,7 +696,8 @@ def test_frozen_parts(fast):
 
 
 def test_tied_embeddings(fast):
-    """The head stays in 16 bits, or is a layer in FP8 if a function takes it; the embedding learns from both its uses."""
+    """The head stays in 16 bits, or is a layer in FP8 if a function takes it; the embedding
+    learns from both its uses."""
     untied, tied = llama(), llama(tie_word_embeddings=True)
     patch(tied, fp8="tensorwise")
     assert len(in_fp8(tied)) == LINEARS and tied.lm_head.weight is tied.model.embed_tokens.weight
@@ -587,7 +712,10 @@ def test_tied_embeddings(fast):
     assert "lm_head" not in in_fp8(tied), "257 classes are no multiple of 16"
     tied = llama(tie_word_embeddings=True, vocab_size=272)
     patch(tied, fp8="tensorwise", fp8_filter=lambda m, name: True)
-    assert "lm_head" in in_fp8(tied) and abs(step(tied)[1]["loss"] - step(llama(tie_word_embeddings=True, vocab_size=272))[1]["loss"]) < 0.1
+    assert (
+        "lm_head" in in_fp8(tied)
+        and abs(step(tied)[1]["loss"] - step(llama(tie_word_embeddings=True, vocab_size=272))[1]["loss"]) < 0.1
+    )
 
 
 def adapted(model: nn.Module) -> nn.Module:
@@ -602,13 +730,18 @@ def adapted(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("by", ["fast", "nodes"])
 def test_adapters(by, request):
-    """Over layers in FP8 adapters learn, whichever came first; they themselves stay in 16 bits. Merged into a weight, they are a part of what is cast."""
+    """Over layers in FP8 adapters learn, whichever came first; they themselves stay in 16 bits.
+    Merged into a weight, they are a part of what is cast."""
     ran = request.getfixturevalue(by)
     first, later = llama(), llama()
     patch(first, fp8="rowwise")
     first, later = adapted(first), adapted(later)
     patch(later.get_base_model(), fp8="rowwise")
-    assert in_fp8(first) == in_fp8(later) and len(in_fp8(first)) == LINEARS and all(name.endswith(".base_layer") for name in in_fp8(first))
+    assert (
+        in_fp8(first) == in_fp8(later)
+        and len(in_fp8(first)) == LINEARS
+        and all(name.endswith(".base_layer") for name in in_fp8(first))
+    )
     expected, found = step(first)[1], step(later)[1]
     assert ran is None or ran[: len(ONE_LAYER)] == ONE_LAYER
     assert_bits(found, expected)
@@ -622,7 +755,9 @@ def test_adapters(by, request):
     later.merge_adapter()
     after = later(**tokens()).logits
     fresh = llama()
-    fresh.load_state_dict({k.replace(".base_layer", ""): v for k, v in later.get_base_model().state_dict().items() if "lora_" not in k})
+    fresh.load_state_dict(
+        {k.replace(".base_layer", ""): v for k, v in later.get_base_model().state_dict().items() if "lora_" not in k}
+    )
     patch(fresh, fp8="rowwise")
     with torch.no_grad():
         assert torch.equal(later.eval()(**tokens()).logits, fresh.eval()(**tokens()).logits)
@@ -636,7 +771,11 @@ def test_adapters(by, request):
 def heads(monkeypatch):
     """The recipes with which losses multiplied their heads."""
     recipes, stock = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, fp8=None, **options: recipes.append(fp8) or stock(*args, fp8=fp8, **options))
+    monkeypatch.setattr(
+        head_loss,
+        "linear_cross_entropy",
+        lambda *args, fp8=None, **options: recipes.append(fp8) or stock(*args, fp8=fp8, **options),
+    )
     return recipes
 
 
@@ -674,13 +813,20 @@ def test_heads_that_stay_in_16_bits(fast, heads):
         step(model)
     model = llama()
     patch(model, fp8="rowwise", fp8_head=True)
-    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"):
+    with pytest.warns(
+        UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"
+    ):
         step(model, skip_logits=False, return_token_accuracy=True)
     model.lm_head.register_forward_hook(lambda m, args, out: out.clone())
-    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"):
+    with pytest.warns(
+        UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"
+    ):
         step(model)
     assert heads == ["rowwise"] + [None] * (len(heads) - 1)
     with pytest.raises(ValueError, match="fp8_head: LlamaModel has no output head"):
         patch(transformers.LlamaModel(llama().config), fp8="rowwise", fp8_head=True)
-    with pytest.raises(ValueError, match="fp8_head: the head of '' cannot be in FP8: liger_kernel has no kernels for this type of model"):
+    with pytest.raises(
+        ValueError,
+        match="fp8_head: the head of '' cannot be in FP8: liger_kernel has no kernels for this type of model",
+    ):
         patch(nn.Linear(16, 16), fp8="rowwise", fp8_head=True)

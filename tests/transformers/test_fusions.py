@@ -1,4 +1,5 @@
-"""Steps of a layer that one kernel does at once: the rewritten forward computes what the source says, whatever the norm is."""
+"""Steps of a layer that one kernel does at once: the rewritten forward computes what the source
+says, whatever the norm is."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from liger_kernel.transformers.patching import fusions, wrappers  # noqa: E402
 from liger_kernel.transformers.recognise import slots  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+needs_kernels = pytest.mark.skipif(
+    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
+)
 RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 
 
@@ -35,7 +38,11 @@ def calls(monkeypatch) -> list[bool]:
     """Calls of the operator; whether there was a residual."""
     found, stock = [], fusions.fused_add_rms_norm
     monkeypatch.setattr(
-        fusions, "fused_add_rms_norm", lambda x, residual, *args, **options: found.append(residual is not None) or stock(x, residual, *args, **options)
+        fusions,
+        "fused_add_rms_norm",
+        lambda x, residual, *args, **options: (
+            found.append(residual is not None) or stock(x, residual, *args, **options)
+        ),
     )
     return found
 
@@ -164,7 +171,11 @@ def test_is_the_same_function_to_others():
 @pytest.mark.filterwarnings("ignore:`(factor|more)` is deprecated")
 def test_within_wrappers_of_transformers(calls):
     new = wrappers.within(Renamed.forward, lambda f: fusions.fused(f) or f)
-    assert fusions.fused(Renamed.forward) is None and new is not Renamed.forward and inspect.signature(new) == inspect.signature(Renamed.forward)
+    assert (
+        fusions.fused(Renamed.forward) is None
+        and new is not Renamed.forward
+        and inspect.signature(new) == inspect.signature(Renamed.forward)
+    )
     options = dict(factor=0.25, more=True)  # names that the wrappers know
     assert_close(run(new, Renamed(), **options), run(Renamed.forward, Renamed(), **options))
     assert calls == [False, True]
@@ -217,7 +228,9 @@ def _replaced_by_none(layer):
 
 
 @needs_kernels
-@pytest.mark.parametrize("change", [_hooked, _stock, _wrapped, _wrapped_as_accelerate_does, _decorated, _replaced_by_none])
+@pytest.mark.parametrize(
+    "change", [_hooked, _stock, _wrapped, _wrapped_as_accelerate_does, _decorated, _replaced_by_none]
+)
 def test_norms_that_are_more_are_called(calls, change):
     layers = Layer(), Layer()
     for layer in layers:
@@ -313,7 +326,9 @@ def test_methods_without_gradients_get_our_rope(monkeypatch):
 def turns(monkeypatch) -> list[dict]:
     """Calls of the operator that norms and turns."""
     found, stock = [], fusions.qk_norm_rope
-    monkeypatch.setattr(fusions, "qk_norm_rope", lambda *args, **options: found.append(options) or stock(*args, **options))
+    monkeypatch.setattr(
+        fusions, "qk_norm_rope", lambda *args, **options: found.append(options) or stock(*args, **options)
+    )
     return found
 
 
@@ -432,7 +447,9 @@ def checkpointed(model: nn.Module) -> int:
     found = []
     for layer in layers_of(model):
         call = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = lambda *args, call=call, **kwargs: found.append(args) or call(*args, **kwargs)
+        layer._gradient_checkpointing_func = lambda *args, call=call, **kwargs: (
+            found.append(args) or call(*args, **kwargs)
+        )
     step(model)
     return len(found)
 
@@ -441,7 +458,8 @@ def checkpointed(model: nn.Module) -> int:
 @pytest.mark.parametrize("door", ["class", "instance", "both"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_layers_are_checkpointed(door, level, sharded):
-    """transformers' own wrapper of a layer's forward, which checkpoints, knows itself by being ``type(layer).forward``, in FSDP2's classes, too."""
+    """transformers' own wrapper of a layer's forward, which checkpoints, knows itself by being
+    ``type(layer).forward``, in FSDP2's classes, too."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -453,7 +471,9 @@ def test_layers_are_checkpointed(door, level, sharded):
         if door in ("instance", "both"):
             ours._apply_liger_kernel_to_instance(model, rematerialise=level)
         if sharded:
-            dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                "nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )
         try:
             for layer in layers_of(model) if sharded else ():
                 fully_shard(layer, mesh=init_device_mesh(DEVICE, (1,)))
@@ -468,12 +488,19 @@ def test_what_is_rewritten():
     from transformers.models.bert.modeling_bert import BertLayer
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
-    forms = {cls: fusions.fused(wrappers.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
+    forms = {
+        cls: fusions.fused(wrappers.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)
+    }
     count = lambda cls: inspect.getsource(forms[cls]).count(fusions.ADD_NORM)
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table
 
-    assert "Qwen3Attention <- norm_rope, projections\n" in table(["qwen3"]) and "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in table(["qwen3"])
+    assert "Qwen3Attention <- norm_rope, projections\n" in table(
+        ["qwen3"]
+    ) and "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in table(["qwen3"])
     labels = [str(p) for p in class_patches("llama", {"rms_norm": True, "glu": False, "rope": False}, None)]
     assert "LlamaDecoderLayer.forward <- add_norm" in labels
-    assert not any("add_norm" in str(p) for p in class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None))
+    assert not any(
+        "add_norm" in str(p)
+        for p in class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None)
+    )

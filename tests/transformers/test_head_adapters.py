@@ -1,4 +1,5 @@
-"""Output heads with PEFT's adapters: the loss engine takes them as a weight and thin products, or the report has a reason why not."""
+"""Output heads with PEFT's adapters: the loss engine takes them as a weight and thin products,
+or the report has a reason why not."""
 
 from __future__ import annotations
 
@@ -45,11 +46,21 @@ def _small_chunks(monkeypatch):
 def losses(monkeypatch) -> list[bool]:
     """Of each loss that the engine computed: whether its head had a term of low rank."""
     found, fused = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, **kw: (found.append("xa" in kw), fused(*args, **kw))[1])
+    monkeypatch.setattr(
+        head_loss, "linear_cross_entropy", lambda *args, **kw: (found.append("xa" in kw), fused(*args, **kw))[1]
+    )
     return found
 
 
-def adapted(family: str = "llama", *adapters: str, patch: bool = False, model_options=(), change=lambda run: None, dtype=torch.float32, **config) -> nn.Module:
+def adapted(
+    family: str = "llama",
+    *adapters: str,
+    patch: bool = False,
+    model_options=(),
+    change=lambda run: None,
+    dtype=torch.float32,
+    **config,
+) -> nn.Module:
     """A tiny model in PEFT's wrapper, ``change``d."""
     model = make(family, dtype, vocab_size=V, **dict(model_options))
     options = dict(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM") | config
@@ -148,7 +159,10 @@ SWITCHES = {
     "another": (lambda run: run.set_adapter("two"), True),
     "both": (lambda run: run.base_model.set_adapter(["one", "two"]), True),
     "deleted": (lambda run: run.delete_adapter("one"), True),
-    "scaled": (lambda run: [m.set_scale("one", 3.0) for m in run.modules() if isinstance(m, peft.tuners.lora.LoraLayer)], True),
+    "scaled": (
+        lambda run: [m.set_scale("one", 3.0) for m in run.modules() if isinstance(m, peft.tuners.lora.LoraLayer)],
+        True,
+    ),
 }
 
 
@@ -195,11 +209,20 @@ def _moved(run):
 def test_trained_tokens_of_a_tied_head(batch, losses, computed):
     """Rows of the head that are others than those of its frozen weight."""
     batch["labels"][:, 3:9] = torch.tensor([5, 260, 7, 5, 260, 7], device=DEVICE)
-    config = dict(model_options=dict(tie_word_embeddings=True), target_modules=["q_proj"], trainable_token_indices=[5, 260, 7], change=_moved)
+    config = dict(
+        model_options=dict(tie_word_embeddings=True),
+        target_modules=["q_proj"],
+        trainable_token_indices=[5, 260, 7],
+        change=_moved,
+    )
     stock, ours = both("llama", **config)
     expected = step(stock, batch)[1]
     assert_same_learning(step(ours, batch)[1], expected, 1e-5)
-    for switch in (lambda run: run.merge_adapter(), lambda run: run.unmerge_adapter(), lambda run: run.base_model.disable_adapter_layers()):
+    for switch in (
+        lambda run: run.merge_adapter(),
+        lambda run: run.unmerge_adapter(),
+        lambda run: run.base_model.disable_adapter_layers(),
+    ):
         for run in (stock, ours):
             switch(run)
         with torch.no_grad():
@@ -211,7 +234,9 @@ def test_trained_tokens_of_a_tied_head(batch, losses, computed):
 
 
 def _hook(path: str):
-    return lambda run: run.get_base_model().lm_head.get_submodule(path).register_forward_hook(lambda m, args, out: out.clone() * 1.5)
+    return lambda run: (
+        run.get_base_model().lm_head.get_submodule(path).register_forward_hook(lambda m, args, out: out.clone() * 1.5)
+    )
 
 
 def _other_dropout(run):
@@ -236,7 +261,11 @@ REASONS = {
         "trained tokens of a weight that is no plain frozen one",
     ),
     "too many tokens": (
-        dict(target_modules=["q_proj"], trainable_token_indices=[*range(60)], model_options=dict(tie_word_embeddings=True)),
+        dict(
+            target_modules=["q_proj"],
+            trainable_token_indices=[*range(60)],
+            model_options=dict(tie_word_embeddings=True),
+        ),
         lambda run: None,
         "60 trained tokens",
     ),
@@ -245,7 +274,11 @@ REASONS = {
         _hook("modules_to_save.default"),
         "a base that is sharded, hooked or quantised",
     ),
-    "hook of a copy": (dict(target_modules=["q_proj"], modules_to_save=["lm_head"]), _hook(""), "a base of class ModulesToSaveWrapper"),
+    "hook of a copy": (
+        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        _hook(""),
+        "a base of class ModulesToSaveWrapper",
+    ),
 }
 
 
@@ -363,7 +396,9 @@ def test_as_accurate_as_stock(adapters, autocast, names):
         with torch.autocast(DEVICE, dtype=autocast or torch.bfloat16, enabled=autocast is not None and of is not None):
             loss = (of or stock)(head, x, target)
         loss.backward()
-        return {"loss": loss.detach().float(), "x": x.grad} | {n: p.grad for n, p in head.named_parameters() if p.grad is not None}
+        return {"loss": loss.detach().float(), "x": x.grad} | {
+            n: p.grad for n, p in head.named_parameters() if p.grad is not None
+        }
 
     def stock(head, x, target):
         z = head(x)
@@ -376,7 +411,11 @@ def test_as_accurate_as_stock(adapters, autocast, names):
 
 
 def test_a_second_backward():
-    head, x, target = lora_head(lora_dropout=0.3), torch.randn(24, 32, device=DEVICE, requires_grad=True), torch.arange(24, device=DEVICE)
+    head, x, target = (
+        lora_head(lora_dropout=0.3),
+        torch.randn(24, 32, device=DEVICE, requires_grad=True),
+        torch.arange(24, device=DEVICE),
+    )
     loss = head_cross_entropy(head, x, target)
     leaves = [x, *(p for p in head.parameters() if p.requires_grad)]
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -392,8 +431,14 @@ def test_a_second_backward():
 def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
     """They are left out of the large products; dropout draws for them, as stock does."""
     rows, fused = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, **kw: (rows.append(kw["compact"].rows().numel()), fused(*args, **kw))[1])
-    assert_as_stock(lora_dropout=dropout, batch=tokens(ignored=ignored), call={} if count is None else {"num_items_in_batch": count})
+    monkeypatch.setattr(
+        head_loss,
+        "linear_cross_entropy",
+        lambda *args, **kw: (rows.append(kw["compact"].rows().numel()), fused(*args, **kw))[1],
+    )
+    assert_as_stock(
+        lora_dropout=dropout, batch=tokens(ignored=ignored), call={} if count is None else {"num_items_in_batch": count}
+    )
     assert losses == [True] and rows == [2 * (12 - ignored)]
 
 
@@ -437,7 +482,9 @@ def test_options_and_statistics(losses):
     assert losses == [True]
 
 
-@pytest.mark.parametrize("config", [{}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])], ids=["lora", "copy"])
+@pytest.mark.parametrize(
+    "config", [{}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])], ids=["lora", "copy"]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_without_logits(family, config, losses, computed):
     expected = of_logits(adapted(family, **config))
@@ -452,7 +499,9 @@ def test_scores_of_a_head_that_drops(computed):
     assert computed
 
 
-@pytest.mark.parametrize("config", [pytest.param({}, id="lora"), *further(dict(target_modules=["q_proj"], modules_to_save=["lm_head"]))])
+@pytest.mark.parametrize(
+    "config", [pytest.param({}, id="lora"), *further(dict(target_modules=["q_proj"], modules_to_save=["lm_head"]))]
+)
 def test_compiled(config):
     torch._dynamo.reset()
     stock, ours = both(**config, model_options=dict(num_hidden_layers=1))

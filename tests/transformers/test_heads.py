@@ -1,4 +1,5 @@
-"""When a head is called: logits, losses and gradients of a patched model are those of the moment at which the model called its head."""
+"""When a head is called: logits, losses and gradients of a patched model are those of the moment
+at which the model called its head."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ COUNTS = (0, torch.tensor(0), None)
     ],
 )
 def test_labels_that_count_nothing_change_nothing(kind, count):
-    """Trainers divide the sum of no losses by 0 items: the loss is no number, and every gradient 0."""
+    """Trainers divide the sum of no losses by 0 items: the loss is no number, and every gradient
+    0."""
     batch = tokens()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     models = [make("llama", num_hidden_layers=1, tie_word_embeddings=kind == "tied").train() for _ in range(2)]
@@ -174,7 +176,9 @@ def test_an_output_within_an_output(computed):
     stock, ours = ((model(**tokens()), model.eval()(**tokens())) for model in both(cls=Nesting))
     torch.testing.assert_close([out.loss for out in ours], [out.loss for out in stock])
     assert ours[0].logits is None and ours[0].language_model_outputs.logits is None
-    torch.testing.assert_close(ours[0].language_model_outputs.hidden_states, stock[0].language_model_outputs.hidden_states)
+    torch.testing.assert_close(
+        ours[0].language_model_outputs.hidden_states, stock[0].language_model_outputs.hidden_states
+    )
     for found in (ours[1].logits, ours[1].language_model_outputs.logits):
         torch.testing.assert_close(found, stock[1].logits)
     assert not computed
@@ -221,7 +225,13 @@ def _weight_of(model):
 
 
 def _replace_weight(model, at):
-    m = next((m for n, m in model.named_modules() if "lm_head" in n and type(m) is nn.Linear and m.weight is _weight_of(model)))
+    m = next(
+        (
+            m
+            for n, m in model.named_modules()
+            if "lm_head" in n and type(m) is nn.Linear and m.weight is _weight_of(model)
+        )
+    )
     m.weight = nn.Parameter(m.weight.detach() * 1.5)
 
 
@@ -242,14 +252,18 @@ CHANGES = {
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_every_call_is_of_its_moment(adapted):
-    """Random programs: losses and gradients, with the head in other states between its call, the loss and the backward."""
+    """Random programs: losses and gradients, with the head in other states between its call, the
+    loss and the backward."""
     plain = ["eval", "train", "freeze", "thaw", "another weight", "hook"]
     usual = ["call", "call", "loss", "loss", "look", "call without gradient"]
     for seed in range(MOMENTS // 2):
         rng = random.Random(1000 * adapted + seed)
         kinds = usual + list(CHANGES if adapted else plain)
         drawn = [(rng.choice(kinds), rng.randrange(6)) for _ in range(12)]
-        program, after = [("call", 0), *drawn[: rng.randrange(2, 9)], ("loss", 0)], [(do, at) for do, at in drawn[8:] if do in CHANGES]
+        program, after = (
+            [("call", 0), *drawn[: rng.randrange(2, 9)], ("loss", 0)],
+            [(do, at) for do, at in drawn[8:] if do in CHANGES],
+        )
         found = []
         for model in both(cls=Moments):
             model.program = program
@@ -305,7 +319,8 @@ def test_weights_changed_in_place_between_call_and_loss_raise(kind):
 
 
 def exchange(t: torch.Tensor, data: torch.Tensor | None = None) -> torch.Tensor:
-    """Give ``t`` other memory, of twice its values unless given, and return what it had. No version of ``t`` tells."""
+    """Give ``t`` other memory, of twice its values unless given, and return what it had. No
+    version of ``t`` tells."""
     there = t.data
     t.data = there * 2 if data is None else data
     return there
@@ -344,12 +359,22 @@ def test_weights_that_one_call_is_given(kind):
 @pytest.mark.parametrize(
     "head, name",
     [
-        *(("linear", "lm_head.weight"), ("linear", "lm_head.bias"), ("linear", "rows"), ("tied", "embed_tokens.weight")),
-        *(("lora", "lm_head.base_layer.weight"), ("lora", "lm_head.lora_A.default.weight"), ("dora", "lm_head.lora_B.default.weight")),
+        *(
+            ("linear", "lm_head.weight"),
+            ("linear", "lm_head.bias"),
+            ("linear", "rows"),
+            ("tied", "embed_tokens.weight"),
+        ),
+        *(
+            ("lora", "lm_head.base_layer.weight"),
+            ("lora", "lm_head.lora_A.default.weight"),
+            ("dora", "lm_head.lora_B.default.weight"),
+        ),
     ],
 )
 def test_memory_exchanged_between_call_and_loss(head, name, back):
-    """Each loss is that of the weights with which its logits were called; gradients are those of stock, too."""
+    """Each loss is that of the weights with which its logits were called; gradients are those of
+    stock, too."""
     found = []
     for ours in (False, True):
         model = make("llama", num_hidden_layers=1, tie_word_embeddings=head == "tied").train()
@@ -368,7 +393,8 @@ def test_memory_exchanged_between_call_and_loss(head, name, back):
 
 @pytest.mark.parametrize("where", ["forward", "loss function"])
 def test_code_that_writes_to_data_between_call_and_loss(where):
-    """No version tells of such a change in place, so the head of a model with such code runs when it is called."""
+    """No version tells of such a change in place, so the head of a model with such code runs
+    when it is called."""
 
     class Writing(LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **_):
@@ -400,15 +426,21 @@ def _hook(kind):
     hooks = {
         "counted": lambda m: m.lm_head.register_forward_hook(counted),
         "in place": lambda m: m.lm_head.register_forward_pre_hook(lambda m, a: (a[0].mul_(1.5), None)[1]),
-        "keywords": lambda m: m.lm_head.register_forward_pre_hook(lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True, prepend=True),
-        "output in place": lambda m: m.lm_head.register_forward_hook(lambda m, a, out: (out.mul_(0.5), None)[1], prepend=True),
+        "keywords": lambda m: m.lm_head.register_forward_pre_hook(
+            lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True, prepend=True
+        ),
+        "output in place": lambda m: m.lm_head.register_forward_hook(
+            lambda m, a, out: (out.mul_(0.5), None)[1], prepend=True
+        ),
         "backward": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
         "before the backward": lambda m: m.lm_head.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)),
     }
     return hooks[kind], seen
 
 
-@pytest.mark.parametrize("kind", ["counted", "in place", "keywords", "output in place", "backward", "before the backward"])
+@pytest.mark.parametrize(
+    "kind", ["counted", "in place", "keywords", "output in place", "backward", "before the backward"]
+)
 def test_hooks_of_the_head_fire_once_on_all_tokens(kind):
     hook, seen = _hook(kind)
     stock, ours = both(hook)
@@ -418,12 +450,17 @@ def test_hooks_of_the_head_fire_once_on_all_tokens(kind):
 
 
 def _entering(context):
-    """A hook that enters a context before the call, and one that leaves it after, whatever happens."""
+    """A hook that enters a context before the call, and one that leaves it after, whatever
+    happens."""
 
     def change(model):
         entered = []
-        model.lm_head.register_forward_pre_hook(lambda *_: (entered.append(context()), entered[-1].__enter__(), None)[2])
-        model.lm_head.register_forward_hook(lambda *_: (entered.pop().__exit__(None, None, None), None)[1], always_call=True)
+        model.lm_head.register_forward_pre_hook(
+            lambda *_: (entered.append(context()), entered[-1].__enter__(), None)[2]
+        )
+        model.lm_head.register_forward_hook(
+            lambda *_: (entered.pop().__exit__(None, None, None), None)[1], always_call=True
+        )
 
     return change
 
@@ -470,7 +507,9 @@ QUIET = {
     "statistics of inputs": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (args[0].norm(), None)[1]),
     "every module": _watch,
     "offloading": _entering(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
-    "compressed": _entering(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())),
+    "compressed": _entering(
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+    ),
     "autocast": _entering(lambda: torch.autocast(DEVICE, torch.bfloat16)),
     "other inputs": lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: args[0] * 1.5),
     "inputs in place": lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: (args[0].mul_(1.5), None)[1]),
@@ -480,12 +519,18 @@ LOUD = {
     "statistics": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (out.abs().mean(), None)[1]),
     "all arguments": lambda m: m.lm_head.register_forward_hook(lambda *args: args[-1] * 1.5),
     "a function of autograd": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: Twice.apply(out)),
-    "a function of autograd, by a cell": lambda m, f=Twice.apply: m.lm_head.register_forward_hook(lambda m, args, out: f(out)),
+    "a function of autograd, by a cell": lambda m, f=Twice.apply: m.lm_head.register_forward_hook(
+        lambda m, args, out: f(out)
+    ),
     "an object": lambda m: m.lm_head.register_forward_hook(functools.partial(lambda s, m, args, out: out * s, 1.5)),
-    "gradients of logits": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (out.register_hook(lambda g: g * 2), None)[1]),
+    "gradients of logits": lambda m: m.lm_head.register_forward_hook(
+        lambda m, args, out: (out.register_hook(lambda g: g * 2), None)[1]
+    ),
     "a backward hook": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
     "weights for the call": _scaled_for_the_call,
-    "inputs in place, after": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: [a.data.mul_(1.5) for a in args][:0] or None),
+    "inputs in place, after": lambda m: m.lm_head.register_forward_hook(
+        lambda m, args, out: [a.data.mul_(1.5) for a in args][:0] or None
+    ),
     "a mode": _entering(lambda: torch.device("meta" if DEVICE == "cpu" else DEVICE)),
 }
 
@@ -493,7 +538,9 @@ LOUD = {
 @pytest.mark.parametrize("kind", QUIET | LOUD)
 def test_hooks_that_leave_the_result_alone_do_not_cost_the_fusion(kind, monkeypatch, computed):
     fused, whole = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", lambda *args, **options: fused.append(1) or whole(*args, **options))
+    monkeypatch.setattr(
+        head_loss, "linear_cross_entropy", lambda *args, **options: fused.append(1) or whole(*args, **options)
+    )
     stock, ours = both((QUIET | LOUD)[kind])
     expected = step(stock)[1]
     with warnings.catch_warnings(record=True) as said:
@@ -544,9 +591,13 @@ def test_what_is_changed_for_all_modules_reaches_the_head(kind, monkeypatch):
     expected = step(models[0])[1]
     handle = None
     if kind == "module hook":
-        handle = modules.register_module_forward_hook(lambda m, args, out: out * 1.5 if isinstance(m, nn.Linear) else None)
+        handle = modules.register_module_forward_hook(
+            lambda m, args, out: out * 1.5 if isinstance(m, nn.Linear) else None
+        )
     elif kind == "module pre-hook":
-        handle = modules.register_module_forward_pre_hook(lambda m, args: (args[0] * 1.5,) if isinstance(m, nn.Linear) else None)
+        handle = modules.register_module_forward_pre_hook(
+            lambda m, args: (args[0] * 1.5,) if isinstance(m, nn.Linear) else None
+        )
     elif kind == "F.linear":
         monkeypatch.setattr(F, "linear", lambda *args: linear(*args) * 1.5)
     else:
@@ -567,7 +618,9 @@ class Scaled(nn.Linear):
 
 def _sequence_head(model):
     n, V = model.lm_head.in_features, model.lm_head.out_features
-    model.lm_head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(n), nn.Linear(n, V), nn.Unflatten(0, (2, -1))).to(DEVICE)
+    model.lm_head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(n), nn.Linear(n, V), nn.Unflatten(0, (2, -1))).to(
+        DEVICE
+    )
 
 
 OTHER_HEADS = {
@@ -581,7 +634,8 @@ OTHER_HEADS = {
 
 @pytest.mark.parametrize("kind", OTHER_HEADS)
 def test_heads_that_cannot_wait_are_called_at_once(kind):
-    """Twice, as statistics that a head keeps must be right, too; and a loss of the user's that asks for the vocabulary."""
+    """Twice, as statistics that a head keeps must be right, too; and a loss of the user's that
+    asks for the vocabulary."""
 
     def custom(logits, labels, vocab_size, **_):
         return loss_of(logits, labels) / np.log(logits.shape[-1])
@@ -608,7 +662,9 @@ def test_an_embedding_that_is_the_head():
         def forward(self, input_ids, labels=None, **_):
             hidden = self.model(input_ids).last_hidden_state
             logits = F.linear(hidden, self.model.embed_tokens.weight)
-            return transformers.modeling_outputs.CausalLMOutput(loss=None if labels is None else loss_of(logits, labels), logits=logits)
+            return transformers.modeling_outputs.CausalLMOutput(
+                loss=None if labels is None else loss_of(logits, labels), logits=logits
+            )
 
     stock, ours = both(cls=Tied)
     expected = step(stock)[1]
@@ -621,7 +677,9 @@ def test_who_looks_for_the_head_during_a_forward_finds_it():
     class Looking(LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             head = self.lm_head
-            seen.append((isinstance(head, nn.Linear), [type(m) for m in self.modules()][-1], repr(head), head.in_features))
+            seen.append(
+                (isinstance(head, nn.Linear), [type(m) for m in self.modules()][-1], repr(head), head.in_features)
+            )
             head.note = len(seen)
             self.apply(lambda m: setattr(m, "visited", True) if type(m) is nn.Linear else None)
             return super().forward(*args, **kwargs)
@@ -645,7 +703,8 @@ ASKED = {
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_gradients_of_logits(kind):
-    """Before the loss they are what they are; after it, they were never there, and asking raises."""
+    """Before the loss they are what they are; after it, they were never there, and asking
+    raises."""
 
     def after(logits, labels, vocab_size, **_):
         loss = loss_of(logits, labels)
@@ -669,7 +728,10 @@ def test_gradients_of_logits(kind):
         assert_same_learning(step(ours)[1], expected)
     ours.loss_function = after
     name = {"hook": "register_hook", "retain": "retain_grad"}.get(kind, "grad")
-    with pytest.raises(RuntimeError, match=f"^{name}: a loss of these logits was computed without them, so that they get no gradient: ask before"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"^{name}: a loss of these logits was computed without them, so that they get no gradient: ask before",
+    ):
         step(ours)
 
 

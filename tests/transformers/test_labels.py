@@ -1,4 +1,5 @@
-"""Random programs on labels: none to learn in a micro-batch, a row, a packed document, a rank or a whole step.
+"""Random programs on labels: none to learn in a micro-batch, a row, a packed document, a rank or a
+whole step.
 
 What stock learns of them a patched model learns.
 A program is a seed: labels, how they are masked, and what the sum of the losses is divided by.
@@ -43,7 +44,8 @@ def patched(model: nn.Module) -> nn.Module:
 
 
 def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
-    """Tokens and labels, masked in one of the ways that data brings about; ``packed``: documents of a row, told apart by positions."""
+    """Tokens and labels, masked in one of the ways that data brings about; ``packed``: documents
+    of a row, told apart by positions."""
     batch = tokens(B, T, seed=r.randrange(1 << 30), ignored=0)
     labels = batch["labels"]
     ends = sorted(r.sample(range(2, T - 1), 2))
@@ -56,7 +58,9 @@ def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
             for row in labels:
                 row[: r.randrange(T + 1)] = IGNORE
         case "holes":
-            labels[torch.rand(labels.shape, generator=torch.Generator().manual_seed(r.randrange(1 << 30))).to(DEVICE) < 0.5] = IGNORE
+            labels[
+                torch.rand(labels.shape, generator=torch.Generator().manual_seed(r.randrange(1 << 30))).to(DEVICE) < 0.5
+            ] = IGNORE
         case "one":
             labels[:], labels[0, T - 1] = IGNORE, labels[0, T - 1].clone()
         case "document":
@@ -71,14 +75,30 @@ def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
 
 
 def counted(batches: list[dict[str, Tensor]]) -> int:
-    """As transformers' Trainer counts: labels, of which the first of each row is none after the shift."""
+    """As transformers' Trainer counts: labels, of which the first of each row is none after the
+    shift."""
     return sum(int((b["labels"] != IGNORE).sum()) for b in batches)
 
 
 def divisors(r: random.Random, n: int) -> Any:
     """What ``num_items_in_batch`` may be; nothing at all, too."""
     return r.choice(
-        [{}, *({"num_items_in_batch": v} for v in (None, n, float(n), torch.tensor(n), torch.tensor([n]), torch.tensor(float(n)), 0, torch.tensor(0)))]
+        [
+            {},
+            *(
+                {"num_items_in_batch": v}
+                for v in (
+                    None,
+                    n,
+                    float(n),
+                    torch.tensor(n),
+                    torch.tensor([n]),
+                    torch.tensor(float(n)),
+                    0,
+                    torch.tensor(0),
+                )
+            ),
+        ]
     )
 
 
@@ -87,7 +107,12 @@ def learned(model: nn.Module, batches: list[dict[str, Tensor]], scale: float = 1
     model.zero_grad()
     total = torch.zeros((), device=DEVICE)
     for batch in batches:
-        loss = model(**batch, use_cache=False, **{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in more.items()}).loss * scale
+        loss = (
+            model(
+                **batch, use_cache=False, **{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in more.items()}
+            ).loss
+            * scale
+        )
         loss.backward()
         total += loss.detach().sum()  # divided by a tensor (1,) it has that shape
     return {"loss": total} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -97,7 +122,9 @@ def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
     """As numbers where they are finite; and NaN, or infinite, wherever stock is."""
     assert ours.keys() == stock.keys()
     for name, t in stock.items():
-        assert torch.equal(ours[name].isfinite(), t.isfinite()), f"{name}: {int(ours[name].isfinite().sum())} finite values, stock {int(t.isfinite().sum())}"
+        assert torch.equal(ours[name].isfinite(), t.isfinite()), (
+            f"{name}: {int(ours[name].isfinite().sum())} finite values, stock {int(t.isfinite().sum())}"
+        )
     finite = {name: t for name, t in stock.items() if t.isfinite().all()}
     if finite.keys() - {"loss"}:
         assert_same_learning({name: ours[name] for name in finite}, finite)
@@ -129,10 +156,19 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[i]
 
 
-EVERY_TIME = (0, 1, 3, 5, 6, 7)  # one, two and three micro-batches a step, with and without a step that has nothing to learn
+EVERY_TIME = (
+    0,
+    1,
+    3,
+    5,
+    6,
+    7,
+)  # one, two and three micro-batches a step, with and without a step that has nothing to learn
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] * (DEVICE == "cpu" and s not in EVERY_TIME)) for s in range(12)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[pytest.mark.slow] * (DEVICE == "cpu" and s not in EVERY_TIME)) for s in range(12)]
+)
 def test_trainer(tmp_path, seed):
     """Steps of which some micro-batches, or all, have nothing to learn: losses and weights."""
     r = random.Random(seed)
@@ -144,10 +180,20 @@ def test_trainer(tmp_path, seed):
     found = {}
     for use in (True, False):
         args = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, gradient_accumulation_steps=accumulate, per_device_train_batch_size=B, logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True, learning_rate=0.1, optim="sgd", use_cpu=DEVICE == "cpu", use_liger_kernel=use,
+            str(tmp_path),
+            max_steps=3,
+            gradient_accumulation_steps=accumulate,
+            per_device_train_batch_size=B,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            learning_rate=0.1,
+            optim="sgd",
+            use_cpu=DEVICE == "cpu",
+            use_liger_kernel=use,
             train_sampling_strategy="sequential",
-        )  # fmt: skip
+        )
         model = make("llama")
         trainer = transformers.Trainer(model, args, train_dataset=Rows(batches))
         trainer.train()
@@ -163,13 +209,17 @@ def _rank(rank: int, folder: str, port: int, seeds: int) -> None:
     with served_by_kernels_or_references():
         for seed in range(seeds):
             r = random.Random(1000 + seed)
-            both = [[micro_batch(r, packed=False) for _ in range(2)] for _ in range(2)]  # of each rank, two micro-batches
+            both = [
+                [micro_batch(r, packed=False) for _ in range(2)] for _ in range(2)
+            ]  # of each rank, two micro-batches
             if seed % 2:
                 for b in both[seed // 2 % 2]:  # a rank has nothing to learn
                     b["labels"][:] = IGNORE
             n = sum(map(counted, both))
             how = r.choice([{}, {"num_items_in_batch": torch.tensor(n)}, {"num_items_in_batch": n}])
-            ours, stock = (learned(DistributedDataParallel(m), both[rank], **how) for m in (patched(make("llama")), make("llama")))
+            ours, stock = (
+                learned(DistributedDataParallel(m), both[rank], **how) for m in (patched(make("llama")), make("llama"))
+            )
             assert_same(ours, stock)
     Path(folder, str(rank)).write_text("done")
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""The flags for long rows, ``activation_offloading`` and ``tiled_mlp``, at every door: what changes, what does not, and what steps aside."""
+"""The flags for long rows, ``activation_offloading`` and ``tiled_mlp``, at every door: what
+changes, what does not, and what steps aside."""
 
 from __future__ import annotations
 
@@ -65,17 +66,28 @@ def moved(monkeypatch) -> list[tuple[int, ...]]:
     """Shapes of what is copied to the host."""
     found: list[tuple[int, ...]] = []
     init = offloading._Moved.__init__
-    monkeypatch.setattr(offloading._Moved, "__init__", lambda self, run, lane, t, blocks: found.append(tuple(t.shape)) or init(self, run, lane, t, blocks))
+    monkeypatch.setattr(
+        offloading._Moved,
+        "__init__",
+        lambda self, run, lane, t, blocks: found.append(tuple(t.shape)) or init(self, run, lane, t, blocks),
+    )
     return found
 
 
 @pytest.fixture
 def tiles(monkeypatch) -> list[int]:
-    """How many tiles each MLP ran in, forward, but for adapters in one piece, whose node is the same."""
+    """How many tiles each MLP ran in, forward, but for adapters in one piece, whose node is the
+    same."""
     found: list[int] = []
     of_function, of_node = tiled_mlp.LigerTiledMLPFunction.apply, AdaptedMLPFunction.apply
-    monkeypatch.setattr(tiled_mlp.LigerTiledMLPFunction, "apply", lambda fn, m, x, n, *rest: found.append(n) or of_function(fn, m, x, n, *rest))
-    monkeypatch.setattr(AdaptedMLPFunction, "apply", lambda *args: (args[9] > 1 and found.append(args[9])) or of_node(*args))
+    monkeypatch.setattr(
+        tiled_mlp.LigerTiledMLPFunction,
+        "apply",
+        lambda fn, m, x, n, *rest: found.append(n) or of_function(fn, m, x, n, *rest),
+    )
+    monkeypatch.setattr(
+        AdaptedMLPFunction, "apply", lambda *args: (args[9] > 1 and found.append(args[9])) or of_node(*args)
+    )
     return found
 
 
@@ -88,7 +100,8 @@ def checkpointed(model: nn.Module, reentrant: bool | None) -> nn.Module:
 
 
 def moved_by_layers(moved: list[tuple[int, ...]], model: nn.Module) -> bool:
-    """Whether the layers' inputs alone were moved, and what the last norm saves, which kernels take as a matrix."""
+    """Whether the layers' inputs alone were moved, and what the last norm saves, which kernels
+    take as a matrix."""
     found = sum(math.prod(shape) == 2 * 12 * model.config.hidden_size for shape in moved)
     return found in range(model.config.num_hidden_layers + 1, model.config.num_hidden_layers + 3)
 
@@ -113,7 +126,9 @@ def test_families(family, moved, tiles):
     assert "offloading" in ", ".join(patches_report(model, {"activation_offloading": True}).patched)
     assert "offloading" not in str(patches_report(model))  # without the flag it is no part that is missing
     ours = learned(model, batch, tiled_mlp=3)
-    assert (set(tiles) == {3}) == (family not in ("mixtral", "opt", "whisper"))  # experts; MLPs that are no module of their own
+    assert (set(tiles) == {3}) == (
+        family not in ("mixtral", "opt", "whisper")
+    )  # experts; MLPs that are no module of their own
     assert_same_learning(ours, expected)
     restore(model)
     assert_untouched(before)
@@ -229,13 +244,18 @@ def test_what_others_replaced_offloads_too(moved):
 
 def test_checkpoints_around_layers(moved):
     """Of torch's wrapper, as FSDP's examples use it, in the place of transformers' own."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
 
     model = make("llama")
     expected = learned(model)
     restore(model)
     layer = type(model.model.layers[0])
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: isinstance(m, layer))
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: isinstance(m, layer)
+    )
     patch(model, activation_offloading=True)
     found = step(model)[1]
     assert_same_bits({n.replace("_checkpoint_wrapped_module.", ""): t for n, t in found.items()}, expected)
@@ -265,7 +285,12 @@ def test_hooks_as_those_of_trl(moved):
     expected = learned(model)
     restore(model)
     patch(model, activation_offloading=True)
-    with OffloadActivations(), pytest.warns(UserWarning, match=r"it steps aside for the hooks for saved tensors of trl\.models\.activation_offloading"):
+    with (
+        OffloadActivations(),
+        pytest.warns(
+            UserWarning, match=r"it steps aside for the hooks for saved tensors of trl\.models\.activation_offloading"
+        ),
+    ):
         found = step(model)[1]
     assert_same_bits(found, expected)
     assert not moved
@@ -329,7 +354,9 @@ def test_fsdp2(moved):
 def test_lora(checkpointing, moved, tiles):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     model = checkpointed(make("llama"), checkpointing)
     model.enable_input_require_grads()
     model = peft.get_peft_model(model, config).train()
@@ -368,7 +395,9 @@ def without_masks(monkeypatch):
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_attention_is_kept(family, offloads, without_masks, moved):
-    model = checkpointed(make(family, num_key_value_heads=4), False)  # on a GPU, groups of heads in fp32 are no operator
+    model = checkpointed(
+        make(family, num_key_value_heads=4), False
+    )  # on a GPU, groups of heads in fp32 are no operator
     model.set_attn_implementation("sdpa")
     counts, found = [], []
     for keeps in (False, True):
@@ -387,7 +416,10 @@ def test_attention_is_kept(family, offloads, without_masks, moved):
     ("options", "said"),
     [
         ({"use_reentrant": True}, "another kind of checkpointing than PyTorch's with use_reentrant=False"),
-        ({"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())}, "another context_fn"),
+        (
+            {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())},
+            "another context_fn",
+        ),
     ],
 )
 def test_checkpoints_that_cannot_keep_attention(options, said):
@@ -422,7 +454,17 @@ def test_attention_without_checkpointing():
 
 @pytest.mark.parametrize(
     ("tiles", "tokens", "expected"),
-    [(False, 10**6, 1), (True, 2047, 1), (True, 4096, 2), (True, 10**6, 16), (5, 10**6, 5), (5, 3, 3), (1, 100, 1), (4, 0, 1), (True, 0, 1)],
+    [
+        (False, 10**6, 1),
+        (True, 2047, 1),
+        (True, 4096, 2),
+        (True, 10**6, 16),
+        (5, 10**6, 5),
+        (5, 3, 3),
+        (1, 100, 1),
+        (4, 0, 1),
+        (True, 0, 1),
+    ],
 )
 def test_how_many_tiles(tiles, tokens, expected):
     assert tiled_mlp.count_of(tiles, tokens) == expected
@@ -475,7 +517,9 @@ def test_hooks_on_layers_see_all_tokens(tiles):
     model, seen = make("llama"), []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, args, y: seen.append(tuple(y.shape)))
     expected = learned(model)
-    with pytest.warns(UserWarning, match="tiled_mlp: LlamaMLP runs in one piece, because hooks on its layers expect to see all tokens"):
+    with pytest.warns(
+        UserWarning, match="tiled_mlp: LlamaMLP runs in one piece, because hooks on its layers expect to see all tokens"
+    ):
         ours = learned(model, tiled_mlp=3)
     assert_same_learning(ours, expected)
     assert {shape[:2] for shape in seen} == {(2, 12)} and set(tiles) == {3}  # of the other layer
@@ -492,11 +536,14 @@ def test_zero_3(tiles):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_adapters_with_dropout_or_magnitude(dropout, tiles):
-    """They run by the modules' own calls in each tile; dropout draws the same numbers again in the backward."""
+    """They run by the modules' own calls in each tile; dropout draws the same numbers again in
+    the backward."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     more = dict(lora_dropout=dropout) if dropout else dict(use_dora=True)
-    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more)
+    config = peft.LoraConfig(
+        r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more
+    )
     model = peft.get_peft_model(make("llama"), config).train()
     inner = model.base_model.model
     expected = learned(inner)
@@ -531,13 +578,26 @@ def test_compiled_with_tiles():
 # -- a million tokens ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [2**11, pytest.param(2**20, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))])
+@pytest.mark.parametrize(
+    "length",
+    [2**11, pytest.param(2**20, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
 def test_one_long_row(length, monkeypatch):
-    """A row learns; its first tokens, which attend to no later one, learn what they do in a row that ends after them; its documents, what they do alone."""
+    """A row learns; its first tokens, which attend to no later one, learn what they do in a row
+    that ends after them; its documents, what they do alone."""
     monkeypatch.undo()  # copies of small tensors would take long
     torch.manual_seed(0)
-    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32000)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)).train()
+    sizes = dict(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32000,
+    )
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)
+    ).train()
     model = checkpointed(model.to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32), False)
     patch(model, activation_offloading=True, keep_attention=True, tiled_mlp=True)
     ids, part = torch.randint(0, 32000, (1, length), device=DEVICE), length // 16
@@ -546,7 +606,9 @@ def test_one_long_row(length, monkeypatch):
     whole = step(model, {"input_ids": ids, "labels": ids})[1]
     assert all(t.isfinite().all() for t in whole.values()) and abs(whole["loss"].item() - 10.4) < 0.3  # log 32000
 
-    of_first = step(model, {"input_ids": ids, "labels": torch.where(torch.arange(length, device=DEVICE) < part, ids, -100)})[1]
+    of_first = step(
+        model, {"input_ids": ids, "labels": torch.where(torch.arange(length, device=DEVICE) < part, ids, -100)}
+    )[1]
     assert_same_learning(of_first, step(model, {"input_ids": ids[:, :part], "labels": ids[:, :part]})[1], tolerance)
 
     if DEVICE == "cuda":
@@ -559,4 +621,8 @@ def test_one_long_row(length, monkeypatch):
         of_documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": part, "max_length_k": part}
         found = step(model, packed | of_documents)[1]
         alone = [step(model, {"input_ids": row[None], "labels": row[None]})[1] for row in ids.view(16, part)]
-        assert_same_learning(found, {name: torch.stack([one[name].float() for one in alone]).mean(0).to(t.dtype) for name, t in found.items()}, tolerance)
+        assert_same_learning(
+            found,
+            {name: torch.stack([one[name].float() for one in alone]).mean(0).to(t.dtype) for name, t in found.items()},
+            tolerance,
+        )

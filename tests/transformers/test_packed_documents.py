@@ -50,13 +50,7 @@ CARRYING_TOO = {
     "zamba2": "Zamba2MambaMixer",
     "zaya": "ZayaCCAProjection",
 }
-APART = {
-    "llama": {},
-    "gpt2": {},
-    "mixtral": {},
-    "gemma3_text": {},
-    "lfm2": ATTENTION,
-}
+APART = {"llama": {}, "gpt2": {}, "mixtral": {}, "gemma3_text": {}, "lfm2": ATTENTION}
 
 
 def untrained(model_type, **config):

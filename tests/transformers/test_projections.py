@@ -1,4 +1,5 @@
-"""Linear layers with PEFT's adapters run by the projection engine: what stock PEFT computes, whatever is switched, at each call."""
+"""Linear layers with PEFT's adapters run by the projection engine: what stock PEFT computes,
+whatever is switched, at each call."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from liger_kernel.transformers.patching import fusions  # noqa: E402
 from liger_kernel.transformers.recognise import projections  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)  # what else is ours is tested elsewhere
+ONLY = dict(
+    rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False
+)  # what else is ours is tested elsewhere
 BATCH = dict(batch=1, length=6, ignored=2)
 
 
@@ -47,9 +50,13 @@ def ran(monkeypatch) -> list[int]:
     return nodes_run(monkeypatch)
 
 
-def adapted(family: str = "llama", dtype: torch.dtype = torch.float32, targets=EVERY, r: int = 4, base=None, **more) -> nn.Module:
+def adapted(
+    family: str = "llama", dtype: torch.dtype = torch.float32, targets=EVERY, r: int = 4, base=None, **more
+) -> nn.Module:
     config = peft.LoraConfig(r=r, target_modules=targets, **more)
-    sizes = dict(num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family.startswith(("qwen", "gemma2")) else {}))
+    sizes = dict(
+        num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family.startswith(("qwen", "gemma2")) else {})
+    )
     return drawn(peft.get_peft_model(make(family, dtype, **sizes) if base is None else base, config)).to(DEVICE)
 
 
@@ -92,7 +99,8 @@ def test_families(ran, family, targets, nodes):
 
 
 def test_beside_norms_and_rotations(ran):
-    """Where the norms of heads are fused with their rotation, attention still ends in a linear layer."""
+    """Where the norms of heads are fused with their rotation, attention still ends in a linear
+    layer."""
     model = patch(adapted("qwen3"), rope=True, rms_norm=True)
     step(model, tokens(**BATCH))
     assert ran == [3, 1, 3] and not projections_report(model).stock
@@ -112,14 +120,20 @@ def test_before_and_after_peft(ran):
 
 
 def test_flags():
-    """Where all that is published is off, nothing is touched; a gated MLP is not where its own flag is off."""
+    """Where all that is published is off, nothing is touched; a gated MLP is not where its own
+    flag is off."""
     kinds = lambda model: [m for m in model.modules() if "forward" in m.__dict__]
     assert not kinds(patch(make("llama", num_hidden_layers=1), swiglu=False))
-    assert [type(m).__name__ for m in kinds(patch(make("llama", num_hidden_layers=1), swiglu=False, projections=True))] == ["LlamaAttention"]
-    assert [type(m).__name__ for m in kinds(patch(make("llama", num_hidden_layers=1), projections=False))] == ["LlamaMLP"]
+    assert [
+        type(m).__name__ for m in kinds(patch(make("llama", num_hidden_layers=1), swiglu=False, projections=True))
+    ] == ["LlamaAttention"]
+    assert [type(m).__name__ for m in kinds(patch(make("llama", num_hidden_layers=1), projections=False))] == [
+        "LlamaMLP"
+    ]
     model = patch(adapted(), swiglu=False, projections=True)
     assert {layer.reason for layer in projections_report(model).stock} == {
-        f"LlamaMLP is not patched, or its forward does not call it as self.{name}(x)" for name in ("gate_proj", "up_proj", "down_proj")
+        f"LlamaMLP is not patched, or its forward does not call it as self.{name}(x)"
+        for name in ("gate_proj", "up_proj", "down_proj")
     }
 
 
@@ -128,9 +142,15 @@ def test_flags():
 
 @pytest.fixture
 def twins():
-    """The same model twice, with two adapters of different ranks and scales: one patched, one stock."""
+    """The same model twice, with two adapters of different ranks and scales: one patched, one
+    stock."""
     stock = adapted(target_parameters=None)
-    stock.add_adapter("second", peft.LoraConfig(r=2, target_modules=EVERY, rank_pattern={"q_proj": 3}, alpha_pattern={"v_proj": 5}, use_rslora=True))
+    stock.add_adapter(
+        "second",
+        peft.LoraConfig(
+            r=2, target_modules=EVERY, rank_pattern={"q_proj": 3}, alpha_pattern={"v_proj": 5}, use_rslora=True
+        ),
+    )
     drawn(stock)
     stock.set_adapter("default")
     return patch(copy.deepcopy(stock)), stock
@@ -160,7 +180,9 @@ def test_adapters_are_switched(twins, ran):
             for p in model.get_base_model().lm_head.parameters():
                 p.requires_grad_(True)
         assert_alike(twins, ran, [])
-        assert {layer.reason for layer in projections_report(twins[0]).layers} == {"adapters are disabled, merged or not active: its base runs"}
+        assert {layer.reason for layer in projections_report(twins[0]).layers} == {
+            "adapters are disabled, merged or not active: its base runs"
+        }
     for model in twins:
         model.get_base_model().lm_head.requires_grad_(False)
     assert_alike(twins, ran, [3, 1, 3])
@@ -201,7 +223,9 @@ def test_hooks_run(twins, ran, part):
     """On the parts of one layer: that one is stock's, or has its base beside the node."""
     seen = []
     for model in twins:
-        lora(model, "o_proj").get_submodule(part).register_forward_hook(lambda m, args, out, model=model: seen.append(model))
+        lora(model, "o_proj").get_submodule(part).register_forward_hook(
+            lambda m, args, out, model=model: seen.append(model)
+        )
     assert_alike(twins, ran, [3, 1, 3] if part == "base_layer" else [3, 3])
     assert seen == [*twins]
     (layer,) = (layer for layer in projections_report(twins[0]).layers if layer.name.endswith("o_proj"))
@@ -226,10 +250,14 @@ def test_modules_to_save(ran):
     assert ran == [3, 3]
 
 
-@pytest.mark.parametrize(("hooked", "nodes"), [("", [3, 1, 3]), ("q_proj", [1, 1, 1, 3]), ("k_proj", [1, 1, 1, 3]), ("gate_proj", [3, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("hooked", "nodes"),
+    [("", [3, 1, 3]), ("q_proj", [1, 1, 1, 3]), ("k_proj", [1, 1, 1, 3]), ("gate_proj", [3, 1, 1, 1])],
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(ran, reentrant, hooked, nodes):
-    """With dropout, a few rows without gradients, as in the forward of reentrant checkpoints, run as the recomputation does: it draws the same masks."""
+    """With dropout, a few rows without gradients, as in the forward of reentrant checkpoints,
+    run as the recomputation does: it draws the same masks."""
     model = adapted(lora_dropout=0.5)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -240,7 +268,8 @@ def test_checkpointing(ran, reentrant, hooked, nodes):
 
 
 def test_masks_of_sixteen_bits(ran):
-    """On a GPU, and in stock, adapters in fp32 have other masks than ours over bf16: those of the forward are those of the recomputation."""
+    """On a GPU, and in stock, adapters in fp32 have other masks than ours over bf16: those of
+    the forward are those of the recomputation."""
     learned = []
     for reentrant in (False, True):
         model = patch(adapted(dtype=torch.bfloat16, lora_dropout=0.5))
@@ -252,7 +281,8 @@ def test_masks_of_sixteen_bits(ran):
 
 
 def test_few_rows_without_gradients(ran):
-    """They run their modules, unless dropout is active in one of them, whatever the mode of the others is."""
+    """They run their modules, unless dropout is active in one of them, whatever the mode of the
+    others is."""
     model = patch(adapted(lora_dropout=0.5))
     with torch.no_grad():
         model.eval()(**tokens(**BATCH))
@@ -264,7 +294,8 @@ def test_few_rows_without_gradients(ran):
 
 @pytest.mark.parametrize(("family", "products"), [("llama", 7 + 4 + 2), ("gemma2", 7 + 7)])
 def test_what_a_checkpointed_layer_multiplies_again(family, products, monkeypatch):
-    """Where the MLP ends its layer, its recomputation ends before it, and the backward projects once more; a norm behind it needs all of it."""
+    """Where the MLP ends its layer, its recomputation ends before it, and the backward projects
+    once more; a norm behind it needs all of it."""
     multiplied, product = [], Weight.forward
     monkeypatch.setattr(Weight, "forward", lambda self, x, y: multiplied.append(self.shape) or product(self, x, y))
     model = adapted(family)
@@ -341,14 +372,21 @@ def test_scalings_that_are_tensors(ran, scaling, more):
     for m in model.modules():
         if hasattr(m, "scaling") and hasattr(m, "lora_A"):
             m.scaling["default"] = SCALINGS[scaling](m)
-    assert_same(model, tolerance=1e-4 if scaling.startswith("learnt") else 1e-5)  # the gradient of one number is a long sum, which may nearly cancel
+    assert_same(
+        model, tolerance=1e-4 if scaling.startswith("learnt") else 1e-5
+    )  # the gradient of one number is a long sum, which may nearly cancel
     stock = {layer.reason for layer in projections_report(model).stock}
     assert bool(ran) == (scaling != "for each token")
-    assert stock == (set() if ran else {"adapter 'default' has a scaling that is sharded, or of neither one element nor one for each output"})
+    assert stock == (
+        set()
+        if ran
+        else {"adapter 'default' has a scaling that is sharded, or of neither one element nor one for each output"}
+    )
 
 
 def test_no_number_is_read_from_a_tensor(ran):
-    """On a GPU, the host would wait for it. PEFT's hot-swapping makes scalings tensors, and writes to them."""
+    """On a GPU, the host would wait for it. PEFT's hot-swapping makes scalings tensors, and
+    writes to them."""
     hotswap = pytest.importorskip("peft.utils.hotswap")
     model = adapted()
     hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
@@ -373,20 +411,32 @@ def test_no_number_is_read_from_a_tensor(ran):
 
 
 NUMBERS = [
-    ("llama", "variance_epsilon", 0.01), ("falcon_h1", "gate_multiplier", 0.7), ("gpt_oss", "alpha", 1.5),
+    ("llama", "variance_epsilon", 0.01),
+    ("falcon_h1", "gate_multiplier", 0.7),
+    ("gpt_oss", "alpha", 1.5),
     *further(
-        ("qwen3", "variance_epsilon", 0.01), ("qwen3_next", "variance_epsilon", 0.01), ("gemma", "eps", 0.01), ("falcon_h1", "down_multiplier", 0.7),
-        ("gpt_oss", "limit", 2.0), ("gpt_oss", "scaling", 0.4), ("granite", "residual_multiplier", 0.5), ("granite", "embedding_multiplier", 2.0),
+        ("qwen3", "variance_epsilon", 0.01),
+        ("qwen3_next", "variance_epsilon", 0.01),
+        ("gemma", "eps", 0.01),
+        ("falcon_h1", "down_multiplier", 0.7),
+        ("gpt_oss", "limit", 2.0),
+        ("gpt_oss", "scaling", 0.4),
+        ("granite", "residual_multiplier", 0.5),
+        ("granite", "embedding_multiplier", 2.0),
         ("cohere", "logit_scale", 0.3),
     ),
-]  # fmt: skip  # a table
+]  # a table
 
 
 @pytest.mark.parametrize(("family", "name", "value"), NUMBERS)
 def test_numbers_of_other_modules_that_are_learnt(family, name, value):
     """They get their gradients."""
     model = make(family)
-    owners = [m for m in model.modules() if isinstance(getattr(m, name, None), (int, float)) and not isinstance(m, nn.LayerNorm)]
+    owners = [
+        m
+        for m in model.modules()
+        if isinstance(getattr(m, name, None), (int, float)) and not isinstance(m, nn.LayerNorm)
+    ]
     for m in owners:
         delattr(m, name)
         m.register_parameter(name, nn.Parameter(torch.tensor(value, device=DEVICE)))
@@ -402,7 +452,9 @@ class Normed(nn.LayerNorm):
         return self.bias + self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
 
 
-@pytest.mark.parametrize(("norm", "patch_one"), [(LlamaRMSNorm, _patch_rms_norm_module), (Normed, _patch_layer_norm_module)])
+@pytest.mark.parametrize(
+    ("norm", "patch_one"), [(LlamaRMSNorm, _patch_rms_norm_module), (Normed, _patch_layer_norm_module)]
+)
 def test_numbers_of_single_modules_that_are_learnt(norm, patch_one):
     m, x = norm(8).to(DEVICE), torch.randn(3, 8, device=DEVICE)
     with torch.no_grad():
@@ -454,7 +506,8 @@ def test_sixteen_bits(ran, autocast, thin):
 
 
 def test_overflow_reaches_the_scaler(ran):
-    """fp16: gradients that overflow are infinite in both, so that a step is skipped; after that one is made."""
+    """fp16: gradients that overflow are infinite in both, so that a step is skipped; after that
+    one is made."""
     losses = []
     for ours_too in (False, True):
         model = adapted(dtype=torch.float16)
@@ -485,7 +538,10 @@ def test_compiles(ran):
     layer = model.get_base_model().model.layers[0]
     x = torch.randn(1, 5, model.config.hidden_size, device=DEVICE)
     tables = model.get_base_model().model.rotary_emb(x, torch.arange(5, device=DEVICE)[None])
-    run = lambda f: (y := f(x, position_embeddings=tables), torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad]))
+    run = lambda f: (
+        y := f(x, position_embeddings=tables),
+        torch.autograd.grad(y.square().sum(), [p for p in layer.parameters() if p.requires_grad]),
+    )
     expected = run(layer)
     ran.clear()
     torch._dynamo.reset()
@@ -496,7 +552,8 @@ def test_compiles(ran):
 
 @pytest.mark.filterwarnings("ignore")
 def test_copies(ran):
-    """A copy of a patched model runs the engine with weights of its own; a pickle is the stock model."""
+    """A copy of a patched model runs the engine with weights of its own; a pickle is the stock
+    model."""
     model = patch(adapted())
     expected = step(model, tokens(**BATCH))[1]
     copied = copy.deepcopy(model)
@@ -523,7 +580,8 @@ def test_generates(twins, ran):
 
 
 class Foreign(nn.Linear):
-    """As modules of weights in a format of their own are: a Linear with a forward that nobody knows."""
+    """As modules of weights in a format of their own are: a Linear with a forward that nobody
+    knows."""
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.round(decimals=1), self.bias)
@@ -548,14 +606,17 @@ def test_unknown_bases_run_by_themselves(ran, more):
 
 @pytest.mark.parametrize("base", [nn.Linear, Foreign])
 def test_no_cast_is_kept(base):
-    """fp32 adapters under autocast: of all that has the size of the input, that itself is kept, where PEFT keeps a cast of a cast of it."""
+    """fp32 adapters under autocast: of all that has the size of the input, that itself is kept,
+    where PEFT keeps a cast of a cast of it."""
     layer = lora(adapted(dtype=torch.bfloat16, targets=["o_proj"]), "o_proj")
     layer.base_layer.__class__ = base
     x = torch.randn(50, layer.in_features, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     found = []
     for call in (projections.linear, lambda m, x: m(x)):
         kept: dict[int, torch.Tensor] = {}
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.setdefault(t.data_ptr(), t), lambda t: t)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.setdefault(t.data_ptr(), t), lambda t: t
+        )
         with torch.autocast(DEVICE, torch.bfloat16), hooks:
             call(layer, x)
         found.append([at == x.data_ptr() for at, t in kept.items() if t.shape == x.shape])
@@ -580,8 +641,16 @@ def quantised(kind: str) -> nn.Module:
                 new = bnb.nn.Linear8bitLt(m.in_features, m.out_features, bias=False, has_fp16_weights=False)
                 new.weight = bnb.nn.Int8Params(m.weight.data, requires_grad=False, has_fp16_weights=False)
             else:
-                new = bnb.nn.Linear4bit(m.in_features, m.out_features, bias=False, quant_type=kind.split()[0], compress_statistics="double" in kind)
-                new.weight = bnb.nn.Params4bit(m.weight.data, requires_grad=False, quant_type=kind.split()[0], compress_statistics="double" in kind)
+                new = bnb.nn.Linear4bit(
+                    m.in_features,
+                    m.out_features,
+                    bias=False,
+                    quant_type=kind.split()[0],
+                    compress_statistics="double" in kind,
+                )
+                new.weight = bnb.nn.Params4bit(
+                    m.weight.data, requires_grad=False, quant_type=kind.split()[0], compress_statistics="double" in kind
+                )
             setattr(parent, name, new.to(DEVICE))
     setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
     return adapted(base=model)
@@ -612,13 +681,28 @@ def test_autocast_decides_over_the_dtype_of_four_bits(ran):
     [
         (lambda m: setattr(m, "cast_input_dtype_enabled", False), "casts of the input that are turned off"),
         (lambda m: setattr(m, "fan_in_fan_out", True), "a base whose weight lies the other way (Conv1D)"),
-        (lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.5)}), "the dropout of adapter 'default' is hooked, or a AlphaDropout"),
-        (lambda m: m.lora_dropout.update({"default": nn.Dropout(1.0)}), "the dropout of adapter 'default' drops everything"),
-        (lambda m: m.lora_dropout.update({"default": nn.Dropout(torch.tensor(0.5))}), "the dropout of adapter 'default' has a probability that is a tensor"),
+        (
+            lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.5)}),
+            "the dropout of adapter 'default' is hooked, or a AlphaDropout",
+        ),
+        (
+            lambda m: m.lora_dropout.update({"default": nn.Dropout(1.0)}),
+            "the dropout of adapter 'default' drops everything",
+        ),
+        (
+            lambda m: m.lora_dropout.update({"default": nn.Dropout(torch.tensor(0.5))}),
+            "the dropout of adapter 'default' has a probability that is a tensor",
+        ),
         (lambda m: m.lora_A["default"].half(), "the two matrices of adapter 'default' have different dtypes"),
-        (lambda m: m.lora_variant.update({"default": peft.tuners.lora.variants.ALoraLinearVariant()}), "adapter 'default' is a ALoraLinearVariant"),
+        (
+            lambda m: m.lora_variant.update({"default": peft.tuners.lora.variants.ALoraLinearVariant()}),
+            "adapter 'default' is a ALoraLinearVariant",
+        ),
         (lambda m: setattr(m, "forward", m.forward), "hooks, or a forward of its own"),
-        (lambda m: setattr(m, "__class__", type("Linear", (type(m),), {"__module__": "mine"})), "a layer of class mine.Linear"),
+        (
+            lambda m: setattr(m, "__class__", type("Linear", (type(m),), {"__module__": "mine"})),
+            "a layer of class mine.Linear",
+        ),
     ],
 )
 def test_reasons(change, reason):
@@ -631,7 +715,9 @@ def test_reasons(change, reason):
 
 
 def parts_of(m: nn.Module) -> dict[str, nn.Module]:
-    return {"layer": m, "base": m.base_layer} | {kind: getattr(m, f"lora_{kind}")["default"] for kind in ("A", "B", "dropout")}
+    return {"layer": m, "base": m.base_layer} | {
+        kind: getattr(m, f"lora_{kind}")["default"] for kind in ("A", "B", "dropout")
+    }
 
 
 class Double(nn.Linear):
@@ -660,8 +746,12 @@ CHANGES = {
     "weight": lambda m: setattr(m.base_layer, "weight", nn.Parameter(m.base_layer.weight.detach().clone())),
     "shape": lambda m: setattr(m.base_layer.weight, "data", m.base_layer.weight.data[:2]),
     "dtype": lambda m: m.base_layer.double(),
-    "class of the weight": lambda m: setattr(m.base_layer, "weight", nn.Parameter(m.base_layer.weight.detach().as_subclass(type("Own", (torch.Tensor,), {})))),
-    "weight of A": lambda m: setattr(m.lora_A["default"], "weight", nn.Parameter(m.lora_A["default"].weight.detach().clone())),
+    "class of the weight": lambda m: setattr(
+        m.base_layer, "weight", nn.Parameter(m.base_layer.weight.detach().as_subclass(type("Own", (torch.Tensor,), {})))
+    ),
+    "weight of A": lambda m: setattr(
+        m.lora_A["default"], "weight", nn.Parameter(m.lora_A["default"].weight.detach().clone())
+    ),
     "dtype of A": lambda m: m.lora_A["default"].double(),
     "A": lambda m: m.lora_A.update({"default": nn.Linear(m.in_features, 4, bias=False)}),
     "class of B": lambda m: setattr(m.lora_B["default"], "__class__", Double),
@@ -676,8 +766,14 @@ CHANGES = {
     "class of the base": lambda m: setattr(m.base_layer, "__class__", Double),
     "ZeRO": lambda m: setattr(m.base_layer.weight, "ds_id", 1),
     "ZeRO of B": lambda m: setattr(m.lora_B["default"].weight, "ds_id", 1),
-    **{f"hook of {part}": lambda m, part=part: parts_of(m)[part].register_forward_hook(print) and None for part in ("layer", "base", "A", "B", "dropout")},
-    **{f"forward of {part}": lambda m, part=part: setattr(parts_of(m)[part], "forward", print) for part in ("layer", "base", "A", "B", "dropout")},
+    **{
+        f"hook of {part}": lambda m, part=part: parts_of(m)[part].register_forward_hook(print) and None
+        for part in ("layer", "base", "A", "B", "dropout")
+    },
+    **{
+        f"forward of {part}": lambda m, part=part: setattr(parts_of(m)[part], "forward", print)
+        for part in ("layer", "base", "A", "B", "dropout")
+    },
     "backward hook": lambda m: m.base_layer.register_full_backward_pre_hook(print) and None,
     "hook of all modules": lambda m: nn.modules.module.register_module_forward_hook(lambda *a: None),
     "forward of the class": lambda m: of_the_class(type(m), "forward", lambda self, x: x),
@@ -689,7 +785,14 @@ def answer(found) -> tuple:
     if isinstance(found, projections.Left):
         return ("left", str(found))
     adapters = [(id(a.a), id(a.b), id(a.bias), a.scale, a.dropout) for a in found.adapters]
-    return (type(found.weight), found.weight.shape, id(found.weight.learnable), id(found.bias), id(found.magnitude), adapters)
+    return (
+        type(found.weight),
+        found.weight.shape,
+        id(found.weight.learnable),
+        id(found.bias),
+        id(found.magnitude),
+        adapters,
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -751,19 +854,28 @@ def test_report():
     patch(model, fused_linear_cross_entropy=True)
     assert str(projections_report(model).layers[-1]).endswith("lm_head: runs (the head, as part of the loss)")
     model.get_base_model().model.layers[0].mlp.act_fn = nn.Softplus()
-    assert [layer.reason for layer in projections_report(model).stock][1] == "LlamaMLP has an activation that is none of ours"
+    assert [layer.reason for layer in projections_report(model).stock][
+        1
+    ] == "LlamaMLP has an activation that is none of ours"
     model = patch(adapted("falcon_h1", targets=["up_proj"]))
     assert not projections_report(model).stock
     model.get_base_model().model.layers[0].feed_forward.gate_multiplier = torch.tensor(0.5)
-    assert [layer.reason for layer in projections_report(model).stock] == ["FalconH1MLP has a factor or limit that is a tensor"]
+    assert [layer.reason for layer in projections_report(model).stock] == [
+        "FalconH1MLP has a factor or limit that is a tensor"
+    ]
     assert str(projections_report(make("llama"))) == "no linear layer has an adapter, a quantised weight or FP8"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU"
+)
 def test_the_document_is_right(tmp_path, capsys):
     """Its example runs, and prints what it says."""
     text = (Path(__file__).parents[2] / "docs" / "guides" / "lora.md").read_text()
-    (example,), (printed,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL), re.findall(r"```\n(the engine.*?)```", text, re.DOTALL)
+    (example,), (printed,) = (
+        re.findall(r"```python\n(.*?)```", text, re.DOTALL),
+        re.findall(r"```\n(the engine.*?)```", text, re.DOTALL),
+    )
     make("llama").save_pretrained(tmp_path)
     exec(example, {"name": tmp_path})
     assert capsys.readouterr().out == printed
@@ -773,7 +885,8 @@ def test_the_document_is_right(tmp_path, capsys):
 
 
 class Written(nn.Module):
-    """Forwards in which calls of one name may not be computed together, each for a reason; ``alone`` in the end."""
+    """Forwards in which calls of one name may not be computed together, each for a reason;
+    ``alone`` in the end."""
 
     def key(self, x):
         return x
@@ -865,7 +978,9 @@ class Written(nn.Module):
         return q, k, self.o_proj(x)
 
 
-APART = [name for name, f in vars(Written).items() if isinstance(f, types.FunctionType) and name not in ("key", "together")]
+APART = [
+    name for name, f in vars(Written).items() if isinstance(f, types.FunctionType) and name not in ("key", "together")
+]
 
 
 @pytest.mark.parametrize("name", APART)

@@ -1,4 +1,5 @@
-"""Models whose frozen linear layers are in FP8, beside the same models with these weights made dense."""
+"""Models whose frozen linear layers are in FP8, beside the same models with these weights made
+dense."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from liger_kernel.transformers import quantize, quantize_base
 from liger_kernel.transformers.recognise.projections import Left, projection
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.skipif(DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8")
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
+)
 LINEARS = 7  # of a Llama layer
 
 
@@ -46,7 +49,9 @@ def layers(model: nn.Module) -> dict[str, LigerFloat8Linear]:
 
 def adapted(model: nn.Module, **more) -> nn.Module:
     torch.manual_seed(0)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | more))
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | more)
+    )
     for name, p in sorted(wrapped.named_parameters()):
         if "lora_B" in name:
             nn.init.normal_(p, std=0.1)
@@ -64,10 +69,13 @@ def dense_again(model: nn.Module) -> nn.Module:
 
 
 def rough(found, expected, worst=0.25):
-    """What FP8 casts of activations leave of equality: gradients of a tiny model, each relative to its root mean square."""
+    """What FP8 casts of activations leave of equality: gradients of a tiny model, each relative
+    to its root mean square."""
     assert found.keys() == expected.keys()
     for name, e in expected.items():
-        error = (found[name].double() - e.double()).square().mean().sqrt() / e.double().square().mean().sqrt().clamp(min=1e-12)
+        error = (found[name].double() - e.double()).square().mean().sqrt() / e.double().square().mean().sqrt().clamp(
+            min=1e-12
+        )
         assert error < worst, (name, error.item())
 
 
@@ -78,10 +86,14 @@ def test_layers_are_replaced_and_listed(recipe, fast):
     left = quantize_base(model, recipe)
     assert len(layers(model)) == LINEARS and left == {"lm_head": "a head, a router, or skipped by name"}
     for name, m in layers(model).items():
-        error = (m.weight.float() - before[name].float()).square().mean().sqrt() / before[name].float().square().mean().sqrt()
+        error = (m.weight.float() - before[name].float()).square().mean().sqrt() / before[
+            name
+        ].float().square().mean().sqrt()
         assert error < 0.03 and m.weight.dtype == torch.bfloat16 and not any(p.requires_grad for p in m.parameters())
         assert m.float8_scale.shape == ((m.out_features, 1) if recipe == "fp8_rowwise" else (1,))
-    assert not any(p is w for p in model.parameters() for name, w in before.items() if name != "lm_head"), "the 16 bits are held"
+    assert not any(p is w for p in model.parameters() for name, w in before.items() if name != "lm_head"), (
+        "the 16 bits are held"
+    )
     assert quantize_base(model, recipe) == left and len(layers(model)) == LINEARS, "a second time does nothing"
 
 
@@ -106,18 +118,26 @@ def test_what_is_left_alone(fast):
     left = quantize_base(model, "fp8", skip=("lm_head", "o_proj", "mlp.gate_proj"))
     reason = {name.removeprefix("base_model.model.model.layers.0."): why for name, why in left.items()}
     assert reason["self_attn.k_proj.modules_to_save.default"] == "it is trained" and "hooked" in reason["mlp.up_proj"]
-    assert {name.rpartition(".")[2] for name, why in reason.items() if "skipped" in why} == {"lm_head", "o_proj", "gate_proj"}
+    assert {name.rpartition(".")[2] for name, why in reason.items() if "skipped" in why} == {
+        "lm_head",
+        "o_proj",
+        "gate_proj",
+    }
     assert not any("lora" in name for name in {*reason, *layers(model)})
     assert sorted(n.split(".")[-1] for n in layers(model)) == ["base_layer", "down_proj", "original_module", "v_proj"]
 
 
 def test_sizes_that_are_left(monkeypatch):
-    model = nn.Sequential(nn.Linear(32, 24), nn.Linear(32, 64), nn.Linear(64, 64, dtype=torch.float64), nn.Embedding(64, 32))
+    model = nn.Sequential(
+        nn.Linear(32, 24), nn.Linear(32, 64), nn.Linear(64, 64, dtype=torch.float64), nn.Embedding(64, 32)
+    )
     monkeypatch.setattr(quantize, "SMALL", 4096)
     tied = nn.Linear(32, 64)
     model.append(tied).append(nn.Embedding.from_pretrained(tied.weight, freeze=False))
     model[-1].weight = tied.weight
-    with pytest.warns(UserWarning, match=r"no linear layer is in FP8 \(0: 24 x 32 are not multiples of 16; 1: 64 x 32 are too few"):
+    with pytest.warns(
+        UserWarning, match=r"no linear layer is in FP8 \(0: 24 x 32 are not multiples of 16; 1: 64 x 32 are too few"
+    ):
         left = quantize_base(model)
     assert [why.split()[-2:] for why in left.values()] == [["of", "16"], ["by", "it"], ["on", "cpu"], ["its", "weight"]]
 
@@ -132,7 +152,9 @@ def test_nodes_serve_adapters_over_it(recipe, autocast, monkeypatch):
         stock, dense = step(model)[1], step(dense_again(model))[1]
     for node in (LinearsFunction, AdaptedMLPFunction):
         apply = node.apply
-        monkeypatch.setattr(node, "apply", lambda *args, node=node, apply=apply: ran.append(node.__name__) or apply(*args))
+        monkeypatch.setattr(
+            node, "apply", lambda *args, node=node, apply=apply: ran.append(node.__name__) or apply(*args)
+        )
     liger._apply_liger_kernel_to_instance(model=model)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         ours = step(model)[1]
@@ -236,7 +258,8 @@ def test_layers_compile_whole():
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of PyTorch 2.11 asks gradients of integers")
 def test_layers_are_sharded(tmp_path):
-    """By FSDP2, under which mixed precision would cast parameters that are not integers, and refuses those without a dim."""
+    """By FSDP2, under which mixed precision would cast parameters that are not integers, and
+    refuses those without a dim."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -244,7 +267,11 @@ def test_layers_are_sharded(tmp_path):
         x = torch.randn(4, 48).bfloat16().requires_grad_()
         layer = LigerFloat8Linear.of(nn.Linear(48, 32, dtype=torch.bfloat16), "fp8", keep_transposed=False)
         expected = layer(x)
-        fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        fully_shard(
+            layer,
+            mesh=torch.distributed.init_device_mesh("cpu", (1,)),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        )
         assert torch.equal(layer(x), expected)
     finally:
         torch.distributed.destroy_process_group()
@@ -265,8 +292,12 @@ def test_wrong_calls(monkeypatch):
     model = llama()
     with pytest.raises(ValueError, match="recipe must be one of fp8, fp8_rowwise, got 'int4'"):
         quantize_base(model, "int4")
-    monkeypatch.setattr(quantize, "lacking", lambda device: "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0")
-    with pytest.raises(ValueError, match=r"^quantize_base: FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8\.0$"):
+    monkeypatch.setattr(
+        quantize, "lacking", lambda device: "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0"
+    )
+    with pytest.raises(
+        ValueError, match=r"^quantize_base: FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8\.0$"
+    ):
         quantize_base(model)
     assert not layers(model)
 

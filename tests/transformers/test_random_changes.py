@@ -1,6 +1,8 @@
-"""Random programs that change a model before and after it is patched: loss and gradients stay those of the stock model that went through the same.
+"""Random programs that change a model before and after it is patched: loss and gradients stay those
+of the stock model that went through the same.
 
-A hundred by default; ``LIGER_TEST_PROGRAMS=5000`` tries as many. A failure names its seed: ``LIGER_TEST_PROGRAMS=1 LIGER_TEST_SEED=seed`` runs that alone.
+A hundred by default; ``LIGER_TEST_PROGRAMS=5000`` tries as many. A failure names its seed:
+``LIGER_TEST_PROGRAMS=1 LIGER_TEST_SEED=seed`` runs that alone.
 """
 
 from __future__ import annotations
@@ -36,15 +38,23 @@ KINDS = "instance", "class"
 
 
 class Run:
-    """A model on its way through a program; what is changed outside of it is given back when ``stack`` closes."""
+    """A model on its way through a program; what is changed outside of it is given back when
+    ``stack`` closes."""
 
     def __init__(self, kind: str, seed: int, stack: contextlib.ExitStack):
         self.kind, self.stack, self.hooks = kind, stack, []
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1 + seed % 2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=64, tie_word_embeddings=seed % 3 == 0, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1 + seed % 2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=seed % 3 == 0,
+            pad_token_id=0,
+        )
         self.model: Any = transformers.LlamaForCausalLM(config).to(DEVICE)
         for p in self.model.parameters():
             if p.ndim == 1:
@@ -138,7 +148,12 @@ def new_part(run: Run, r: random.Random) -> None:
     elif what == "mlp":
         model.layers[i].mlp = new
     elif what == "norm":
-        setattr(*r.choice(((model, "norm"), (model.layers[i], "input_layernorm"), (model.layers[i], "post_attention_layernorm"))), new)
+        setattr(
+            *r.choice(
+                ((model, "norm"), (model.layers[i], "input_layernorm"), (model.layers[i], "post_attention_layernorm"))
+            ),
+            new,
+        )
     elif what == "act":
         model.layers[i].mlp.act_fn = new
     else:
@@ -148,7 +163,11 @@ def new_part(run: Run, r: random.Random) -> None:
 def another_class(run: Run, r: random.Random) -> None:
     module = run.pick(r, *PARTS)
     cls = type(module)
-    forward = rescaling(cls.forward) if r.random() < 0.5 else lambda self, *args, **kwargs: scaled(super(new, self).forward(*args, **kwargs))
+    forward = (
+        rescaling(cls.forward)
+        if r.random() < 0.5
+        else lambda self, *args, **kwargs: scaled(super(new, self).forward(*args, **kwargs))
+    )
     new = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
     module.__class__ = new
 
@@ -157,7 +176,11 @@ def class_forward(run: Run, r: random.Random) -> None:
     cls = getattr(modeling_llama, r.choice((*PARTS, "LlamaForCausalLM")))
     forward = cls.forward
     if cls is modeling_llama.LlamaForCausalLM:
-        run.swap(cls, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs | {"labels": kwargs["labels"].roll(1, 0)}))
+        run.swap(
+            cls,
+            "forward",
+            lambda self, *args, **kwargs: forward(self, *args, **kwargs | {"labels": kwargs["labels"].roll(1, 0)}),
+        )
     else:
         run.swap(cls, "forward", rescaling(forward))
 
@@ -176,7 +199,10 @@ def hook(run: Run, r: random.Random) -> None:
     after = lambda m, args, out: scaled(out)
     after_with = lambda m, args, kwargs, out: scaled(out)
     before = lambda m, args: tuple(scaled(a) for a in args)
-    before_with = lambda m, args, kwargs: (tuple(scaled(a) for a in args), {k: scaled(v) if k == "hidden_states" else v for k, v in kwargs.items()})
+    before_with = lambda m, args, kwargs: (
+        tuple(scaled(a) for a in args),
+        {k: scaled(v) if k == "hidden_states" else v for k, v in kwargs.items()},
+    )
     back = lambda m, given, grads: tuple(None if g is None else SCALED * g for g in given)
     makers = [
         lambda: module.register_forward_hook(after, prepend=prepend),
@@ -184,7 +210,9 @@ def hook(run: Run, r: random.Random) -> None:
         lambda: module.register_forward_pre_hook(before, prepend=prepend),
         lambda: module.register_forward_pre_hook(before_with, with_kwargs=True, prepend=prepend),
         lambda: module.register_full_backward_hook(back),
-        lambda: module.register_full_backward_pre_hook(lambda m, grads: tuple(None if g is None else SCALED * g for g in grads)),
+        lambda: module.register_full_backward_pre_hook(
+            lambda m, grads: tuple(None if g is None else SCALED * g for g in grads)
+        ),
     ]
     run.hooks.append(r.choice(makers)())
 
@@ -199,7 +227,9 @@ def own_forward(run: Run, r: random.Random) -> None:
     if r.random() < 0.5:
         module.forward = rescaling(module.forward)
     else:
-        module.forward = types.MethodType(lambda self, *args, **kwargs: scaled(type(self).forward(self, *args, **kwargs)), module)
+        module.forward = types.MethodType(
+            lambda self, *args, **kwargs: scaled(type(self).forward(self, *args, **kwargs)), module
+        )
 
 
 def dtype(run: Run, r: random.Random) -> None:
@@ -240,9 +270,19 @@ def attention(run: Run, r: random.Random) -> None:
 def wrap(run: Run, r: random.Random) -> None:
     if peft is None or hasattr(run.model, "get_base_model"):
         return
-    more: dict[str, Any] = r.choice(({}, {"use_dora": True}, {"modules_to_save": ["norm"]}, {"modules_to_save": ["lm_head"]}))
-    targets = r.choice((["q_proj"], ["gate_proj", "down_proj"], ["lm_head", "v_proj"] if "modules_to_save" not in more else ["up_proj"]))
-    run.model = peft.get_peft_model(run.model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", **more))
+    more: dict[str, Any] = r.choice(
+        ({}, {"use_dora": True}, {"modules_to_save": ["norm"]}, {"modules_to_save": ["lm_head"]})
+    )
+    targets = r.choice(
+        (
+            ["q_proj"],
+            ["gate_proj", "down_proj"],
+            ["lm_head", "v_proj"] if "modules_to_save" not in more else ["up_proj"],
+        )
+    )
+    run.model = peft.get_peft_model(
+        run.model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", **more)
+    )
     for name, p in run.model.named_parameters():
         if "lora_" in name:
             nn.init.normal_(p, std=0.1)
@@ -280,17 +320,44 @@ def restore(run: Run, r: random.Random) -> None:
 
 
 CHANGES = [
-    resize, tie, untie, new_head, new_part, another_class, class_forward, function, hook, hook, hook, unhook, own_forward, dtype, checkpointing, load, learn,
-    mode, freeze, attention, wrap, unwrap, copied, travelled, patch, restore,
-]  # fmt: skip
+    resize,
+    tie,
+    untie,
+    new_head,
+    new_part,
+    another_class,
+    class_forward,
+    function,
+    hook,
+    hook,
+    hook,
+    unhook,
+    own_forward,
+    dtype,
+    checkpointing,
+    load,
+    learn,
+    mode,
+    freeze,
+    attention,
+    wrap,
+    unwrap,
+    copied,
+    travelled,
+    patch,
+    restore,
+]
 
 
-STOCK = [(c, "forward", c.forward) for c in vars(modeling_llama).values() if isinstance(c, type) and "forward" in vars(c)]
+STOCK = [
+    (c, "forward", c.forward) for c in vars(modeling_llama).values() if isinstance(c, type) and "forward" in vars(c)
+]
 STOCK += [(modeling_llama, name, f) for name, f in vars(modeling_llama).items() if isinstance(f, types.FunctionType)]
 
 
 def as_new() -> None:
-    """Classes and functions as transformers has them: a program may restore while something of its own lies over a patch."""
+    """Classes and functions as transformers has them: a program may restore while something of
+    its own lies over a patch."""
     liger.restore()
     for owner, name, function in STOCK:
         setattr(owner, name, function)
@@ -305,7 +372,8 @@ def program(seed: int) -> list[tuple[Callable[[Run, random.Random], None], int]]
 
 
 def result(kind: str, seed: int, steps: list[tuple[Callable, int]]) -> tuple[dict[str, torch.Tensor], Any]:
-    """Loss and gradients at the end, and those of the same model in fp64 if it is in bf16. An exception tells, as ``at``, where it was raised."""
+    """Loss and gradients at the end, and those of the same model in fp64 if it is in bf16. An
+    exception tells, as ``at``, where it was raised."""
     with contextlib.ExitStack() as stack:
         stack.callback(as_new)
         run = Run(kind, seed, stack)
@@ -325,7 +393,8 @@ def result(kind: str, seed: int, steps: list[tuple[Callable, int]]) -> tuple[dic
 
 
 def stock_result(seed: int, steps: list[tuple[Callable, int]]) -> tuple[list, dict[str, torch.Tensor] | None, Any]:
-    """Of the longest part of a program that a stock model survives; None if it does not survive its last step."""
+    """Of the longest part of a program that a stock model survives; None if it does not survive
+    its last step."""
     while True:
         try:
             return steps, *result("stock", seed, steps)
@@ -337,8 +406,11 @@ def stock_result(seed: int, steps: list[tuple[Callable, int]]) -> tuple[list, di
             steps = steps[: error.at] + steps[error.at + 1 :]
 
 
-def difference(found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], exact: dict[str, torch.Tensor] | None) -> str | None:
-    """What is wrong: names, a value beyond fp32's rounding, or, in bf16, an error of more than twice stock's."""
+def difference(
+    found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], exact: dict[str, torch.Tensor] | None
+) -> str | None:
+    """What is wrong: names, a value beyond fp32's rounding, or, in bf16, an error of more than
+    twice stock's."""
     if found.keys() != stock.keys():
         return f"{sorted(found.keys() ^ stock.keys())} on one side only"
     floor = max((g.abs().max().item() for n, g in stock.items() if n not in ("loss", "logits")), default=0.0) / 100
@@ -346,10 +418,16 @@ def difference(found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], e
         off = lambda n: (found[n] - stock[n]).abs().max().item() / max(stock[n].abs().max().item(), floor, 1e-30)
         wrong = {n: off(n) for n in stock if not off(n) <= 2e-5}
         return f"{wrong}" if wrong else None
-    flat = lambda of: torch.cat([of[n].double().flatten() for n in sorted(exact) if n not in ("loss", "logits")] or [torch.zeros(1)])
+    flat = lambda of: torch.cat(
+        [of[n].double().flatten() for n in sorted(exact) if n not in ("loss", "logits")] or [torch.zeros(1)]
+    )
     ours, theirs = ((flat(each) - flat(exact)).norm().item() for each in (found, stock))
     loss = (found["loss"].double() - exact["loss"]).abs().item() / exact["loss"].abs().clamp(min=1).item()
-    return f"errors {ours:.1e}, stock's {theirs:.1e}; of the loss {loss:.1e}" if not (ours <= 2 * theirs + 1e-9 and loss <= 2**-6) else None
+    return (
+        f"errors {ours:.1e}, stock's {theirs:.1e}; of the loss {loss:.1e}"
+        if not (ours <= 2 * theirs + 1e-9 and loss <= 2**-6)
+        else None
+    )
 
 
 def failures(seeds: range) -> Iterator[str]:

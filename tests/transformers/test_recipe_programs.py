@@ -1,6 +1,8 @@
-"""Random programs on logits: what a recipe shows, and the gradients that come of it, are those of the logits.
+"""Random programs on logits: what a recipe shows, and the gradients that come of it, are those of
+the logits.
 
-``LIGER_TEST_PROGRAMS=20000 pytest tests/transformers/test_recipe_programs.py`` runs so many; some hundred are in every run.
+``LIGER_TEST_PROGRAMS=20000 pytest tests/transformers/test_recipe_programs.py`` runs so many; some
+hundred are in every run.
 """
 
 from __future__ import annotations
@@ -136,7 +138,9 @@ def steps(rng: random.Random) -> Step:
         "item": _a_look(lambda x: torch.tensor(x.sum().item())),
         "tolist": _a_look(lambda x: torch.tensor(x.detach().tolist())),
         "as_tensor": lambda x: torch.as_tensor(x) * 1.0,
-        "isinstance": lambda x: torch.tensor(isinstance(x, torch.Tensor) and torch.is_tensor(x) and x.is_floating_point()),
+        "isinstance": lambda x: torch.tensor(
+            isinstance(x, torch.Tensor) and torch.is_tensor(x) and x.is_floating_point()
+        ),
         "requires_grad": lambda x: torch.tensor(x.requires_grad),
         "numpy": _a_look(lambda x: torch.as_tensor(x.detach().cpu().numpy())),
         "lse": lambda x: x.logsumexp(-1).sum(),
@@ -155,11 +159,15 @@ def _loss_of(x: torch.Tensor, g: int) -> torch.Tensor:
         flat = x.reshape(-1, V)
         target = (torch.arange(flat.shape[0], device=DEVICE) * 7 + g) % V
         target[::3] = -100
-        return F.cross_entropy(flat.float(), target, reduction=("sum", "mean")[g % 2], label_smoothing=(0.0, 0.1)[g % 3 == 0])
+        return F.cross_entropy(
+            flat.float(), target, reduction=("sum", "mean")[g % 2], label_smoothing=(0.0, 0.1)[g % 3 == 0]
+        )
     return x.square().mean() if x.is_floating_point() and x.numel() else torch.zeros((), device=DEVICE)
 
 
-def run(program: list[tuple[Step, int, int]], losses: list[int], first: Any, leaves: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def run(
+    program: list[tuple[Step, int, int]], losses: list[int], first: Any, leaves: tuple
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What the program saw, its loss last, and the gradients of ``leaves``."""
     pool, seen = [first], []
     for (_, step, operands), i, j in program:
@@ -170,7 +178,9 @@ def run(program: list[tuple[Step, int, int]], losses: list[int], first: Any, lea
         (s for s in seen if s.is_floating_point() and s.requires_grad), torch.zeros((), device=DEVICE)
     )
     grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * len(leaves)
-    return [*(s.detach() for s in seen), loss.detach()], [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves)]
+    return [*(s.detach() for s in seen), loss.detach()], [
+        torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves)
+    ]
 
 
 @pytest.mark.parametrize("group", range(-(-PROGRAMS // GROUP)))
@@ -182,7 +192,10 @@ def test_a_program_sees_the_logits(group):
             program = [(steps(rng), rng.randrange(8), rng.randrange(8)) for _ in range(rng.randrange(1, 7))]
             losses = [rng.randrange(8) for _ in range(rng.randrange(1, 4))]
             torch.manual_seed(seed)
-            head, hidden = nn.Linear(H, V, bias=seed % 2 == 0, device=DEVICE), torch.randn(B, T, H, device=DEVICE, requires_grad=True)
+            head, hidden = (
+                nn.Linear(H, V, bias=seed % 2 == 0, device=DEVICE),
+                torch.randn(B, T, H, device=DEVICE, requires_grad=True),
+            )
             leaves = (hidden, head.weight)
             try:
                 expected = run(program, losses, head(hidden), leaves)
@@ -195,5 +208,7 @@ def test_a_program_sees_the_logits(group):
             except Exception as error:
                 raise AssertionError(told) from error
             for a, b in zip([*expected[0], *expected[1]], [*found[0], *found[1]], strict=True):
-                torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda m, told=told: f"{told}\n{m}")
+                torch.testing.assert_close(
+                    b, a, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda m, told=told: f"{told}\n{m}"
+                )
     assert compared > GROUP // 4

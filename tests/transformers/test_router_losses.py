@@ -1,4 +1,5 @@
-"""The auxiliary loss of routers in patched models: stock's value, choices and gradients, without what stock keeps for the backward."""
+"""The auxiliary loss of routers in patched models: stock's value, choices and gradients, without
+what stock keeps for the backward."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, recognised, served_by_kernels_or_references, step  # noqa: E402
+from hf_models import (  # noqa: E402
+    DEVICE,
+    assert_same_bits,
+    assert_same_learning,
+    batch_of,
+    make,
+    recognised,
+    served_by_kernels_or_references,
+    step,
+)
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: E402
 
 from liger_kernel.ops import expert_load  # noqa: E402
@@ -40,7 +50,9 @@ def calls(monkeypatch) -> list[int]:
     recognised("qwen3_moe")
     found: list[int] = []
     ours = routers.load_balancing_loss
-    monkeypatch.setattr(routers, "load_balancing_loss", lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1])
+    monkeypatch.setattr(
+        routers, "load_balancing_loss", lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1]
+    )
     return found
 
 
@@ -65,7 +77,8 @@ LOADS = [balanced, skewed, tied]
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_counts_have_the_bits_of_stock(load, dtype, masked):
-    """Stock counts with ``histc``, or adds the mask of each token to the experts that ``topk`` gives it."""
+    """Stock counts with ``histc``, or adds the mask of each token to the experts that ``topk``
+    gives it."""
     logits, K = load(dtype), 2
     index = torch.topk(torch.softmax(logits, -1), K, -1)[1]
     weight = MASK.reshape(-1).to(DEVICE, torch.float32) if masked else None
@@ -79,7 +92,9 @@ def test_counts_have_the_bits_of_stock(load, dtype, masked):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), torch.zeros_like(MASK)], ids=["all", "padded", "bool", "nothing"])
+@pytest.mark.parametrize(
+    "mask", [None, MASK, MASK.bool(), torch.zeros_like(MASK)], ids=["all", "padded", "bool", "nothing"]
+)
 def test_value_and_gradients(load, dtype, mask):
     """Of two layers with other loads. Without any token, both are NaN."""
     layers, mask = [load(dtype), balanced(dtype)], None if mask is None else mask.to(DEVICE)
@@ -109,9 +124,15 @@ def test_nothing_of_the_size_of_the_logits_is_kept():
 
     def kept(loss) -> int:
         found: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (found.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
+        ):
             loss(layers, E, 2, MASK.to(DEVICE))
-        return sum(size for pointer, size in found.items() if pointer not in {t.data_ptr() for t in layers} and size >= layers[0].nbytes)
+        return sum(
+            size
+            for pointer, size in found.items()
+            if pointer not in {t.data_ptr() for t in layers} and size >= layers[0].nbytes
+        )
 
     assert kept(STOCK) >= 3 * layers[0].nbytes and kept(OURS) == 0
 
@@ -151,7 +172,9 @@ def _without_gradient(gate_logits, num_experts=None, top_k=2, attention_mask=Non
     return STOCK(tuple(t.detach() for t in gate_logits), num_experts, top_k, attention_mask)
 
 
-@pytest.mark.parametrize("other", [_per_layer, _in_fp32, _of_all_tokens, _of_a_share, _without_gradient], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "other", [_per_layer, _in_fp32, _of_all_tokens, _of_a_share, _without_gradient], ids=lambda f: f.__name__
+)
 def test_look_alikes_are_left_alone(other):
     with references():
         assert recognise(SLOT, modeling_qwen3_moe, other) == (None, "no variant computes the same")
@@ -159,7 +182,8 @@ def test_look_alikes_are_left_alone(other):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "nllb_moe"])
 def test_both_forms_of_transformers_are_recognised(family):
-    """That of Transformers 4, which is still in one family, makes one-hot masks of all layers together."""
+    """That of Transformers 4, which is still in one family, makes one-hot masks of all layers
+    together."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     with references():
         variant, _ = recognise(SLOT, module, module.load_balancing_loss_func)
@@ -176,7 +200,11 @@ def test_models_learn_the_same(family, path, head, calls):
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][0, :3] = 0
         stock, expected = step(model, batch)
-        patches = class_patches(family, table.EVERYTHING, head) if path == "class" else instance_patches(model, family, table.EVERYTHING, head)
+        patches = (
+            class_patches(family, table.EVERYTHING, head)
+            if path == "class"
+            else instance_patches(model, family, table.EVERYTHING, head)
+        )
         with patches():
             assert not patches.apply()  # each is in place, once
             calls.clear()  # of the comparison with stock
@@ -207,4 +235,6 @@ def test_the_flag_of_the_experts_decides(calls):
         assert "1 x Qwen3MoeForCausalLM (load_balancing)" in report.patched
         assert "1 x Qwen3MoeForCausalLM (fused head): fused_linear_cross_entropy is off, as asked" in report.stock
         _apply_liger_kernel_to_instance(model=model)
-        assert {"1 x Qwen3MoeForCausalLM (fused head)", "1 x Qwen3MoeForCausalLM (load_balancing)"} <= set(patches_report(model).patched)
+        assert {"1 x Qwen3MoeForCausalLM (fused head)", "1 x Qwen3MoeForCausalLM (load_balancing)"} <= set(
+            patches_report(model).patched
+        )

@@ -1,4 +1,5 @@
-"""Models whose attention has sinks: eager attention replaced by a kernel, with masks that nobody makes."""
+"""Models whose attention has sinks: eager attention replaced by a kernel, with masks that nobody
+makes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 FAMILIES = [t for t in ("gpt_oss", "granite_swa", "granitemoe_swa") if t in transformers.CONFIG_MAPPING]
 LENGTH = 14
-ALONE = dict(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False)  # no flag but attention
+ALONE = dict(
+    rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False
+)  # no flag but attention
 
 
 @pytest.fixture
@@ -47,7 +50,12 @@ def seen(monkeypatch) -> list[dict]:
 
 def sink_model(model_type: str = "gpt_oss", **more) -> nn.Module:
     """Two layers, the first with a window of 4 tokens."""
-    return make(model_type, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], **{"sliding_window": 4} | more)
+    return make(
+        model_type,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        **{"sliding_window": 4} | more,
+    )
 
 
 def pair(model_type: str = "gpt_oss", config=None, **flags) -> tuple[nn.Module, nn.Module]:
@@ -76,7 +84,10 @@ def test_recognition_depends_on_no_draw():
         assert reproduces(SinkAttention(), module, module.eager_attention_forward), seed
 
 
-@pytest.mark.parametrize("model_type, form", [*EACH_ONCE, *further(*(both for both in itertools.product(FAMILIES, BATCHES) if both not in EACH_ONCE))])
+@pytest.mark.parametrize(
+    "model_type, form",
+    [*EACH_ONCE, *further(*(both for both in itertools.product(FAMILIES, BATCHES) if both not in EACH_ONCE))],
+)
 def test_learns_as_stock(seen, model_type, form):
     batch = BATCHES[form]()
     theirs, ours = pair(model_type)
@@ -106,7 +117,8 @@ def test_attention_weights_are_stock(seen):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_attention_weights_of_checkpointed_layers(seen, reentrant):
-    """Whether somebody wants them is known only while the forward runs, not when the backward computes it again."""
+    """Whether somebody wants them is known only while the forward runs, not when the backward
+    computes it again."""
     found = []
     for model in pair("granite_swa", **ALONE):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -129,7 +141,9 @@ def test_hooks_get_attention_weights(seen):
 def test_a_mask_of_somebodys_own_for_eager_attention_is_stock(seen, monkeypatch):
     """It shows everybody the first token."""
     shown = lambda mask: mask.index_fill(3, torch.tensor(0, device=mask.device), 0)
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda **given: shown(eager_mask(**given)))
+    monkeypatch.setitem(
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda **given: shown(eager_mask(**given))
+    )
     theirs, ours = pair("granite_swa", **ALONE)
     assert_same_learning(step(ours, padded("left"))[1], step(theirs, padded("left"))[1], 1e-5)
     assert not seen
@@ -198,7 +212,9 @@ def test_other_masks_are_stock(seen):
     ahead = torch.ones(2, 1, LENGTH, LENGTH, device=batch["labels"].device).triu(3)
     mask = -1e9 * ahead
     theirs, ours = pair(next(t for t in FAMILIES if t != "gpt_oss"))
-    assert_same_learning(step(ours, batch | {"attention_mask": mask})[1], step(theirs, batch | {"attention_mask": mask})[1], 1e-5)
+    assert_same_learning(
+        step(ours, batch | {"attention_mask": mask})[1], step(theirs, batch | {"attention_mask": mask})[1], 1e-5
+    )
     assert not seen
 
 
@@ -216,7 +232,12 @@ def test_generates_as_stock(model_type):
     [
         ({}, False),
         ({"keep_attention": True}, True),
-        *further(({}, True), ({"keep_attention": True}, False), ({"activation_offloading": True}, False), ({"activation_offloading": True}, True)),
+        *further(
+            ({}, True),
+            ({"keep_attention": True}, False),
+            ({"activation_offloading": True}, False),
+            ({"activation_offloading": True}, True),
+        ),
     ],
     ids=str,
 )
@@ -232,7 +253,8 @@ def test_checkpointed(seen, reentrant, flags):
 
 @pytest.mark.parametrize("model_type", [t for t in FAMILIES if t != "gpt_oss"])
 def test_packed_rows(seen, model_type):
-    """Positions that begin anew say where documents begin, in families that give them to those who make masks."""
+    """Positions that begin anew say where documents begin, in families that give them to those
+    who make masks."""
     batch = tokens(1, LENGTH)
     batch["position_ids"] = torch.cat([torch.arange(n) for n in (5, 1, LENGTH - 6)])[None].to(batch["labels"].device)
     theirs, ours = pair(model_type)
@@ -282,17 +304,28 @@ def masks(window: int | None, padding: bool, packed: bool) -> tuple[LazyMask, Te
     starts = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]] * B) if packed else None
     valid = torch.arange(T).expand(B, T) >= torch.arange(B)[:, None] if padding else None
     config = transformers.LlamaConfig(sliding_window=window, hidden_size=8, num_attention_heads=2)
-    create = transformers.masking_utils.create_sliding_window_causal_mask if window else transformers.masking_utils.create_causal_mask
+    create = (
+        transformers.masking_utils.create_sliding_window_causal_mask
+        if window
+        else transformers.masking_utils.create_causal_mask
+    )
     made = []
     for config._attn_implementation in (LAZILY_EAGER, "eager"):
-        made.append(create(config, torch.zeros(B, T, 8), attention_mask=valid, past_key_values=None, position_ids=starts))
+        made.append(
+            create(config, torch.zeros(B, T, 8), attention_mask=valid, past_key_values=None, position_ids=starts)
+        )
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("window, padding, packed", [(None, False, False), (3, True, False), (None, True, False), (3, False, True), (None, False, True)])
+@pytest.mark.parametrize(
+    "window, padding, packed",
+    [(None, False, False), (3, True, False), (None, True, False), (3, False, True), (None, False, True)],
+)
 def test_masks_are_those_of_transformers(window, padding, packed):
     mask, expected = masks(window, padding, packed)
-    assert mask.shape == expected.shape and mask.dtype == expected.dtype and "LazyMask" in repr(mask) and mask.made is None
+    assert (
+        mask.shape == expected.shape and mask.dtype == expected.dtype and "LazyMask" in repr(mask) and mask.made is None
+    )
     assert_same_bits({"": mask.dense()}, {"": expected})
     assert mask.dense() is mask.dense()
 
@@ -317,7 +350,11 @@ def test_readers_get_the_mask(read):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("view", [lambda mask: mask, lambda mask: mask[0], lambda mask: mask.data, lambda mask: mask.detach().view(-1)], ids=range(4))
+@pytest.mark.parametrize(
+    "view",
+    [lambda mask: mask, lambda mask: mask[0], lambda mask: mask.data, lambda mask: mask.detach().view(-1)],
+    ids=range(4),
+)
 def test_who_writes_to_a_mask_is_seen(view, inference):
     with torch.inference_mode(inference):
         mask, expected = masks(None, True, False)
@@ -329,15 +366,22 @@ def test_who_writes_to_a_mask_is_seen(view, inference):
 def test_a_mask_moves_unmade():
     mask, _ = masks(3, True, False)
     moved = mask.to("meta", non_blocking=True)
-    assert isinstance(moved, LazyMask) and moved.shape == mask.shape and {moved.device, moved.seen.valid.device} == {torch.device("meta")}
+    assert (
+        isinstance(moved, LazyMask)
+        and moved.shape == mask.shape
+        and {moved.device, moved.seen.valid.device} == {torch.device("meta")}
+    )
     assert mask.made is None and mask.to(mask.device) is mask
     assert torch.equal(mask.to(torch.float64), mask.dense().double())
 
 
 def test_look_alikes_are_not_taken():
-    """Attention of families whose layers change their masks, make them elsewhere, or compute scores in fp32."""
+    """Attention of families whose layers change their masks, make them elsewhere, or compute
+    scores in fp32."""
     from liger_kernel.transformers.recognise.family import modeling
 
-    for model_type in {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {*transformers.CONFIG_MAPPING}:
+    for model_type in {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {
+        *transformers.CONFIG_MAPPING
+    }:
         function = modeling(model_type).eager_attention_forward
         assert not attentions.has_sinks("eager_attention_forward", function), model_type

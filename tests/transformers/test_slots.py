@@ -1,4 +1,5 @@
-"""What a patched model computes follows its modules as they are at each call: activations that are more than their values, dtypes, choices of the user."""
+"""What a patched model computes follows its modules as they are at each call: activations that
+are more than their values, dtypes, choices of the user."""
 
 from __future__ import annotations
 
@@ -105,13 +106,29 @@ def _with(fn: nn.Module, **attributes) -> nn.Module:
 @pytest.mark.parametrize(
     ("fn", "name"),
     [
-        (nn.SiLU(), "silu"), (ACT2FN["silu"], "silu"), (F.silu, "silu"), (nn.GELU(), "gelu"), (ACT2FN["gelu"], "gelu"), (F.gelu, "gelu"),
-        (nn.GELU("tanh"), "gelu_tanh"), (ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"), (ACT2FN["relu2"], "relu2"), (nn.Sigmoid(), "sigmoid"),
-        (nn.Softplus(), None), (nn.ReLU(), None), (Gained(), None), (Buffered(), None), (nn.Sequential(nn.SiLU()), None), (nn.SiLU(inplace=True), None),
-        (lambda x: F.silu(x), None), (functools.partial(F.silu), None), (_of_itself(nn.SiLU()), None), (type("Mine", (nn.SiLU,), {})(), None),
+        (nn.SiLU(), "silu"),
+        (ACT2FN["silu"], "silu"),
+        (F.silu, "silu"),
+        (nn.GELU(), "gelu"),
+        (ACT2FN["gelu"], "gelu"),
+        (F.gelu, "gelu"),
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (ACT2FN["gelu_pytorch_tanh"], "gelu_tanh"),
+        (ACT2FN["relu2"], "relu2"),
+        (nn.Sigmoid(), "sigmoid"),
+        (nn.Softplus(), None),
+        (nn.ReLU(), None),
+        (Gained(), None),
+        (Buffered(), None),
+        (nn.Sequential(nn.SiLU()), None),
+        (nn.SiLU(inplace=True), None),
+        (lambda x: F.silu(x), None),
+        (functools.partial(F.silu), None),
+        (_of_itself(nn.SiLU()), None),
+        (type("Mine", (nn.SiLU,), {})(), None),
         (_with(ACT2FN["gelu"], act=lambda x: F.gelu(x)), None),
     ],
-)  # fmt: skip
+)
 def test_activations_are_known_by_what_they_are(fn, name):
     assert activation(fn) == activation(fn) == name
 
@@ -157,9 +174,12 @@ def _class(m: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "nemotron", "mixtral"])
-@pytest.mark.parametrize("change", [_gain, _loaded_gain, _dropout, _another, _function, _approximate, _hook, _forward, _class])
+@pytest.mark.parametrize(
+    "change", [_gain, _loaded_gain, _dropout, _another, _function, _approximate, _hook, _forward, _class]
+)
 def test_a_changed_activation_counts(family, change):
-    """Changed after a step of the patched model, in which it was what it had been; and first looked at while evaluating."""
+    """Changed after a step of the patched model, in which it was what it had been; and first
+    looked at while evaluating."""
     models = pair(family, num_hidden_layers=1)
     for m in models:
         step(m)
@@ -215,7 +235,11 @@ def ran(monkeypatch) -> list[str]:
     monkeypatch.setattr(experts_module, "moe", noted("ours", experts_module.moe))
     for name in interface:
         eager_like = moe_integration.batched_mm_experts_forward  # some need hardware: what counts is who is called
-        monkeypatch.setitem(interface._global_mapping, name, noted(name, eager_like if name in ("sonicmoe", "deepgemm") else interface[name]))
+        monkeypatch.setitem(
+            interface._global_mapping,
+            name,
+            noted(name, eager_like if name in ("sonicmoe", "deepgemm") else interface[name]),
+        )
     return calls
 
 
@@ -235,7 +259,11 @@ def test_named_experts_are_respected(family, named, ran):
         ran.clear()
         model.set_experts_implementation(named)
         ours = named == experts_module.DEFAULT_EXPERTS
-        with contextlib.nullcontext() if ours else pytest.warns(UserWarning, match=f"experts run Transformers' '{named}'"):
+        with (
+            contextlib.nullcontext()
+            if ours
+            else pytest.warns(UserWarning, match=f"experts run Transformers' '{named}'")
+        ):
             found = step(model)[1]
         assert {*ran} == ({"ours"} if ours else set() if named == "eager" else {named})
         ran.clear()
@@ -261,7 +289,9 @@ def test_experts_named_before_the_model_is_made(place, ran):
     if place == "classes":
         apply_liger_kernel_to_qwen3_moe()
     experts_module._say_chosen.cache_clear()
-    model = transformers.AutoModelForCausalLM.from_config(config, **{"experts_implementation": "batched_mm"} if place == "argument" else {}).to(DEVICE)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, **{"experts_implementation": "batched_mm"} if place == "argument" else {}
+    ).to(DEVICE)
     if place != "classes":
         _apply_liger_kernel_to_instance(model=model)
     with pytest.warns(UserWarning, match="experts run Transformers' 'batched_mm'"):
@@ -296,13 +326,16 @@ def test_one_token(family, ran):
 
 @choices
 def test_adapters_of_experts(ran):
-    """Where the engine does not run them, ours multiply by PEFT's sum of weights and adapters, and each expert's adapter learns what is its own."""
+    """Where the engine does not run them, ours multiply by PEFT's sum of weights and adapters,
+    and each expert's adapter learns what is its own."""
     peft = pytest.importorskip("peft", minversion="0.17")
 
     def learnt(use: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         of = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        model = peft.get_peft_model(make("qwen3_moe", num_hidden_layers=1), peft.LoraConfig(r=2, target_modules=[], target_parameters=of))
+        model = peft.get_peft_model(
+            make("qwen3_moe", num_hidden_layers=1), peft.LoraConfig(r=2, target_modules=[], target_parameters=of)
+        )
         for name, p in model.named_parameters():
             if "lora_" in name:
                 nn.init.normal_(p, std=0.1)
@@ -324,8 +357,15 @@ def test_experts_in_eight_bits_are_not_ours(ran):
     variant = slots.VARIANTS["moe(act_fn)"](lambda self, *args: called.append(args))
     experts = next(m for m in make("qwen3_moe").modules() if isinstance(m, Qwen3MoeExperts))
     for name in ("gate_up_proj", "down_proj"):
-        setattr(experts, name, nn.Parameter(getattr(experts, name).detach().to(torch.float8_e4m3fn), requires_grad=False))
-    variant(experts, torch.randn(3, 64, device=DEVICE), torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.rand(3, 2, device=DEVICE))
+        setattr(
+            experts, name, nn.Parameter(getattr(experts, name).detach().to(torch.float8_e4m3fn), requires_grad=False)
+        )
+    variant(
+        experts,
+        torch.randn(3, 64, device=DEVICE),
+        torch.zeros(3, 2, dtype=torch.int64, device=DEVICE),
+        torch.rand(3, 2, device=DEVICE),
+    )
     assert len(called) == 1 and not ran
 
 
@@ -341,7 +381,9 @@ class Counted(torch.Tensor):
 
 
 @choices
-@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "gate_up_proj"), ("qwen3_moe", "down_proj"), ("gpt_oss", "down_proj_bias")])
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3_moe", "gate_up_proj"), ("qwen3_moe", "down_proj"), ("gpt_oss", "down_proj_bias")]
+)
 def test_experts_of_a_subclass_multiply_as_it_says(family, name, ran):
     model = make(family)
     _apply_liger_kernel_to_instance(model=model)
@@ -352,7 +394,9 @@ def test_experts_of_a_subclass_multiply_as_it_says(family, name, ran):
     experts(torch.randn(3, 64, device=DEVICE), index, torch.rand(3, 2, device=DEVICE))
     assert ran == ["grouped_mm"] and Counted.seen
     stock = projections_report(model).stock
-    assert [layer.reason for layer in stock] == ["weights of the class Counted, which has products of its own"] * (name in ("gate_up_proj", "down_proj"))
+    assert [layer.reason for layer in stock] == ["weights of the class Counted, which has products of its own"] * (
+        name in ("gate_up_proj", "down_proj")
+    )
 
 
 def test_experts_that_exchange_tokens_in_their_kernel_are_stocks(ran):
@@ -368,7 +412,11 @@ def test_experts_beside_an_input_of_another_dtype(ran):
     """As Transformers' grouped products, which cast it: without autocast they run."""
     model = make("qwen3_moe")
     experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts").to(torch.bfloat16)
-    arguments = torch.randn(3, 64, device=DEVICE), torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.rand(3, 2, device=DEVICE)
+    arguments = (
+        torch.randn(3, 64, device=DEVICE),
+        torch.zeros(3, 2, dtype=torch.int64, device=DEVICE),
+        torch.rand(3, 2, device=DEVICE),
+    )
     expected = experts(*arguments)
     _apply_liger_kernel_to_instance(model=model)
     ran.clear()
@@ -380,7 +428,8 @@ def test_experts_beside_an_input_of_another_dtype(ran):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_equal_inputs_choose_equal_experts(family):
-    """Also where experts tie: in bf16, with pairs of experts that the router cannot tell apart, and tokens to which all are equal."""
+    """Also where experts tie: in bf16, with pairs of experts that the router cannot tell apart,
+    and tokens to which all are equal."""
     chosen: list[dict[str, torch.Tensor]] = []
     x = torch.randn(1, 64, 64, device=DEVICE, dtype=torch.bfloat16)
     x[:, ::8] = 0
@@ -390,7 +439,10 @@ def test_equal_inputs_choose_equal_experts(family):
         with torch.no_grad():
             for p in router.parameters():
                 p[1::2] = p[::2]
-            block.experts.register_forward_pre_hook(lambda m, args, given: chosen.append(dict(zip(("x", "index", "weights"), args)) | given), with_kwargs=True)
+            block.experts.register_forward_pre_hook(
+                lambda m, args, given: chosen.append(dict(zip(("x", "index", "weights"), args)) | given),
+                with_kwargs=True,
+            )
             block(x)
     theirs, ours = ([t for t in given.values() if not t.is_floating_point() or t.shape[-1] != 64] for given in chosen)
     assert len(ours) == 2 and all(map(torch.equal, ours, theirs)) and ours[0].unique().numel() > 1
@@ -405,7 +457,9 @@ def exact_parts(model: nn.Module) -> dict[str, bool]:
     """Slots in which all that is swapped in ``model`` has the bits of stock."""
     rows = [rows_module.family(t) for t in dict.fromkeys(c.model_type for c in configs_of(model.config))]
     labels = [label for row in rows if row for label in row.swapped.values()]
-    return {slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in table.EVERYTHING}
+    return {
+        slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in table.EVERYTHING
+    }
 
 
 def evaluated(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -415,7 +469,9 @@ def evaluated(model: nn.Module, batch: dict) -> torch.Tensor:
     return logits
 
 
-def learned(model: nn.Module, batches: list[dict], scale: float, context=contextlib.nullcontext) -> dict[str, torch.Tensor]:
+def learned(
+    model: nn.Module, batches: list[dict], scale: float, context=contextlib.nullcontext
+) -> dict[str, torch.Tensor]:
     """Losses, and gradients of each times ``scale``."""
     found = []
     for batch in batches:
@@ -424,7 +480,9 @@ def learned(model: nn.Module, batches: list[dict], scale: float, context=context
         with context():
             loss = model(**batch, use_cache=False).loss
         (scale * loss).backward()
-        found.append({"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        found.append(
+            {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
     return {name: torch.stack([f[name] for f in found]) for name in found[0]}
 
 
@@ -436,7 +494,8 @@ def exact(model: nn.Module) -> nn.Module:
 
 
 def with_kept_modules() -> dict[str, str | None]:
-    """Families some of whose modules stay in fp32 where the rest is in 16 bits, and the head that they have, if not the usual."""
+    """Families some of whose modules stay in fp32 where the rest is in 16 bits, and the head
+    that they have, if not the usual."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     of_pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     place = Path(transformers.__file__).parent / "models"
@@ -456,7 +515,8 @@ USUALLY = ["t5", "gpt_oss", "ernie4_5_moe", "afmoe"]  # a projection, norms, rou
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("family", [pytest.param(t, marks=[] if t in USUALLY else pytest.mark.families) for t in KEPT])
 def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
-    """Loaded in 16 bits, as transformers loads them: the same logits, and losses and gradients as near the truth."""
+    """Loaded in 16 bits, as transformers loads them: the same logits, and losses and gradients
+    as near the truth."""
     try:
         more = dict(feed_forward_proj="gated-gelu", decoder_start_token_id=0, dropout_rate=0.0) if KEPT[family] else {}
         model = make(family, head=KEPT[family], **more)
@@ -477,31 +537,62 @@ def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
         assert any(p.dtype is torch.float32 for p in [*model.parameters(), *model.buffers()])
     parts, scale = exact_parts(model), 4096.0  # as fp16 is trained
     pixels = lambda i: {k: v * 0.5**i for k, v in batch.items() if v.is_floating_point()}
-    batches = [batch | pixels(i) | {"labels": batch["labels"].roll(i, 1)} for i in range(8)]  # together: the error of one is luck
+    batches = [
+        batch | pixels(i) | {"labels": batch["labels"].roll(i, 1)} for i in range(8)
+    ]  # together: the error of one is luck
     truth, theirs = learned(exact(model), batches, scale), learned(model, batches, scale)
     with instance_patches(model, model.config.model_type, parts, "fused")():
         found = evaluated(model, batch)
-        assert found.dtype == expected.dtype and (torch.equal(found, expected) or KERNELS)  # which sum in an order of their own
+        assert found.dtype == expected.dtype and (
+            torch.equal(found, expected) or KERNELS
+        )  # which sum in an order of their own
         assert_as_accurate(learned(model, batches, scale), theirs, truth)
 
 
-AUTOCAST = ["llama", "gemma2", "gemma3_text", "qwen3", "cohere", "glm4", "phi3", "olmo2", "gptj", "gpt_oss", "mixtral", "nemotron", "qwen2_vl", "deepseek_v3"]
+AUTOCAST = [
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "qwen3",
+    "cohere",
+    "glm4",
+    "phi3",
+    "olmo2",
+    "gptj",
+    "gpt_oss",
+    "mixtral",
+    "nemotron",
+    "qwen2_vl",
+    "deepseek_v3",
+]
 
 
 def programs(count: int, seed: int) -> list[tuple]:
     """Random families, dtypes of weights, and kinds of autocast."""
     draw = random.Random(seed)
-    kinds = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16),
-             (torch.float16, torch.bfloat16), (torch.bfloat16, None), (torch.float16, None)]  # fmt: skip
+    kinds = [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+    ]
     families = [f for f in AUTOCAST for _ in kinds]
-    return draw.sample([*zip(families, kinds * len(AUTOCAST), (draw.choice(("eager", "sdpa")) for _ in families))], count)
+    return draw.sample(
+        [*zip(families, kinds * len(AUTOCAST), (draw.choice(("eager", "sdpa")) for _ in families))], count
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "dtypes", "attention"), [pytest.param(*p, marks=[] if i < 24 else pytest.mark.families) for i, p in enumerate(programs(98, 0))], ids=str
+    ("family", "dtypes", "attention"),
+    [pytest.param(*p, marks=[] if i < 24 else pytest.mark.families) for i, p in enumerate(programs(98, 0))],
+    ids=str,
 )
 def test_autocast(family, dtypes, attention):
-    """Turned q and k are of the dtypes that they have in stock models, so that all that follows has the same bits; the rest is as near the truth."""
+    """Turned q and k are of the dtypes that they have in stock models, so that all that follows
+    has the same bits; the rest is as near the truth."""
     dtype, autocast = dtypes
     context = functools.partial(torch.autocast, DEVICE, autocast) if autocast else contextlib.nullcontext
     try:
@@ -511,12 +602,17 @@ def test_autocast(family, dtypes, attention):
             expected = evaluated(model, batch)
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"stock: {error}"[:200])
-    scale, batches = 256.0, [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)]  # together: the error of one is luck
+    scale, batches = (
+        256.0,
+        [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)],
+    )  # together: the error of one is luck
     theirs = learned(model, batches, scale, context)
     if not KERNELS:
         with instance_patches(model, family, {"rope": True}, None)():
             assert_same_bits(learned(model, batches, scale, context), theirs)
-    truth = learned(exact(model), [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in batches], scale)
+    truth = learned(
+        exact(model), [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in batches], scale
+    )
     with instance_patches(model, family, exact_parts(model), "fused")():
         with context():
             found = evaluated(model, batch)
@@ -527,13 +623,19 @@ def test_autocast(family, dtypes, attention):
 @choices
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_follow_autocast(family, ran):
-    """Over fp32 weights, as linear layers and Transformers' eager experts do, and as accurately. (``grouped_mm`` multiplies in the dtype of the weights.)"""
+    """Over fp32 weights, as linear layers and Transformers' eager experts do, and as accurately.
+    (``grouped_mm`` multiplies in the dtype of the weights.)"""
     model = make(family, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
     eager = copy.deepcopy(model)
     eager.set_experts_implementation("eager")
     truth = exact(model)
     _apply_liger_kernel_to_instance(model=model)
-    x, index, weights, dy = torch.randn(64, 64), torch.rand(64, 4).topk(2).indices, torch.rand(64, 2), torch.randn(64, 64)
+    x, index, weights, dy = (
+        torch.randn(64, 64),
+        torch.rand(64, 4).topk(2).indices,
+        torch.rand(64, 2),
+        torch.randn(64, 64),
+    )
 
     def learnt(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
@@ -546,18 +648,22 @@ def test_experts_follow_autocast(family, ran):
     found = learnt(model, torch.float32)
     assert ran == ["ours"] and torch.equal(found["y"], found["y"].bfloat16().float())
     stock = learnt(eager, torch.float32)
-    # gpt-oss adds biases outside its products, so in fp32; ours are part of the products, as those of linear layers are
+    # gpt-oss adds biases outside its products, so in fp32; ours are part of the products, as those
+    # of linear layers are
     stock |= {name: g.float() for name, g in learnt(eager.bfloat16(), torch.bfloat16).items() if "bias" in name}
     assert_as_accurate(found, stock, learnt(truth, torch.float64))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_steps_that_overflow_are_skipped(family):
-    """A scale of the loss that fp16 does not hold: the step is left out, the scale is halved, and weights stay as they are, as in stock training."""
+    """A scale of the loss that fp16 does not hold: the step is left out, the scale is halved,
+    and weights stay as they are, as in stock training."""
     results = []
     for model in pair(family):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**60, backoff_factor=2.0**-22, growth_factor=2.0**44, growth_interval=3)
+        scaler = torch.amp.GradScaler(
+            DEVICE, init_scale=2.0**60, backoff_factor=2.0**-22, growth_factor=2.0**44, growth_interval=3
+        )
         scales = []
         for i in range(8):
             before = [p.detach().clone() for p in model.parameters()]
@@ -567,7 +673,9 @@ def test_steps_that_overflow_are_skipped(family):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            scales.append((scaler.get_scale(), all(map(torch.equal, before, model.parameters())), loss.isfinite().item()))
+            scales.append(
+                (scaler.get_scale(), all(map(torch.equal, before, model.parameters())), loss.isfinite().item())
+            )
         assert {skipped for _, skipped, _ in scales} == {True, False}
         results.append(scales)
     assert results[0] == results[1]
@@ -578,15 +686,22 @@ def test_steps_that_overflow_are_skipped(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "cohere", "gptj", "qwen2_vl"])
 def test_learnt_frequencies(family, monkeypatch):
-    """Tables that ask for a gradient get it, be the norms of heads fused with the rotation or not."""
+    """Tables that ask for a gradient get it, be the norms of heads fused with the rotation or
+    not."""
     module, factor = modeling(family), nn.Parameter(torch.ones((), device=DEVICE))
     models = pair(family)
-    if family == "gptj" and hasattr(module.GPTJAttention, "_get_embed_positions"):  # whose tables are a buffer, before Transformers 5.24
+    if family == "gptj" and hasattr(
+        module.GPTJAttention, "_get_embed_positions"
+    ):  # whose tables are a buffer, before Transformers 5.24
         was = module.GPTJAttention._get_embed_positions
         monkeypatch.setattr(module.GPTJAttention, "_get_embed_positions", lambda self, *args: was(self, *args) * factor)
     for name, cls in vars(module).items():
         if isinstance(cls, type) and name.endswith("RotaryEmbedding") and cls.__module__ == module.__name__:
-            monkeypatch.setattr(cls, "forward", lambda self, *args, was=cls.forward, **more: tuple(t * factor for t in was(self, *args, **more)))
+            monkeypatch.setattr(
+                cls,
+                "forward",
+                lambda self, *args, was=cls.forward, **more: tuple(t * factor for t in was(self, *args, **more)),
+            )
     found = []
     for model in models:
         factor.grad = None
@@ -612,7 +727,11 @@ def _biased(mlp: nn.Module, draw: random.Random) -> None:
 def _low_rank(mlp: nn.Module, draw: random.Random) -> None:
     name = draw.choice(_projections(mlp))
     old = getattr(mlp, name)
-    setattr(mlp, name, nn.Sequential(nn.Linear(old.in_features, 4, device=DEVICE), nn.Linear(4, old.out_features, device=DEVICE)))
+    setattr(
+        mlp,
+        name,
+        nn.Sequential(nn.Linear(old.in_features, 4, device=DEVICE), nn.Linear(4, old.out_features, device=DEVICE)),
+    )
 
 
 def _parametrised(mlp: nn.Module, draw: random.Random) -> None:
@@ -634,7 +753,9 @@ def _eps(norm: nn.Module, draw: random.Random) -> None:
 
 
 def _weight(norm: nn.Module, draw: random.Random) -> None:
-    norm.weight = nn.Parameter(draw.choice((torch.full_like, lambda w, x: torch.rand_like(w) + x))(norm.weight.detach(), 0.7))
+    norm.weight = nn.Parameter(
+        draw.choice((torch.full_like, lambda w, x: torch.rand_like(w) + x))(norm.weight.detach(), 0.7)
+    )
 
 
 def _scaled(norm: nn.Module, draw: random.Random) -> None:
@@ -657,7 +778,12 @@ def _new(parent: nn.Module, name: str) -> None:
 
 def _change(model: nn.Module, draw: random.Random) -> None:
     """One change of a random part."""
-    norms = [(parent, name) for parent in model.modules() for name, m in parent.named_children() if "norm" in name and type(m).__name__.endswith("Norm")]
+    norms = [
+        (parent, name)
+        for parent in model.modules()
+        for name, m in parent.named_children()
+        if "norm" in name and type(m).__name__.endswith("Norm")
+    ]
     mlps = [m for m in model.modules() if hasattr(m, "act_fn") and len(_projections(m)) > 1]
     if draw.random() < 0.5:
         change, mlp = draw.choice((_biased, _low_rank, _parametrised, _frozen, _activated)), draw.choice(mlps)
@@ -683,7 +809,17 @@ def test_layers_of_the_hub_know_plain_norms_alone():
     """A norm that may have no weight is not served by a layer that reads one."""
     from liger_kernel.hub.layers import _form
 
-    forms = {"llama": (0.0, "llama", "variance_epsilon"), "gemma": (1.0, "gemma", "eps"), "gemma3n_text": None, "gemma4_text": None}
+    forms = {
+        "llama": (0.0, "llama", "variance_epsilon"),
+        "gemma": (1.0, "gemma", "eps"),
+        "gemma3n_text": None,
+        "gemma4_text": None,
+    }
     for family, form in forms.items():
         if family in transformers.CONFIG_MAPPING:
-            assert _form(next(c for name, c in vars(modeling(family)).items() if re.fullmatch(r"\w+[a-z0-9]RMSNorm", name))) == form
+            assert (
+                _form(
+                    next(c for name, c in vars(modeling(family)).items() if re.fullmatch(r"\w+[a-z0-9]RMSNorm", name))
+                )
+                == form
+            )

@@ -1,4 +1,5 @@
-"""Scores of tokens, which trainers ask of a model's forward instead of logits: those of its logits, whatever is around it."""
+"""Scores of tokens, which trainers ask of a model's forward instead of logits: those of its
+logits, whatever is around it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,19 @@ from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.head.token_scores import TokenScores, give_scores
 
 # a cap, a multiplier, scales, a head behind a dense layer and a norm; states instead of attention
-FAMILIES = ["llama", "gemma2", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-decoder", "cohere", "granite", "gpt2", "mamba", "phi"]
+FAMILIES = [
+    "llama",
+    "gemma2",
+    "recurrent_gemma",
+    "falcon_h1",
+    "xlstm",
+    "modernbert-decoder",
+    "cohere",
+    "granite",
+    "gpt2",
+    "mamba",
+    "phi",
+]
 
 
 def targets(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +54,12 @@ def learned(model: nn.Module, scores: TokenScores) -> dict[str, torch.Tensor]:
     loss = (weights * scores.logp + weights.flip(0) * scores.logp_of_others).sum()
     model.zero_grad()
     loss.backward()
-    found = {"loss": loss.detach(), "first": scores.logp.detach(), "second": scores.logp_of_others.detach(), "mean": scores.mean_logit}
+    found = {
+        "loss": loss.detach(),
+        "first": scores.logp.detach(),
+        "second": scores.logp_of_others.detach(),
+        "mean": scores.mean_logit,
+    }
     return found | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -61,7 +79,8 @@ def of_scores(model: nn.Module, **kwargs) -> dict[str, torch.Tensor]:
 
 
 class Rows(TorchDispatchMode):
-    """The largest number of rows of any tensor with ``width`` columns that an operator makes; not of transposed weights."""
+    """The largest number of rows of any tensor with ``width`` columns that an operator makes;
+    not of transposed weights."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -115,7 +134,9 @@ def hooked(model):
 
 def lora(model):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, lora_dropout=0.5, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, lora_dropout=0.5, task_type="CAUSAL_LM"
+    )
     torch.manual_seed(0)
     return peft.get_peft_model(model, config)
 
@@ -123,7 +144,9 @@ def lora(model):
 def lora_of_the_body(model):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    )
 
 
 def with_bias(model):

@@ -1,10 +1,14 @@
-"""Which implementation of an operator runs: "nvidia-triton" (also "triton"), our kernels, or "torch", plain PyTorch.
+"""Which implementation of an operator runs: "nvidia-triton" (also "triton"), our kernels, or
+"torch", plain PyTorch.
 
-On AMD's GPUs the first is called "rocm-triton". A name is searched in this order: the argument ``impl`` (or ``backend``) of the call, the environment's
-``LIGER_KERNEL_IMPL_<OPERATOR>``, its ``LIGER_KERNEL_IMPL``, ``set_impl``. Without a name, the operator decides as usual: kernels for inputs that they
-support, PyTorch for others. A named implementation that cannot run raises ``ImplNotAvailableError``; no other one runs instead.
+On AMD's GPUs the first is called "rocm-triton". A name is searched in this order: the argument
+``impl`` (or ``backend``) of the call, the environment's ``LIGER_KERNEL_IMPL_<OPERATOR>``, its
+``LIGER_KERNEL_IMPL``, ``set_impl``. Without a name, the operator decides as usual: kernels for
+inputs that they support, PyTorch for others. A named implementation that cannot run raises
+``ImplNotAvailableError``; no other one runs instead.
 
-``register_impl`` adds implementations of your own. One with a lower ``preference_rank`` than ours (50) runs if no implementation is named.
+``register_impl`` adds implementations of your own. One with a lower ``preference_rank`` than ours
+(50) runs if no implementation is named.
 """
 
 from __future__ import annotations
@@ -39,12 +43,17 @@ class LigerImplFallbackWarning(UserWarning):
     """An implementation has passed a call on to another one."""
 
 
-BackendNotAvailableError, NoBackendAvailableError, LigerBackendFallbackWarning = ImplNotAvailableError, NoImplAvailableError, LigerImplFallbackWarning
+BackendNotAvailableError, NoBackendAvailableError, LigerBackendFallbackWarning = (
+    ImplNotAvailableError,
+    NoImplAvailableError,
+    LigerImplFallbackWarning,
+)
 
 
 @dataclass(frozen=True)
 class Capability:
-    """The needs of an implementation: a compute capability from ``min_cc`` to ``max_cc``, importable modules, a GPU, and a true ``predicate``."""
+    """The needs of an implementation: a compute capability from ``min_cc`` to ``max_cc``,
+    importable modules, a GPU, and a true ``predicate``."""
 
     min_cc: tuple[int, int] | None = None
     max_cc: tuple[int, int] | None = None
@@ -56,7 +65,8 @@ class Capability:
         return self.reason_if_unsatisfied(device) is None
 
     def reason_if_unsatisfied(self, device: Any = None) -> str | None:
-        """The first need that ``device`` (default: the current GPU) does not meet; None if it meets all."""
+        """The first need that ``device`` (default: the current GPU) does not meet; None if it
+        meets all."""
         return next(self._lacks(device), None)
 
     def _lacks(self, device: Any) -> Iterator[str]:
@@ -88,7 +98,8 @@ PYTORCH_FALLBACK = Capability()
 
 @dataclass(frozen=True)
 class OpImpl:
-    """An implementation of an operator: a function, or an autograd Function, that takes the arguments of LinkedIn's operator by position."""
+    """An implementation of an operator: a function, or an autograd Function, that takes the
+    arguments of LinkedIn's operator by position."""
 
     op_name: str
     impl_name: str
@@ -106,10 +117,13 @@ class OpImpl:
         return self.impl_name
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return its result. ``mode`` is one of ``modes`` (ours have none) or None. A Function takes no other keyword."""
+        """Return its result. ``mode`` is one of ``modes`` (ours have none) or None. A Function
+        takes no other keyword."""
         mode = kwargs.get("mode")
         if mode is not None and mode not in self.modes:
-            raise ImplNotAvailableError(f"{self.op_name}: mode of {self.impl_name} must be one of {(*self.modes, None)}, got {mode!r}")
+            raise ImplNotAvailableError(
+                f"{self.op_name}: mode of {self.impl_name} must be one of {(*self.modes, None)}, got {mode!r}"
+            )
         if mode is None or self.autograd_function is not None:
             kwargs.pop("mode", None)
         if self.autograd_function is not None:
@@ -136,26 +150,39 @@ def register_impl(
     notes: str = "",
     backend: str | None = None,
 ) -> Callable[[Any], Any]:
-    """Return a decorator for a function or an autograd Function that implements ``op_name``; ``backend`` is another name for ``impl_name``."""
+    """Return a decorator for a function or an autograd Function that implements ``op_name``;
+    ``backend`` is another name for ``impl_name``."""
     name = impl_name or backend
     if name is None:
         raise TypeError("register_impl: impl_name must be a name, got None")
 
     def register(it: Any) -> Any:
         if not callable(it):
-            raise TypeError(f"register_impl: what is registered must be a function or a Function, got {type(it).__name__}")
+            raise TypeError(
+                f"register_impl: what is registered must be a function or a Function, got {type(it).__name__}"
+            )
         kind = "autograd_function" if isinstance(it, type) else "forward"
-        about: dict[str, Any] = dict(default_mode=default_mode, preference_rank=preference_rank, tolerances=tolerances or {}, notes=notes)
-        _REGISTRY.setdefault(op_name, {})[name] = OpImpl(op_name, name, capability or Capability(), modes=tuple(modes), **about, **{kind: it})
+        about: dict[str, Any] = dict(
+            default_mode=default_mode, preference_rank=preference_rank, tolerances=tolerances or {}, notes=notes
+        )
+        _REGISTRY.setdefault(op_name, {})[name] = OpImpl(
+            op_name, name, capability or Capability(), modes=tuple(modes), **about, **{kind: it}
+        )
         return it
 
     return register
 
 
 def register_ours(op_name: str, op: operator.Op, published: Callable[..., Any]) -> None:
-    """Register both implementations of ``op_name``: ``published(run, *args)`` calls ``run``, which is our operator or its reference."""
-    for name, run, capability in ((TRITON, op.fn, Capability(modules=["triton"], predicate=_have_kernels)), (TORCH, op.reference, PYTORCH_FALLBACK)):
-        register_impl(op_name, impl_name=name, capability=capability, preference_rank=RANKS[name])(functools.partial(published, run))
+    """Register both implementations of ``op_name``: ``published(run, *args)`` calls ``run``,
+    which is our operator or its reference."""
+    for name, run, capability in (
+        (TRITON, op.fn, Capability(modules=["triton"], predicate=_have_kernels)),
+        (TORCH, op.reference, PYTORCH_FALLBACK),
+    ):
+        register_impl(op_name, impl_name=name, capability=capability, preference_rank=RANKS[name])(
+            functools.partial(published, run)
+        )
 
 
 def _have_kernels() -> bool:
@@ -163,12 +190,14 @@ def _have_kernels() -> bool:
 
 
 def declare_op_locations(op_name: str, module_paths: Sequence[str]) -> None:
-    """Declare modules that register implementations of ``op_name`` when they are imported, on the first call of the operator."""
+    """Declare modules that register implementations of ``op_name`` when they are imported, on
+    the first call of the operator."""
     _LOCATIONS[op_name] = list(module_paths)
 
 
 def get_discovery_failures() -> dict[str, tuple[type, str]]:
-    """The modules of ``declare_op_locations`` that could not be imported, with the type and text of the error."""
+    """The modules of ``declare_op_locations`` that could not be imported, with the type and text
+    of the error."""
     return dict(_FAILURES)
 
 
@@ -206,21 +235,24 @@ def all_impls(op_name: str) -> list[str]:
 
 
 def available_impls(op_name: str, device: Any = None) -> list[str]:
-    """Names of the implementations of ``op_name`` that can run on ``device`` (default: the current one), the preferred one first."""
+    """Names of the implementations of ``op_name`` that can run on ``device`` (default: the
+    current one), the preferred one first."""
     on_cpu = device is not None and torch.device(device).type == "cpu" and not operator.INTERPRET
     found = sorted(list_registered(op_name), key=lambda impl: (impl.preference_rank, impl.impl_name))
     return [i.impl_name for i in found if i.capability.is_satisfied(device) and not (on_cpu and i.impl_name == TRITON)]
 
 
 def clear_available_cache() -> None:
-    """Does nothing: there is no cache, because each call checks again which implementations can run."""
+    """Does nothing: there is no cache, because each call checks again which implementations can
+    run."""
 
 
 _chosen: str | None = None
 
 
 def set_impl(name: str | None) -> None:
-    """Choose the implementation for the whole process, for calls without a name in the call or the environment; None: the operator decides."""
+    """Choose the implementation for the whole process, for calls without a name in the call or
+    the environment; None: the operator decides."""
     global _chosen
     _chosen = name and _ALIASES.get(name, name)
 
@@ -231,8 +263,11 @@ def get_impl() -> str | None:
 
 
 def _named(op_name: str, requested: str | None) -> str | None:
-    """The name of the requested implementation: from the call, the environment or ``set_impl``; None without one."""
-    variables = [f"LIGER_KERNEL_{word}{suffix}" for suffix in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")]
+    """The name of the requested implementation: from the call, the environment or ``set_impl``;
+    None without one."""
+    variables = [
+        f"LIGER_KERNEL_{word}{suffix}" for suffix in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")
+    ]
     name = requested or next((said for v in variables if (said := os.environ.get(v))), None) or _chosen
     return name and _ALIASES.get(name, name)
 
@@ -240,7 +275,8 @@ def _named(op_name: str, requested: str | None) -> str | None:
 def resolve_impl(op_name: str, requested: str | None = None, device: Any = None) -> OpImpl:
     """Return the implementation that a call of ``op_name`` would run.
 
-    Raises ``ImplNotAvailableError`` if it is named and cannot run, ``NoImplAvailableError`` if there is no such operator.
+    Raises ``ImplNotAvailableError`` if it is named and cannot run, ``NoImplAvailableError`` if
+    there is no such operator.
     """
     found = _implementations(op_name)
     if not found:
@@ -258,21 +294,27 @@ def resolve_impl(op_name: str, requested: str | None = None, device: Any = None)
 
 
 def dispatch(op_name: str, *args: Any, impl: str | None = None, backend: str | None = None, **kwargs: Any) -> Any:
-    """Call ``op_name`` with positional arguments. ``impl`` (or ``backend``), the environment or ``set_impl`` may name the implementation."""
+    """Call ``op_name`` with positional arguments. ``impl`` (or ``backend``), the environment or
+    ``set_impl`` may name the implementation."""
     named, found = _named(op_name, impl or backend), _implementations(op_name)
-    if named is None and found.keys() == RANKS.keys():  # no choice: call our operator, which handles more cases without kernels than its reference
+    if (
+        named is None and found.keys() == RANKS.keys()
+    ):  # no choice: call our operator, which handles more cases without kernels than its reference
         return found[TRITON].call(*args, **kwargs)
     x = next((a for a in args if isinstance(a, Tensor)), None)
     chosen = resolve_impl(op_name, named, x.device if x is not None and x.is_cuda else None)
     if chosen.impl_name == TRITON and named and x is not None and not operator.use_kernels(x):
-        raise ImplNotAvailableError(f"{op_name}: {TRITON} needs a GPU and fp32, fp16 or bf16, got {x.dtype} on {x.device}")
+        raise ImplNotAvailableError(
+            f"{op_name}: {TRITON} needs a GPU and fp32, fp16 or bf16, got {x.dtype} on {x.device}"
+        )
     if chosen.impl_name == TORCH and not named:
         chosen = found[TRITON]
     return chosen.call(*args, **kwargs)
 
 
 def emit_fallback_warning(op_name: str, requested: str, actual: str, reason: str) -> None:
-    """Warn once that ``requested`` passes ``op_name`` on to ``actual``; with ``LIGER_KERNEL_STRICT=1``, raise the warning as an error."""
+    """Warn once that ``requested`` passes ``op_name`` on to ``actual``; with
+    ``LIGER_KERNEL_STRICT=1``, raise the warning as an error."""
     text = f"{op_name}: {requested} is left to {actual}: {reason}"
     if os.environ.get("LIGER_KERNEL_STRICT", "0") not in ("", "0", "false", "False"):
         raise ImplNotAvailableError(text)

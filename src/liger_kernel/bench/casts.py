@@ -1,7 +1,8 @@
-"""The steps of a linear layer in FP8 as operators to measure, beside torchao's casts. They are no public operators: ``ops/projections`` has what calls them.
+"""The steps of a linear layer in FP8 as operators to measure, beside torchao's casts. They are no
+public operators: ``ops/projections`` has what calls them.
 
-Shapes: x (M, K); gate and up (M, I); a (M, K) and b (N, K) in e4m3. Casts are measured as a layer makes them: the search for largest values, one cast by
-rows and a transposed one by columns.
+Shapes: x (M, K); gate and up (M, I); a (M, K) and b (N, K) in e4m3. Casts are measured as a layer
+makes them: the search for largest values, one cast by rows and a transposed one by columns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def amax_reference(x: Tensor, by_rows: bool) -> tuple[Tensor, ...]:
 
 
 def _bits(*casts: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """Values and scales. The rule of accuracy is not for 8 bits, which tests compare: here they are integers."""
+    """Values and scales. The rule of accuracy is not for 8 bits, which tests compare: here they
+    are integers."""
     small = lambda t: t.view(torch.uint8) if t.itemsize == 1 else t
     return tuple(small(t) for cast in casts if cast is not None for t in cast)
 
@@ -99,7 +101,10 @@ def _of_torchao(recipe: str, compiled: bool) -> Callable[[Tensor], tuple[Tensor,
         mx = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
 
         def casts(x: Tensor) -> tuple[Tensor, ...]:
-            both = (mx.to_mx(t, E4, mxfp8.BLOCK, mx.ScaleCalculationMode.RCEIL, is_swizzled_scales=True) for t in (x, x.t().contiguous()))
+            both = (
+                mx.to_mx(t, E4, mxfp8.BLOCK, mx.ScaleCalculationMode.RCEIL, is_swizzled_scales=True)
+                for t in (x, x.t().contiguous())
+            )
             return _bits(*((values, scale.flatten()) for scale, values in both))
 
     else:
@@ -132,12 +137,18 @@ def _input(M: int, N: int) -> T:
 
 def _operands(M: int, N: int, K: int, by_rows: bool) -> dict[str, T]:
     values = lambda rows: T((rows, K), dtype=E4, grad=False)
-    scale = lambda rows: T((rows, 1) if by_rows else (), lambda *shape, dtype: torch.rand(shape, dtype=dtype) + 0.5, dtype=torch.float32, grad=False)
+    scale = lambda rows: T(
+        (rows, 1) if by_rows else (),
+        lambda *shape, dtype: torch.rand(shape, dtype=dtype) + 0.5,
+        dtype=torch.float32,
+        grad=False,
+    )
     return dict(a=values(M), scale_a=scale(M), b=values(N), scale_b=scale(N))
 
 
 def _casts_cost(x: Tensor, recipe: str) -> Cost:
-    """What has other than blocks' scales is read twice, because a cast needs the largest value of all."""
+    """What has other than blocks' scales is read twice, because a cast needs the largest value
+    of all."""
     return Cost(nbytes(x) * (1 if f8.RECIPES[recipe].blocks else 2) + 2 * x.numel(), 0)
 
 
@@ -146,8 +157,19 @@ def _product_cost(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Cos
     return Cost(nbytes(a, scale_a, b, scale_b) + 2 * M * N, 0, gemms=([(M, N, K)], []), rate=2)
 
 
-def _operator(name: str, fn: Callable, reference: Callable, cases: list[Case], cost: Callable[..., Cost], **rivals: Callable) -> MeasuredOp:
-    return MeasuredOp(name, fn, reference, cases, cost, reference.__doc__ or "", {key.replace("_", "+"): rival for key, rival in rivals.items()}, {})
+def _operator(
+    name: str, fn: Callable, reference: Callable, cases: list[Case], cost: Callable[..., Cost], **rivals: Callable
+) -> MeasuredOp:
+    return MeasuredOp(
+        name,
+        fn,
+        reference,
+        cases,
+        cost,
+        reference.__doc__ or "",
+        {key.replace("_", "+"): rival for key, rival in rivals.items()},
+        {},
+    )
 
 
 SCALES = {"tensor": False, "rows": True}
@@ -159,15 +181,24 @@ CASTS: dict[str, MeasuredOp] = {
             float8_amax,
             amax_reference,
             [Case(f"small-{name}", dict(x=_input(64, 96), by_rows=by_rows)) for name, by_rows in SCALES.items()]
-            + [Case(f"llama3-8b-{name}", dict(x=_input(8192, 14336), by_rows=by_rows), gpu=True) for name, by_rows in SCALES.items()],
+            + [
+                Case(f"llama3-8b-{name}", dict(x=_input(8192, 14336), by_rows=by_rows), gpu=True)
+                for name, by_rows in SCALES.items()
+            ],
             lambda x, by_rows: Cost(nbytes(x), 0),
         ),
         _operator(
             "float8_casts",
             float8_casts,
             casts_reference,
-            [Case(f"small-{name}", dict(x=_input(64, 96), recipe=name)) for name in ("tensorwise", "rowwise", "mxfp8_rceil")]
-            + [Case(f"llama3-8b-{name}", dict(x=_input(8192, 14336), recipe=name), gpu=True) for name in ("tensorwise", "rowwise", "mxfp8_rceil")],
+            [
+                Case(f"small-{name}", dict(x=_input(64, 96), recipe=name))
+                for name in ("tensorwise", "rowwise", "mxfp8_rceil")
+            ]
+            + [
+                Case(f"llama3-8b-{name}", dict(x=_input(8192, 14336), recipe=name), gpu=True)
+                for name in ("tensorwise", "rowwise", "mxfp8_rceil")
+            ],
             _casts_cost,
             ao=_ao,
             ao_compile=_ao_compiled,
@@ -187,7 +218,10 @@ CASTS: dict[str, MeasuredOp] = {
             float8_product,
             product_reference,
             [Case(f"small-{name}", _operands(48, 64, 96, by_rows)) for name, by_rows in SCALES.items()]
-            + [Case(f"llama3-8b-{name}", _operands(8192, 14336, 4096, by_rows), gpu=True) for name, by_rows in SCALES.items()],
+            + [
+                Case(f"llama3-8b-{name}", _operands(8192, 14336, 4096, by_rows), gpu=True)
+                for name, by_rows in SCALES.items()
+            ],
             _product_cost,
         ),
     )

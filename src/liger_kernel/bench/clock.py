@@ -1,7 +1,10 @@
-"""Clocks and ceilings: device, wall and host time of a call, and the best rates that this machine reaches.
+"""Clocks and ceilings: device, wall and host time of a call, and the best rates that this machine
+reaches.
 
-Device time is the sum of the durations of the kernels that a call launched, as CUPTI records them. It includes neither host work nor
-synchronisations inside the call. The L2 cache is overwritten before each call. Without a GPU, all three are wall time.
+Device time is the sum of the durations of the kernels that a call launched, as CUPTI records them.
+It includes neither host work nor
+synchronisations inside the call. The L2 cache is overwritten before each call. Without a GPU, all
+three are wall time.
 """
 
 from __future__ import annotations
@@ -70,13 +73,18 @@ def synchronize() -> None:
 Prepare = Callable[[], Callable[[], Any]]
 
 
-def race(contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2, device_only: bool = False) -> dict[str, Timed]:
-    """Time contestants against each other: interleaved, in a new random order each time, with a cold L2.
+def race(
+    contestants: dict[str, Prepare], repeats: int = 11, warmup: int = 2, device_only: bool = False
+) -> dict[str, Timed]:
+    """Time contestants against each other: interleaved, in a new random order each time, with a
+    cold L2.
 
-    A GPU at its power limit is slower after matrix products than after copies. If a contestant always followed the same other one, that one's
+    A GPU at its power limit is slower after matrix products than after copies. If a contestant
+    always followed the same other one, that one's
     heat would change its time.
 
-    A contestant is a function that does the work that is not timed (such as the forward before a backward) and returns the call to time.
+    A contestant is a function that does the work that is not timed (such as the forward before a
+    backward) and returns the call to time.
     """
     for prepare in contestants.values():
         for _ in range(warmup):
@@ -180,7 +188,8 @@ def gemm_ms(m: int, n: int, k: int, dtype: torch.dtype) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Measure on this machine: copy bandwidth, and the bf16 rate of an 8192 x 8192 x 8192 product (without a GPU: fp32, size 1024)."""
+    """Measure on this machine: copy bandwidth, and the bf16 rate of an 8192 x 8192 x 8192
+    product (without a GPU: fp32, size 1024)."""
     size, dtype = (8192, torch.bfloat16) if GPU else (1024, torch.float32)
     return {"copy_tb_s": copy_tb_s(), "gemm_tflops": 2 * size**3 / gemm_ms(size, size, size, dtype) / 1e9}
 

@@ -1,4 +1,5 @@
-"""What ``liger fit`` says of a row of ``liger bench step``: the peak of memory from shapes alone, beside the one that was measured."""
+"""What ``liger fit`` says of a row of ``liger bench step``: the peak of memory from shapes
+alone, beside the one that was measured."""
 
 from __future__ import annotations
 
@@ -47,13 +48,26 @@ class Measured:
         values = MODELS[self.model] | ({"num_hidden_layers": self.layers} if self.layers else {})
         run = TrainConfig(model=self.model, **dict(self.run))
         values["max_position_embeddings"] = max(run.length, values["max_position_embeddings"])
-        return simulated.simulated(config_of(values), run, self.precision, world=self.gpus, optimizer=self.optimizer, ignored=self.ignored, reduce_dtype=None)
+        return simulated.simulated(
+            config_of(values),
+            run,
+            self.precision,
+            world=self.gpus,
+            optimizer=self.optimizer,
+            ignored=self.ignored,
+            reduce_dtype=None,
+        )
 
     def __str__(self) -> str:
         changed = {
-            name: value for name, value in self.run if getattr(TrainConfig, name) != value and name not in ("batch", "length", "lora_targets", "kernels")
+            name: value
+            for name, value in self.run
+            if getattr(TrainConfig, name) != value and name not in ("batch", "length", "lora_targets", "kernels")
         }
-        size = f"{self.model}{f' with {self.layers} layers' if self.layers else ''}, {dict(self.run)['batch']} x {dict(self.run)['length']}"
+        size = (
+            f"{self.model}{f' with {self.layers} layers' if self.layers else ''}, {dict(self.run)['batch']} x "
+            f"{dict(self.run)['length']}"
+        )
         given = [f"`--{name.replace('_', '-')} {value}`".replace(" True`", "`") for name, value in changed.items()]
         return ", ".join(
             [
@@ -81,4 +95,6 @@ def measured(row: Row) -> Measured:
     run |= dict(parallel=row["parallel"]) if row.get("parallel") else {}
     run |= dict(optimizer_on_cpu=True) if row.get("optimizer_on_cpu") else {}
     how = row["optimizer"], "bf16-mixed" if row.get("autocast") else "bf16", row.get("masked") or 0.0, row["gpus"] or 1
-    return Measured(row["model"], row.get("layers") or None, variant, *how, row["peak_allocated_gb"], tuple(run.items()))
+    return Measured(
+        row["model"], row.get("layers") or None, variant, *how, row["peak_allocated_gb"], tuple(run.items())
+    )

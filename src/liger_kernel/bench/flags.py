@@ -1,4 +1,5 @@
-"""Flags of ``liger bench`` and ``liger tune``. This file imports neither torch nor operators, so ``--help`` and errors in flags appear at once."""
+"""Flags of ``liger bench`` and ``liger tune``. This file imports neither torch nor operators, so
+``--help`` and errors in flags appear at once."""
 
 from __future__ import annotations
 
@@ -18,22 +19,35 @@ VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "ao
 
 
 def operators(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags of ``liger bench``. Dtypes and variants have defaults that depend on the GPU: if they are not given, they are None."""
+    """Parse the flags of ``liger bench``. Dtypes and variants have defaults that depend on the
+    GPU: if they are not given, they are None."""
     parser = Parser(
         prog="liger bench",
-        description="Measure operators. `liger bench step` measures training steps, `liger bench report` makes tables of results.",
+        description="Measure operators. `liger bench step` measures training steps, `liger bench report` makes "
+        "tables of results.",
         usage="%(prog)s [OP ...] [--name value ...]",
     )
     add = parser.add_argument
-    more = "the losses dpo, grpo and orpo, and steps of layers in FP8: float8_amax, float8_casts, float8_product, glu_and_tops"
+    more = (
+        "the losses dpo, grpo and orpo, and steps of layers in FP8: float8_amax, float8_casts, float8_product, "
+        "glu_and_tops"
+    )
     add("op", nargs="*", help=f"operators that `liger ops` lists, {more} (default: all)")
     add("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
     add("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
     add("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
     add("--mode", default="full", help="forward, backward, full; comma-separated (default: full)")
-    add("--against", help="eager, compile, torch, upstream, cce, quack, ao (torchao); comma-separated (default: eager,compile,torch, eager without a GPU)")
+    add(
+        "--against",
+        help="eager, compile, torch, upstream, cce, quack, ao (torchao); comma-separated (default: "
+        "eager,compile,torch, eager without a GPU)",
+    )
     for name, package in PACKAGES.items():
-        add(f"--{name}-path", metavar="DIR", help=f"where {package.requirement} is: pip install --no-deps --target DIR {package.requirement}")
+        add(
+            f"--{name}-path",
+            metavar="DIR",
+            help=f"where {package.requirement} is: pip install --no-deps --target DIR {package.requirement}",
+        )
     add("--base", metavar="GITREF", help="our operators at this revision, too")
     add("--repeats", type=int, default=11, help="timed calls of each variant (default: 11)")
     add("--json", metavar="FILE", help="write rows as they come")

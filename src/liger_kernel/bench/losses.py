@@ -1,6 +1,8 @@
-"""Losses of ``chunked_loss`` as operators to measure: as trainers call them, on real shapes, against plain formulas and LinkedIn's package.
+"""Losses of ``chunked_loss`` as operators to measure: as trainers call them, on real shapes,
+against plain formulas and LinkedIn's package.
 
-Shapes: x (N, T, H) hidden states of N sequences (with pairs: the chosen ones first); w (V, H); target (N, T).
+Shapes: x (N, T, H) hidden states of N sequences (with pairs: the chosen ones first); w (V, H);
+target (N, T).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def dpo_reference(x: Tensor, w: Tensor, target: Tensor, ref_x: Tensor, ref_w: Te
 
 
 def grpo_reference(x: Tensor, w: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """arXiv:2402.03300 on the policy's own samples, without a penalty: the ratio is 1, so it is never clipped."""
+    """arXiv:2402.03300 on the policy's own samples, without a penalty: the ratio is 1, so it is
+    never clipped."""
     logp = logprobs(x, w, target)
     return -((logp - logp.detach()).exp() * advantages[:, None]).mean(1).mean()
 
@@ -61,7 +64,8 @@ def grpo(x: Tensor, w: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _theirs(call: Callable[[Any], Callable[..., Any]]) -> Callable[..., Tensor]:
-    """Adapt LinkedIn's function: ``call(their chunked_loss)`` takes the arguments and returns the loss and more."""
+    """Adapt LinkedIn's function: ``call(their chunked_loss)`` takes the arguments and returns
+    the loss and more."""
 
     def rival(functional: Any, *args: Any, **kwargs: Any) -> Tensor:
         return call(importlib.import_module("liger_kernel.chunked_loss"))(*args, **kwargs)[0]
@@ -71,7 +75,11 @@ def _theirs(call: Callable[[Any], Callable[..., Any]]) -> Callable[..., Tensor]:
 
 THEIRS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "orpo": lambda m: lambda x, w, target: m.LigerFusedLinearORPOLoss(beta=BETA)(w, x, target),
-    "dpo": lambda m: lambda x, w, target, ref_x, ref_w: m.LigerFusedLinearDPOLoss(beta=BETA)(w, x, target, ref_input=ref_x, ref_weight=ref_w),
+    "dpo": lambda m: (
+        lambda x, w, target, ref_x, ref_w: m.LigerFusedLinearDPOLoss(beta=BETA)(
+            w, x, target, ref_input=ref_x, ref_weight=ref_w
+        )
+    ),
     "grpo": lambda m: (
         lambda x, w, target, advantages: m.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="grpo")(
             x, w, target, torch.ones_like(target), advantages
@@ -85,7 +93,11 @@ def _head(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _arguments(name: str, N: int, L: int, H: int, V: int) -> dict[str, T]:
-    found = dict(x=T((N, L, H)), w=T((V, H), _head), target=T((N, L), lambda *shape, dtype: torch.randint(0, V, shape), dtype=torch.int64))
+    found = dict(
+        x=T((N, L, H)),
+        w=T((V, H), _head),
+        target=T((N, L), lambda *shape, dtype: torch.randint(0, V, shape), dtype=torch.int64),
+    )
     if name == "dpo":
         found |= dict(ref_x=T((N, L, H), grad=False), ref_w=T((V, H), _head, grad=False))
     return found | (dict(advantages=T((N,), grad=False)) if name == "grpo" else {})
@@ -99,8 +111,15 @@ def _cost(**args: Tensor) -> Cost:
 
 def _loss(fn: Callable[..., Tensor], reference: Callable[..., Tensor]) -> MeasuredOp:
     name = fn.__name__
-    cases = [Case("small", _arguments(name, 4, 6, 16, 50)), Case("llama-3.2-1b", _arguments(name, 8, 1024, 2048, 128256), gpu=True)]
-    return MeasuredOp(name, fn, reference, cases, _cost, reference.__doc__ or "", {"upstream": _theirs(THEIRS[name])}, {})
+    cases = [
+        Case("small", _arguments(name, 4, 6, 16, 50)),
+        Case("llama-3.2-1b", _arguments(name, 8, 1024, 2048, 128256), gpu=True),
+    ]
+    return MeasuredOp(
+        name, fn, reference, cases, _cost, reference.__doc__ or "", {"upstream": _theirs(THEIRS[name])}, {}
+    )
 
 
-LOSSES: dict[str, MeasuredOp] = {op.name: op for op in (_loss(orpo, orpo_reference), _loss(dpo, dpo_reference), _loss(grpo, grpo_reference))}
+LOSSES: dict[str, MeasuredOp] = {
+    op.name: op for op in (_loss(orpo, orpo_reference), _loss(dpo, dpo_reference), _loss(grpo, grpo_reference))
+}

@@ -1,4 +1,5 @@
-"""What benchmarks need in addition to an operator's declaration: shapes of real models, other implementations, and series of sizes."""
+"""What benchmarks need in addition to an operator's declaration: shapes of real models, other
+implementations, and series of sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ Sweeps = Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]]
 class Measured:
     """``cases``: shapes of real models, for GPUs only.
 
-    ``rivals``: other implementations: "torch", or a package. A package's function takes the module that ``bench.rivals`` loads, and the arguments. Its
-    optional attribute ``prepare`` maps a case's arguments to them and is not timed. ``sweeps``: name -> (values, arguments of a case for a value).
+    ``rivals``: other implementations: "torch", or a package. A package's function takes the module
+    that ``bench.rivals`` loads, and the arguments. Its optional attribute ``prepare`` maps a case's
+    arguments to them and is not timed. ``sweeps``: name -> (values, arguments of a case for a
+    value).
     """
 
     cases: Sequence[Case] = ()
@@ -25,7 +28,9 @@ class Measured:
     sweeps: Sweeps = field(default_factory=dict)
 
     def of(self, op: Op) -> MeasuredOp:
-        return MeasuredOp(op.name, op.fn, op.reference, [*op.cases, *self.cases], op.cost, op.doc, self.rivals, self.sweeps)
+        return MeasuredOp(
+            op.name, op.fn, op.reference, [*op.cases, *self.cases], op.cost, op.doc, self.rivals, self.sweeps
+        )
 
 
 @dataclass(frozen=True, eq=False)

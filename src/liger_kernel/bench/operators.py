@@ -1,7 +1,10 @@
-"""``liger bench``: every operator in ``OPS`` on its real-model cases, beside eager PyTorch, ``torch.compile`` and other packages.
+"""``liger bench``: every operator in ``OPS`` on its real-model cases, beside eager PyTorch,
+``torch.compile`` and other packages.
 
-A row is one (operator, case, dtype, mode, variant). The variants of a case race in one process. Each operator has its own process. Finished
-rows are written at once, so that a run can be resumed. If a variant is less accurate than the rule of ``liger_kernel.testing`` allows, it is
+A row is one (operator, case, dtype, mode, variant). The variants of a case race in one process.
+Each operator has its own process. Finished
+rows are written at once, so that a run can be resumed. If a variant is less accurate than the rule
+of ``liger_kernel.testing`` allows, it is
 measured, but no table shows a speed-up for it.
 """
 
@@ -51,8 +54,11 @@ def cases_of(op: MeasuredOp, names: list[str], sweep: str | None, small: bool) -
         yield case, {}
 
 
-def implementations(op: MeasuredOp, against: list[str], loaded: dict[str, rivals.Rival]) -> dict[str, Callable[..., Any]]:
-    """variant -> function of the operator's arguments, for the variants that exist for this operator."""
+def implementations(
+    op: MeasuredOp, against: list[str], loaded: dict[str, rivals.Rival]
+) -> dict[str, Callable[..., Any]]:
+    """variant -> function of the operator's arguments, for the variants that exist for this
+    operator."""
     found: dict[str, Callable[..., Any]] = {"ours": op.fn, "eager": op.reference}
     if "compile" in against:
         found["compile"] = torch.compile(op.reference, dynamic=False)
@@ -62,7 +68,11 @@ def implementations(op: MeasuredOp, against: list[str], loaded: dict[str, rivals
         if name == "base":
             found[name] = getattr(rival.module, op.name)
         else:  # a package, by itself and "+compile"
-            found |= {key: _with(function, rival.module) for key, function in op.rivals.items() if key.partition("+")[0] == name}
+            found |= {
+                key: _with(function, rival.module)
+                for key, function in op.rivals.items()
+                if key.partition("+")[0] == name
+            }
     return found
 
 
@@ -78,7 +88,8 @@ def inputs(fn: Callable[..., Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradients(outs: Named) -> Named:
-    """Upstream gradients: 1 for a loss, as in ``loss.backward()``; for tensors random multiples of 1/32, which are exact in every dtype, in the
+    """Upstream gradients: 1 for a loss, as in ``loss.backward()``; for tensors random multiples of
+    1/32, which are exact in every dtype, in the
     memory layout of the output."""
 
     def draw(o: Tensor) -> Tensor:
@@ -96,7 +107,8 @@ def results(fn: Callable[..., Any], args: dict[str, Any]) -> Named:
 
 
 def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> tuple[float, float, bool]:
-    """The largest RMS error, PyTorch's, and whether the rule holds: at most twice PyTorch's error, for each output and gradient of the reference.
+    """The largest RMS error, PyTorch's, and whether the rule holds: at most twice PyTorch's error,
+    for each output and gradient of the reference.
 
     A loss that is returned in 16 bits may have their rounding error in addition.
     """
@@ -106,7 +118,11 @@ def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> t
             good = good and not t.is_floating_point()
             continue
         mine, reference = errors(ours[name], t)["rms"], errors(pytorch[name], t)["rms"]
-        floor = max(torch.finfo(ours[name].dtype).eps, torch.finfo(dtype).eps / 16) if t.numel() < FEW else floors(pytorch[name].dtype, t.numel())["rms"]
+        floor = (
+            max(torch.finfo(ours[name].dtype).eps, torch.finfo(dtype).eps / 16)
+            if t.numel() < FEW
+            else floors(pytorch[name].dtype, t.numel())["rms"]
+        )
         good = good and mine <= 2 * reference + floor and bool(ours[name].isfinite().all())
         worst, theirs = max(worst, mine), max(theirs, reference)
     return worst, theirs, good
@@ -116,7 +132,13 @@ PRODUCTS = "products"  # a contestant that computes only an operator's matrix pr
 
 
 def measure(
-    op: MeasuredOp, case: Case, dtype: torch.dtype, modes: list[str], against: list[str], loaded: dict[str, rivals.Rival], repeats: int
+    op: MeasuredOp,
+    case: Case,
+    dtype: torch.dtype,
+    modes: list[str],
+    against: list[str],
+    loaded: dict[str, rivals.Rival],
+    repeats: int,
 ) -> Iterator[dict[str, Any]]:
     """The rows of one case: first accuracy, then the race."""
     base = case.make(dtype, DEVICE)
@@ -150,26 +172,48 @@ def measure(
             for name in alive:
                 stack.enter_context(_present(loaded.get(name)))
             contestants = {name: _contestant(fn, base, mode) for name, fn in alive.items()}
-            # a GPU at its power limit slows down: the products run interleaved with the others, or they would seem faster
-            alone = {PRODUCTS: functools.partial(lambda call: call, clock.products(products, dtype))} if products else {}
+            # a GPU at its power limit slows down: the products run interleaved with the others, or
+            # they would seem faster
+            alone = (
+                {PRODUCTS: functools.partial(lambda call: call, clock.products(products, dtype))} if products else {}
+            )
             timed = clock.race(contestants | alone, repeats)
             alone.clear()
             peaks = {name: clock.peak_bytes(prepare) for name, prepare in contestants.items()}
         floor = max(moved / clock.copy_tb_s() / 1e9, timed[PRODUCTS].device.median / cost.rate if products else 0.0)
         for name, row in rows.items():
-            row = {"op": op.name, "case": case.name, "dtype": _name(dtype), "mode": mode, "variant": name, "shape": shape} | row
+            row = {
+                "op": op.name,
+                "case": case.name,
+                "dtype": _name(dtype),
+                "mode": mode,
+                "variant": name,
+                "shape": shape,
+            } | row
             row |= {"bytes": moved, "flops": flops, "floor_ms": floor}
             if name in timed:
                 t = timed[name]
                 ms = t.device.median
-                row |= {"device_ms": ms, "device_spread": t.device.spread, "wall_ms": t.wall.median, "host_ms": t.host.median, "kernels": t.kernels}
-                row |= {"peak_mb": peaks[name] / 1e6, "percent_of_floor": 100 * floor / ms, "tb_s": moved / ms / 1e9, "tflop_s": flops / ms / 1e9}
+                row |= {
+                    "device_ms": ms,
+                    "device_spread": t.device.spread,
+                    "wall_ms": t.wall.median,
+                    "host_ms": t.host.median,
+                    "kernels": t.kernels,
+                }
+                row |= {
+                    "peak_mb": peaks[name] / 1e6,
+                    "percent_of_floor": 100 * floor / ms,
+                    "tb_s": moved / ms / 1e9,
+                    "tflop_s": flops / ms / 1e9,
+                }
             yield row
         _free()
 
 
 def _contestant(fn: Callable[..., Any], base: dict[str, Any], mode: str) -> clock.Prepare:
-    """A contestant with fresh inputs and upstream gradients for each call, because some implementations write to both."""
+    """A contestant with fresh inputs and upstream gradients for each call, because some
+    implementations write to both."""
     drawn = gradients(forward(fn, inputs(fn, base)))
 
     def prepare() -> Callable[[], Any]:
@@ -209,7 +253,8 @@ def known() -> dict[str, MeasuredOp]:
 
 
 def child(a: argparse.Namespace) -> None:
-    """Measure operators in this process. It starts when it has read a line, and prints a JSON line for each row."""
+    """Measure operators in this process. It starts when it has read a line, and prints a JSON
+    line for each row."""
     ops = [known()[one] for one in a.child.split(",")]
     loaded = {}
     for name in a.against:
@@ -221,7 +266,9 @@ def child(a: argparse.Namespace) -> None:
     done = {tuple(key) for key in json.loads(a.done)}
     if not sys.stdin.readline():  # the parent process has ended
         return
-    for op, case, more in ((one, *found) for one in ops for found in cases_of(one, a.case, a.sweep, small=not clock.GPU or a.smoke)):
+    for op, case, more in (
+        (one, *found) for one in ops for found in cases_of(one, a.case, a.sweep, small=not clock.GPU or a.smoke)
+    ):
         for dtype in a.dtype:
             if (op.name, case.name, dtype) not in done:
                 for row in measure(op, case, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
@@ -229,13 +276,25 @@ def child(a: argparse.Namespace) -> None:
 
 
 class _Child:
-    """The process of an operator, or of several separated by commas. It does its imports, and then waits until its rows are requested."""
+    """The process of an operator, or of several separated by commas. It does its imports, and
+    then waits until its rows are requested."""
 
     def __init__(self, a: argparse.Namespace, argv: list[str], name: str, rows: list[dict[str, Any]]):
         done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] in name.split(",")]
-        command = [sys.executable, "-m", "liger_kernel.bench.operators", *argv, "--child", name, "--done", json.dumps(done)]
+        command = [
+            sys.executable,
+            "-m",
+            "liger_kernel.bench.operators",
+            *argv,
+            "--child",
+            name,
+            "--done",
+            json.dumps(done),
+        ]
         self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  __exit__ closes it
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages, text=True
+        )
 
     def __enter__(self) -> _Child:
         return self
@@ -262,9 +321,13 @@ class _Child:
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Measure all requested operators, each in its own process; in a smoke run, whose times do not matter, all in one process."""
+    """Measure all requested operators, each in its own process; in a smoke run, whose times do
+    not matter, all in one process."""
     path = Path(a.json) if a.json else None
-    result: dict[str, Any] = {"meta": clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)}, "rows": []}
+    result: dict[str, Any] = {
+        "meta": clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)},
+        "rows": [],
+    }
     if a.resume and path and path.exists():
         result["rows"] = read(path)["rows"]
     for name in a.against:
@@ -276,7 +339,10 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                     raise UserError(str(error)) from error
                 print(error)
     if not clock.GPU:
-        print("Measured on a CPU: this measures the CPU path, PyTorch references on small cases. It says nothing about kernels on a GPU.")
+        print(
+            "Measured on a CPU: this measures the CPU path, PyTorch references on small cases. It says nothing about "
+            "kernels on a GPU."
+        )
     names = a.op or list(known())
     names = [",".join(names)] if a.smoke else names
     ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # importing during a measurement needs free cores
@@ -284,7 +350,8 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         children = [stack.enter_context(_Child(a, argv, name, result["rows"])) for name in names[:ahead]]
         for i, name in enumerate(names):
             children += [
-                stack.enter_context(_Child(a, argv, following, result["rows"])) for following in names[i + ahead : i + ahead + 1]
+                stack.enter_context(_Child(a, argv, following, result["rows"]))
+                for following in names[i + ahead : i + ahead + 1]
             ]  # the next process imports meanwhile
             rows: list[dict[str, Any]] = []
             for row in children[i].rows():
@@ -322,7 +389,8 @@ def check_cases(ops: Sequence[MeasuredOp], cases: Sequence[str], sweep: str | No
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Returns 0 if everything requested was measured and our operators are accurate everywhere."""
+    """Run the command. Returns 0 if everything requested was measured and our operators are
+    accurate everywhere."""
     a = parse(argv)
     if a.child:
         child(a)

@@ -1,4 +1,5 @@
-"""Results as one self-contained HTML file, and ``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
+"""Results as one self-contained HTML file, and ``liger bench report``: tables, plots and data of
+runs that were written with ``--json``."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ from liger_kernel.train.mistakes import Parser, UserError
 
 @dataclass(frozen=True)
 class Loss:
-    """One measure in which a rival is better. ``ratio``: ours divided by theirs, in the direction in which more is worse."""
+    """One measure in which a rival is better. ``ratio``: ours divided by theirs, in the
+    direction in which more is worse."""
 
     row: Row
     measure: str
@@ -54,7 +56,8 @@ class Loss:
 
 
 def losses(rows: Iterable[Row]) -> list[Loss]:
-    """Every measure in which a usable rival is better than ours: time before memory, the worst first. ``noise``: the spreads of the two explain it."""
+    """Every measure in which a usable rival is better than ours: time before memory, the worst
+    first. ``noise``: the spreads of the two explain it."""
     found = []
     for row, ours in with_ours(rows):
         if row["variant"] == OURS or not usable(row) or not usable(ours):
@@ -64,7 +67,11 @@ def losses(rows: Iterable[Row]) -> list[Loss]:
         measures = (
             (("tokens/s", "tokens_per_s", -1, max(spreads)), ("peak GB", "peak_allocated_gb", 1, 0.0))
             if "model" in row
-            else (("device ms", "device_ms", 1, max(spreads)), ("wall ms", "wall_ms", 1, max(spreads)), ("peak MB", "peak_mb", 1, 0.0))
+            else (
+                ("device ms", "device_ms", 1, max(spreads)),
+                ("wall ms", "wall_ms", 1, max(spreads)),
+                ("peak MB", "peak_mb", 1, 0.0),
+            )
         )
         for label, name, sign, spread in measures:
             mine, theirs = ours.get(name), row.get(name)
@@ -94,7 +101,7 @@ select,input{font:inherit;color:var(--ink);background:var(--soft);border:1px sol
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1.2rem;font-size:.88rem}dd{margin:0;max-width:48rem;overflow-wrap:anywhere}
 figure{margin:0}.plots{display:flex;flex-wrap:wrap;gap:1.6rem .6rem;align-items:flex-start}figure img{max-width:100%;height:auto}
 code{font:.92em "DejaVu Sans Mono",ui-monospace,monospace}
-"""
+"""  # noqa: E501
 SCRIPT = """
 const sortValue = cell => cell.dataset.v === undefined ? cell.textContent.trim().toLowerCase() : cell.dataset.v === "" ? null : Number(cell.dataset.v);
 
@@ -126,12 +133,22 @@ function filterRows(table) {
 for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => sortBy(button.parentElement));
 for (const field of document.querySelectorAll("select[data-table], input[data-table]"))
   field.addEventListener("input", () => filterRows(document.getElementById(field.dataset.table)));
-"""
+"""  # noqa: E501
 
 
-def html(path: Path | str, operator_json: dict[str, Any] | None = None, step_json: dict[str, Any] | None = None, images: Sequence[Path | str] = ()) -> Path:
-    """Write one file with the tables, the plots (PNG) and their explanations. It loads nothing from elsewhere. Returns its path."""
-    parts = [(name, identity, data) for name, identity, data in (("Operators", "operators", operator_json), ("Training steps", "steps", step_json)) if data]
+def html(
+    path: Path | str,
+    operator_json: dict[str, Any] | None = None,
+    step_json: dict[str, Any] | None = None,
+    images: Sequence[Path | str] = (),
+) -> Path:
+    """Write one file with the tables, the plots (PNG) and their explanations. It loads nothing
+    from elsewhere. Returns its path."""
+    parts = [
+        (name, identity, data)
+        for name, identity, data in (("Operators", "operators", operator_json), ("Training steps", "steps", step_json))
+        if data
+    ]
     rows = [row for _, _, data in parts for row in data["rows"]]
     titles = [
         ("at-a-glance", "At a glance"),
@@ -152,10 +169,17 @@ def html(path: Path | str, operator_json: dict[str, Any] | None = None, step_jso
         page += [_heading(identity, name), sortable_table(data["rows"], f"table-{identity}")]
     page += [_heading("legend", "What the columns mean"), _legend(rows), _heading("measured", "Measured with")]
     page += [_meta(name, data.get("meta", {})) for name, _, data in parts]
-    head = f'<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{TITLE}</title>\n<style>{STYLE}</style>'
+    head = (
+        '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, '
+        f'initial-scale=1">\n<title>{TITLE}</title>\n<style>{STYLE}</style>'
+    )
     body = "\n".join(page)
     path = Path(path)
-    export(path, f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n')
+    export(
+        path,
+        "<!DOCTYPE html>\n<html "
+        f'lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n',
+    )
     return path
 
 
@@ -171,26 +195,46 @@ def _cell(text: str, value: Any, classes: str) -> str:
     """A cell. ``data-v`` holds the number by which it is sorted, or nothing."""
     number = value is None or isinstance(value, (int, float))
     sort = f' data-v="{"" if value is None else "Infinity" if value == math.inf else value}"' if number else ""
-    cut = f'<div class="cut" title="{_escape(text)}">{_escape(text)}</div>' if text.startswith("failed:") else _escape(text)
+    cut = (
+        f'<div class="cut" title="{_escape(text)}">{_escape(text)}</div>'
+        if text.startswith("failed:")
+        else _escape(text)
+    )
     return f"<td{sort}{f' class={chr(34)}{classes}{chr(34)}' if classes else ''}>{cut}</td>"
 
 
-def _sortable(identity: str, heads: Sequence[tuple[str, str, bool]], lines: Sequence[str], filters: Mapping[int, Iterable[str]] | None = None) -> str:
-    """A table. ``heads``: (name, meaning, left-aligned) of each column. ``filters``: column -> the texts that occur in it."""
+def _sortable(
+    identity: str,
+    heads: Sequence[tuple[str, str, bool]],
+    lines: Sequence[str],
+    filters: Mapping[int, Iterable[str]] | None = None,
+) -> str:
+    """A table. ``heads``: (name, meaning, left-aligned) of each column. ``filters``: column ->
+    the texts that occur in it."""
     head = "".join(
-        f'<th{" class=left" if left else ""} title="{_escape(meaning)}"><button type="button">{_escape(name)}</button></th>' for name, meaning, left in heads
+        f'<th{" class=left" if left else ""} title="{_escape(meaning)}"><button '
+        f'type="button">{_escape(name)}</button></th>'
+        for name, meaning, left in heads
     )
     selects = ""
     for i, texts in (filters or {}).items():
         if len(choices := list(dict.fromkeys(texts))) > 1:
             options = "".join(f"<option>{_escape(choice)}</option>" for choice in choices)
             selects += (
-                f'<label>{_escape(heads[i][0])} <select data-table="{identity}" data-column="{i}"><option value="">all</option>{options}</select></label>'
+                f'<label>{_escape(heads[i][0])} <select data-table="{identity}" data-column="{i}"><option '
+                f'value="">all</option>{options}</select></label>'
             )
     search = f'<label>Search <input type="search" data-table="{identity}"></label>'
-    above = f'<div class="filters">{selects}{search}<span id="{identity}-count">{len(lines)} rows</span></div>\n' if selects else ""
+    above = (
+        f'<div class="filters">{selects}{search}<span id="{identity}-count">{len(lines)} rows</span></div>\n'
+        if selects
+        else ""
+    )
     rows = "\n".join(lines)
-    return f'{above}<div class="scroll"><table id="{identity}">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+    return (
+        f'{above}<div class="scroll"><table '
+        f'id="{identity}">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+    )
 
 
 def sortable_table(rows: Sequence[Row], identity: str) -> str:
@@ -201,7 +245,11 @@ def sortable_table(rows: Sequence[Row], identity: str) -> str:
         bad = status(row)
         written = []
         for column, text in zip(columns, cells):
-            classes = " ".join(["left"] * column.left + ["who"] * (column.name == "variant") + ["bad"] * bool(bad and text and bad.split(":")[0] in text))
+            classes = " ".join(
+                ["left"] * column.left
+                + ["who"] * (column.name == "variant")
+                + ["bad"] * bool(bad and text and bad.split(":")[0] in text)
+            )
             written.append(_cell(text, column.value(row, ours), classes))
         lines.append(f"<tr{' class=ours' if row['variant'] == OURS else ''}>{''.join(written)}</tr>")
     filters = {i: [line[i] for line in texts] for i, column in enumerate(columns) if column.filtered}
@@ -209,7 +257,8 @@ def sortable_table(rows: Sequence[Row], identity: str) -> str:
 
 
 def summary(rows: Iterable[Row]) -> dict[str, dict[str, list[float]]]:
-    """Operator or model -> variant -> how many times as fast ours is, one number per case: forward + backward if it was measured, without sweeps."""
+    """Operator or model -> variant -> how many times as fast ours is, one number per case:
+    forward + backward if it was measured, without sweeps."""
     rows = list(rows)
     pairs = with_ours([row for row in rows if not row.get("sweep")] or rows)
     full = {row.get("op") for row, _ in pairs if row.get("mode") == "full"}
@@ -223,7 +272,11 @@ def summary(rows: Iterable[Row]) -> dict[str, dict[str, list[float]]]:
 
 def _glance(rows: Sequence[Row]) -> str:
     found = summary(rows)
-    variants = [name for name in [*LABELS, *dict.fromkeys(row["variant"] for row in rows)] if any(name in columns for columns in found.values())]
+    variants = [
+        name
+        for name in [*LABELS, *dict.fromkeys(row["variant"] for row in rows)]
+        if any(name in columns for columns in found.values())
+    ]
     variants = list(dict.fromkeys(variants))
     if not found:
         return "<p>Nothing to compare: no variant besides ours ran and was accurate.</p>"
@@ -236,9 +289,13 @@ def _glance(rows: Sequence[Row]) -> str:
             text = "" if not values else times(mean) + (f" ({span(values)})" if len(values) > 1 else "")
             cells.append(_cell(text, mean, "bad" if mean is not None and round(mean, 2) < 1 else ""))
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    heads = [("", "Operator or model", True), *((f"against {variant_label(name)}", MEANING.get(name, ""), False) for name in variants)]
+    heads = [
+        ("", "Operator or model", True),
+        *((f"against {variant_label(name)}", MEANING.get(name, ""), False) for name in variants),
+    ]
     text = (
-        "How many times as fast ours is: the geometric mean over the cases and, in brackets, the range. Forward and backward together where both were measured."
+        "How many times as fast ours is: the geometric mean over the cases and, in brackets, the range. Forward "
+        "and backward together where both were measured."
     )
     return f"<p>{text}</p>" + _sortable("table-glance", heads, lines)
 
@@ -253,7 +310,8 @@ def _loses(rows: Sequence[Row]) -> str:
     if not found:
         return "".join(out) + "<p>No accurate variant was faster than ours or needed less memory, in any row.</p>"
     out.append(
-        "<p>Every row in which an accurate variant took less device time, wall time or memory than ours. The ratio says how many times as "
+        "<p>Every row in which an accurate variant took less device time, wall time or memory than ours. The ratio "
+        "says how many times as "
         "much ours takes. “Within noise” means that the spread of the two measurements explains the difference.</p>"
     )
     lines = []
@@ -268,7 +326,15 @@ def _loses(rows: Sequence[Row]) -> str:
             _cell("within noise" if loss.noise else "", "within noise" if loss.noise else "", "left"),
         ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    heads = [("where", "", True), ("slower than", "", True), ("in", "", True), ("ours", "", False), ("theirs", "", False), ("ratio", "", False), ("", "", True)]
+    heads = [
+        ("where", "", True),
+        ("slower than", "", True),
+        ("in", "", True),
+        ("ours", "", False),
+        ("theirs", "", False),
+        ("ratio", "", False),
+        ("", "", True),
+    ]
     filters = {1: [variant_label(loss.row["variant"]) for loss in found], 2: [loss.measure for loss in found]}
     return "".join(out) + _sortable("table-loses", heads, lines, filters)
 
@@ -281,12 +347,14 @@ def _name(row: Row) -> str:
 
 
 def _image(path: Path | str) -> str:
-    """An embedded PNG at half its size in pixels, so that it is sharp and its text has the same size as in other images."""
+    """An embedded PNG at half its size in pixels, so that it is sharp and its text has the same
+    size as in other images."""
     path = Path(path)
     content = path.read_bytes()
     width = int.from_bytes(content[16:20], "big") // 2  # from the PNG header
     return (
-        f'<figure><img width="{width}" alt="{_escape(path.stem.replace("-", " "))}" src="data:image/png;base64,{base64.b64encode(content).decode()}"></figure>'
+        f'<figure><img width="{width}" alt="{_escape(path.stem.replace("-", " "))}" '
+        f'src="data:image/png;base64,{base64.b64encode(content).decode()}"></figure>'
     )
 
 
@@ -298,12 +366,17 @@ def _legend(rows: Sequence[Row]) -> str:
     ):
         items = "".join(f"<dt>{_escape(column.name)}</dt><dd>{_escape(column.meaning)}</dd>" for column in columns)
         out += f"<h3>{name}</h3><dl>{items}</dl>" if some else ""
-    who = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(MEANING.get(name, ''))}</dd>" for name in dict.fromkeys(row["variant"] for row in rows))
+    who = "".join(
+        f"<dt>{_escape(name)}</dt><dd>{_escape(MEANING.get(name, ''))}</dd>"
+        for name in dict.fromkeys(row["variant"] for row in rows)
+    )
     return f"{out}<h3>Variants</h3><dl>{who}</dl>"
 
 
 def _meta(name: str, meta: dict[str, Any]) -> str:
-    items = "".join(f"<dt>{_escape(label.replace('_', ' '))}</dt><dd>{_shown(label, value)}</dd>" for label, value in meta.items())
+    items = "".join(
+        f"<dt>{_escape(label.replace('_', ' '))}</dt><dd>{_shown(label, value)}</dd>" for label, value in meta.items()
+    )
     return f"<h3>{name}</h3><dl>{items}</dl>"
 
 
@@ -315,8 +388,15 @@ def _shown(label: str, value: Any) -> str:
 
 def main(argv: list[str]) -> int:
     """``liger bench report``: tables, plots and data of runs that were written with ``--json``."""
-    parser = Parser(prog="liger bench report", description="Tables, plots and data of runs written with --json, of operators or of steps.")
-    parser.add_argument("json", nargs="+", help="files, or the CSV made of them; a row measured again in a later one takes the place of the earlier")
+    parser = Parser(
+        prog="liger bench report",
+        description="Tables, plots and data of runs written with --json, of operators or of steps.",
+    )
+    parser.add_argument(
+        "json",
+        nargs="+",
+        help="files, or the CSV made of them; a row measured again in a later one takes the place of the earlier",
+    )
     parser.add_argument("--csv", metavar="FILE", help="write the rows as a table")
     parser.add_argument("--markdown", metavar="FILE", help="write the table in Markdown")
     parser.add_argument("--plot", metavar="DIR", help="write PNG charts and report.html")
@@ -327,7 +407,9 @@ def main(argv: list[str]) -> int:
     kinds = {"model" in row for row in result["rows"]}
     if len(kinds) != 1:
         raise UserError(
-            "the files hold rows of operators and of steps: make a report of each kind" if kinds else f"{', '.join(a.json)}: no rows, so there is no table"
+            "the files hold rows of operators and of steps: make a report of each kind"
+            if kinds
+            else f"{', '.join(a.json)}: no rows, so there is no table"
         )
     outputs(None, a.csv, a.plot, a.markdown)
     (steps,) = kinds

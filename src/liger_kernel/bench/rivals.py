@@ -1,4 +1,5 @@
-"""Other packages to measure against. Each is loaded beside ours, from a place where it does not affect other code."""
+"""Other packages to measure against. Each is loaded beside ours, from a place where it does not
+affect other code."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Missing(Exception):
 
 
 class Rival:
-    """A loaded package. Inside ``present()``, imports return its modules, even if their names are the same as ours."""
+    """A loaded package. Inside ``present()``, imports return its modules, even if their names
+    are the same as ours."""
 
     def __init__(self, module: str, path: str | None):
         self.path = path
@@ -58,12 +60,15 @@ class Rival:
         finally:
             if self.path:
                 sys.path.remove(self.path)
-            self._modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == OURS}
+            self._modules = {
+                name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == OURS
+            }
             sys.modules.update(hidden)
 
 
 def load(name: str, path: str | None = None) -> Rival:
-    """The package of rival ``name``, from directory ``path`` if given. ``Missing`` if it is not there."""
+    """The package of rival ``name``, from directory ``path`` if given. ``Missing`` if it is not
+    there."""
     package = PACKAGES[name]
     get = f"pip install --no-deps --target DIR {package.requirement}, then --{name}-path DIR"
     how = f"{path} holds no {name}: {get}" if path else f"{name} is missing: {get}"
@@ -76,8 +81,11 @@ def load(name: str, path: str | None = None) -> Rival:
 
 
 def check_revision(ref: str) -> str:
-    """The root of the checkout that contains this package. Raises ``UserError`` without a checkout, or if it has no revision of that name."""
-    git = lambda *command: subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    """The root of the checkout that contains this package. Raises ``UserError`` without a
+    checkout, or if it has no revision of that name."""
+    git = lambda *command: subprocess.run(
+        ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     try:
         root = git("rev-parse", "--show-toplevel")
     except FileNotFoundError as error:

@@ -1,7 +1,8 @@
 """Rows of results: comparisons, and tables as text.
 
-The input is a dict that ``liger bench`` or ``liger bench step`` writes as JSON: ``{"meta": {...}, "rows": [{...}, ...]}``. A row has no ratio anywhere if it
-failed or is inaccurate, or if our row failed or is inaccurate.
+The input is a dict that ``liger bench`` or ``liger bench step`` writes as JSON: ``{"meta": {...},
+"rows": [{...}, ...]}``. A row has no ratio anywhere if it failed or is inaccurate, or if our row
+failed or is inaccurate.
 """
 
 from __future__ import annotations
@@ -72,16 +73,20 @@ MEANING = {
     "ours:off": "the model with our kernels, every intermediate result kept for the backward",
     "ours:mlp": "the model with our kernels, projections of gated MLPs computed again in the backward",
     "ours:offload": "the model with our kernels, activations kept in the CPU's memory (activation_offloading=True)",
-    "ours:attention": "the model with our kernels, checkpointed layers keep the outputs of attention (keep_attention=True)",
+    "ours:attention": "the model with our kernels, checkpointed layers keep the outputs of attention "
+    "(keep_attention=True)",
     "ours:tiled": "the model with our kernels, MLPs in tiles of the tokens (tiled_mlp=True)",
     "ours:offload-attention": "ours:offload and ours:attention together",
     "ours:offload-tiled": "ours:offload and ours:tiled together",
     "ours:long": "ours:offload, ours:attention and ours:tiled together",
-    "ours:experts": "the model with our kernels, those of experts too in a family that leaves them alone by default (swiglu=True)",
+    "ours:experts": "the model with our kernels, those of experts too in a family that leaves them alone by default "
+    "(swiglu=True)",
     "ours:bf16": "the model with our kernels, without the FP8 of the other variants (--fp8)",
     "ours:head": "the model with our kernels, the output head in FP8, too (fp8_head=True)",
-    "torchao": "the model with our kernels, its linear layers converted by torchao, each decoder layer under torch.compile",
-    "ours:gathered": "the model with our kernels, its linear layers converted by torchao so that FSDP2 gathers weights in FP8",
+    "torchao": "the model with our kernels, its linear layers converted by torchao, each decoder layer under "
+    "torch.compile",
+    "ours:gathered": "the model with our kernels, its linear layers converted by torchao so that FSDP2 gathers "
+    "weights in FP8",
     "torchao:gathered": "the same, each decoder layer under torch.compile, which compiles torchao's own products",
     "ours:fp8": "the model with our kernels, its frozen weights in FP8",
     "ours:fp8_rowwise": "the same with a scale for each row",
@@ -111,17 +116,37 @@ def key(row: Row) -> tuple[Any, ...]:
 
 
 def parts_of(row: Mapping[str, Any]) -> list[str]:
-    """What a step does and what it trains, in words. In results that are older than a flag, the flag was off."""
+    """What a step does and what it trains, in words. In results that are older than a flag, the
+    flag was off."""
     adapters = f"{'DoRA' if row.get('dora') else 'LoRA'} {row['lora']}" if row.get("lora") else ""
     adapters += f" on {row['lora_targets']}" if row.get("lora_targets") else ""
     adapters += f" with dropout {row['lora_dropout']:g}" if row.get("lora_dropout") else ""
-    layers, base, tiles = row.get("layers"), row.get("quantize"), f"tiled MLPs in {row['tiled_mlp']}" if row.get("tiled_mlp") else ""
+    layers, base, tiles = (
+        row.get("layers"),
+        row.get("quantize"),
+        f"tiled MLPs in {row['tiled_mlp']}" if row.get("tiled_mlp") else "",
+    )
     parts = [f"{layers} layers" if layers else "", "expert parallelism" if row.get("parallel") == "ep" else ""]
     parts += [name for name in ("autocast", "checkpointing") if row.get(name)]
     parts += [row["attention"]] if row.get("attention") else []
-    parts += [row["optimizer"] if row.get("optimizer") not in (None, "sgd", "adamw") else ""]  # what a page's text does not say
-    parts += ["step in the backward" if row.get("optimizer_in_backward") else "", "optimizer on the CPU" if row.get("optimizer_on_cpu") else ""]
-    return [part for part in (*parts, adapters, f"{base} base" if base else "", f"FP8 {row['fp8']}" if row.get("fp8") else "", tiles) if part]
+    parts += [
+        row["optimizer"] if row.get("optimizer") not in (None, "sgd", "adamw") else ""
+    ]  # what a page's text does not say
+    parts += [
+        "step in the backward" if row.get("optimizer_in_backward") else "",
+        "optimizer on the CPU" if row.get("optimizer_on_cpu") else "",
+    ]
+    return [
+        part
+        for part in (
+            *parts,
+            adapters,
+            f"{base} base" if base else "",
+            f"FP8 {row['fp8']}" if row.get("fp8") else "",
+            tiles,
+        )
+        if part
+    ]
 
 
 def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
@@ -132,7 +157,8 @@ def with_ours(rows: Iterable[Row]) -> list[tuple[Row, Row | None]]:
 
 
 def ratio(row: Row, ours: Row | None, name: str = "device_ms") -> float | None:
-    """``row[name]`` divided by ours; for times, how many times as fast ours is. None if the comparison would mean nothing."""
+    """``row[name]`` divided by ours; for times, how many times as fast ours is. None if the
+    comparison would mean nothing."""
     if row["variant"] == OURS or not usable(row) or not usable(ours):
         return None
     assert ours is not None
@@ -148,7 +174,9 @@ def speedup(row: Row, ours: Row | None) -> float | None:
     return ratio(row, ours)
 
 
-RUNS = 0.03  # relative difference in tokens/s of one variant between processes and cards of one kind (MEASURED.md, "Adapters": several runs and cards)
+# relative difference in tokens/s of one variant between processes and cards of one kind
+# (MEASURED.md, "Adapters": several runs and cards)
+RUNS = 0.03
 
 
 def on_cpu(meta: Mapping[str, Any]) -> bool:
@@ -157,24 +185,31 @@ def on_cpu(meta: Mapping[str, Any]) -> bool:
 
 
 def noise(row: Row, other: Row, cpu: bool = False) -> float:
-    """The relative difference of two steps' speeds that may be chance: the spread of steps, and on a GPU also the spread of runs."""
+    """The relative difference of two steps' speeds that may be chance: the spread of steps, and
+    on a GPU also the spread of runs."""
     return max(row.get("spread") or 0.0, other.get("spread") or 0.0, 0.0 if cpu else RUNS)
 
 
 def beyond(factor: float, noise: float) -> bool:
-    """Whether a ratio of speeds is more than noise. If the spread is half of a step's time, no ratio is."""
+    """Whether a ratio of speeds is more than noise. If the spread is half of a step's time, no
+    ratio is."""
     return noise < 0.5 and not 1 / (1 + noise) <= factor <= 1 + noise
 
 
 def headline(row: Row, other: Row, cpu: bool = False) -> str:
-    """How much faster the first of two usable steps is, how much less memory it needs, and what is noise. Empty if a speed is missing."""
+    """How much faster the first of two usable steps is, how much less memory it needs, and what
+    is noise. Empty if a speed is missing."""
     if not row.get("tokens_per_s") or not other.get("tokens_per_s"):
         return ""
     faster, margin = row["tokens_per_s"] / other["tokens_per_s"], noise(row, other, cpu)
     mine, theirs = variant_label(row["variant"]), variant_label(other["variant"])
     spread = max(row.get("spread") or 0.0, other.get("spread") or 0.0)
     runs = "how much runs differ was not measured" if cpu else f"runs on other days and cards by {RUNS:.0%}"
-    speed = f"{times(faster)} the tokens/s of {theirs}" if beyond(faster, margin) else f"no difference in tokens/s from {theirs} beyond the noise"
+    speed = (
+        f"{times(faster)} the tokens/s of {theirs}"
+        if beyond(faster, margin)
+        else f"no difference in tokens/s from {theirs} beyond the noise"
+    )
     memory = ""
     if row.get("peak_allocated_gb") and other.get("peak_allocated_gb"):
         memory = f"; {times(row['peak_allocated_gb'] / other['peak_allocated_gb'])} its peak memory"
@@ -193,7 +228,15 @@ def digits(value: float | None) -> str:
 
 def times(value: float | None) -> str:
     """A ratio as people write it: ``1.45x``, ``14.6x``, ``146x``."""
-    return "" if value is None else f"{value:.0f}x" if value >= 100 else f"{value:.1f}x" if value >= 10 else f"{value:.2f}x"
+    return (
+        ""
+        if value is None
+        else f"{value:.0f}x"
+        if value >= 100
+        else f"{value:.1f}x"
+        if value >= 10
+        else f"{value:.2f}x"
+    )
 
 
 def span(values: Sequence[float]) -> str:
@@ -215,7 +258,11 @@ def status(row: Row) -> str:
 
 def hardware_line(meta: dict[str, Any]) -> str:
     """The line under every plot: what was measured, on which hardware, and when."""
-    versions = [f"{name.replace('_', '-')} {meta[name]}" for name in ("torch", "triton", "transformers", "liger_kernel") if meta.get(name)]
+    versions = [
+        f"{name.replace('_', '-')} {meta[name]}"
+        for name in ("torch", "triton", "transformers", "liger_kernel")
+        if meta.get(name)
+    ]
     return ", ".join(str(part) for part in (_flat(meta.get("hardware")), *versions, meta.get("date")) if part)
 
 
@@ -286,31 +333,52 @@ OPERATOR = (
     _words("variant", "variant", "Who computes: see the list of variants."),
     Column(
         "device ms",
-        "Milliseconds the device computes: the durations of all kernels of one call, summed, with a cold L2 cache. Neither Python nor gaps between "
-        "kernels are in it. Median of the repeats; ± is the interquartile range, in percent of the median. Without a GPU it is the wall time.",
+        "Milliseconds the device computes: the durations of all kernels of one call, summed, with a cold L2 cache. "
+        "Neither Python nor gaps between "
+        "kernels are in it. Median of the repeats; ± is the interquartile range, in percent of the median. Without a "
+        "GPU it is the wall time.",
         lambda row, ours: None if row.get("failed") else row.get("device_ms"),
         _device,
     ),
     Column(
         "x",
-        "How many times as fast ours is, by device time: above 1 ours is faster. Empty where either of the two failed or is inaccurate.",
+        "How many times as fast ours is, by device time: above 1 ours is faster. Empty where either of the two "
+        "failed or is inaccurate.",
         ratio,
         lambda row, ours: times(ratio(row, ours)),
     ),
-    _number("wall", "wall_ms", "Milliseconds from the start of the call to its result being there, as a caller sees it: host, gaps and device."),
-    _number("host", "host_ms", "Milliseconds that Python and the driver need to enqueue the call. Where host exceeds device, the device waits for the host."),
+    _number(
+        "wall",
+        "wall_ms",
+        "Milliseconds from the start of the call to its result being there, as a caller sees it: host, gaps and "
+        "device.",
+    ),
+    _number(
+        "host",
+        "host_ms",
+        "Milliseconds that Python and the driver need to enqueue the call. Where host exceeds device, the device "
+        "waits for the host.",
+    ),
     _number("kernels", "kernels", "Kernels launched by one call.", lambda n: f"{n:g}"),
-    _number("peak MB", "peak_mb", "Peak memory beyond the inputs, results and gradients included.", lambda x: f"{x:,.0f}" if x >= 100 else digits(x)),
+    _number(
+        "peak MB",
+        "peak_mb",
+        "Peak memory beyond the inputs, results and gradients included.",
+        lambda x: f"{x:,.0f}" if x >= 100 else digits(x),
+    ),
     _number(
         "% floor",
         "percent_of_floor",
-        "100 x floor / device. The floor is the least time that this machine could need: the bytes that the operator has to move at the copy bandwidth, or its "
-        "FLOPs at the rate of a matrix product of that shape, both measured in the same run, whichever takes longer. 100 is perfect.",
+        "100 x floor / device. The floor is the least time that this machine could need: the bytes that the operator "
+        "has to move at the copy bandwidth, or its "
+        "FLOPs at the rate of a matrix product of that shape, both measured in the same run, whichever takes longer. "
+        "100 is perfect.",
         lambda x: f"{x:.0f}",
     ),
     Column(
         "error/PyTorch",
-        "Largest RMS error of the results and gradients against fp64, divided by the error that PyTorch makes in the same type. 1 is as exact as PyTorch; "
+        "Largest RMS error of the results and gradients against fp64, divided by the error that PyTorch makes in the "
+        "same type. 1 is as exact as PyTorch; "
         "'inaccurate' did not pass the accuracy check, and its speed counts for nothing.",
         _error,
         _error_text,
@@ -337,14 +405,22 @@ STEP = (
     ),
     Column("x", "How many times as fast ours trains.", speedup, lambda row, ours: times(speedup(row, ours))),
     _number("step ms", "step_ms", "Median wall time of one optimizer step."),
-    _number("MFU %", "mfu", "FLOPs of the model per second, in percent of what the device could do.", lambda x: f"{100 * x:.1f}"),
+    _number(
+        "MFU %",
+        "mfu",
+        "FLOPs of the model per second, in percent of what the device could do.",
+        lambda x: f"{100 * x:.1f}",
+    ),
     _number("peak GB", "peak_allocated_gb", "Peak memory that tensors occupied."),
-    _number("reserved GB", "peak_reserved_gb", "Peak memory that PyTorch took from the device, its fragmentation included."),
+    _number(
+        "reserved GB", "peak_reserved_gb", "Peak memory that PyTorch took from the device, its fragmentation included."
+    ),
     _number("largest batch", "largest_batch", "Most rows that fit.", lambda n: f"{n:g}"),
     _number("longest rows", "largest_seq", "Most tokens a row of which the batch fits.", lambda n: f"{n:,}"),
     Column(
         "loss parity",
-        "Largest relative difference of a loss to stock's, over the first steps; 'inaccurate': more than rounding explains, so its speed counts for nothing.",
+        "Largest relative difference of a loss to stock's, over the first steps; 'inaccurate': more than rounding "
+        "explains, so its speed counts for nothing.",
         lambda row, ours: None if row.get("failed") else row.get("loss_parity"),
         lambda row, ours: _parity(row),
     ),
@@ -352,10 +428,13 @@ STEP = (
 
 
 def text_table(rows: Iterable[Row]) -> str:
-    """Rows of operators or of steps as a table for a terminal. The caller adds a line of explanation."""
+    """Rows of operators or of steps as a table for a terminal. The caller adds a line of
+    explanation."""
     columns, lines = _cells(rows, all_columns=False)
     lines = [[column.name for column in columns], *lines]
-    widths = [max(len(line[i]) for line in lines if not line[i].startswith("failed:")) for i in range(len(columns))]  # a failure has no cells after it
+    widths = [
+        max(len(line[i]) for line in lines if not line[i].startswith("failed:")) for i in range(len(columns))
+    ]  # a failure has no cells after it
     align = lambda text, i: text.ljust(widths[i]) if columns[i].left else text.rjust(widths[i])
     return "\n".join("  ".join(align(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
 
@@ -364,12 +443,16 @@ def markdown_table(rows: Iterable[Row]) -> str:
     """The rows as a table in Markdown."""
     columns, lines = _cells(rows, all_columns=False)
     write = lambda cells: "| " + " | ".join(cells) + " |"
-    head = [write([column.name for column in columns]), "|" + "|".join("---" if column.left else "---:" for column in columns) + "|"]
+    head = [
+        write([column.name for column in columns]),
+        "|" + "|".join("---" if column.left else "---:" for column in columns) + "|",
+    ]
     return "\n".join(head + [write([text.replace("|", "\\|") for text in line]) for line in lines])
 
 
 def _cells(rows: Iterable[Row], all_columns: bool) -> tuple[list[Column], list[list[str]]]:
-    """The columns and the texts. Columns without content are omitted; without ``all_columns``, so is a dtype or setting that all rows share."""
+    """The columns and the texts. Columns without content are omitted; without ``all_columns``,
+    so is a dtype or setting that all rows share."""
     pairs = with_ours(rows)
     columns = list(_columns(row for row, _ in pairs))
     shorten = lambda text: text if all_columns or len(text) <= LONGEST else text[: LONGEST - 2] + " …"
@@ -378,12 +461,17 @@ def _cells(rows: Iterable[Row], all_columns: bool) -> tuple[list[Column], list[l
     keep = [
         i
         for i, column in enumerate(columns)
-        if (distinct := {line[i] for line in texts} - ({"", "0"} if column.name in COUNTS else {""})) and not (column.name in shared and len(distinct) < 2)
+        if (distinct := {line[i] for line in texts} - ({"", "0"} if column.name in COUNTS else {""}))
+        and not (column.name in shared and len(distinct) < 2)
     ]
     return [columns[i] for i in keep], [[line[i] for i in keep] for line in texts]
 
 
-SOURCE = _words("measured", "source", "The file of benchmarks/data that has the row; only rows of one file were measured beside each other.")
+SOURCE = _words(
+    "measured",
+    "source",
+    "The file of benchmarks/data that has the row; only rows of one file were measured beside each other.",
+)
 
 
 def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
@@ -393,21 +481,27 @@ def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read a result from the JSON that a run writes, or from the CSV that is made from it. Raises ``UserError`` for other files."""
+    """Read a result from the JSON that a run writes, or from the CSV that is made from it.
+    Raises ``UserError`` for other files."""
     file = existing(path)
     try:
         result = _of_csv(file) if file.suffix == ".csv" else json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, TypeError, RecursionError, csv.Error) as error:
-        raise UserError(f"{path} is not valid {'CSV' if file.suffix == '.csv' else 'JSON'}: {in_a_line(error)}") from error
+        raise UserError(
+            f"{path} is not valid {'CSV' if file.suffix == '.csv' else 'JSON'}: {in_a_line(error)}"
+        ) from error
     rows = result.get("rows") if isinstance(result, dict) and isinstance(result.get("meta"), dict) else None
     named = lambda row: isinstance(row, dict) and "variant" in row and ("model" in row or "op" in row)
     if not isinstance(rows, list) or not all(map(named, rows)):
-        raise UserError(f"{path} holds no results: give a file that `liger bench --json` or `liger bench step --json` wrote")
+        raise UserError(
+            f"{path} holds no results: give a file that `liger bench --json` or `liger bench step --json` wrote"
+        )
     return result
 
 
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge results. A row that was measured again replaces the older row. The hardware and versions are those of the first result."""
+    """Merge results. A row that was measured again replaces the older row. The hardware and
+    versions are those of the first result."""
     rows: dict[tuple[Any, ...], Row] = {}
     for result in results:
         for row in result["rows"]:
@@ -422,12 +516,18 @@ META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
 def _of_csv(path: Path) -> dict[str, Any]:
     """Read a result from its CSV, which has the versions in each row."""
     with open(path, newline="") as file:
-        found = [{name: _parsed(name, text or "") for name, text in line.items()} for line in csv.DictReader(file, strict=True)]
+        found = [
+            {name: _parsed(name, text or "") for name, text in line.items()}
+            for line in csv.DictReader(file, strict=True)
+        ]
     if any(None in line for line in found):
         raise ValueError("a line has more values than there are names")
     rows = []
     for row in found:
-        kinds = {name.removesuffix("_ms"): row.pop(name) for name in [name for name in row if name.endswith("_ms") and name not in TIMES]}
+        kinds = {
+            name.removesuffix("_ms"): row.pop(name)
+            for name in [name for name in row if name.endswith("_ms") and name not in TIMES]
+        }
         breakdown = {"breakdown_ms": kinds} if any(value is not None for value in kinds.values()) else {}
         rows.append({name: value for name, value in row.items() if name not in META} | breakdown)
     return {"meta": {name: found[0].get(name) for name in META} if found else {}, "rows": rows}
@@ -435,7 +535,23 @@ def _of_csv(path: Path) -> dict[str, Any]:
 
 WORDS = {
     *META,
-    *["op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "fp8", "lora_targets", "data", "optimizer", "failed", "peak_phase"],
+    *[
+        "op",
+        "case",
+        "dtype",
+        "mode",
+        "variant",
+        "sweep",
+        "model",
+        "parallel",
+        "quantize",
+        "fp8",
+        "lora_targets",
+        "data",
+        "optimizer",
+        "failed",
+        "peak_phase",
+    ],
 }
 TIMES = ("device_ms", "wall_ms", "host_ms", "floor_ms", "step_ms")
 
@@ -455,7 +571,11 @@ def write_csv(result: dict[str, Any], path: str) -> None:
     """Write the rows as CSV, with hardware, versions and date in each row."""
     about = {k: result["meta"].get(k) for k in META}
     rows = [
-        {k: json.dumps(v) if isinstance(v, dict) else f"{v:.6g}" if isinstance(v, float) else v for k, v in (row | about).items()} for row in result["rows"]
+        {
+            k: json.dumps(v) if isinstance(v, dict) else f"{v:.6g}" if isinstance(v, float) else v
+            for k, v in (row | about).items()
+        }
+        for row in result["rows"]
     ]
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(k for row in rows for k in row)))
@@ -470,7 +590,8 @@ def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str
 
 
 def write_step_csv(result: dict[str, Any], path: str) -> None:
-    """Write a CSV with one line per row: the breakdown in columns, and only the peak of the memory timeline."""
+    """Write a CSV with one line per row: the breakdown in columns, and only the peak of the
+    memory timeline."""
     rows = []
     for row in result["rows"]:
         flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}

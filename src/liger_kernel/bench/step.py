@@ -1,6 +1,8 @@
-"""``liger bench step``: whole training steps of Hugging Face models with random weights, each variant in its own processes (step_child.py).
+"""``liger bench step``: whole training steps of Hugging Face models with random weights, each
+variant in its own processes (step_child.py).
 
-Every variant starts from the same weights and sees the same batches. A variant that fails, or has other losses than stock, has no ratio.
+Every variant starts from the same weights and sees the same batches. A variant that fails, or has
+other losses than stock, has no ratio.
 """
 
 from __future__ import annotations
@@ -40,9 +42,18 @@ SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the defaul
 FP8 = ("fp8", "fp8_rowwise")  # ours with another storage of the frozen base: recipes of quantize_base
 OPTIMIZERS = ("sgd", *KINDS)
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")  # of --fp8, as torchao names them
-GATHERED = ("ours:gathered", "torchao:gathered")  # layers of torchao whose weights FSDP2 gathers in FP8, on our kernels or compiled
-UNSLOTH = ("unsloth", "unsloth:offload")  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
-COMPILED = {"compile": "model", "layers": "layers"}  # what torch.compile compiles: the whole model, or each decoder layer separately
+GATHERED = (
+    "ours:gathered",
+    "torchao:gathered",
+)  # layers of torchao whose weights FSDP2 gathers in FP8, on our kernels or compiled
+UNSLOTH = (
+    "unsloth",
+    "unsloth:offload",
+)  # Unsloth's own functions; with --checkpointing the second one keeps the layers' inputs in the CPU's memory
+COMPILED = {
+    "compile": "model",
+    "layers": "layers",
+}  # what torch.compile compiles: the whole model, or each decoder layer separately
 VARIANTS = (
     *BASES,
     *SWITCHED,
@@ -53,7 +64,10 @@ VARIANTS = (
     *COMPILED,
     *(f"{base}+{how}" for base in BASES[1:] for how in COMPILED),
 )
-PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference between a loss and stock's over the first steps
+PARITY = {
+    "bfloat16": 1e-2,
+    "float32": 1e-4,
+}  # largest relative difference between a loss and stock's over the first steps
 PARITY_STEPS = 4
 TRACE_STEPS = 2
 GET = {"upstream": "liger-kernel==0.8.5", "unsloth": "unsloth"}  # what pip installs
@@ -73,45 +87,113 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"comma-separated (default: llama-3.2-1b): {', '.join(MODELS)}")
-    add("--batch", default="4", help="rows per step and GPU (default: 4); several, comma-separated, are measured one after the other until one does not fit")
+    add(
+        "--batch",
+        default="4",
+        help="rows per step and GPU (default: 4); several, comma-separated, are measured one after the other until "
+        "one does not fit",
+    )
     add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
-    add("--against", default="stock,ours", help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}")
+    add(
+        "--against",
+        default="stock,ours",
+        help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}",
+    )
     add("--layers", type=int, metavar="N", help="the number of layers to keep of the model (default: all)")
     add("--compile", action="store_true", help="each variant also under torch.compile")
-    add("--attention", metavar="NAME", help="an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without it)")
-    add("--upstream-path", metavar="DIR", help="where the published package is: pip install --no-deps --target DIR liger-kernel==0.8.5")
-    add("--unsloth-path", metavar="DIR", help="where Unsloth is, unless it is installed: pip install --target DIR unsloth")
     add(
-        "--data", choices=("random", "real"), default="random", help="random tokens (default), or the sources of Python's library through a BPE trained on them"
+        "--attention",
+        metavar="NAME",
+        help="an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without "
+        "it)",
     )
-    add("--lengths", type=int, default=0, metavar="M", help="the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)")
+    add(
+        "--upstream-path",
+        metavar="DIR",
+        help="where the published package is: pip install --no-deps --target DIR liger-kernel==0.8.5",
+    )
+    add(
+        "--unsloth-path",
+        metavar="DIR",
+        help="where Unsloth is, unless it is installed: pip install --target DIR unsloth",
+    )
+    add(
+        "--data",
+        choices=("random", "real"),
+        default="random",
+        help="random tokens (default), or the sources of Python's library through a BPE trained on them",
+    )
+    add(
+        "--lengths",
+        type=int,
+        default=0,
+        metavar="M",
+        help="the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)",
+    )
     add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="(default: sgd); those with 8bit or bf16 in their names are torchao's, as in liger train")
-    add("--optimizer-in-backward", action="store_true", help="step each parameter when the backward has its gradient, and free the gradient")
-    add("--optimizer-on-cpu", action="store_true", help="keep weights and moments in the CPU's memory, and step there (adamw with --parallel fsdp2)")
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="sgd",
+        help="(default: sgd); those with 8bit or bf16 in their names are torchao's, as in liger train",
+    )
+    add(
+        "--optimizer-in-backward",
+        action="store_true",
+        help="step each parameter when the backward has its gradient, and free the gradient",
+    )
+    add(
+        "--optimizer-on-cpu",
+        action="store_true",
+        help="keep weights and moments in the CPU's memory, and step there (adamw with --parallel fsdp2)",
+    )
     add("--checkpointing", action="store_true", help="recompute the layers in the backward")
-    add("--tiled-mlp", type=int, metavar="N", help="the tiles of the MLPs of variants with tiled_mlp (default: tiled_mlp=True, at most 16)")
-    add("--autocast", "--amp", action="store_true", help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True")
-    add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank on all linear layers but the head, and on experts (needs peft)")
-    add("--lora-targets", metavar="NAMES", help=f"put adapters only on these layers, comma-separated; those of an MLP also mean experts: {', '.join(LINEARS)}")
+    add(
+        "--tiled-mlp",
+        type=int,
+        metavar="N",
+        help="the tiles of the MLPs of variants with tiled_mlp (default: tiled_mlp=True, at most 16)",
+    )
+    add(
+        "--autocast",
+        "--amp",
+        action="store_true",
+        help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True",
+    )
+    add(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="R",
+        help="train adapters of that rank on all linear layers but the head, and on experts (needs peft)",
+    )
+    add(
+        "--lora-targets",
+        metavar="NAMES",
+        help="put adapters only on these layers, comma-separated; those of an MLP also mean experts: "
+        f"{', '.join(LINEARS)}",
+    )
     add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
     add("--dora", action="store_true", help="train DoRA adapters, with a magnitude for each output")
     add(
         "--quantize",
         choices=("nf4", "int8", *FP8),
-        help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and fp8_rowwise by ours alone",
+        help="the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and "
+        "fp8_rowwise by ours alone",
     )
     add(
         "--fp8",
         choices=RECIPES,
-        help="train linear layers but the head in FP8: ours by our kernels, torchao by torchao's layers in a model patched by ours whose layers torch.compile"
+        help="train linear layers but the head in FP8: ours by our kernels, torchao by torchao's layers in a model "
+        "patched by ours whose layers torch.compile"
         " compiles; ours:bf16 is ours without it, ours:head also with the head in FP8",
     )
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add(
         "--parallel",
         choices=("ddp", "fsdp2", "ep", *SHARED_ROWS),
-        help="how the processes share the model (default: ddp if there are several); ep: each has a part of the experts, and all else is as with fsdp2, by"
+        help="how the processes share the model (default: ddp if there are several); ep: each has a part of the "
+        "experts, and all else is as with fsdp2, by"
         " Transformers 5.23; with ulysses they share the rows of a step, stock models by our code",
     )
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
@@ -119,7 +201,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--largest-batch", action="store_true", help="search for the largest batch that fits (GPU only)")
     add("--largest-seq", action="store_true", help="search for the longest rows of which the batch fits (GPU only)")
     add("--profile", action="store_true", help="measure the time of each kind of work")
-    add("--peak-tflops", type=float, metavar="X", help="what MFU is relative to (default: the rate of a large matrix product, measured now)")
+    add(
+        "--peak-tflops",
+        type=float,
+        metavar="X",
+        help="what MFU is relative to (default: the rate of a large matrix product, measured now)",
+    )
     add("--json", metavar="FILE", help="write rows as they come")
     add("--csv", metavar="FILE", help="write rows as a table")
     add("--plot", metavar="DIR", help="write PNG charts and report.html")
@@ -144,14 +231,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if len(a.batch) > 1 and (a.profile or a.largest_batch or a.largest_seq):
         raise UserError("--profile, --largest-batch and --largest-seq need a single --batch")
     if a.warmup + a.steps < PARITY_STEPS:
-        raise UserError(f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and {a.steps}")
+        raise UserError(
+            f"--warmup and --steps must add up to {PARITY_STEPS}, whose losses are compared; got {a.warmup} and "
+            f"{a.steps}"
+        )
     if not 0 <= a.masked < 1:
         raise UserError(f"--masked must be in [0, 1), got {a.masked}")
     _check_adapters(a)
     _check_fp8(a)
     _check_experts(a)
     try:
-        check(a.optimizer, "fsdp2" if a.parallel == "ep" else a.parallel or "none", a.optimizer_in_backward, a.optimizer_on_cpu)
+        check(
+            a.optimizer,
+            "fsdp2" if a.parallel == "ep" else a.parallel or "none",
+            a.optimizer_in_backward,
+            a.optimizer_on_cpu,
+        )
         require(a.optimizer)
     except (ValueError, ImportError) as error:
         raise UserError(str(error)) from error
@@ -171,7 +266,10 @@ def _check_fp8(a: argparse.Namespace) -> None:
     if (gathered := [name for name in GATHERED if name in a.against]) and a.parallel != "fsdp2":
         raise UserError(f"{gathered[0]} needs --parallel fsdp2, which gathers the weights")
     if "torchao" in a.against and a.fp8 == "mxfp8_rceil":
-        raise UserError("torchao converts layers to mxfp8_rceil in another way, which is not measured here: leave it out of --against")
+        raise UserError(
+            "torchao converts layers to mxfp8_rceil in another way, which is not measured here: leave it out of "
+            "--against"
+        )
     if {"torchao", *GATHERED} & set(a.against) and importlib.util.find_spec("torchao") is None:
         raise UserError("torchao is not installed: pip install torchao")
 
@@ -184,9 +282,13 @@ def _check_experts(a: argparse.Namespace) -> None:
     if others := [name for name in a.against if not name.startswith(("stock", "ours", *COMPILED))]:
         raise UserError(f"{others[0]} has no --parallel ep: leave it out")
     if a.lora or a.fp8 or a.optimizer_on_cpu:
-        raise UserError("--parallel ep trains all weights in 16 bits on the GPU: leave out --lora, --fp8 and --optimizer-on-cpu")
+        raise UserError(
+            "--parallel ep trains all weights in 16 bits on the GPU: leave out --lora, --fp8 and --optimizer-on-cpu"
+        )
     if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
-        raise UserError("--parallel ep needs the expert parallelism of Transformers 5.23: pip install 'transformers>=5.23'")
+        raise UserError(
+            "--parallel ep needs the expert parallelism of Transformers 5.23: pip install 'transformers>=5.23'"
+        )
 
 
 def _check_adapters(a: argparse.Namespace) -> None:
@@ -195,7 +297,12 @@ def _check_adapters(a: argparse.Namespace) -> None:
     for name in (a.lora_targets or "").split(",") if a.lora_targets is not None else ():
         one_of("linear layer", name, LINEARS)
     theirs = [name for name in a.against if name in UNSLOTH]
-    wanting = {"--lora-targets": a.lora_targets, "--lora-dropout": a.lora_dropout, "--dora": a.dora, "--quantize": a.quantize}
+    wanting = {
+        "--lora-targets": a.lora_targets,
+        "--lora-dropout": a.lora_dropout,
+        "--dora": a.dora,
+        "--quantize": a.quantize,
+    }
     own = [name for name in a.against if name.partition(":")[2] in FP8]
     wanting |= {"unsloth": theirs} | dict.fromkeys(own, True)
     for name, given in wanting.items():
@@ -209,7 +316,8 @@ def _check_adapters(a: argparse.Namespace) -> None:
         raise UserError(f"{others[0]} has no --parallel {a.parallel}: leave it out")
     if a.quantize in FP8 and (others := [name for name in a.against if not name.startswith("ours")]):
         raise UserError(
-            f"{others[0]} has no frozen FP8 base: only ours supports --quantize {a.quantize}; --against {others[0]},ours:{a.quantize} compares the two"
+            f"{others[0]} has no frozen FP8 base: only ours supports --quantize {a.quantize}; --against "
+            f"{others[0]},ours:{a.quantize} compares the two"
         )
     if a.quantize and own:
         raise UserError(f"{own[0]} has its own base: leave out --quantize {a.quantize}")
@@ -220,18 +328,32 @@ def _check_adapters(a: argparse.Namespace) -> None:
 
 
 def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run step_child.py and return its result: ``rows``, and ``failed``, the reason why it stopped early."""
-    given, result, messages, why = folder / "spec.json", folder / "result.json", folder / "stderr", folder / "result.json.failed"
+    """Run step_child.py and return its result: ``rows``, and ``failed``, the reason why it
+    stopped early."""
+    given, result, messages, why = (
+        folder / "spec.json",
+        folder / "result.json",
+        folder / "stderr",
+        folder / "result.json.failed",
+    )
     given.write_text(json.dumps(spec))
     result.unlink(missing_ok=True)
     why.unlink(missing_ok=True)
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec['gpus']}"] if spec["parallel"] else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec['gpus']}"] if spec["parallel"] else []
+    )
     path = [spec[name] for name in ("package", "unsloth_path") if spec[name]]
     if spec["parallel"] in SHARED_ROWS and not spec["package"]:
         path.append(str(PACKAGE))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with messages.open("w") as stderr:
-        done = subprocess.run([sys.executable, *launch, str(CHILD), str(given), str(result)], env=env, stdout=stderr, stderr=stderr, check=False)
+        done = subprocess.run(
+            [sys.executable, *launch, str(CHILD), str(given), str(result)],
+            env=env,
+            stdout=stderr,
+            stderr=stderr,
+            check=False,
+        )
     said = messages.read_text(errors="replace").strip()
     found: dict[str, Any] = {"rows": [], "failed": None} | (json.loads(result.read_text()) if result.exists() else {})
     if why.exists():
@@ -245,9 +367,11 @@ def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and the measured peak rate, from a child process: this process must hold no GPU memory while others measure theirs."""
+    """Hardware, versions and the measured peak rate, from a child process: this process must
+    hold no GPU memory while others measure theirs."""
     code = (
-        "import json, torch; from liger_kernel.bench import clock; print(json.dumps(clock.hardware() | clock.ceilings() | {'gpus': torch.cuda.device_count()}))"
+        "import json, torch; from liger_kernel.bench import clock; print(json.dumps(clock.hardware() | "
+        "clock.ceilings() | {'gpus': torch.cuda.device_count()}))"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -273,7 +397,8 @@ def write_tokens(kind: str, vocab: int, path: Path) -> None:
 
 
 def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
-    """Compare a row with stock's: ``loss_parity``, ``gradient_parity``, and ``accurate``, which its losses decide. They are None if stock has no value."""
+    """Compare a row with stock's: ``loss_parity``, ``gradient_parity``, and ``accurate``, which
+    its losses decide. They are None if stock has no value."""
     row |= {"loss_parity": None, "gradient_parity": None, "accurate": None}
     if row["failed"]:
         return row
@@ -289,13 +414,34 @@ def judge(row: Row, stock: Row | None, tolerance: float) -> Row:
 
 def ratio(row: Row, stock: Row | None, field: str) -> float | None:
     """``row[field]`` divided by stock's; None if one of the two failed or their losses differ."""
-    if stock is None or row["failed"] or stock["failed"] or not row["accurate"] or not stock.get(field) or row.get(field) is None:
+    if (
+        stock is None
+        or row["failed"]
+        or stock["failed"]
+        or not row["accurate"]
+        or not stock.get(field)
+        or row.get(field) is None
+    ):
         return None
     return row[field] / stock[field]
 
 
 OPTIONS = (
-    *("seq", "gpus", "parallel", "checkpointing", "layers", "autocast", "lora", "lora_targets", "lora_dropout", "dora", "quantize", "fp8", "tiled_mlp"),
+    *(
+        "seq",
+        "gpus",
+        "parallel",
+        "checkpointing",
+        "layers",
+        "autocast",
+        "lora",
+        "lora_targets",
+        "lora_dropout",
+        "dora",
+        "quantize",
+        "fp8",
+        "tiled_mlp",
+    ),
     "attention",
     *("optimizer_in_backward", "optimizer_on_cpu"),
 )
@@ -304,14 +450,20 @@ OPTIONS = (
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
     """The configuration to measure. With it, Unsloth builds the same model as the others.
 
-    Otherwise, Unsloth would stretch the rotary embedding of rows that are longer than the last position. It also sets its padding token's embedding to 0.
+    Otherwise, Unsloth would stretch the rotary embedding of rows that are longer than the last
+    position. It also sets its padding token's embedding to 0.
     """
-    values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {}) | ({"pad_token_id": 0} if a.lora else {})
-    return values | {"max_position_embeddings": max(values["max_position_embeddings"], LONGEST if a.largest_seq else a.seq)}
+    values = (
+        MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {}) | ({"pad_token_id": 0} if a.lora else {})
+    )
+    return values | {
+        "max_position_embeddings": max(values["max_position_embeddings"], LONGEST if a.largest_seq else a.seq)
+    }
 
 
 def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak: float, gpu: bool) -> list[Row]:
-    """A row for each batch, until one fails. One child measures and searches for the largest sizes; of several ranks, or ``APART``, each trial has its own."""
+    """A row for each batch, until one fails. One child measures and searches for the largest
+    sizes; of several ranks, or ``APART``, each trial has its own."""
     apart = a.gpus > 1 or variant in APART
     base, _, rest = variant.partition("+")
     base, rest = ("stock", base) if base in COMPILED else (base, rest)
@@ -323,7 +475,13 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
         **options,
         "config": values,
         "dtype": "bfloat16" if gpu else "float32",
-        "package": {"stock": None, "upstream": a.upstream_path, "ours": str(PACKAGE), "torchao": str(PACKAGE), "unsloth": None}[base],
+        "package": {
+            "stock": None,
+            "upstream": a.upstream_path,
+            "ours": str(PACKAGE),
+            "torchao": str(PACKAGE),
+            "unsloth": None,
+        }[base],
         "quantize": level if fp8 else a.quantize,
         "fp8": a.fp8 if base in ("ours", "torchao") and level != "bf16" else None,
         "torchao": base == "torchao" or variant in GATHERED,
@@ -350,13 +508,17 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
     rows = [common | row | {"failed": None} for row in found["rows"]]
     ranks = a.gpus if a.parallel in SHARED_ROWS else 1  # of which each computes a part of these FLOPs
     for row in rows:
-        row["mfu"] = None if a.lora or not gpu else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak / ranks
+        row["mfu"] = (
+            None if a.lora or not gpu else step_flops(values, row["batch"], a.seq) / row["step_ms"] / 1e9 / peak / ranks
+        )
     if rows and a.profile:
         with open(spec["trace"]) as file:
             rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
     if found["failed"] and len(rows) < len(a.batch):
         rows.append(common | {"batch": a.batch[len(rows)], "failed": found["failed"]})
-    elif found["failed"] and (searched := [what for what in spec["largest"] if f"largest_{what}" in rows[0]]):  # it failed in the last of these searches
+    elif found["failed"] and (
+        searched := [what for what in spec["largest"] if f"largest_{what}" in rows[0]]
+    ):  # it failed in the last of these searches
         rows[0][f"largest_{searched[-1]}_limit"] = found["failed"]
     if a.largest_batch and (apart or (rows[0]["failed"] == "out of memory")):
         rows[0] |= _largest("batch", spec | {"trace": None}, folder)
@@ -367,11 +529,14 @@ def measure(a: argparse.Namespace, model: str, variant: str, folder: Path, peak:
 
 def save_weights(spec: dict[str, Any], folder: Path) -> None:
     """Let a child save the weights that Unsloth loads, where ``spec["unsloth"]`` says."""
-    run_child(spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"], "parallel": None, "gpus": 1}, folder)
+    run_child(
+        spec | {"unsloth": None, "unsloth_path": None, "save": spec["unsloth"], "parallel": None, "gpus": 1}, folder
+    )
 
 
 def _largest(what: str, spec: dict[str, Any], folder: Path) -> Row:
-    """The largest batch, or the longest rows, of which each trial has a process of its own on every GPU."""
+    """The largest batch, or the longest rows, of which each trial has a process of its own on
+    every GPU."""
     from liger_kernel.bench.step_child import UNITS, largest_that
 
     limit, unit = {}, UNITS[what]
@@ -380,7 +545,9 @@ def _largest(what: str, spec: dict[str, Any], folder: Path) -> Row:
         size = {"batches": [n]} if what == "batch" else {"seq": n * unit}
         trial = run_child(spec | size | {"trial": True}, folder)
         if trial["failed"]:
-            limit[f"largest_{what}_limit"] = trial["failed"]  # the limit is not always memory: some kernels fail at 2^31 elements
+            limit[f"largest_{what}_limit"] = trial[
+                "failed"
+            ]  # the limit is not always memory: some kernels fail at 2^31 elements
         return None if trial["failed"] else trial["peak"]
 
     start = spec["batches"][0] if what == "batch" else max(1, spec["seq"] // unit)
@@ -391,7 +558,8 @@ RIVALS = ("stock", "upstream", "unsloth")  # the variants with which headlines c
 
 
 def headlines(rows: list[Row], cpu: bool = False) -> list[str]:
-    """A sentence for each rival that was measured: what is faster or needs less memory, and what is noise."""
+    """A sentence for each rival that was measured: what is faster or needs less memory, and what
+    is noise."""
     ours = next((row for row in rows if row["variant"] == "ours" and usable(row)), None)
     rivals = [row for name in RIVALS for row in rows if row["variant"] == name and usable(row)]
     return [said for rival in rivals if ours and (said := headline(ours, rival, cpu))]
@@ -400,7 +568,19 @@ def headlines(rows: list[Row], cpu: bool = False) -> list[str]:
 def table(rows: list[Row], tolerance: float, cpu: bool = False) -> str:
     """The rows of one model as a table for a terminal, relative to stock."""
     stock = next((row for row in rows if row["variant"] == "stock"), None)
-    heads = ["variant", "tokens/s", "/ stock", "step ms", "spread", "MFU", "peak GB", "/ stock", "reserved GB", "loss diff", "grad diff"]
+    heads = [
+        "variant",
+        "tokens/s",
+        "/ stock",
+        "step ms",
+        "spread",
+        "MFU",
+        "peak GB",
+        "/ stock",
+        "reserved GB",
+        "loss diff",
+        "grad diff",
+    ]
     heads += ["largest batch", "longest rows"]
     lines = [heads]
     for row in rows:
@@ -410,19 +590,36 @@ def table(rows: list[Row], tolerance: float, cpu: bool = False) -> str:
             lines.append([row["variant"], f"failed: {row['failed']}", *[""] * 9, show("largest_batch", "d"), ""])
             continue
         faster = "losses differ" if row["accurate"] is False else times("tokens_per_s")
-        if faster and stock and row is not stock and (r := ratio(row, stock, "tokens_per_s")) and not beyond(r, noise(row, stock, cpu)):
+        if (
+            faster
+            and stock
+            and row is not stock
+            and (r := ratio(row, stock, "tokens_per_s"))
+            and not beyond(r, noise(row, stock, cpu))
+        ):
             faster = "in noise"
-        speed = [show("tokens_per_s", ",.0f"), faster, show("step_ms", ".2f"), show("spread", ".1%"), show("mfu", ".1%")]
+        speed = [
+            show("tokens_per_s", ",.0f"),
+            faster,
+            show("step_ms", ".2f"),
+            show("spread", ".1%"),
+            show("mfu", ".1%"),
+        ]
         memory = [show("peak_allocated_gb", ".2f"), times("peak_allocated_gb"), show("peak_reserved_gb", ".2f")]
         parity = [show("loss_parity", ".1e"), show("gradient_parity", ".1e")]
         lines.append([row["variant"], *speed, *memory, *parity, show("largest_batch", "d"), show("largest_seq", ",d")])
-    empty = {i for i in range(1, len(heads)) if not any(line[i] for line in lines[1:])}  # without a GPU there is no MFU, and nothing is reserved
+    empty = {
+        i for i in range(1, len(heads)) if not any(line[i] for line in lines[1:])
+    }  # without a GPU there is no MFU, and nothing is reserved
     lines = [[cell for i, cell in enumerate(line) if i not in empty] for line in lines]
     notes = headlines(rows, cpu)
     if stock is None or stock["failed"]:
         notes.append("There are no ratios: they are relative to stock, which was not measured.")
     if any(row["accurate"] is False for row in rows):
-        notes.append(f"losses differ: they are more than {tolerance:g} of stock's away within the first {PARITY_STEPS} steps. Such a step has no ratio.")
+        notes.append(
+            f"losses differ: they are more than {tolerance:g} of stock's away within the first {PARITY_STEPS} steps. "
+            "Such a step has no ratio."
+        )
     for row in rows:
         if not row["failed"]:
             ms, gb, phase = peak_of(row["memory_timeline"])
@@ -437,11 +634,21 @@ def breakdown_table(rows: list[Row]) -> str:
     """A table of the milliseconds of a step by kind of work, without kinds that no row has."""
     rows = [row for row in rows if row.get("breakdown_ms")]
     kinds = [kind for kind in profile.KINDS if any(row["breakdown_ms"][kind] >= 0.005 for row in rows)]
-    return _aligned([["ms / step", *kinds], *[[row["variant"], *[f"{row['breakdown_ms'][kind]:.2f}" for kind in kinds]] for row in rows]]) if rows else ""
+    return (
+        _aligned(
+            [
+                ["ms / step", *kinds],
+                *[[row["variant"], *[f"{row['breakdown_ms'][kind]:.2f}" for kind in kinds]] for row in rows],
+            ]
+        )
+        if rows
+        else ""
+    )
 
 
 def _aligned(lines: list[list[str]]) -> str:
-    """The lines as text: words left-aligned, numbers right-aligned; a failure may extend over the empty cells after it."""
+    """The lines as text: words left-aligned, numbers right-aligned; a failure may extend over
+    the empty cells after it."""
     widths = [max(len(line[i]) for line in lines if not line[1].startswith("failed")) for i in range(len(lines[0]))]
     widths[0] = max(len(line[0]) for line in lines)
     text = []
@@ -450,7 +657,11 @@ def _aligned(lines: list[list[str]]) -> str:
             more = f"  (largest batch {line[-2]})" if line[-2] else ""
             text.append(f"{line[0]:<{widths[0]}}  {line[1]}{more}")
         else:
-            text.append("  ".join([f"{line[0]:<{widths[0]}}", *[f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:])]]).rstrip())
+            text.append(
+                "  ".join(
+                    [f"{line[0]:<{widths[0]}}", *[f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:])]]
+                ).rstrip()
+            )
     return "\n".join(text)
 
 
@@ -462,21 +673,37 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         raise UserError(f"--gpus is {a.gpus}, but this machine has {meta['gpus']}")
     dtype = "bfloat16" if gpu else "float32"
     if not gpu:
-        print("Measured on a CPU, in fp32: PyTorch references run, so ratios on other devices differ. Memory is that of the whole process.")
+        print(
+            "Measured on a CPU, in fp32: PyTorch references run, so ratios on other devices differ. Memory is that "
+            "of the whole process."
+        )
         if a.largest_batch or a.largest_seq:
-            raise UserError("--largest-batch and --largest-seq need a GPU: on a CPU, a batch that is too large takes the machine down instead of failing")
+            raise UserError(
+                "--largest-batch and --largest-seq need a GPU: on a CPU, a batch that is too large takes the machine "
+                "down instead of failing"
+            )
     if a.plot:
         _plots()
     if any(name.startswith("upstream") for name in a.against) and not a.upstream_path:
         print(GET_UPSTREAM)
         a.against = [name for name in a.against if not name.startswith("upstream")]
-    if any(name in UNSLOTH for name in a.against) and not a.unsloth_path and importlib.util.find_spec("unsloth") is None:
+    if (
+        any(name in UNSLOTH for name in a.against)
+        and not a.unsloth_path
+        and importlib.util.find_spec("unsloth") is None
+    ):
         print(GET_UNSLOTH)
         a.against = [name for name in a.against if name not in UNSLOTH]
     peak = a.peak_tflops or meta["gemm_tflops"]
     options = {name: getattr(a, name) for name in ("data", "lengths", "masked", "optimizer", "steps", "warmup")}
     tolerance = PARITY["bfloat16" if a.autocast or a.quantize else dtype]
-    meta |= {"peak_tflops": peak, "dtype": dtype, **options, "parity_tolerance": tolerance, "command": "liger bench step " + " ".join(argv)}
+    meta |= {
+        "peak_tflops": peak,
+        "dtype": dtype,
+        **options,
+        "parity_tolerance": tolerance,
+        "command": "liger bench step " + " ".join(argv),
+    }
     result: dict[str, Any] = {"meta": meta, "rows": []}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as name:
         folder = Path(name)
@@ -486,7 +713,11 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             # Stock first, because the others are compared with it.
             for variant in sorted(a.against, key=lambda name: name != "stock"):
                 for row in measure(a, model, variant, folder, peak, gpu):
-                    stock = row if variant == "stock" else next((r for r in rows if r["variant"] == "stock" and r["batch"] == row["batch"]), None)
+                    stock = (
+                        row
+                        if variant == "stock"
+                        else next((r for r in rows if r["variant"] == "stock" and r["batch"] == row["batch"]), None)
+                    )
                     rows.append(judge(row, stock, tolerance))
                     result["rows"].append(rows[-1])
                     said = rows[-1]["failed"] or f"{rows[-1]['tokens_per_s']:,.0f} tokens/s"
@@ -500,7 +731,10 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                 if not some:
                     continue
                 rate = f", MFU of {peak:,.1f} TFLOP/s" if gpu else ""
-                print(f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; {meta['hardware']}{rate}\n")
+                print(
+                    f"\n{model}: {batch} x {a.seq} {a.data} tokens{where}, {dtype}, {a.optimizer}{extras}; "
+                    f"{meta['hardware']}{rate}\n"
+                )
                 print(table(some, tolerance, not gpu))
             if a.profile:
                 print(f"\n{breakdown_table(rows)}")
@@ -509,7 +743,8 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 
 def _plots() -> Any:
-    """The module that draws. It is imported before the measurement, so that a missing package does not show only hours later."""
+    """The module that draws. It is imported before the measurement, so that a missing package
+    does not show only hours later."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -530,7 +765,11 @@ def main(argv: list[str]) -> int:
 
         folder = Path(a.plot)
         print(report.html(folder / "report.html", None, result, _plots().steps(result, folder)))
-    bad = [row for row in result["rows"] if row["variant"].startswith("ours") and (row["failed"] or row["accurate"] is False)]
+    bad = [
+        row
+        for row in result["rows"]
+        if row["variant"].startswith("ours") and (row["failed"] or row["accurate"] is False)
+    ]
     return 1 if bad or not result["rows"] else 0
 
 

@@ -1,11 +1,13 @@
-"""One variant of ``liger bench step`` in its own process, or in one per GPU: ``step_child.py SPEC RESULT``. Both are JSON files; step.py writes ``SPEC``."""
+"""One variant of ``liger bench step`` in its own process, or in one per GPU: ``step_child.py
+SPEC RESULT``. Both are JSON files; step.py writes ``SPEC``."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Only PYTHONPATH decides which package `liger_kernel` is here: ours or LinkedIn's. Therefore this file is run by its path, imports no file beside it,
+# Only PYTHONPATH decides which package `liger_kernel` is here: ours or LinkedIn's. Therefore this
+# file is run by its path, imports no file beside it,
 # and removes its folder from the path, where `profile.py` would hide Python's own module.
 if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
@@ -28,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Functions import transformers and PEFT themselves, because Unsloth changes both and must be imported first.
+# Functions import transformers and PEFT themselves, because Unsloth changes both and must be
+# imported first.
 
 
 def _beside(name: str, room: str = "bench") -> ModuleType:
@@ -73,12 +76,17 @@ class Memory:
 
 def _status(name: str) -> int:
     with contextlib.suppress(OSError):
-        return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+        return next(
+            int(line.split()[1]) * 1024
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(name + ":")
+        )
     return 0
 
 
 class Timeline:
-    """Memory during one step. ``points``: milliseconds, GB and phase, at the end of each phase, and at its peak if that is higher."""
+    """Memory during one step. ``points``: milliseconds, GB and phase, at the end of each phase,
+    and at its peak if that is higher."""
 
     def __init__(self, memory: Memory, synchronize: Callable[[], None]):
         self.memory, self.synchronize = memory, synchronize
@@ -100,7 +108,8 @@ class Timeline:
 
 @contextlib.contextmanager
 def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
-    """Mark the layers of one forward and backward. The head gets no hook, because our package does not fuse a head with hooks."""
+    """Mark the layers of one forward and backward. The head gets no hook, because our package
+    does not fuse a head with hooks."""
     layers = models.layers_of(model)
     last = len(layers) - 1
 
@@ -130,13 +139,15 @@ def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
             hook.remove()
 
 
-# Names of modules, and the kind of their kernels apart from GEMMs and attention, whose own names show their kind.
+# Names of modules, and the kind of their kernels apart from GEMMs and attention, whose own names
+# show their kind.
 SCOPES = (("norm", "norm"), ("mlp", "activation"), ("rotary", "rope"), ("attention", "rope"))
 
 
 @contextlib.contextmanager
 def scopes(model: Any) -> Iterator[None]:
-    """Annotate the work of modules and of the loss, so that the profile can distinguish a norm's multiplication from a rotary embedding's."""
+    """Annotate the work of modules and of the loss, so that the profile can distinguish a norm's
+    multiplication from a rotary embedding's."""
     hooks, active = [], []
 
     def enter(kind: str, *_: Any) -> None:
@@ -151,7 +162,9 @@ def scopes(model: Any) -> Iterator[None]:
         if kind:
             hooks.append(module.register_forward_pre_hook(functools.partial(enter, kind)))
             hooks.append(module.register_forward_hook(leave, always_call=True))  # an exception ends a recomputation
-    model = getattr(model, "get_base_model", lambda: model)()  # the model inside PEFT's wrapper, which only forwards its attributes
+    model = getattr(
+        model, "get_base_model", lambda: model
+    )()  # the model inside PEFT's wrapper, which only forwards its attributes
     stock, had = model.loss_function, "_loss_function" in model.__dict__
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
@@ -177,7 +190,9 @@ def parallel(model: Any, how: str | None, device: torch.device, on_cpu: bool = F
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     if how == "ep":
-        config, _, meshes = model.prepare_distribute_model({"fsdp_size": dist.get_world_size(), "ep_size": dist.get_world_size()})
+        config, _, meshes = model.prepare_distribute_model(
+            {"fsdp_size": dist.get_world_size(), "ep_size": dist.get_world_size()}
+        )
         return model.maybe_distribute_model(model, config, meshes)
     if how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
@@ -216,7 +231,9 @@ def optimizer_of(name: str, model: Any, gpu: bool) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(trained, lr=1e-3)
-    return adamw.make(name, trained, lr=1e-4, **({"fused": gpu} if name == "adamw" else {}))  # fused is the default of transformers' Trainer
+    return adamw.make(
+        name, trained, lr=1e-4, **({"fused": gpu} if name == "adamw" else {})
+    )  # fused is the default of transformers' Trainer
 
 
 class Training:
@@ -235,7 +252,9 @@ class Training:
         self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
         self.memory = Memory(self.gpu)
         self.model = models.build(spec, self.device)
-        self.marked = not (spec["compile"] or spec["unsloth"])  # hooks would change the compiled code, and Unsloth compiles its layers
+        self.marked = not (
+            spec["compile"] or spec["unsloth"]
+        )  # hooks would change the compiled code, and Unsloth compiles its layers
         self.run = parallel(self.model, spec["parallel"], self.device, spec["optimizer_on_cpu"])
         if spec["parallel"] and self.gpu:
             gc.collect()
@@ -297,7 +316,13 @@ class Training:
         with layers_marked(self.model, timeline) if self.marked else contextlib.nullcontext():
             self.step(data, timeline.mark)
         if spec["trace"]:
-            _trace(spec, scopes(self.model) if self.marked else contextlib.nullcontext(), lambda: self.step(data), self.synchronize, self.rank)
+            _trace(
+                spec,
+                scopes(self.model) if self.marked else contextlib.nullcontext(),
+                lambda: self.step(data),
+                self.synchronize,
+                self.rank,
+            )
 
         low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
         return {
@@ -313,7 +338,8 @@ class Training:
         }
 
     def peak(self, batch: int, seq: int, steps: int = 2) -> float | None:
-        """The peak of steps of that size in GB; None, and the reason in ``why``, if they fail. For one GPU: other ranks would wait for the failing one."""
+        """The peak of steps of that size in GB; None, and the reason in ``why``, if they fail.
+        For one GPU: other ranks would wait for the failing one."""
         held = self.memory.now()
         self.memory.reset()
         try:
@@ -333,7 +359,10 @@ class Training:
             gc.collect()
             torch.cuda.empty_cache()
         if self.memory.now() > 1.02 * held + 0.1:
-            raise RuntimeError(f"{self.memory.now():.1f} GB are held after a step that did not fit, {held:.1f} before it: what fits cannot be told")
+            raise RuntimeError(
+                f"{self.memory.now():.1f} GB are held after a step that did not fit, {held:.1f} before it: what fits "
+                "cannot be told"
+            )
         return None
 
 
@@ -341,7 +370,8 @@ UNITS = {"batch": 1, "seq": 256}  # the search for the largest size uses multipl
 
 
 def largest_that(peak: Callable[[int], float | None], start: int, capacity: float | None = None) -> int:
-    """The largest number that fits, to within 1/16; 0 if even 1 does not fit. ``peak(n)`` is the memory for n, or None if n does not fit.
+    """The largest number that fits, to within 1/16; 0 if even 1 does not fit. ``peak(n)`` is the
+    memory for n, or None if n does not fit.
 
     Memory is nearly linear in n, so the next number to test is where the line reaches the capacity.
     """
@@ -367,7 +397,8 @@ def largest_that(peak: Callable[[int], float | None], start: int, capacity: floa
 
 
 def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
-    """Train according to the spec. Returns one row per batch, and the largest sizes that fit; ``found`` receives each result when it is ready."""
+    """Train according to the spec. Returns one row per batch, and the largest sizes that fit;
+    ``found`` receives each result when it is ready."""
     if spec["save"]:
         models.save(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return {"rows": []}
@@ -388,7 +419,8 @@ def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lamb
 
 
 def _search(training: Training, what: str, row: dict[str, Any], found: Callable[[], None]) -> None:
-    """Set ``row["largest_" + what]``, after each trial, so that it is known even if a larger size ends the process."""
+    """Set ``row["largest_" + what]``, after each trial, so that it is known even if a larger
+    size ends the process."""
     sizes, unit = {"batch": row["batch"], "seq": training.spec["seq"]}, UNITS[what]
     row[f"largest_{what}"], known = 0, {sizes[what]: row["peak_allocated_gb"]}  # where the search begins
 
@@ -401,12 +433,24 @@ def _search(training: Training, what: str, row: dict[str, Any], found: Callable[
         found()
         return taken
 
-    largest_that(peak, max(1, sizes[what] // unit), torch.cuda.get_device_properties(training.device).total_memory / 1e9)
+    largest_that(
+        peak, max(1, sizes[what] // unit), torch.cuda.get_device_properties(training.device).total_memory / 1e9
+    )
 
 
-def _trace(spec: dict[str, Any], scopes: contextlib.AbstractContextManager[None], step: Callable[[], None], synchronize: Callable[[], None], rank: int) -> None:
-    """Write ``spec["trace_steps"]`` steps as a Chrome trace. Every rank runs them, and the first rank writes."""
-    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+def _trace(
+    spec: dict[str, Any],
+    scopes: contextlib.AbstractContextManager[None],
+    step: Callable[[], None],
+    synchronize: Callable[[], None],
+    rank: int,
+) -> None:
+    """Write ``spec["trace_steps"]`` steps as a Chrome trace. Every rank runs them, and the first
+    rank writes."""
+    activities = [
+        torch.profiler.ProfilerActivity.CPU,
+        *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
     with scopes:  # no scopes under torch.compile: the names of generated kernels list what they fuse
         step()
         synchronize()
@@ -464,7 +508,10 @@ def main(spec: str, result: str) -> int:
         write(measure(json.loads(Path(spec).read_text()), write))
     except Exception as error:  # any error becomes the text of the row
         traceback.print_exc()
-        with contextlib.suppress(FileExistsError), Path(f"{result}.failed").open("x") as file:  # the first rank to fail says why; it makes the others fail
+        with (
+            contextlib.suppress(FileExistsError),
+            Path(f"{result}.failed").open("x") as file,
+        ):  # the first rank to fail says why; it makes the others fail
             json.dump(_text(error), file)
         sys.stderr.flush()
         os._exit(1)  # other ranks may wait for this one in a collective, and a regular exit would wait for them

@@ -1,5 +1,6 @@
-"""The models of ``step_child.py``: with random weights, patched, quantised, with adapters, or built by Unsloth. This file is loaded by its path. The only
-package of ours that it may import is the one that is called `liger_kernel` in that process.
+"""The models of ``step_child.py``: with random weights, patched, quantised, with adapters, or built
+by Unsloth. This file is loaded by its path. The only package of ours that it may import is the one
+that is called `liger_kernel` in that process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ UNSLOTH_OFFLINE = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
 def build(spec: dict[str, Any], device: torch.device) -> Any:
-    """The model of the spec on the device, patched if the variant is. The weights are the same in every variant and on every rank."""
+    """The model of the spec on the device, patched if the variant is. The weights are the same
+    in every variant and on every rank."""
     model = _by_unsloth(spec) if spec["unsloth"] else _by_transformers(spec, device)
     if spec["lora"]:
         _start(model)
@@ -51,14 +53,18 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
             from liger_kernel.transformers.patching.flags import flags_of
 
             if unknown := flags.keys() - flags_of(model.config.model_type):
-                raise NotImplementedError(f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}")
+                raise NotImplementedError(
+                    f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}"
+                )
         _apply_liger_kernel_to_instance(model=model, **flags)
     if spec["lora"]:
         import peft
 
         if spec["checkpointing"]:
             model.enable_input_require_grads()
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **_on_experts(model, _adapters(spec))))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(task_type="CAUSAL_LM", **_on_experts(model, _adapters(spec)))
+        )
     return model
 
 
@@ -73,7 +79,8 @@ def _stock(spec: dict[str, Any], device: torch.device) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(
             config,
             dtype=getattr(torch, spec["dtype"]),
-            attn_implementation=spec["attention"] or ("sdpa" if kind._supports_sdpa else "eager"),  # sinks, as of gpt-oss
+            attn_implementation=spec["attention"]
+            or ("sdpa" if kind._supports_sdpa else "eager"),  # sinks, as of gpt-oss
         ).train()
     model.config.use_cache = False
     return model
@@ -81,15 +88,21 @@ def _stock(spec: dict[str, Any], device: torch.device) -> Any:
 
 def _adapters(spec: dict[str, Any]) -> dict[str, Any]:
     """Arguments of PEFT's ``LoraConfig`` and of Unsloth's ``get_peft_model``."""
-    chosen = {"r": spec["lora"], "lora_alpha": 2 * spec["lora"], "target_modules": spec["lora_targets"], "lora_dropout": spec["lora_dropout"]}
+    chosen = {
+        "r": spec["lora"],
+        "lora_alpha": 2 * spec["lora"],
+        "target_modules": spec["lora_targets"],
+        "lora_dropout": spec["lora_dropout"],
+    }
     return chosen | ({"use_dora": True} if spec["dora"] else {})
 
 
 def _on_experts(model: nn.Module, chosen: dict[str, Any]) -> dict[str, Any]:
-    """``chosen`` for PEFT. In a mixture, the names of an MLP's layers mean the parameters of the experts, with the same rank.
+    """``chosen`` for PEFT. In a mixture, the names of an MLP's layers mean the parameters of the
+    experts, with the same rank.
 
-    PEFT itself translates these names for some families, and then doubles the rank of gate and up, which are one parameter. It finds parameters in 4 bits
-    only by their whole names.
+    PEFT itself translates these names for some families, and then doubles the rank of gate and up,
+    which are one parameter. It finds parameters in 4 bits only by their whole names.
     """
     of = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
     if not (experts := _experts_of(model)):
@@ -100,12 +113,14 @@ def _on_experts(model: nn.Module, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold all experts of a layer in two parameters, gate_up_proj and down_proj."""
+    """The modules that hold all experts of a layer in two parameters, gate_up_proj and
+    down_proj."""
     return {name: m for name, m in model.named_modules() if name.endswith(".experts") and hasattr(m, "gate_up_proj")}
 
 
 def _start(model: Any) -> None:
-    """Set the same adapters in every variant. PEFT starts with B = 0, so the first losses would not show whether A and B are used correctly."""
+    """Set the same adapters in every variant. PEFT starts with B = 0, so the first losses would
+    not show whether A and B are used correctly."""
     adapters = sorted((name, p) for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name)
     for i, (name, p) in enumerate(adapters):
         generator = torch.Generator(p.device).manual_seed(i)
@@ -117,7 +132,8 @@ def _start(model: Any) -> None:
 
 
 def _quantize(model: Any, how: str) -> None:
-    """Replace linear layers except the head by those of bitsandbytes, as transformers does while it loads a checkpoint, and experts by parameters in NF4."""
+    """Replace linear layers except the head by those of bitsandbytes, as transformers does while
+    it loads a checkpoint, and experts by parameters in NF4."""
     from bitsandbytes import nn as bnb
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
@@ -129,11 +145,17 @@ def _quantize(model: Any, how: str) -> None:
             continue
         weight, sizes = linear.weight.data, (linear.in_features, linear.out_features, linear.bias is not None)
         if how == "nf4":
-            taken = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta")
-            quantized = bnb.Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=taken)
+            taken = bnb.Linear4bit(
+                *sizes, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
+            )
+            quantized = bnb.Params4bit(
+                weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=taken
+            )
         else:
             taken = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
-            quantized = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)  # bitsandbytes quantises only when a weight leaves the CPU
+            quantized = bnb.Int8Params(
+                weight.cpu(), requires_grad=False, has_fp16_weights=False
+            )  # bitsandbytes quantises only when a weight leaves the CPU
         taken.weight, taken.bias = quantized.to(weight.device), linear.bias
         model.set_submodule(name, taken.requires_grad_(False).train())
     for experts in _experts_of(model).values() if how == "nf4" else ():
@@ -153,7 +175,11 @@ def _convert_by_torchao(model: Any, recipe: str, gathered: bool) -> None:
     if not torch.cuda.is_available():
         config = dataclasses.replace(config, emulate=True)
     head = model.get_output_embeddings()
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: m is not head and m.in_features % 16 == m.out_features % 16 == 0)
+    convert_to_float8_training(
+        model,
+        config=config,
+        module_filter_fn=lambda m, name: m is not head and m.in_features % 16 == m.out_features % 16 == 0,
+    )
 
 
 def _by_unsloth(spec: dict[str, Any]) -> Any:
@@ -161,23 +187,37 @@ def _by_unsloth(spec: dict[str, Any]) -> Any:
     os.environ |= UNSLOTH_OFFLINE | {"UNSLOTH_COMPILE_LOCATION": f"{spec['unsloth']}-compiled"}
     from unsloth import FastLanguageModel
 
-    recomputed = {"use_gradient_checkpointing": ("unsloth" if spec["offload"] else True) if spec["checkpointing"] else False}
-    loaded = {"load_in_4bit": spec["quantize"] == "nf4", "load_in_8bit": spec["quantize"] == "int8", "dtype": getattr(torch, spec["dtype"])}
+    recomputed = {
+        "use_gradient_checkpointing": ("unsloth" if spec["offload"] else True) if spec["checkpointing"] else False
+    }
+    loaded = {
+        "load_in_4bit": spec["quantize"] == "nf4",
+        "load_in_8bit": spec["quantize"] == "int8",
+        "dtype": getattr(torch, spec["dtype"]),
+    }
     longest = spec["config"]["max_position_embeddings"] if "seq" in spec["largest"] else spec["seq"]
     model, _ = FastLanguageModel.from_pretrained(
-        spec["unsloth"], max_seq_length=longest, local_files_only=True, use_exact_model_name=True, **loaded, **recomputed
+        spec["unsloth"],
+        max_seq_length=longest,
+        local_files_only=True,
+        use_exact_model_name=True,
+        **loaded,
+        **recomputed,
     )
     if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
         raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
     model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
-    FastLanguageModel.for_training(model)  # weights are loaded for inference, in which Unsloth neither compiles its layers nor checkpoints them
+    FastLanguageModel.for_training(
+        model
+    )  # weights are loaded for inference, in which Unsloth neither compiles its layers nor checkpoints them
     if not all(layer.training for layer in layers_of(model)):
         raise RuntimeError("Unsloth's layers are not set to training")
     return model
 
 
 def save(spec: dict[str, Any], device: torch.device) -> None:
-    """Save the stock model, and a tokenizer with a word for every row of its embedding, for ``from_pretrained``."""
+    """Save the stock model, and a tokenizer with a word for every row of its embedding, for
+    ``from_pretrained``."""
     import tokenizers
     import transformers
 
@@ -186,7 +226,9 @@ def save(spec: dict[str, Any], device: torch.device) -> None:
     words = {f"<{i}>": i for i in range(model.config.vocab_size)}
     special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("pad", "bos", "eos", "unk"))}
     model = tokenizers.models.WordLevel(words, unk_token=special["unk_token"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special).save_pretrained(spec["save"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special).save_pretrained(
+        spec["save"]
+    )
 
 
 def layers_of(model: Any) -> nn.ModuleList:

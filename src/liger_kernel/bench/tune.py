@@ -1,7 +1,10 @@
-"""``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and write faster ones to ``ops/_core/tuned``.
+"""``liger tune OP``: search the launch configurations of an operator's kernels on this GPU, and
+write faster ones to ``ops/_core/tuned``.
 
-Only kernels that call ``config.tile`` are tuned. Each configuration that they request for the operator's real-model cases is varied alone, while
-the others stay. Candidates are compiled ahead, on all cores. A candidate that breaks the accuracy rule is rejected, whatever its speed.
+Only kernels that call ``config.tile`` are tuned. Each configuration that they request for the
+operator's real-model cases is varied alone, while
+the others stay. Candidates are compiled ahead, on all cores. A candidate that breaks the accuracy
+rule is rejected, whatever its speed.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ GAIN = 0.02  # least gain as a share of the operator's device time: less is nois
 
 @contextlib.contextmanager
 def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tuple[int, Tile]]]:
-    """Give kernels the tiles of ``override``. Yields key -> (columns, tile) of all requested tiles."""
+    """Give kernels the tiles of ``override``. Yields key -> (columns, tile) of all requested
+    tiles."""
     tile, asked = config.tile, {}
 
     def chosen(op: str, n: int, itemsize: int, **rule: Any) -> Tile:
@@ -46,25 +50,37 @@ def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tu
 
 
 def candidates(n: int, tile: Tile) -> list[Tile]:
-    """The neighbours of ``tile``: other rows, warps and pipeline depths; and other columns if a row has several blocks."""
+    """The neighbours of ``tile``: other rows, warps and pipeline depths; and other columns if a
+    row has several blocks."""
     found = []
     for block_n in [tile.block_n] if tile.block_n >= n else [b for b in (1024, 2048, 4096, 8192, 16384) if b <= 2 * n]:
-        for block_m in sorted({max(1, tile.block_m * f // 4) for f in (1, 2, 4, 8)}) if tile.block_n >= n else [tile.block_m]:
+        for block_m in (
+            sorted({max(1, tile.block_m * f // 4) for f in (1, 2, 4, 8)}) if tile.block_n >= n else [tile.block_m]
+        ):
             for num_warps in (2, 4, 8, 16, 32):
                 per_thread = block_m * block_n / (32 * num_warps)
                 if num_warps <= config.max_warps() and 4 <= per_thread <= 64:
-                    for per_sm, stages in ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (4, 2)) if tile.stages > 1 else ((tile.per_sm, tile.stages),):
+                    for per_sm, stages in (
+                        ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (4, 2))
+                        if tile.stages > 1
+                        else ((tile.per_sm, tile.stages),)
+                    ):
                         found.append(Tile(block_m, block_n, num_warps, per_sm, stages))
     return [c for c in found if c != tile]
 
 
-def compile_ahead(op_name: str, case_name: str, sweep: str | None, dtype: str, arch: str, override: dict[str, Tile]) -> None:
-    """Compile the kernels of one forward and backward for ``arch`` into Triton's cache, without a GPU."""
+def compile_ahead(
+    op_name: str, case_name: str, sweep: str | None, dtype: str, arch: str, override: dict[str, Tile]
+) -> None:
+    """Compile the kernels of one forward and backward for ``arch`` into Triton's cache, without
+    a GPU."""
     from liger_kernel.compile.ahead import compile_launches
     from liger_kernel.compile.launches import launches
     from liger_kernel.compile.targets import compiling_for
 
-    case = next(c for c, _ in cases_of(OPS[op_name], [] if sweep else [case_name], sweep, small=False) if c.name == case_name)
+    case = next(
+        c for c, _ in cases_of(OPS[op_name], [] if sweep else [case_name], sweep, small=False) if c.name == case_name
+    )
 
     def step() -> None:
         outs = [o for o in forward(OPS[op_name].fn, case.make(DTYPES[dtype], "meta")).values() if o.requires_grad]
@@ -75,7 +91,9 @@ def compile_ahead(op_name: str, case_name: str, sweep: str | None, dtype: str, a
         compile_launches(launches(step, "meta"))
 
 
-def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = None, pool: Executor | None = None) -> dict[str, tuple[Tile, float, float]]:
+def search(
+    op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = None, pool: Executor | None = None
+) -> dict[str, tuple[Tile, float, float]]:
     """key -> (best tile, ms before, ms after) for those kernels of one case that get faster."""
     base = case.make(DTYPES[dtype], DEVICE)
     truth, pytorch = results(op.reference, like(base, torch.float64)), results(op.reference, like(base))
@@ -88,7 +106,9 @@ def search(op: Op, case: Case, dtype: str, repeats: int, sweep: str | None = Non
     for key, (n, tile) in dict(asked).items():
         if pool:
             overrides = ({k: b[0] for k, b in better.items()} | {key: candidate} for candidate in candidates(n, tile))
-            for compiled in [pool.submit(compile_ahead, op.name, case.name, sweep, dtype, config.arch(), o) for o in overrides]:
+            for compiled in [
+                pool.submit(compile_ahead, op.name, case.name, sweep, dtype, config.arch(), o) for o in overrides
+            ]:
                 compiled.result()
         best, best_ms = tile, before
         for candidate in candidates(n, tile):
@@ -114,7 +134,9 @@ def write(found: dict[str, Tile]) -> str:
     path = config.TUNED / f"{config.arch()}.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     table |= {key: dataclasses.asdict(tile) for key, tile in found.items()}
-    write_file(path, "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)) + "\n}\n")
+    write_file(
+        path, "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)) + "\n}\n"
+    )
     return str(path)
 
 
@@ -132,7 +154,9 @@ def main(argv: list[str]) -> int:
         for op in (OPS[name] for name in a.op):
             for case, _ in cases_of(op, a.case, a.sweep, small=False):
                 better = search(op, case, a.dtype, a.repeats, a.sweep, pool)
-                print(f"{op.name} {case.name} {a.dtype}: {'no configuration is faster' if not better else ''}", flush=True)
+                print(
+                    f"{op.name} {case.name} {a.dtype}: {'no configuration is faster' if not better else ''}", flush=True
+                )
                 for key, (tile, before, after) in better.items():
                     print(f"  {key}: {before:.4f} -> {after:.4f} ms ({before / after:.2f}x) with {tile}", flush=True)
                     chosen[key] = tile

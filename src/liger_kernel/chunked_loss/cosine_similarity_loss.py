@@ -1,4 +1,5 @@
-"""Cosine similarity of the logits as the soft loss: beta (1 - <s, t> / (|s| |t|)) of each row, which no temperature changes."""
+"""Cosine similarity of the logits as the soft loss: beta (1 - <s, t> / (|s| |t|)) of each row,
+which no temperature changes."""
 
 from __future__ import annotations
 
@@ -9,13 +10,18 @@ from liger_kernel.chunked_loss.fused_linear_distillation import DistillationLoss
 
 
 class LigerFusedLinearCosineSimilarityFunction(FunctionWithKernel):
-    """``apply`` takes student_input, student_weight, teacher_input, teacher_weight, true_labels, biases, then the options of the loss, by position."""
+    """``apply`` takes student_input, student_weight, teacher_input, teacher_weight, true_labels,
+    biases, then the options of the loss, by position."""
 
     kind = "cosine"
 
     @staticmethod
     def distillation_loss_fn(
-        student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None, ignore_index: int | None = None, beta: float = 1.0
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor | None = None,
+        ignore_index: int | None = None,
+        beta: float = 1.0,
     ) -> Tensor:
         """Summed over the rows that are not ignored."""
         loss = beta * (1 - F.cosine_similarity(student_logits, teacher_logits, dim=-1))
@@ -26,6 +32,8 @@ LigerFusedLinearCosineSimilarityFunction.stock = LigerFusedLinearCosineSimilarit
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
-    __doc__ = "Cross entropy of the next token and cosine similarity of the logits.\n\n" + (DistillationLoss.__doc__ or "")
+    __doc__ = "Cross entropy of the next token and cosine similarity of the logits.\n\n" + (
+        DistillationLoss.__doc__ or ""
+    )
 
     kind = "cosine"

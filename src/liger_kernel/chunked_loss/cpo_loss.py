@@ -1,9 +1,12 @@
-"""CPO, contrastive preference optimisation (arXiv:2401.08417): DPO with a uniform reference, and the likelihood of the chosen sequences beside it.
+"""CPO, contrastive preference optimisation (arXiv:2401.08417): DPO with a uniform reference, and
+the likelihood of the chosen sequences beside it.
 
-With Delta = log pi(chosen) - log pi(rejected) (sums over tokens) and e = label_smoothing, the probability that a preference is reversed
+With Delta = log pi(chosen) - log pi(rejected) (sums over tokens) and e = label_smoothing, the
+probability that a preference is reversed
 (as in cDPO, https://ericmitchell.ai/cdpo.pdf), over B pairs (equation 3 for e = 0):
 
-    loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta Delta))
+    loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta
+    Delta))
 """
 
 from __future__ import annotations
@@ -23,37 +26,67 @@ def smoothed_logistic(z: Tensor, label_smoothing: float) -> Tensor:
 
 
 class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
-    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearCPOLoss`` has the formula, and names for the options."""
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearCPOLoss`` has
+    the formula, and names for the options."""
 
     @staticmethod
     def preference_loss_fn(
-        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1, label_smoothing: float = 0.0
+        chosen_logps: Tensor,
+        rejected_logps: Tensor,
+        full_target: Tensor,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
     ) -> tuple[Tensor, ...]:
         """Loss, and rewards beta * log pi of chosen and rejected."""
-        loss = smoothed_logistic(beta * (chosen_logps - rejected_logps), label_smoothing).sum() / max(full_target.shape[0] // 2, 1)
+        loss = smoothed_logistic(beta * (chosen_logps - rejected_logps), label_smoothing).sum() / max(
+            full_target.shape[0] // 2, 1
+        )
         return loss, beta * chosen_logps, beta * rejected_logps
 
     @classmethod
     def forward(
-        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
-        average_log_prob: bool = False, chunk_size: int = 1, compact: bool = True,
-    ) -> Found:  # fmt: skip
-        options: dict[str, Any] = dict(ignore_index=ignore_index, alpha=alpha, beta=beta, label_smoothing=label_smoothing, compact=compact)
+        cls,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        compact: bool = True,
+    ) -> Found:
+        options: dict[str, Any] = dict(
+            ignore_index=ignore_index, alpha=alpha, beta=beta, label_smoothing=label_smoothing, compact=compact
+        )
         of_pairs: dict[str, Any] = dict(compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob)
         return super().forward(cls, ctx, _input, weight, target, bias, **options, **of_pairs)
 
 
 class LigerFusedLinearCPOLoss(WithOptions):
-    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
+    chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
 
     def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
-        compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1, compact: bool = True,
-    ):  # fmt: skip
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        compact: bool = True,
+    ):
         super().__init__(locals())
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:

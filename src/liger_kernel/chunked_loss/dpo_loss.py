@@ -1,6 +1,7 @@
 """DPO, direct preference optimisation (arXiv:2305.18290), and the losses that came of it.
 
-With c = beta (log pi(chosen) - log pi_ref(chosen)), r the same of rejected, z = c - r and e = ``label_smoothing``, the mean over pairs of
+With c = beta (log pi(chosen) - log pi_ref(chosen)), r the same of rejected, z = c - r and e =
+``label_smoothing``, the mean over pairs of
 
     sigmoid       -(1 - e) log sigmoid(z) - e log sigmoid(-z)           DPO; cDPO (https://ericmitchell.ai/cdpo.pdf) for e > 0
     sigmoid_norm  the same of mean log-probabilities                    length-normalised DPO (arXiv:2411.15124)
@@ -18,9 +19,10 @@ With c = beta (log pi(chosen) - log pi_ref(chosen)), r the same of rejected, z =
     discopop      -(1 - m) log sigmoid(z) + m exp(-z), m = sigmoid(z / discopop_tau)               DiscoPOP (arXiv:2406.08414, equation 5)
     sft           nothing: the NLL of chosen alone, with weight 1
 
-plus ``alpha * NLL(chosen)`` with ``compute_nll_loss``. ``label_smoothing`` is refused where the formula has no e. The two of AOT pair what they sort over the
-whole batch, which costs one more product than the others' three.
-"""
+plus ``alpha * NLL(chosen)`` with ``compute_nll_loss``. ``label_smoothing`` is refused where the
+formula has no e. The two of AOT pair what they sort over the whole batch, which costs one more
+product than the others' three.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -73,18 +75,27 @@ def _check(name: str, loss_type: str, label_smoothing: float) -> None:
     if loss_type == "robust" and not 0 <= label_smoothing < 0.5:
         raise ValueError(f"{name}: label_smoothing must be in [0, 0.5) for robust, got {label_smoothing}")
     if loss_type == "exo_pair" and not 0 < label_smoothing < 1:
-        raise ValueError(f"{name}: label_smoothing must be in (0, 1) for exo_pair (its paper takes 0.001), got {label_smoothing}")
+        raise ValueError(
+            f"{name}: label_smoothing must be in (0, 1) for exo_pair (its paper takes 0.001), got {label_smoothing}"
+        )
 
 
 class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
-    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearDPOLoss`` has the formula, and names for the options."""
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearDPOLoss`` has
+    the formula, and names for the options."""
 
     @staticmethod
     def preference_loss_fn(
-        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None, beta: float = 0.1, loss_type: str = "sigmoid", label_smoothing: float = 0.0,
+        chosen_logps: Tensor,
+        rejected_logps: Tensor,
+        full_target: Tensor,
+        ref_chosen_logps: Tensor | None = None,
+        ref_rejected_logps: Tensor | None = None,
+        beta: float = 0.1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
         discopop_tau: float = 0.05,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         """Loss, and rewards c and r."""
         ref_chosen = torch.zeros_like(chosen_logps) if ref_chosen_logps is None else ref_chosen_logps
         ref_rejected = torch.zeros_like(rejected_logps) if ref_rejected_logps is None else ref_rejected_logps
@@ -101,43 +112,91 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(
-        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1,
-        compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False,
-        chunk_size: int = 1, loss_type: str = "sigmoid", label_smoothing: float = 0.0, discopop_tau: float = 0.05, alpha: float = 1.0,
-        ref_chosen_logps: Tensor | None = None, ref_rejected_logps: Tensor | None = None, compact: bool = True,
-    ) -> Found:  # fmt: skip
+        cls,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        alpha: float = 1.0,
+        ref_chosen_logps: Tensor | None = None,
+        ref_rejected_logps: Tensor | None = None,
+        compact: bool = True,
+    ) -> Found:
         _check(cls.__name__, loss_type, label_smoothing)
         if loss_type == "sft":
             compute_nll_loss, alpha = True, 1.0
-        reference: dict[str, Any] = dict(use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias)
+        reference: dict[str, Any] = dict(
+            use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias
+        )
         reference |= dict(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
-        options: dict[str, Any] = dict(alpha=alpha, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
-        options |= dict(ignore_index=ignore_index, compute_nll_loss=compute_nll_loss, compact=compact, whole_batch=loss_type in _OF_BATCH)
+        options: dict[str, Any] = dict(
+            alpha=alpha, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, discopop_tau=discopop_tau
+        )
+        options |= dict(
+            ignore_index=ignore_index,
+            compute_nll_loss=compute_nll_loss,
+            compact=compact,
+            whole_batch=loss_type in _OF_BATCH,
+        )
         options["average_log_prob"] = average_log_prob or loss_type in _OF_MEANS
         return super().forward(cls, ctx, _input, weight, target, bias, **reference, **options)
 
 
 class LigerFusedLinearDPOLoss(WithOptions):
-    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
+    chosen_rewards, rejected_rewards))``.
 
-    The reference is a head (``ref_input``, ``ref_weight``, ``ref_bias``), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), which are sums over tokens
-    that were computed before. For ``ipo`` and ``sigmoid_norm``, log-probabilities and rewards are means over tokens. ``compiled`` and ``chunk_size`` have no
-    effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
+    The reference is a head (``ref_input``, ``ref_weight``, ``ref_bias``), or ``ref_chosen_logps``
+    and ``ref_rejected_logps`` (B,), which are sums over tokens that were computed before. For
+    ``ipo`` and ``sigmoid_norm``, log-probabilities and rewards are means over tokens. ``compiled``
+    and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
 
     def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False, compiled: bool = True,
-        use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1, loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0, discopop_tau: float = 0.05, compact: bool = True,
-    ):  # fmt: skip
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        compact: bool = True,
+    ):
         super().__init__(locals())
         _check(type(self).__name__, loss_type, label_smoothing)
 
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, ref_chosen_logps: Tensor | None = None,
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        ref_chosen_logps: Tensor | None = None,
         ref_rejected_logps: Tensor | None = None,
-    ) -> Found:  # fmt: skip
+    ) -> Found:
         known = dict(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
-        return LigerFusedLinearDPOFunction.apply(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **known, **self.options())
+        return LigerFusedLinearDPOFunction.apply(
+            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **known, **self.options()
+        )

@@ -1,11 +1,15 @@
-"""Distillation of a student's linear head from a teacher's, by the formula of a subclass or by a kernel.
+"""Distillation of a student's linear head from a teacher's, by the formula of a subclass or by a
+kernel.
 
-Shapes: student_input (M, Hs), student_weight (V, Hs), teacher_input (M, Ht), teacher_weight (V, Ht), target (M,), biases (V,). Over the n rows whose target
-is not ``ignore_index``, with s and t the logits divided by ``temperature``,
+Shapes: student_input (M, Hs), student_weight (V, Hs), teacher_input (M, Ht), teacher_weight (V,
+Ht), target (M,), biases (V,). Over the n rows whose target is not ``ignore_index``, with s and t
+the logits divided by ``temperature``,
 
-    loss = weight_hard_loss * cross_entropy(s * temperature, target) / n + weight_soft_loss * distillation_loss_fn(s, t) / n
+    loss = weight_hard_loss * cross_entropy(s * temperature, target) / n + weight_soft_loss *
+    distillation_loss_fn(s, t) / n
 
-where both sums run over rows, and n is at least 1. The soft loss is not multiplied by temperature^2. The teacher is constant.
+where both sums run over rows, and n is at least 1. The soft loss is not multiplied by
+temperature^2. The teacher is constant.
 """
 
 from __future__ import annotations
@@ -32,50 +36,93 @@ Found = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):
-    """The base of your own soft loss: a subclass has ``distillation_loss_fn``, and a ``forward(cls, ctx, ...)`` that calls this one."""
+    """The base of your own soft loss: a subclass has ``distillation_loss_fn``, and a
+    ``forward(cls, ctx, ...)`` that calls this one."""
 
     @staticmethod
-    def distillation_loss_fn(student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None, ignore_index: int | None = None) -> Tensor:
-        """The sum of the soft loss over some rows, none of which is ignored, in plain PyTorch, differentiated in ``student_logits`` (n, V) fp32.
+    def distillation_loss_fn(
+        student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None, ignore_index: int | None = None
+    ) -> Tensor:
+        """The sum of the soft loss over some rows, none of which is ignored, in plain PyTorch,
+        differentiated in ``student_logits`` (n, V) fp32.
 
-        It receives target, ignore_index and beta if it has parameters of these names, and the ``loss_kwargs`` of ``forward``.
+        It receives target, ignore_index and beta if it has parameters of these names, and the
+        ``loss_kwargs`` of ``forward``.
         """
         raise NotImplementedError("distillation_loss_fn")
 
     @staticmethod
     def chunk_forward(
-        student_input_chunk: Tensor, student_weight: Tensor, teacher_input_chunk: Tensor, teacher_weight: Tensor, target_chunk: Tensor,
-        student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, ignore_index: int = -100, compute_ce_loss: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor | float]:  # fmt: skip
-        """Logits of both heads and the summed cross entropy, in plain PyTorch, for a ``forward`` of yours with its own loop."""
-        student, teacher = F.linear(student_input_chunk, student_weight, student_bias), F.linear(teacher_input_chunk, teacher_weight, teacher_bias)
-        hard = F.cross_entropy(student.float(), target_chunk, reduction="sum", ignore_index=ignore_index) if compute_ce_loss else 0.0
+        student_input_chunk: Tensor,
+        student_weight: Tensor,
+        teacher_input_chunk: Tensor,
+        teacher_weight: Tensor,
+        target_chunk: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        ignore_index: int = -100,
+        compute_ce_loss: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Logits of both heads and the summed cross entropy, in plain PyTorch, for a ``forward``
+        of yours with its own loop."""
+        student, teacher = (
+            F.linear(student_input_chunk, student_weight, student_bias),
+            F.linear(teacher_input_chunk, teacher_weight, teacher_bias),
+        )
+        hard = (
+            F.cross_entropy(student.float(), target_chunk, reduction="sum", ignore_index=ignore_index)
+            if compute_ce_loss
+            else 0.0
+        )
         return student, teacher, hard
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, target: Tensor,
-        student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, chunk_size: int = 1024, ignore_index: int = -100,
-        weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, compute_ce_loss: bool = True,
-        temperature: float = 1.0, compiled: bool = True, return_soft_hard_loss: bool = False, **loss_kwargs: Any,
-    ) -> Found:  # fmt: skip
-        """The loss; with ``return_soft_hard_loss`` also the soft and the hard loss, without weights. Gradients are those of the student.
+        cls: Any,
+        ctx: Any,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        target: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        chunk_size: int = 1024,
+        ignore_index: int = -100,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        compute_ce_loss: bool = True,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        return_soft_hard_loss: bool = False,
+        **loss_kwargs: Any,
+    ) -> Found:
+        """The loss; with ``return_soft_hard_loss`` also the soft and the hard loss, without
+        weights. Gradients are those of the student.
 
-        It waits once for the number of counted rows, because the formula sees no others. ``chunk_size`` and ``compiled`` have no effect.
+        It waits once for the number of counted rows, because the formula sees no others.
+        ``chunk_size`` and ``compiled`` have no effect.
         """
         parameters = inspect.signature(cls.distillation_loss_fn).parameters
         every = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
         def soft(s: Tensor, t: Tensor, y: Tensor) -> Tensor:
             known = dict(target=y, ignore_index=ignore_index, beta=beta)
-            return cls.distillation_loss_fn(s, t, **{k: v for k, v in known.items() if every or k in parameters}, **loss_kwargs)
+            return cls.distillation_loss_fn(
+                s, t, **{k: v for k, v in known.items() if every or k in parameters}, **loss_kwargs
+            )
 
         tensors = student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias
-        weights: dict[str, Any] = dict(weight_hard=weight_hard_loss if compute_ce_loss else 0.0, weight_soft=weight_soft_loss)
+        weights: dict[str, Any] = dict(
+            weight_hard=weight_hard_loss if compute_ce_loss else 0.0, weight_soft=weight_soft_loss
+        )
         if only_pytorch():
             found = _in_pytorch(soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights)
             return found if return_soft_hard_loss else found[0]
-        loss, soft_loss, hard_loss, norm, dx, dw, db = _any_gradients(soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights)
+        loss, soft_loss, hard_loss, norm, dx, dw, db = _any_gradients(
+            soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights
+        )
         ctx.save_for_backward(dx, dw, db, norm)
         if not return_soft_hard_loss:
             return loss
@@ -85,7 +132,8 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """Gradients of student_input, student_weight and student_bias, the first, second and sixth argument; None for all others."""
+        """Gradients of student_input, student_weight and student_bias, the first, second and
+        sixth argument; None for all others."""
         *grads, norm = ctx.saved_tensors
         dx, dw, db = (d if d is not None and d.numel() else None for d in scaled(tuple(grads), divided(g, norm)))
         return dx, dw, None, None, None, db, *(None,) * 32
@@ -99,17 +147,26 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         return super().apply(*(a.detach() if isinstance(a, Tensor) else a for a in args))
 
 
-def _any_gradients(fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft):
-    """Loss, soft and hard loss, what the gradients are still to be divided by, dx, dw and dbias where ``fn`` is the soft loss, chunk by chunk.
+def _any_gradients(
+    fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft
+):
+    """Loss, soft and hard loss, what the gradients are still to be divided by, dx, dw and dbias
+    where ``fn`` is the soft loss, chunk by chunk.
 
-    ``fn(s, t, target)`` of logits over ``temperature`` (n, V), in ``acc`` of their dtype, returns the sum over these rows, and autograd differentiates it.
+    ``fn(s, t, target)`` of logits over ``temperature`` (n, V), in ``acc`` of their dtype, returns
+    the sum over these rows, and autograd differentiates it.
     """
     check_head("distillation", x, w, bias, None)
     target = check("distillation", (x.shape[0], w.shape[0]), target, None, "mean", ignore_index)
     with torch.enable_grad():  # gradients are off in a Function's forward; what its inputs ask for is not
-        check_teacher("distillation", x.shape[0], w.shape[0], teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias)
+        check_teacher(
+            "distillation", x.shape[0], w.shape[0], teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias
+        )
     need: Any = tuple(t is not None and t.requires_grad for t in (x, w, bias))
-    (x, w, bias), (teacher_x, teacher_w, teacher_bias) = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
+    (x, w, bias), (teacher_x, teacher_w, teacher_bias) = (
+        promoted(x, w, bias),
+        promoted(teacher_x, teacher_w, teacher_bias),
+    )
     kept = None if is_fake(target) else Kept(target, ignore_index).rows(least_gain=1e-9)
     y = target if kept is None else target.index_select(0, kept)
     norm = counted(x, target, ignore_index)
@@ -157,63 +214,115 @@ def _in_pytorch(
 
 
 class FunctionWithKernel(LigerFusedLinearDistillationBase):
-    """A ``distillation_loss_fn`` for which a row kernel, ``kind``, exists. The formula of a subclass is computed as it is written."""
+    """A ``distillation_loss_fn`` for which a row kernel, ``kind``, exists. The formula of a
+    subclass is computed as it is written."""
 
     kind = ""
     stock: Any = None
 
     @classmethod
     def forward(
-        cls, ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, true_labels: Tensor,
-        student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
-        chunk_size: int = 1024, return_soft_hard_loss: bool = False,
-    ) -> Found:  # fmt: skip
+        cls,
+        ctx: Any,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+    ) -> Found:
         tensors = student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
-        options: dict[str, Any] = dict(weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, beta=beta, temperature=temperature)
+        options: dict[str, Any] = dict(
+            weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, beta=beta, temperature=temperature
+        )
         options |= dict(ignore_index=ignore_index, return_soft_hard_loss=return_soft_hard_loss)
         return LigerFusedLinearDistillationBase.forward(cls, ctx, *tensors, **options)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        same = getattr(cls.forward, "__func__", None) is FunctionWithKernel.__dict__["forward"].__func__ and cls.distillation_loss_fn is cls.stock
+        same = (
+            getattr(cls.forward, "__func__", None) is FunctionWithKernel.__dict__["forward"].__func__
+            and cls.distillation_loss_fn is cls.stock
+        )
         return of_kernel(cls.kind, *args) if same else super().apply(*args)
 
 
 def of_kernel(
-    kind: str, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, true_labels: Tensor,
-    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5,
-    beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024,
-    return_soft_hard_loss: bool = False, compact: bool = True,
-) -> Found:  # fmt: skip
+    kind: str,
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    true_labels: Tensor,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    compiled: bool = True,
+    chunk_size: int = 1024,
+    return_soft_hard_loss: bool = False,
+    compact: bool = True,
+) -> Found:
     """The loss by ``linear_divergence``: JSD with ``beta``, or ``beta`` times the "cosine"."""
     factor, beta = (beta, 0.5) if kind == "cosine" else (1.0, beta)
     tensors = student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
-    numbers: dict[str, Any] = dict(beta=beta, temperature=temperature, weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor)
-    loss, soft, hard = linear_divergence(*tensors, kind=kind, **numbers, ignore_index=ignore_index, parts=True, compact=compact)
+    numbers: dict[str, Any] = dict(
+        beta=beta, temperature=temperature, weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor
+    )
+    loss, soft, hard = linear_divergence(
+        *tensors, kind=kind, **numbers, ignore_index=ignore_index, parts=True, compact=compact
+    )
     return (loss, soft * factor, hard) if return_soft_hard_loss else loss
 
 
 class DistillationLoss(WithOptions):
-    """Call it with the student's input and weight, the teacher's, labels and biases: (..., H), (V, H), (..., H), (V, H), (...,), (V,), (V,).
+    """Call it with the student's input and weight, the teacher's, labels and biases: (..., H), (V,
+    H), (..., H), (V, H), (...,), (V,), (V,).
 
-    ``compact`` omits ignored tokens from all products, and waits once for their number. ``compiled`` and ``chunk_size`` have no effect.
+    ``compact`` omits ignored tokens from all products, and waits once for their number.
+    ``compiled`` and ``chunk_size`` have no effect.
     """
 
     kind = ""
 
     def __init__(
-        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100,
-        temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False, compact: bool = True,
-    ):  # fmt: skip
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+        compact: bool = True,
+    ):
         super().__init__(locals())
         if not temperature > 0:
             raise ValueError(f"{type(self).__name__}: temperature must be positive, got {temperature}")
 
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, true_labels: Tensor,
-        student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-    ) -> Found:  # fmt: skip
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Found:
         rows = lambda x: x.reshape(-1, x.shape[-1])
         heads = rows(student_input), student_weight, rows(teacher_input), teacher_weight
         return of_kernel(self.kind, *heads, true_labels.reshape(-1), student_bias, teacher_bias, **self.options())

@@ -13,26 +13,40 @@ from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearPPOBase:
-    """The base of a policy-gradient loss: a subclass has ``ppo_loss_fn``. ``Subclass.apply(_input, weight, ...)`` returns loss and a tuple of metrics.
+    """The base of a policy-gradient loss: a subclass has ``ppo_loss_fn``. ``Subclass.apply(_input,
+    weight, ...)`` returns loss and a tuple of metrics.
 
-    ``apply`` consists of operators that have gradients in _input, weight and bias, so a subclass needs no ``backward``, and a ``forward`` only if its arguments
-    differ. No autograd context is passed to a ``forward``: ``ctx`` is None.
+    ``apply`` consists of operators that have gradients in _input, weight and bias, so a subclass
+    needs no ``backward``, and a ``forward`` only if its arguments differ. No autograd context is
+    passed to a ``forward``: ``ctx`` is None.
     """
 
     @staticmethod
     def ppo_loss_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What some sequences add to the loss, and metrics. Metrics with dimensions are concatenated over calls, 0-dim metrics are added.
+        """What some sequences add to the loss, and metrics. Metrics with dimensions are
+        concatenated over calls, 0-dim metrics are added.
 
-        It is called with keywords: ``per_token_logps, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio`` of these sequences,
-        ``full_attention_mask`` of all sequences, the numbers given to ``apply``, and with ``entropy`` the ``entropies`` of these sequences. Where the mask is
-        0, (B, T) tensors are 0 (``vllm_is_ratio``: 1), whatever was given.
+        It is called with keywords: ``per_token_logps, attention_mask, advantages,
+        ref_per_token_logps, old_per_token_logps, vllm_is_ratio`` of these sequences,
+        ``full_attention_mask`` of all sequences, the numbers given to ``apply``, and with
+        ``entropy`` the ``entropies`` of these sequences. Where the mask is 0, (B, T) tensors are 0
+        (``vllm_is_ratio``: 1), whatever was given.
         """
         raise NotImplementedError("LigerFusedLinearPPOBase: a subclass must define ppo_loss_fn")
 
     @staticmethod
-    def chunk_forward(input_chunk: Tensor, weight: Tensor, selected_token_ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without storing all logits: for a ``forward`` with its own loop."""
-        logps: Any = linear_logprobs(input_chunk.flatten(0, 1), weight, selected_token_ids.flatten(), bias, temperature=temperature)
+    def chunk_forward(
+        input_chunk: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        bias: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without
+        storing all logits: for a ``forward`` with its own loop."""
+        logps: Any = linear_logprobs(
+            input_chunk.flatten(0, 1), weight, selected_token_ids.flatten(), bias, temperature=temperature
+        )
         return logps.view(selected_token_ids.shape)
 
     @classmethod
@@ -42,58 +56,131 @@ class LigerFusedLinearPPOBase:
     # ``cls`` as a keyword is what an overriding ``forward`` of the published package passes on
     @classmethod
     def forward(
-        own, ctx: None, _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
-        bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2, beta: float = 0.04, loss_type: str = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: str = "token", temperature: float = 1.0, compiled: bool = True, use_ref_model: bool = False,
-        chunk_size: int = 1, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0, vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, num_items_in_batch: Tensor | float | None = None, *,
-        cls: type | None = None, compact: bool = True, entropy: bool = False, **more: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """_input (B, T, H), weight (V, H), bias (V,), ids and mask (B, T), advantages (B,) or (B, T); ``more`` goes to ``ppo_loss_fn``.
+        own,
+        ctx: None,
+        _input: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        beta: float = 0.04,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        temperature: float = 1.0,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        chunk_size: int = 1,
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        num_items_in_batch: Tensor | float | None = None,
+        *,
+        cls: type | None = None,
+        compact: bool = True,
+        entropy: bool = False,
+        **more: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """_input (B, T, H), weight (V, H), bias (V,), ids and mask (B, T), advantages (B,) or (B,
+        T); ``more`` goes to ``ppo_loss_fn``.
 
-        With ``compact``, tokens whose mask is 0 take part in no product, and the call waits for their number; ``compact=False`` waits for nothing. The
-        reference's log-probabilities are the given ones; without them, and if beta is not 0, those of ``ref_input``. ``compiled`` and ``chunk_size`` have no
-        effect: the engine chooses chunks of whole sequences.
+        With ``compact``, tokens whose mask is 0 take part in no product, and the call waits for
+        their number; ``compact=False`` waits for nothing. The reference's log-probabilities are the
+        given ones; without them, and if beta is not 0, those of ``ref_input``. ``compiled`` and
+        ``chunk_size`` have no effect: the engine chooses chunks of whole sequences.
         """
-        B, T = _check(_input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
+        B, T = _check(
+            _input,
+            selected_token_ids,
+            attention_mask,
+            advantages,
+            ref_per_token_logps,
+            old_per_token_logps,
+            vllm_is_ratio,
+        )
         target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
         head: dict[str, Any] = dict(
-            group=max(T, 1), temperature=temperature, ignore_index=IGNORED, compact=compact and counted(target, IGNORED, T), entropy=entropy
+            group=max(T, 1),
+            temperature=temperature,
+            ignore_index=IGNORED,
+            compact=compact and counted(target, IGNORED, T),
+            entropy=entropy,
         )
         if use_ref_model and beta != 0 and ref_per_token_logps is None:
             if ref_input is None or ref_weight is None:
-                raise ValueError("fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for use_ref_model, got None")
+                raise ValueError(
+                    "fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for "
+                    "use_ref_model, got None"
+                )
             check_reference("fused_linear_ppo", ref_input, selected_token_ids)
             ref_per_token_logps = reference_logprobs(ref_input, ref_weight, target.view(B, T), ref_bias, **head)
-        numbers: dict[str, Any] = dict(epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type, delta=delta)
-        numbers |= dict(max_completion_length=max_completion_length, num_items_in_batch=num_items_in_batch, use_bias_correction_kl=use_bias_correction_kl)
+        numbers: dict[str, Any] = dict(
+            epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type, delta=delta
+        )
+        numbers |= dict(
+            max_completion_length=max_completion_length,
+            num_items_in_batch=num_items_in_batch,
+            use_bias_correction_kl=use_bias_correction_kl,
+        )
         numbers |= dict(importance_sampling_level=importance_sampling_level)
         numbers |= dict(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
-        numbers |= dict(vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg)
-        zeroed = dict(advantages=advantages, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps)
+        numbers |= dict(
+            vespo_k_pos=vespo_k_pos,
+            vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg,
+        )
+        zeroed = dict(
+            advantages=advantages, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps
+        )
         of_sequences = {name: unmasked(attention_mask, t) for name, t in zeroed.items()}
         of_sequences |= dict(attention_mask=attention_mask, vllm_is_ratio=unmasked(attention_mask, vllm_is_ratio, 1.0))
 
         def loss(tokens: Tokens, first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
             here = {name: None if t is None else t[first:last] for name, t in of_sequences.items()}
             entropies = dict(entropies=tokens.entropy) if entropy else {}
-            part, metrics = own.ppo_loss_fn(per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers, **entropies, **more)
+            part, metrics = own.ppo_loss_fn(
+                per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers, **entropies, **more
+            )
             return part, tuple(metrics)
 
         return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, **head)
 
 
-def _check(x: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor | None, old: Tensor | None, is_ratio: Tensor | None) -> tuple[int, int]:
+def _check(
+    x: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    ref: Tensor | None,
+    old: Tensor | None,
+    is_ratio: Tensor | None,
+) -> tuple[int, int]:
     if x.ndim != 3:
         raise ValueError(f"fused_linear_ppo: _input must have shape (B, T, H), got {tuple(x.shape)}")
     B, T = x.shape[:2]
     each, rows = ((B, T),), ((B,), (B, 1), (B, T))
-    named: dict[str, tuple[Tensor | None, tuple]] = dict(selected_token_ids=(ids, each), attention_mask=(mask, each), advantages=(advantages, rows))
+    named: dict[str, tuple[Tensor | None, tuple]] = dict(
+        selected_token_ids=(ids, each), attention_mask=(mask, each), advantages=(advantages, rows)
+    )
     named |= dict(ref_per_token_logps=(ref, each), old_per_token_logps=(old, each), vllm_is_ratio=(is_ratio, rows))
     for name, (t, shapes) in named.items():
         if t is not None and tuple(t.shape) not in shapes:
-            raise ValueError(f"fused_linear_ppo: {name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")
+            raise ValueError(
+                f"fused_linear_ppo: {name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}"
+            )
     return B, T

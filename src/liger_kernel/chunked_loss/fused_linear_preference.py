@@ -1,12 +1,14 @@
 """Losses of pairs of sequences under a linear head, given as a function of their log-probabilities.
 
-Shapes: ``_input`` (2B, T, H) and ``target`` (2B, T), the first B sequences chosen and the last B rejected, in the same order; weight (V, H), bias (V,).
-With log pi(y) the sum over a sequence's counted tokens of their log-probabilities, or with ``average_log_prob`` their mean,
+Shapes: ``_input`` (2B, T, H) and ``target`` (2B, T), the first B sequences chosen and the last B
+rejected, in the same order; weight (V, H), bias (V,). With log pi(y) the sum over a sequence's
+counted tokens of their log-probabilities, or with ``average_log_prob`` their mean,
 
     loss = preference_loss_fn(log pi(chosen), log pi(rejected), ...) + alpha * NLL,        NLL = -(mean of logp over the tokens of all chosen sequences)
 
-Tokens whose target is ``ignore_index`` have no part in anything. A sequence without any token has log-probability 0, and an NLL of no tokens is 0.
-"""
+Tokens whose target is ``ignore_index`` have no part in anything. A sequence without any token has
+log-probability 0, and an NLL of no tokens is 0.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ Found = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class LossFunction:
-    """``apply(...)`` for classes whose ``forward(cls, ctx, ...)`` returns a differentiable loss; arguments by position or by name.
+    """``apply(...)`` for classes whose ``forward(cls, ctx, ...)`` returns a differentiable loss;
+    arguments by position or by name.
 
-    The engine computes the gradients: a ``backward`` in a subclass is not called, and ``ctx`` exists only for the signature.
+    The engine computes the gradients: a ``backward`` in a subclass is not called, and ``ctx``
+    exists only for the signature.
     """
 
     forward: Any
@@ -34,7 +38,9 @@ class LossFunction:
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        cls._unbound = "cls" in inspect.signature(cls.forward).parameters  # the base's own, which ``super().forward(cls, ctx, ...)`` calls
+        cls._unbound = (
+            "cls" in inspect.signature(cls.forward).parameters
+        )  # the base's own, which ``super().forward(cls, ctx, ...)`` calls
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Found:
@@ -42,8 +48,11 @@ class LossFunction:
         return cls.forward(cls, ctx, *args, **kwargs) if cls._unbound else cls.forward(ctx, *args, **kwargs)
 
 
-def plain_logprobs(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, average: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of sequences (n,), those of all classes (n, T, V), and the logits, in plain PyTorch: for a ``forward`` with a loop of its own."""
+def plain_logprobs(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, average: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of sequences (n,), those of all classes (n, T, V), and the logits, in
+    plain PyTorch: for a ``forward`` with a loop of its own."""
     logits = F.linear(x, weight, bias)
     every, counts = logits.float().log_softmax(-1), target != ignore_index
     logps = every.gather(-1, target.where(counts, 0)[..., None])[..., 0].where(counts, 0).sum(-1)
@@ -51,24 +60,33 @@ def plain_logprobs(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | Non
 
 
 class LigerFusedLinearPreferenceBase(LossFunction):
-    """The base of a loss of pairs: a subclass has ``preference_loss_fn``, and a ``forward`` if it has other arguments."""
+    """The base of a loss of pairs: a subclass has ``preference_loss_fn``, and a ``forward`` if
+    it has other arguments."""
 
     @staticmethod
     def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
         """What some pairs add to the loss, 0-dim, or that and tensors to return with it.
 
-        It is called with ``(chosen_logps (n,), rejected_logps (n,), full_target (2B, T), beta=, **loss_kwargs)`` and, with a reference, ``ref_chosen_logps``
-        and ``ref_rejected_logps`` (n,), for one chunk after the other. Losses and 0-dim tensors are added, other tensors are concatenated. For a mean over the
-        batch, divide by ``full_target.shape[0] // 2``.
+        It is called with ``(chosen_logps (n,), rejected_logps (n,), full_target (2B, T), beta=,
+        **loss_kwargs)`` and, with a reference, ``ref_chosen_logps`` and ``ref_rejected_logps``
+        (n,), for one chunk after the other. Losses and 0-dim tensors are added, other tensors are
+        concatenated. For a mean over the batch, divide by ``full_target.shape[0] // 2``.
         """
         raise NotImplementedError("preference_loss_fn")
 
     @staticmethod
     def chunk_forward(
-        input_chunk: Tensor, weight: Tensor, target_chunk: Tensor, bias: Tensor | None = None, ignore_index: int = -100, compute_nll_loss: bool = True,
-        chosen_nll_target_chunk: Tensor | None = None, average_log_prob: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:  # fmt: skip
-        """Log-probabilities and logits of chosen and rejected, and the summed NLL of the chosen; see ``plain_logprobs``."""
+        input_chunk: Tensor,
+        weight: Tensor,
+        target_chunk: Tensor,
+        bias: Tensor | None = None,
+        ignore_index: int = -100,
+        compute_nll_loss: bool = True,
+        chosen_nll_target_chunk: Tensor | None = None,
+        average_log_prob: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
+        """Log-probabilities and logits of chosen and rejected, and the summed NLL of the chosen;
+        see ``plain_logprobs``."""
         logps, every, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
         n = target_chunk.shape[0] // 2
         nll: Tensor | float = 0.0
@@ -79,18 +97,41 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, chunk_size: int = 1,
-        ignore_index: int = -100, alpha: float = 1.0, beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None,
-        compiled: bool = True, use_ref_model: bool = False, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, average_log_prob: bool = True, *, ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None, whole_batch: bool = False, compact: bool = True, **loss_kwargs: Any,
-    ) -> Found:  # fmt: skip
-        """``(loss, (chosen_logps (B,), rejected_logps (B,), chosen_logits_mean, rejected_logits_mean, nll_loss, *what preference_loss_fn returned))``.
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        chunk_size: int = 1,
+        ignore_index: int = -100,
+        alpha: float = 1.0,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        nll_target: Tensor | None = None,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        average_log_prob: bool = True,
+        *,
+        ref_chosen_logps: Tensor | None = None,
+        ref_rejected_logps: Tensor | None = None,
+        whole_batch: bool = False,
+        compact: bool = True,
+        **loss_kwargs: Any,
+    ) -> Found:
+        """``(loss, (chosen_logps (B,), rejected_logps (B,), chosen_logits_mean,
+        rejected_logits_mean, nll_loss, *what preference_loss_fn returned))``.
 
-        The means are over counted tokens and the vocabulary. ``nll_target`` ((B, T) or (2B, T)): other targets of the chosen sequences for the NLL, which cost
-        products of their own. The reference is a head on ``ref_input`` (2B, T, H), or ``ref_chosen_logps`` and ``ref_rejected_logps`` (B,), sums over tokens.
-        ``whole_batch``: ``preference_loss_fn`` receives all pairs at once, which costs one more product. ``compact``: omit ignored tokens from all products,
-        and wait once for their number. ``chunk_size`` and ``compiled`` have no effect: the engine chooses chunks, and nothing is compiled.
+        The means are over counted tokens and the vocabulary. ``nll_target`` ((B, T) or (2B, T)):
+        other targets of the chosen sequences for the NLL, which cost products of their own. The
+        reference is a head on ``ref_input`` (2B, T, H), or ``ref_chosen_logps`` and
+        ``ref_rejected_logps`` (B,), sums over tokens. ``whole_batch``: ``preference_loss_fn``
+        receives all pairs at once, which costs one more product. ``compact``: omit ignored tokens
+        from all products, and wait once for their number. ``chunk_size`` and ``compiled`` have no
+        effect: the engine chooses chunks, and nothing is compiled.
         """
         name = cls.__name__
         check_sequences(name, _input, target, pairs=True)
@@ -102,7 +143,12 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         nll_y = as_index(nll_target[:B].reshape(-1)) if compute_nll_loss and nll_target is not None else None
         paired = lambda t: t.unflatten(0, (2, B)).transpose(0, 1)
         y = paired(target).reshape(N * T)
-        head: dict[str, Any] = dict(ignore_index=ignore_index, compact=compact and counted(y, ignore_index, 2 * T), mean_logit=True, whole=whole_batch)
+        head: dict[str, Any] = dict(
+            ignore_index=ignore_index,
+            compact=compact and counted(y, ignore_index, 2 * T),
+            mean_logit=True,
+            whole=whole_batch,
+        )
         valid = target != ignore_index
         counts = paired(valid.sum(1))
         lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
@@ -112,15 +158,22 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             ref = torch.stack((ref_chosen_logps, ref_rejected_logps), 1).detach() / lengths
         elif use_ref_model:
             if ref_input is None or ref_weight is None:
-                raise ValueError(f"{name}: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given with use_ref_model, got None")
+                raise ValueError(
+                    f"{name}: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given "
+                    "with use_ref_model, got None"
+                )
             check_reference(name, ref_input, target)
-            logp = reference_logprobs(paired(ref_input).flatten(0, 1), ref_weight, y.view(N, T), ref_bias, group=2 * T, **head)
+            logp = reference_logprobs(
+                paired(ref_input).flatten(0, 1), ref_weight, y.view(N, T), ref_bias, group=2 * T, **head
+            )
             ref = logp.sum(1).view(B, 2) / lengths
 
         def fn(tokens: Tokens, first: int, last: int) -> Found:
             logp = tokens.logp.view(last - first, 2, T).sum(-1)
             chosen, rejected = (logp / lengths[first:last]).unbind(1)
-            refs = {} if ref is None else dict(ref_chosen_logps=ref[first:last, 0], ref_rejected_logps=ref[first:last, 1])
+            refs = (
+                {} if ref is None else dict(ref_chosen_logps=ref[first:last, 0], ref_rejected_logps=ref[first:last, 1])
+            )
             loss, *extra = several(cls.preference_loss_fn(chosen, rejected, target, beta=beta, **refs, **loss_kwargs))
             nll = -logp[:, 0].sum() / tokens_of[0] if compute_nll_loss and nll_y is None else logp.new_zeros(())
             mean_logit: Any = tokens.mean_logit
@@ -128,11 +181,22 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             return loss + alpha * nll, (chosen, rejected, *logits.unbind(0), nll, *extra)
 
         x = paired(_input).reshape(N * T, H)
-        loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(fn, x, weight, y, bias, group=2 * T, **head)
+        loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(
+            fn, x, weight, y, bias, group=2 * T, **head
+        )
         if nll_y is not None:
             n = (nll_y != ignore_index).sum().clamp(min=1)
             of_nll = lambda t, *_: -t.logp.sum() / n
-            apart, _ = linear_loss(of_nll, _input[:B].reshape(B * T, H), weight, nll_y, bias, group=block(B * T), ignore_index=ignore_index, compact=compact)
+            apart, _ = linear_loss(
+                of_nll,
+                _input[:B].reshape(B * T, H),
+                weight,
+                nll_y,
+                bias,
+                group=block(B * T),
+                ignore_index=ignore_index,
+                compact=compact,
+            )
             loss, nll = loss + alpha * apart, apart.detach()
         return loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra)
 
@@ -159,20 +223,27 @@ def several(found: Any) -> tuple[Tensor, ...]:
 def check_reference(name: str, x: Tensor, target: Tensor) -> None:
     """Raise ``ValueError`` if the reference's hidden states do not fit ``target``."""
     if x.ndim != 3 or x.shape[:2] != target.shape:
-        raise ValueError(f"{name}: ref_input must have shape ({target.shape[0]}, {target.shape[1]}, H), got {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: ref_input must have shape ({target.shape[0]}, {target.shape[1]}, H), got {tuple(x.shape)}"
+        )
 
 
 def reference_logprobs(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    """Log-probabilities (N, T) of each token under the reference, without gradient: x (N, T, H), target (N, T), ``options`` of ``linear_loss``.
+    """Log-probabilities (N, T) of each token under the reference, without gradient: x (N, T, H),
+    target (N, T), ``options`` of ``linear_loss``.
 
-    They are computed like the policy's, in the same chunks, so that equal models have bit-identical log-probabilities.
+    They are computed like the policy's, in the same chunks, so that equal models have bit-identical
+    log-probabilities.
     """
     with torch.no_grad():
         of_tokens = lambda tokens, *_: (tokens.logp.sum(), (tokens.logp,))
-        _, (logp,) = linear_loss(of_tokens, x.reshape(target.numel(), x.shape[-1]), w, target.reshape(-1), bias, **options)
+        _, (logp,) = linear_loss(
+            of_tokens, x.reshape(target.numel(), x.shape[-1]), w, target.reshape(-1), bias, **options
+        )
     return logp.view(target.shape)
 
 
 def block(M: int) -> int:
-    """A group for losses of tokens: small enough for any chunk, and fewer than M, as the engine counts groups on the host."""
+    """A group for losses of tokens: small enough for any chunk, and fewer than M, as the engine
+    counts groups on the host."""
     return max(min(64, M & -M), 1)

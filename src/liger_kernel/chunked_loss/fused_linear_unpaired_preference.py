@@ -1,7 +1,9 @@
-"""Losses of sequences that are each marked desirable or not, given as a function of their log-probabilities.
+"""Losses of sequences that are each marked desirable or not, given as a function of their
+log-probabilities.
 
-Shapes: ``_input`` (B, T, H), ``target`` (B, T), ``preference_labels`` (B,), true where desirable; weight (V, H), bias (V,). A sequence's log-probability is
-the sum over its counted tokens, or with ``average_log_prob`` their mean; tokens whose target is ``ignore_index`` have no part in anything.
+Shapes: ``_input`` (B, T, H), ``target`` (B, T), ``preference_labels`` (B,), true where desirable;
+weight (V, H), bias (V,). A sequence's log-probability is the sum over its counted tokens, or with
+``average_log_prob`` their mean; tokens whose target is ``ignore_index`` have no part in anything.
 """
 
 from __future__ import annotations
@@ -11,21 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import Found, LossFunction, check_reference, check_sequences, plain_logprobs, reference_logprobs, several
+from liger_kernel.chunked_loss.fused_linear_preference import (
+    Found,
+    LossFunction,
+    check_reference,
+    check_sequences,
+    plain_logprobs,
+    reference_logprobs,
+    several,
+)
 from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 
 class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
-    """The base of a loss of labelled sequences: a subclass has ``preference_loss_fn``, and a ``forward`` if it has other arguments."""
+    """The base of a loss of labelled sequences: a subclass has ``preference_loss_fn``, and a
+    ``forward`` if it has other arguments."""
 
     @staticmethod
     def preference_loss_fn(*args: Any, **kwargs: Any) -> Any:
         """What some sequences add to the loss, 0-dim, or that and tensors to return with it.
 
-        It is called with ``(logps (n,), preference_labels (n,), full_target (B, T), **loss_kwargs)`` and, with a reference, ``ref_log_prob_chunk`` (n,), for
-        one chunk after the other. Losses and 0-dim tensors are added, other tensors are concatenated. For a mean over the batch, divide by
-        ``full_target.shape[0]``.
+        It is called with ``(logps (n,), preference_labels (n,), full_target (B, T),
+        **loss_kwargs)`` and, with a reference, ``ref_log_prob_chunk`` (n,), for one chunk after the
+        other. Losses and 0-dim tensors are added, other tensors are concatenated. For a mean over
+        the batch, divide by ``full_target.shape[0]``.
         """
         raise NotImplementedError("preference_loss_fn")
 
@@ -39,7 +51,8 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         ignore_index: int = -100,
         average_log_prob: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Log-probabilities of sequences (n,), their sums over the desirable and the others, and those of all logits; see ``plain_logprobs``."""
+        """Log-probabilities of sequences (n,), their sums over the desirable and the others, and
+        those of all logits; see ``plain_logprobs``."""
         logps, _, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
         desirable = preference_labels_chunk.bool()
         of_both = lambda t: (t.where(desirable, 0).sum(), t.where(~desirable, 0).sum())
@@ -47,16 +60,34 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor, bias: Tensor | None = None,
-        chunk_size: int = 1, ignore_index: int = -100, compiled: bool = True, use_ref_model: bool = False, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, average_log_prob: bool = False, *,
-        ref_logps: Tensor | None = None, whole_batch: bool = False, compact: bool = True, **loss_kwargs: Any,
-    ) -> Found:  # fmt: skip
-        """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, *what preference_loss_fn returned))``.
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        preference_labels: Tensor,
+        bias: Tensor | None = None,
+        chunk_size: int = 1,
+        ignore_index: int = -100,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        average_log_prob: bool = False,
+        *,
+        ref_logps: Tensor | None = None,
+        whole_batch: bool = False,
+        compact: bool = True,
+        **loss_kwargs: Any,
+    ) -> Found:
+        """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, *what
+        preference_loss_fn returned))``.
 
-        These are 0-dim sums: of log-probabilities over the desirable and the other sequences, and of logits over their counted tokens and the vocabulary.
-        The reference is a head on ``ref_input`` (B, T, H), or ``ref_logps`` (B,), known sums over tokens. Other options: those of
-        ``LigerFusedLinearPreferenceBase``.
+        These are 0-dim sums: of log-probabilities over the desirable and the other sequences, and
+        of logits over their counted tokens and the vocabulary. The reference is a head on
+        ``ref_input`` (B, T, H), or ``ref_logps`` (B,), known sums over tokens. Other options: those
+        of ``LigerFusedLinearPreferenceBase``.
         """
         name = cls.__name__
         check_sequences(name, _input, target, pairs=False)
@@ -64,19 +95,28 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         (B, T, H), V = _input.shape, weight.shape[0]
         labels = None if preference_labels is None else torch.as_tensor(preference_labels, device=_input.device)
         if labels is None or labels.shape != (B,):
-            raise ValueError(f"{name}: preference_labels must have shape ({B},), got {None if labels is None else tuple(labels.shape)}")
+            raise ValueError(
+                f"{name}: preference_labels must have shape ({B},), got "
+                f"{None if labels is None else tuple(labels.shape)}"
+            )
         desirable = labels.bool()
         counts = (target != ignore_index).sum(1)
         lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
         head: dict[str, Any] = dict(
-            group=T, ignore_index=ignore_index, compact=compact and counted(target, ignore_index, T), mean_logit=True, whole=whole_batch
+            group=T,
+            ignore_index=ignore_index,
+            compact=compact and counted(target, ignore_index, T),
+            mean_logit=True,
+            whole=whole_batch,
         )
         ref = None
         if ref_logps is not None:
             ref = ref_logps.detach() / lengths
         elif use_ref_model:
             if ref_input is None or ref_weight is None:
-                raise ValueError(f"{name}: ref_input and ref_weight, or ref_logps, must be given with use_ref_model, got None")
+                raise ValueError(
+                    f"{name}: ref_input and ref_weight, or ref_logps, must be given with use_ref_model, got None"
+                )
             check_reference(name, ref_input, target)
             ref = reference_logprobs(ref_input, ref_weight, target, ref_bias, **head).sum(1) / lengths
 

@@ -1,4 +1,5 @@
-"""GRPO and related losses from hidden states and a head, with three products and without storing logits; the formulas are those of ``ops.grpo_loss``."""
+"""GRPO and related losses from hidden states and a head, with three products and without storing
+logits; the formulas are those of ``ops.grpo_loss``."""
 
 from __future__ import annotations
 
@@ -9,32 +10,86 @@ from torch import Tensor
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc
-from liger_kernel.ops.losses.grpo_loss import Policy, clip_coef_fn, get_gamma_weights, k3_loss_fn, normaliser, reduced, sapo_loss_fn, token_count, token_losses
+from liger_kernel.ops.losses.grpo_loss import (
+    Policy,
+    clip_coef_fn,
+    get_gamma_weights,
+    k3_loss_fn,
+    normaliser,
+    reduced,
+    sapo_loss_fn,
+    token_count,
+    token_losses,
+)
 
-__all__ = ["LigerFusedLinearGRPOFunction", "LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]
+__all__ = [
+    "LigerFusedLinearGRPOFunction",
+    "LigerFusedLinearGRPOLoss",
+    "clip_coef_fn",
+    "get_gamma_weights",
+    "k3_loss_fn",
+    "sapo_loss_fn",
+]
 
 
 class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
-    """``apply`` returns loss and metrics: the mean divergence if beta is not 0, the mean entropy if requested, the fraction of clipped tokens."""
+    """``apply`` returns loss and metrics: the mean divergence if beta is not 0, the mean entropy
+    if requested, the fraction of clipped tokens."""
 
     @staticmethod
     def ppo_loss_fn(
-        per_token_logps: Tensor, attention_mask: Tensor, advantages: Tensor, full_attention_mask: Tensor,
-        ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None, epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2, beta: float = 0.04, loss_type: str = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
-        vllm_is_ratio: Tensor | None = None, delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None, *, entropies: Tensor | None = None, entropy_coef: float = 0.0,
-        n: Tensor | int | None = None, tokens: Tensor | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """``n`` and ``tokens``: the normaliser and the number of tokens of the whole batch, if they are known."""
-        sapo, vespo = (sapo_temperature_pos, sapo_temperature_neg), (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
-        p = Policy(loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl, *sapo, *vespo)
+        per_token_logps: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        full_attention_mask: Tensor,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        beta: float = 0.04,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        num_items_in_batch: Tensor | float | None = None,
+        *,
+        entropies: Tensor | None = None,
+        entropy_coef: float = 0.0,
+        n: Tensor | int | None = None,
+        tokens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``n`` and ``tokens``: the normaliser and the number of tokens of the whole batch, if
+        they are known."""
+        sapo, vespo = (
+            (sapo_temperature_pos, sapo_temperature_neg),
+            (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        )
+        p = Policy(
+            loss_type,
+            importance_sampling_level,
+            beta,
+            epsilon_low,
+            epsilon_high,
+            delta,
+            use_bias_correction_kl,
+            *sapo,
+            *vespo,
+        )
         n = normaliser(loss_type, full_attention_mask, max_completion_length, num_items_in_batch) if n is None else n
         tokens = token_count(full_attention_mask) if tokens is None else tokens
         mask = attention_mask.to(per_token_logps.dtype)
-        losses, kl, clipped = token_losses(p, per_token_logps, mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
+        losses, kl, clipped = token_losses(
+            p, per_token_logps, mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio
+        )
         loss, mean = reduced(losses, mask, loss_type, n), lambda t: (t * mask).sum() / tokens
         zero, metrics = mask.new_zeros(()), []
         if beta != 0:
@@ -46,54 +101,134 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
 
     @classmethod
     def forward(
-        own, ctx: None, _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
-        bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, beta: float = 0.04,
-        epsilon_low: float = 0.2, epsilon_high: float = 0.2, loss_type: str = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
-        vllm_is_ratio: Tensor | None = None, delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None, entropy_coef: float = 0.0, return_entropy: bool = False, compact: bool = True,
+        own,
+        ctx: None,
+        _input: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        beta: float = 0.04,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        num_items_in_batch: Tensor | float | None = None,
+        entropy_coef: float = 0.0,
+        return_entropy: bool = False,
+        compact: bool = True,
         **more: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         attention_mask = attention_mask.to(acc(_input.dtype))
         tensors = _input, weight, selected_token_ids, attention_mask, advantages, bias
         reference = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
-        more |= dict(beta=beta, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, loss_type=loss_type, temperature=temperature)
-        more |= dict(max_completion_length=max_completion_length, num_items_in_batch=num_items_in_batch, use_bias_correction_kl=use_bias_correction_kl)
-        more |= dict(importance_sampling_level=importance_sampling_level, vllm_is_ratio=vllm_is_ratio, use_ref_model=use_ref_model, compact=compact)
+        more |= dict(
+            beta=beta,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+            delta=delta,
+            loss_type=loss_type,
+            temperature=temperature,
+        )
+        more |= dict(
+            max_completion_length=max_completion_length,
+            num_items_in_batch=num_items_in_batch,
+            use_bias_correction_kl=use_bias_correction_kl,
+        )
+        more |= dict(
+            importance_sampling_level=importance_sampling_level,
+            vllm_is_ratio=vllm_is_ratio,
+            use_ref_model=use_ref_model,
+            compact=compact,
+        )
         more |= dict(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
-        more |= dict(vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg)
-        more |= dict(entropy=return_entropy or entropy_coef != 0, entropy_coef=entropy_coef, tokens=token_count(attention_mask))
+        more |= dict(
+            vespo_k_pos=vespo_k_pos,
+            vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg,
+        )
+        more |= dict(
+            entropy=return_entropy or entropy_coef != 0, entropy_coef=entropy_coef, tokens=token_count(attention_mask)
+        )
         more["n"] = normaliser(loss_type, attention_mask, max_completion_length, num_items_in_batch)
         return super().forward(ctx, *tensors, *reference, **more)
 
 
 class LigerFusedLinearGRPOLoss(WithOptions):
-    """Loss and metrics of completions: the mean divergence from the reference if beta is not 0, the mean entropy if requested, the fraction of clipped tokens.
+    """Loss and metrics of completions: the mean divergence from the reference if beta is not 0, the
+    mean entropy if requested, the fraction of clipped tokens.
 
-    ``entropy_coef`` times the mean entropy of the tokens is subtracted from the loss. That entropy is the second last metric, then and with ``return_entropy``.
-    ``compact``: masked tokens are omitted from all products, and the call waits once for their number. ``compiled`` and ``chunk_size`` have no effect.
+    ``entropy_coef`` times the mean entropy of the tokens is subtracted from the loss. That entropy
+    is the second last metric, then and with ``return_entropy``. ``compact``: masked tokens are
+    omitted from all products, and the call waits once for their number. ``compiled`` and
+    ``chunk_size`` have no effect.
     """
 
     def __init__(
-        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1, epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2, loss_type: str = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0, delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, entropy_coef: float = 0.0,
-        return_entropy: bool = False, compact: bool = True,
-    ):  # fmt: skip
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        entropy_coef: float = 0.0,
+        return_entropy: bool = False,
+        compact: bool = True,
+    ):
         super().__init__(locals())
 
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor, advantages: Tensor,
-        bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-        vllm_is_ratio: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """_input (B, T, H), lin_weight (V, H), ids and mask (B, T), advantages (B,), (B, 1) or (B, T), log-probabilities (B, T)."""
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """_input (B, T, H), lin_weight (V, H), ids and mask (B, T), advantages (B,), (B, 1) or
+        (B, T), log-probabilities (B, T)."""
         tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias
         reference = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
         more = dict(vllm_is_ratio=vllm_is_ratio, num_items_in_batch=num_items_in_batch)

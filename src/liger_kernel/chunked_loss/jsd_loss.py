@@ -1,6 +1,7 @@
 """Generalised Jensen-Shannon divergence as the soft loss (arXiv:2306.13649, equation 1).
 
-With q the student's distribution, p the teacher's and m = beta p + (1 - beta) q, a row's soft loss is beta KL(p || m) + (1 - beta) KL(q || m);
+With q the student's distribution, p the teacher's and m = beta p + (1 - beta) q, a row's soft loss
+is beta KL(p || m) + (1 - beta) KL(q || m);
 beta = 0 means KL(p || q), beta = 1 means KL(q || p).
 """
 
@@ -13,16 +14,23 @@ from liger_kernel.ops.losses.divergence.logit_divergence import logit_divergence
 
 
 class LigerFusedLinearJSDFunction(FunctionWithKernel):
-    """``apply`` takes student_input, student_weight, teacher_input, teacher_weight, true_labels, biases, then the options of the loss, by position."""
+    """``apply`` takes student_input, student_weight, teacher_input, teacher_weight, true_labels,
+    biases, then the options of the loss, by position."""
 
     kind = "jsd"
 
     @staticmethod
     def distillation_loss_fn(
-        student_logits: Tensor, teacher_logits: Tensor, beta: float = 0.5, target: Tensor | None = None, ignore_index: int = -100
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        beta: float = 0.5,
+        target: Tensor | None = None,
+        ignore_index: int = -100,
     ) -> Tensor:
         """The divergence, summed over the rows that are not ignored."""
-        return logit_divergence(student_logits, teacher_logits, target, beta=beta, ignore_index=ignore_index, reduction="sum")
+        return logit_divergence(
+            student_logits, teacher_logits, target, beta=beta, ignore_index=ignore_index, reduction="sum"
+        )
 
 
 LigerFusedLinearJSDFunction.stock = LigerFusedLinearJSDFunction.distillation_loss_fn

@@ -1,9 +1,11 @@
-"""KTO, Kahneman-Tversky optimisation (arXiv:2402.01306): sequences are desirable or not, each by itself, and gains and losses weigh unequally.
+"""KTO, Kahneman-Tversky optimisation (arXiv:2402.01306): sequences are desirable or not, each by
+itself, and gains and losses weigh unequally.
 
-With r = log pi(y) - log pi_ref(y), z = ``kl``, the batch's estimate of KL(pi || pi_ref), not differentiated and clamped by who estimates it, over B sequences
-(equation 8):
+With r = log pi(y) - log pi_ref(y), z = ``kl``, the batch's estimate of KL(pi || pi_ref), not
+differentiated and clamped by who estimates it, over B sequences (equation 8):
 
-    loss = 1 / B * sum  w_d (1 - sigmoid(beta (r - z))) if desirable,  w_u (1 - sigmoid(beta (z - r))) if not
+    loss = 1 / B * sum  w_d (1 - sigmoid(beta (r - z))) if desirable,  w_u (1 - sigmoid(beta (z -
+    r))) if not
 
 w_d = ``desirable_weight``, w_u = ``undesirable_weight``. Without a reference log pi_ref is 0.
 """
@@ -21,34 +23,63 @@ from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
-    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearKTOLoss`` has the formula, and names for the options."""
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearKTOLoss`` has
+    the formula, and names for the options."""
 
     @staticmethod
     def preference_loss_fn(
-        log_prob_chunk: Tensor, preference_labels_chunk: Tensor, full_target: Tensor, ref_log_prob_chunk: Tensor | None = None,
-        beta: float = 0.1, kl: Tensor | float | None = None, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        log_prob_chunk: Tensor,
+        preference_labels_chunk: Tensor,
+        full_target: Tensor,
+        ref_log_prob_chunk: Tensor | None = None,
+        beta: float = 0.1,
+        kl: Tensor | float | None = None,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+    ) -> tuple[Tensor, ...]:
         """Loss, and the sums of rewards beta * r of the desirable and of the other sequences."""
         ratio = log_prob_chunk if ref_log_prob_chunk is None else log_prob_chunk - ref_log_prob_chunk
         desirable = preference_labels_chunk.bool()
         gain = beta * (ratio if kl is None else ratio - kl)
         losses = torch.where(desirable, desirable_weight * sigmoid(-gain), undesirable_weight * sigmoid(gain))
         rewards = beta * ratio.detach()
-        return losses.sum() / max(full_target.shape[0], 1), rewards.where(desirable, 0).sum(), rewards.where(~desirable, 0).sum()
+        return (
+            losses.sum() / max(full_target.shape[0], 1),
+            rewards.where(desirable, 0).sum(),
+            rewards.where(~desirable, 0).sum(),
+        )
 
     @classmethod
     def forward(
-        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-        kl: Tensor | float | None = None, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
-        average_log_prob: bool = False, chunk_size: int = 1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
-        ref_logps: Tensor | None = None, compact: bool = True,
-    ) -> Found:  # fmt: skip
+        cls,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        preference_labels: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        ref_logps: Tensor | None = None,
+        compact: bool = True,
+    ) -> Found:
         if isinstance(kl, Tensor):
             if kl.numel() != 1:
                 raise ValueError(f"{cls.__name__}: kl must be one number, got shape {tuple(kl.shape)}")
             kl = kl.detach().reshape(())
-        reference: dict[str, Any] = dict(ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, ref_logps=ref_logps)
+        reference: dict[str, Any] = dict(
+            ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, ref_logps=ref_logps
+        )
         reference["use_ref_model"] = use_ref_model or ref_input is not None
         options: dict[str, Any] = dict(ignore_index=ignore_index, average_log_prob=average_log_prob, compact=compact)
         options |= dict(beta=beta, kl=kl, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
@@ -56,23 +87,42 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
 
 
 class LigerFusedLinearKTOLoss(WithOptions):
-    """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_rewards, rejected_rewards))``; the tuple holds 0-dim sums.
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, chosen_rewards,
+    rejected_rewards))``; the tuple holds 0-dim sums.
 
-    ``kl``: a number, or a tensor with one element. A given reference is used; ``use_ref_model=True`` means that a reference is required. ``compiled`` and
-    ``chunk_size`` have no effect; ``compact``, ``ref_logps``: ``LigerFusedLinearUnpairedPreferenceBase``.
+    ``kl``: a number, or a tensor with one element. A given reference is used;
+    ``use_ref_model=True`` means that a reference is required. ``compiled`` and ``chunk_size`` have
+    no effect; ``compact``, ``ref_logps``: ``LigerFusedLinearUnpairedPreferenceBase``.
     """
 
     def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
-        average_log_prob: bool = False, chunk_size: int = 1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
         compact: bool = True,
-    ):  # fmt: skip
+    ):
         super().__init__(locals())
 
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None, preference_labels: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-        kl: Tensor | float | None = None, ref_logps: Tensor | None = None,
-    ) -> Found:  # fmt: skip
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None,
+        ref_logps: Tensor | None = None,
+    ) -> Found:
         reference = ref_input, ref_weight, ref_bias, kl
-        return LigerFusedLinearKTOFunction.apply(_input, lin_weight, target, preference_labels, bias, *reference, ref_logps=ref_logps, **self.options())
+        return LigerFusedLinearKTOFunction.apply(
+            _input, lin_weight, target, preference_labels, bias, *reference, ref_logps=ref_logps, **self.options()
+        )

@@ -1,6 +1,8 @@
-"""ORPO, odds ratio preference optimisation (arXiv:2403.07691): no reference model, and the likelihood of the chosen sequences beside it.
+"""ORPO, odds ratio preference optimisation (arXiv:2403.07691): no reference model, and the
+likelihood of the chosen sequences beside it.
 
-With log pi(y) the mean log-probability of a sequence's tokens, log odds(y) = log pi(y) - log(1 - pi(y)), over B pairs (equations 6 and 7):
+With log pi(y) the mean log-probability of a sequence's tokens, log odds(y) = log pi(y) - log(1 -
+pi(y)), over B pairs (equations 6 and 7):
 
     loss = NLL(chosen) - beta / B * sum log sigmoid(log odds(chosen) - log odds(rejected))
 """
@@ -23,11 +25,15 @@ def _log_odds(logp: Tensor) -> Tensor:
 
 
 class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
-    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearORPOLoss`` has the formula, and names for the options."""
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearORPOLoss`` has
+    the formula, and names for the options."""
 
     @staticmethod
-    def preference_loss_fn(chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1) -> tuple[Tensor, ...]:
-        """Loss, rewards beta * log pi of chosen and rejected, and the batch's means of log sigmoid(log odds ratio) and log odds ratio."""
+    def preference_loss_fn(
+        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1
+    ) -> tuple[Tensor, ...]:
+        """Loss, rewards beta * log pi of chosen and rejected, and the batch's means of log
+        sigmoid(log odds ratio) and log odds ratio."""
         B = max(full_target.shape[0] // 2, 1)
         ratio = _log_odds(chosen_logps) - _log_odds(rejected_logps)
         log_sigmoid = F.logsigmoid(ratio).sum() / B
@@ -35,25 +41,63 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(
-        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-        beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True, chunk_size: int = 1,
+        cls,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        nll_target: Tensor | None = None,
+        compiled: bool = True,
+        chunk_size: int = 1,
         compact: bool = True,
-    ) -> Found:  # fmt: skip
+    ) -> Found:
         of_nll: dict[str, Any] = dict(compute_nll_loss=compute_nll_loss, nll_target=nll_target)
-        return super().forward(cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, beta=beta, average_log_prob=True, compact=compact, **of_nll)
+        return super().forward(
+            cls,
+            ctx,
+            _input,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            beta=beta,
+            average_log_prob=True,
+            compact=compact,
+            **of_nll,
+        )
 
 
 class LigerFusedLinearORPOLoss(WithOptions):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
     chosen_rewards, rejected_rewards, log_odds_ratio, log_odds))``.
 
-    ``compiled`` and ``chunk_size`` have no effect; ``compact``, ``nll_target``: ``LigerFusedLinearPreferenceBase``.
+    ``compiled`` and ``chunk_size`` have no effect; ``compact``, ``nll_target``:
+    ``LigerFusedLinearPreferenceBase``.
     """
 
     def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True, compiled: bool = True, chunk_size: int = 1, compact: bool = True
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        chunk_size: int = 1,
+        compact: bool = True,
     ):
         super().__init__(locals())
 
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, nll_target: Tensor | None = None) -> Found:
-        return LigerFusedLinearORPOFunction.apply(_input, lin_weight, target, bias, nll_target=nll_target, **self.options())
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        nll_target: Tensor | None = None,
+    ) -> Found:
+        return LigerFusedLinearORPOFunction.apply(
+            _input, lin_weight, target, bias, nll_target=nll_target, **self.options()
+        )

@@ -1,6 +1,8 @@
-"""SimPO, simple preference optimisation (arXiv:2405.14734): rewards are mean log-probabilities, without a reference, and have to differ by a margin.
+"""SimPO, simple preference optimisation (arXiv:2405.14734): rewards are mean log-probabilities,
+without a reference, and have to differ by a margin.
 
-With Delta = log pi(chosen) - log pi(rejected) (means over tokens) and e = label_smoothing, over B pairs (equation 6 for e = 0 and no NLL):
+With Delta = log pi(chosen) - log pi(rejected) (means over tokens) and e = label_smoothing, over B
+pairs (equation 6 for e = 0 and no NLL):
 
     z = beta Delta - gamma,        loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(z) + e log sigmoid(-z))
 
@@ -19,36 +21,79 @@ from liger_kernel.nn.options import WithOptions
 
 
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
-    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearSimPOLoss`` has the formula, and names for the options."""
+    """``apply`` takes the arguments of ``forward`` by position; ``LigerFusedLinearSimPOLoss``
+    has the formula, and names for the options."""
 
     @staticmethod
     def preference_loss_fn(
-        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1, gamma: float = 0.5, label_smoothing: float = 0.0
+        chosen_logps: Tensor,
+        rejected_logps: Tensor,
+        full_target: Tensor,
+        beta: float = 0.1,
+        gamma: float = 0.5,
+        label_smoothing: float = 0.0,
     ) -> tuple[Tensor, ...]:
         """Loss, and rewards beta * log pi of chosen and rejected."""
         z = beta * (chosen_logps - rejected_logps) - gamma
-        return smoothed_logistic(z, label_smoothing).sum() / max(full_target.shape[0] // 2, 1), beta * chosen_logps, beta * rejected_logps
+        return (
+            smoothed_logistic(z, label_smoothing).sum() / max(full_target.shape[0] // 2, 1),
+            beta * chosen_logps,
+            beta * rejected_logps,
+        )
 
     @classmethod
     def forward(
-        cls, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-        beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False, compiled: bool = True,
-        gamma: float = 0.5, chunk_size: int = 1, compact: bool = True,
-    ) -> Found:  # fmt: skip
-        options: dict[str, Any] = dict(alpha=alpha, beta=beta, label_smoothing=label_smoothing, gamma=gamma, average_log_prob=True, compact=compact)
-        return super().forward(cls, ctx, _input, weight, target, bias, ignore_index=ignore_index, compute_nll_loss=compute_nll_loss, **options)
+        cls,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+        compact: bool = True,
+    ) -> Found:
+        options: dict[str, Any] = dict(
+            alpha=alpha, beta=beta, label_smoothing=label_smoothing, gamma=gamma, average_log_prob=True, compact=compact
+        )
+        return super().forward(
+            cls,
+            ctx,
+            _input,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            compute_nll_loss=compute_nll_loss,
+            **options,
+        )
 
 
 class LigerFusedLinearSimPOLoss(WithOptions):
-    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss, chosen_rewards, rejected_rewards))``.
+    """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
+    chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
 
     def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
-        compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1, compact: bool = True,
-    ):  # fmt: skip
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+        compact: bool = True,
+    ):
         super().__init__(locals())
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:

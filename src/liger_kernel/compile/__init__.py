@@ -1,1 +1,2 @@
-"""Compile kernels in advance, also for a GPU that this machine lacks, and the cache that stores them."""
+"""Compile kernels in advance, also for a GPU that this machine lacks, and the cache that stores
+them."""

@@ -1,7 +1,9 @@
 """Compile kernels in advance into Triton's cache on disk (``TRITON_CACHE_DIR``).
 
-One training step runs on fake tensors, which have shapes and no data. Each kernel that it would launch is compiled for the target. A training process
-with that cache compiles nothing, because kernels depend on the model's sizes and dtypes, not on the batch size or the length of a sequence.
+One training step runs on fake tensors, which have shapes and no data. Each kernel that it would
+launch is compiled for the target. A training process
+with that cache compiles nothing, because kernels depend on the model's sizes and dtypes, not on the
+batch size or the length of a sequence.
 """
 
 from __future__ import annotations
@@ -23,9 +25,16 @@ from liger_kernel.compile.launches import Launch, distinct, launches
 
 
 def model_launches(
-    config: Any, *, batch: int, seq: int, dtype: torch.dtype, autocast: torch.dtype | None, flags: dict[str, bool] | None = None
+    config: Any,
+    *,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    flags: dict[str, bool] | None = None,
 ) -> list[Launch]:
-    """The launches of training and evaluation of a causal language model patched with ``flags``. Its loss is a mean, or a sum over a given number of tokens."""
+    """The launches of training and evaluation of a causal language model patched with ``flags``.
+    Its loss is a mean, or a sum over a given number of tokens."""
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,7 +61,8 @@ def model_launches(
 
 
 def compile_launches(found: list[Launch]) -> tuple[int, int]:
-    """Compile the kernels that the cache lacks. Returns how many were compiled, and how many are needed."""
+    """Compile the kernels that the cache lacks. Returns how many were compiled, and how many are
+    needed."""
     compiled = 0
 
     def listen(*, cache_hit: bool, **_: Any) -> None:
@@ -61,7 +71,10 @@ def compile_launches(found: list[Launch]) -> tuple[int, int]:
 
     before, knobs.compilation.listener = knobs.compilation.listener, listen
     try:
-        needed = {kernel.hash: kernel for kernel in (kernel.warmup(*args, grid=(1,), **meta) for kernel, args, meta in distinct(found))}
+        needed = {
+            kernel.hash: kernel
+            for kernel in (kernel.warmup(*args, grid=(1,), **meta) for kernel, args, meta in distinct(found))
+        }
     finally:
         knobs.compilation.listener = before
     if driver.active.get_current_target().backend == "cuda":
@@ -70,10 +83,13 @@ def compile_launches(found: list[Launch]) -> tuple[int, int]:
 
 
 def build_launchers(kernels: Iterable[Any]) -> None:
-    """Build the C code with which Triton starts CUDA kernels into its cache: one library for Triton and, before Triton 3.7, one for each kernel.
+    """Build the C code with which Triton starts CUDA kernels into its cache: one library for Triton
+    and, before Triton 3.7, one for each kernel.
 
-    Otherwise the first launch of each kernel would run a C compiler for 0.25 s. They are built but not loaded. Without NVIDIA's driver, they are linked to a
-    library that has only the names of its functions. From Triton 3.8 on, the cache key has the driver's folder, so they are built only if it exists.
+    Otherwise the first launch of each kernel would run a C compiler for 0.25 s. They are built but
+    not loaded. Without NVIDIA's driver, they are linked to a library that has only the names of its
+    functions. From Triton 3.8 on, the cache key has the driver's folder, so they are built only if
+    it exists.
     """
     from triton.backends.nvidia import driver as nvidia
 
@@ -88,8 +104,20 @@ def build_launchers(kernels: Iterable[Any]) -> None:
                     raise RuntimeError("Triton's cache has it by the folder of NVIDIA's driver, which is not here")
                 names = sorted(set(re.findall(r"\bcu[A-Z]\w*", source.read_text() + Path(nvidia.__file__).read_text())))
                 compiler = next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")
-                command = [compiler, "-shared", "-w", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
-                subprocess.run(command, input="".join(f"void {name}(void) {{}}\n" for name in names), text=True, check=True)
+                command = [
+                    compiler,
+                    "-shared",
+                    "-w",
+                    "-x",
+                    "c",
+                    "-",
+                    "-Wl,-soname,libcuda.so.1",
+                    "-o",
+                    f"{folder}/libcuda.so.1",
+                ]
+                subprocess.run(
+                    command, input="".join(f"void {name}(void) {{}}\n" for name in names), text=True, check=True
+                )
                 knobs.nvidia.libcuda_path = folder
             to = dict(library_dirs=nvidia.library_dirs(), include_dirs=nvidia.include_dirs, libraries=nvidia.libraries)
             if by_folder:
@@ -98,8 +126,14 @@ def build_launchers(kernels: Iterable[Any]) -> None:
                 build.compile_module_from_src(source.read_text(), "cuda_utils", **to)
             for kernel in kernels if hasattr(nvidia, "make_launcher") else ():
                 nvidia.CudaLauncher(kernel.src, kernel.metadata)
-    except Exception as error:  # no C compiler, or a Triton that does this differently: the kernels are compiled nevertheless
-        print(f"what starts kernels is built at the first launches, not ahead of them: {' '.join(str(error).split())[:300]}", flush=True)
+    except (
+        Exception
+    ) as error:  # no C compiler, or a Triton that does this differently: the kernels are compiled nevertheless
+        print(
+            "what starts kernels is built at the first launches, not ahead of them: "
+            f"{' '.join(str(error).split())[:300]}",
+            flush=True,
+        )
     finally:
         build._load_module_from_path = load
         for cached in (nvidia.libcuda_dirs, nvidia.library_dirs):

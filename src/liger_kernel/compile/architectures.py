@@ -1,4 +1,5 @@
-"""The GPUs for which kernels can be compiled. This file imports neither torch nor Triton, so `liger warmup --help` lists them at once."""
+"""The GPUs for which kernels can be compiled. This file imports neither torch nor Triton, so
+`liger warmup --help` lists them at once."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU to compile for: Triton's backend and architecture, threads per warp, number of processors."""
+    """A GPU to compile for: Triton's backend and architecture, threads per warp, number of
+    processors."""
 
     backend: str
     arch: int | str
@@ -15,7 +17,8 @@ class Target:
     processors: int
 
 
-# Architectures have the names of ops/_core/config.py (A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090, MI300X, MI355X)
+# Architectures have the names of ops/_core/config.py (A100, RTX 3090, RTX 4090, H100 and H200,
+# B200, RTX 5090, MI300X, MI355X)
 TARGETS = {
     "sm80": Target("cuda", 80, 32, 108),
     "sm86": Target("cuda", 86, 32, 82),

@@ -41,7 +41,8 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def launches(step: Callable[[], Any], device: str) -> list[Launch]:
-    """(kernel, arguments without data, constexprs and options) of each launch of ``step``. Tensors on ``device`` have no data in it."""
+    """(kernel, arguments without data, constexprs and options) of each launch of ``step``.
+    Tensors on ``device`` have no data in it."""
     found: list[Launch] = []
 
     def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
@@ -54,4 +55,9 @@ def launches(step: Callable[[], Any], device: str) -> list[Launch]:
 
 def distinct(found: list[Launch]) -> list[Launch]:
     """One launch for each kernel that must be compiled."""
-    return list({(kernel.fn, tuple(map(_key, args)), tuple(meta.items())): (kernel, args, meta) for kernel, args, meta in found}.values())
+    return list(
+        {
+            (kernel.fn, tuple(map(_key, args)), tuple(meta.items())): (kernel, args, meta)
+            for kernel, args, meta in found
+        }.values()
+    )

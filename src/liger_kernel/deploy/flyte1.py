@@ -1,7 +1,8 @@
 """The workflow of ``flyte2.py`` for clusters that still run Flyte 1.
 
 LIGER_JOB=job.yaml PYTHONPATH=. pyflyte run liger_kernel/deploy/flyte1.py pipeline
-LIGER_JOB=job.yaml pyflyte --pkgs liger_kernel.deploy.flyte1 package --image IMAGE --output workflow.tgz
+LIGER_JOB=job.yaml pyflyte --pkgs liger_kernel.deploy.flyte1 package --image IMAGE --output
+workflow.tgz
 """
 
 import json
@@ -80,7 +81,8 @@ def export(run: FlyteDirectory, scores: str, target: str) -> str:
 
 @workflow
 def pipeline(config: TrainConfig = job.config, target: str = "") -> str:
-    """Run all steps and return the scores as JSON. ``target``: a URI to which the model is copied in addition to Flyte's own store."""
+    """Run all steps and return the scores as JSON. ``target``: a URI to which the model is
+    copied in addition to Flyte's own store."""
     data = prepare(config=config)
     run = train(config=config, data=data, kernels=warm(config=config))
     scores = evaluate(config=config, data=data, run=run)

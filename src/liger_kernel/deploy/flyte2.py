@@ -1,9 +1,12 @@
-"""A Flyte 2 workflow of the job that LIGER_JOB describes: prepare the data, warm the kernels, train elastically, evaluate, export.
+"""A Flyte 2 workflow of the job that LIGER_JOB describes: prepare the data, warm the kernels, train
+elastically, evaluate, export.
 
     LIGER_JOB=job.yaml flyte run --local liger_kernel/deploy/flyte2.py pipeline --out runs/here
-    LIGER_JOB=job.yaml flyte run liger_kernel/deploy/flyte2.py pipeline --target s3://models/llama-sft
+    LIGER_JOB=job.yaml flyte run liger_kernel/deploy/flyte2.py pipeline --target
+    s3://models/llama-sft
 
-LIGER_JOB is the job's file, or in pods the job itself as JSON. A task's image, nodes and processes must be known wherever this module is imported.
+LIGER_JOB is the job's file, or in pods the job itself as JSON. A task's image, nodes and processes
+must be known wherever this module is imported.
 """
 
 import dataclasses
@@ -56,7 +59,11 @@ ranks = environment(
 one = environment("evaluate", min(1, job.gpus))
 none = environment("steps", 0)
 driver = flyte.TaskEnvironment(
-    name=job.name, image=flyte.Image.from_base(job.image), resources=flyte.Resources(cpu=1, memory="2Gi"), env_vars=variables, depends_on=[ranks, one, none]
+    name=job.name,
+    image=flyte.Image.from_base(job.image),
+    resources=flyte.Resources(cpu=1, memory="2Gi"),
+    env_vars=variables,
+    depends_on=[ranks, one, none],
 )
 
 
@@ -78,7 +85,9 @@ def train(config: TrainConfig, data: Dir, kernels: Dir) -> Dir | None:
     rows = steps.once(data.path, lambda folder: data.download_sync(local_path=folder))
     compiled = steps.once(kernels.path, lambda folder: kernels.download_sync(local_path=folder))
     run = steps.train(config, rows, compiled, job.processes)
-    random.seed()  # the ranks of every attempt are forked with the same random state, and Flyte derives the folder of its result from it
+    # the ranks of every attempt are forked with the same random state, and Flyte derives the folder
+    # of its result from it
+    random.seed()
     return Dir.from_local_sync(str(run)) if steps.first() else None
 
 
@@ -95,12 +104,15 @@ def evaluate(config: TrainConfig, data: Dir, run: Dir) -> str:
 @none.task
 def export(run: Dir, scores: str, target: str) -> str:
     """Copy the model to ``target``, and return its place."""
-    return steps.export(steps.once(run.path, lambda folder: run.download_sync(local_path=folder)), json.loads(scores), target)
+    return steps.export(
+        steps.once(run.path, lambda folder: run.download_sync(local_path=folder)), json.loads(scores), target
+    )
 
 
 @driver.task
 def pipeline(config: TrainConfig = job.config, target: str = "", out: str = "") -> str:
-    """Run all steps; returns the scores as JSON. ``target``: a URI for a copy of the model. ``out``: a folder to use instead of the pods' own."""
+    """Run all steps; returns the scores as JSON. ``target``: a URI for a copy of the model.
+    ``out``: a folder to use instead of the pods' own."""
     if out:
         config = dataclasses.replace(config, out=out, cache=None)
     data = prepare(config)

@@ -9,7 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import API, CACHE, CONFIG, EFA_RESOURCES, IMAGE_KERNELS, METRICS_PORT, RENDEZVOUS_PORT, ROLE, SHARED, Job
+from liger_kernel.deploy.job import (
+    API,
+    CACHE,
+    CONFIG,
+    EFA_RESOURCES,
+    IMAGE_KERNELS,
+    METRICS_PORT,
+    RENDEZVOUS_PORT,
+    ROLE,
+    SHARED,
+    Job,
+)
 
 Object = dict[str, Any]
 
@@ -19,10 +30,14 @@ USER = 1000
 
 
 def objects(job: Job, limits: monitoring.Thresholds | None = None) -> list[Object]:
-    """All objects that the job needs on a cluster with its operators, in the order for applying them. ``limits``: alert thresholds (default: the job's)."""
+    """All objects that the job needs on a cluster with its operators, in the order for applying
+    them. ``limits``: alert thresholds (default: the job's)."""
     found = [_config(job), *_service_account(job), *_queue(job), _network_policy(job)]
     if job.metrics:
-        found += [_pod_monitor(job), _object("PrometheusRule", _metadata(job, monitoring=True), spec=monitoring.rules(job, limits=limits))]
+        found += [
+            _pod_monitor(job),
+            _object("PrometheusRule", _metadata(job, monitoring=True), spec=monitoring.rules(job, limits=limits)),
+        ]
     return found + RUNS[job.kind](job)
 
 
@@ -39,8 +54,13 @@ def _pytorchjob(job: Job) -> list[Object]:
         },
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries, "suspend": bool(job.queue)},
         "pytorchReplicaSpecs": {
-            # OnFailure, not ExitCode: ExitCode treats codes below 128 as final, but 75 means "run again"
-            "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": _template(job, "pytorch", f"{job.name}-worker-0")}
+            # OnFailure, not ExitCode: ExitCode treats codes below 128 as final, but 75 means "run
+            # again"
+            "Worker": {
+                "replicas": job.nodes,
+                "restartPolicy": "OnFailure",
+                "template": _template(job, "pytorch", f"{job.name}-worker-0"),
+            }
         },
     }
     return [_object("PyTorchJob", _queued(job), spec=spec)]
@@ -57,11 +77,23 @@ def _trainjob(job: Job) -> list[Object]:
     metadata = _metadata(job)
     metadata["labels"] = metadata["labels"] | {"trainer.kubeflow.org/framework": "torch"}
     template = {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [node]}}
-    runtime = _object("TrainingRuntime", metadata, spec={"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template})
+    runtime = _object(
+        "TrainingRuntime", metadata, spec={"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template}
+    )
     spec = {
         "suspend": bool(job.queue),
-        "runtimeRef": {"apiGroup": API["TrainingRuntime"].partition("/")[0], "kind": "TrainingRuntime", "name": job.name},
-        "trainer": {"numNodes": job.nodes, "numProcPerNode": job.processes, "image": job.image, **moved, "resourcesPerNode": _resources(job)},
+        "runtimeRef": {
+            "apiGroup": API["TrainingRuntime"].partition("/")[0],
+            "kind": "TrainingRuntime",
+            "name": job.name,
+        },
+        "trainer": {
+            "numNodes": job.nodes,
+            "numProcPerNode": job.processes,
+            "image": job.image,
+            **moved,
+            "resourcesPerNode": _resources(job),
+        },
     }
     return [runtime, _object("TrainJob", _queued(job), spec=spec)]
 
@@ -80,7 +112,8 @@ RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "tr
 
 
 def _replicated(job: Job, host: str, port: str) -> Object:
-    """One pod per node. If a pod fails or is evicted, its Job fails, and the JobSet starts all pods again."""
+    """One pod per node. If a pod fails or is evicted, its Job fails, and the JobSet starts all
+    pods again."""
     template = _template(job, "node", host, port)
     template["spec"]["restartPolicy"] = "Never"
     spec = {
@@ -91,7 +124,10 @@ def _replicated(job: Job, host: str, port: str) -> Object:
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [PREEMPTED]}},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": "node", "operator": "In", "values": [PREEMPTED]},
+                },
             ]
         },
         "template": template,
@@ -100,12 +136,18 @@ def _replicated(job: Job, host: str, port: str) -> Object:
 
 
 def _failure_policy(job: Job) -> Object:
-    rule = {"name": "preempted", "action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
+    rule = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
     return {"maxRestarts": job.retries, "restartStrategy": "Recreate", "rules": [rule]}
 
 
 def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PORT)) -> Object:
-    mounts: list[Object] = [{"name": name, "mountPath": path} for name, path in (("cache", CACHE), ("tmp", "/tmp"), ("shm", "/dev/shm"))]
+    mounts: list[Object] = [
+        {"name": name, "mountPath": path} for name, path in (("cache", CACHE), ("tmp", "/tmp"), ("shm", "/dev/shm"))
+    ]
     mounts.append({"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True})
     volumes: list[Object] = [
         {"name": "cache", "emptyDir": {"sizeLimit": job.cache}},
@@ -118,28 +160,65 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
     mounts += job.extra_mounts
     volumes += job.extra_volumes
-    common: Object = {"image": job.image, "env": _environment(job), "volumeMounts": mounts, "securityContext": _confined()}
+    common: Object = {
+        "image": job.image,
+        "env": _environment(job),
+        "volumeMounts": mounts,
+        "securityContext": _confined(),
+    }
     if job.secret:
         common["envFrom"] = [{"secretRef": {"name": job.secret}}]
-    flags = ["--nproc", str(job.processes), "--nnodes", f"{_least(job)}:{job.nodes}", "--rdzv-endpoint", f"{host}:{port}"]
-    node: Object = {"name": container, **common, "command": ["liger"], "args": ["train", "--config", CONFIG, *flags], "resources": _resources(job)}
+    flags = [
+        "--nproc",
+        str(job.processes),
+        "--nnodes",
+        f"{_least(job)}:{job.nodes}",
+        "--rdzv-endpoint",
+        f"{host}:{port}",
+    ]
+    node: Object = {
+        "name": container,
+        **common,
+        "command": ["liger"],
+        "args": ["train", "--config", CONFIG, *flags],
+        "resources": _resources(job),
+    }
     if job.metrics:
         node["ports"] = [{"name": f"metrics-{i}", "containerPort": METRICS_PORT + i} for i in range(job.processes)]
         probe = {"httpGet": {"path": "/healthz", "port": METRICS_PORT}, "timeoutSeconds": 5}
         node["startupProbe"] = {**probe, "periodSeconds": 10, "failureThreshold": STARTUP // 10}
-        # the trainer ends itself if it makes no progress; restarting workers have no endpoint for a while
-        node["livenessProbe"] = {**probe, "periodSeconds": 30, "failureThreshold": math.ceil(job.train.timeout / 30) + 4}
+        # the trainer ends itself if it makes no progress; restarting workers have no endpoint for a
+        # while
+        node["livenessProbe"] = {
+            **probe,
+            "periodSeconds": 30,
+            "failureThreshold": math.ceil(job.train.timeout / 30) + 4,
+        }
     spec: Object = {
         "terminationGracePeriodSeconds": job.grace,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [node],
         "volumes": volumes,
     }
     if job.gpus and job.arch and job.train.model and job.train.kernels == "on":
         args = ["warmup", "--config", CONFIG, "--arch", job.arch]
-        spec["initContainers"] = [{"name": "warm-kernels", **common, "command": ["liger"], "args": args, "resources": _resources(job, devices=False)}]
+        spec["initContainers"] = [
+            {
+                "name": "warm-kernels",
+                **common,
+                "command": ["liger"],
+                "args": args,
+                "resources": _resources(job, devices=False),
+            }
+        ]
     if job.role or job.service_account:
         spec["serviceAccountName"] = job.service_account or job.name
     if job.priority_class:
@@ -148,18 +227,30 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
         spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
     if job.node_selector:
         spec["nodeSelector"] = job.node_selector
-    tolerations = [*job.tolerations, *([{"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}] if job.overlay == "eks" and job.gpus else [])]
+    tolerations = [
+        *job.tolerations,
+        *(
+            [{"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
+            if job.overlay == "eks" and job.gpus
+            else []
+        ),
+    ]
     if tolerations:
         spec["tolerations"] = tolerations
     return {"metadata": {"labels": _labels(job) | job.labels, **_annotated(job)}, "spec": spec}
 
 
 def bare_pod(job: Job, container: str) -> Object:
-    """The pod of a job for a platform that adds command, image and resources: mounts, security context and environment variables."""
+    """The pod of a job for a platform that adds command, image and resources: mounts, security
+    context and environment variables."""
     spec = _template(dataclasses.replace(job, arch=None), container, "")["spec"]
     node = spec["containers"][0]
-    spec["containers"] = [{name: value for name, value in node.items() if name in ("name", "env", "envFrom", "securityContext")}]
-    spec["containers"][0]["volumeMounts"] = [mount for mount in node["volumeMounts"] if mount["name"] not in ("config", "shm")]
+    spec["containers"] = [
+        {name: value for name, value in node.items() if name in ("name", "env", "envFrom", "securityContext")}
+    ]
+    spec["containers"][0]["volumeMounts"] = [
+        mount for mount in node["volumeMounts"] if mount["name"] not in ("config", "shm")
+    ]
     spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] not in ("config", "shm")]
     return spec
 
@@ -171,7 +262,9 @@ def _environment(job: Job) -> list[Object]:
         "TRITON_CACHE_DIR": f"{CACHE}/triton",
         "LIGER_TRITON_BASE_CACHE": IMAGE_KERNELS,
         "TORCHINDUCTOR_CACHE_DIR": f"{CACHE}/inductor",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace - 30),  # the launcher waits for the last checkpoint, but not as long as the kubelet
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(
+            job.grace - 30
+        ),  # the launcher waits for the last checkpoint, but not as long as the kubelet
         "PYTHONUNBUFFERED": "1",
     }
     if job.kind != "pytorchjob":  # PyTorchJob's operator sets it to rdzvId
@@ -219,9 +312,16 @@ def _queue(job: Job) -> list[Object]:
     if job.quota_nodes:
         flavor = f"{job.cluster_queue}-nodes"
         found.append(_object("ResourceFlavor", {"name": flavor}, spec={"nodeLabels": job.node_selector}))
-        quotas = [{"name": name, "nominalQuota": times(quantity, job.quota_nodes)} for name, quantity in _resources(job)["limits"].items()]
+        quotas = [
+            {"name": name, "nominalQuota": times(quantity, job.quota_nodes)}
+            for name, quantity in _resources(job)["limits"].items()
+        ]
         groups = [{"coveredResources": [q["name"] for q in quotas], "flavors": [{"name": flavor, "resources": quotas}]}]
-        spec = {"namespaceSelector": {}, "preemption": {"withinClusterQueue": "LowerPriority"}, "resourceGroups": groups}
+        spec = {
+            "namespaceSelector": {},
+            "preemption": {"withinClusterQueue": "LowerPriority"},
+            "resourceGroups": groups,
+        }
         found.append(_object("ClusterQueue", {"name": job.cluster_queue}, spec=spec))
     if job.cluster_queue:
         metadata = {"name": job.queue, "namespace": job.namespace}
@@ -236,7 +336,8 @@ def times(quantity: str, count: int) -> str:
 
 
 def _network_policy(job: Job) -> Object:
-    """Ingress: from its own pods, and from Prometheus to the metrics. Egress: to its own pods, DNS, and HTTPS for models, data and the object store."""
+    """Ingress: from its own pods, and from Prometheus to the metrics. Egress: to its own pods,
+    DNS, and HTTPS for models, data and the object store."""
     own = {"podSelector": {"matchLabels": _labels(job)}}
     ingress: list[Object] = [{"from": [own]}]
     if job.metrics:
@@ -245,7 +346,12 @@ def _network_policy(job: Job) -> Object:
         ingress.append({"from": [prometheus], "ports": ports})
     dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
     egress = [{"to": [own]}, {"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
-    spec = {"podSelector": {"matchLabels": _labels(job)}, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
+    spec = {
+        "podSelector": {"matchLabels": _labels(job)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": ingress,
+        "egress": egress,
+    }
     return _object("NetworkPolicy", _metadata(job), spec=spec)
 
 
@@ -275,7 +381,9 @@ def _object(kind: str, metadata: Object, **rest: Any) -> Object:
 
 def _queued(job: Job) -> Object:
     metadata = _metadata(job)
-    return {**metadata, "labels": metadata["labels"] | {"kueue.x-k8s.io/queue-name": job.queue}} if job.queue else metadata
+    return (
+        {**metadata, "labels": metadata["labels"] | {"kueue.x-k8s.io/queue-name": job.queue}} if job.queue else metadata
+    )
 
 
 def _least(job: Job) -> int:

@@ -1,4 +1,5 @@
-"""Alerts and a dashboard for the metrics of the trainer (``train.metrics.EXPORTED``). Every series of a job has its name as the label ``run``."""
+"""Alerts and a dashboard for the metrics of the trainer (``train.metrics.EXPORTED``). Every
+series of a job has its name as the label ``run``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ BY = "by (namespace, run)"
 
 
 class Thresholds(NamedTuple):
-    """The thresholds of a job's alerts. A chart has expressions in their place, because its values may change them."""
+    """The thresholds of a job's alerts. A chart has expressions in their place, because its
+    values may change them."""
 
     steps: Any  # all steps of the run
     last: Any  # after this step, a run without progress has ended: Prometheus may miss its last log line
@@ -26,12 +28,16 @@ def thresholds(job: Job) -> Thresholds:
     return Thresholds(train.steps, last, train.checkpoint_every, 2 * train.checkpoint_every, job.checkpoint_age)
 
 
-def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", limits: Thresholds | None = None) -> dict[str, Any]:
-    """The Prometheus rules of one job: alerts over the last ``window`` (or ``memory``, for comparison with usual values) that fire after ``hold``."""
+def rules(
+    job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", limits: Thresholds | None = None
+) -> dict[str, Any]:
+    """The Prometheus rules of one job: alerts over the last ``window`` (or ``memory``, for
+    comparison with usual values) that fire after ``hold``."""
     of = lambda metric: f'liger_{metric}{{run="{job.name}"}}'
     most = lambda metric: f"max {BY} ({of(metric)})"
     over = lambda function, metric, time: f"max {BY} ({function}{of(metric)}[{time}]))"
-    # more than one window ago; a series that did not exist then counts from 0, unlike with increase()
+    # more than one window ago; a series that did not exist then counts from 0, unlike with
+    # increase()
     grew = lambda metric: f"{most(metric)} > (max {BY} ({of(metric)} offset {window}) or max {BY} (0 * {of(metric)}))"
     limits = limits or thresholds(job)
     alerts = [
@@ -40,7 +46,8 @@ def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", l
             "critical",
             hold,
             f"{over('max_over_time(', 'step', memory)} < {limits.last} unless {over('changes(', 'step', window)} > 0",
-            f"{{{{ $labels.run }}}} made no step in {window}, after step {{{{ $value }}}} of {limits.steps}: stuck, restarting without end, or gone",
+            f"{{{{ $labels.run }}}} made no step in {window}, after step {{{{ $value }}}} of {limits.steps}: stuck, "
+            "restarting without end, or gone",
         ),
         (
             "LigerCheckpointMissing",
@@ -56,8 +63,20 @@ def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", l
             f"time() - {most('checkpoint_time_seconds')} > {limits.age}",
             "the newest checkpoint of {{ $labels.run }} was written {{ $value | humanizeDuration }} ago",
         ),
-        ("LigerCheckpointFailed", "critical", "0s", grew("checkpoint_failures_total"), "{{ $labels.run }} cannot write checkpoints"),
-        ("LigerTrainingRestarted", "warning", "0s", grew("restarts_total"), "processes of {{ $labels.run }} were started anew"),
+        (
+            "LigerCheckpointFailed",
+            "critical",
+            "0s",
+            grew("checkpoint_failures_total"),
+            "{{ $labels.run }} cannot write checkpoints",
+        ),
+        (
+            "LigerTrainingRestarted",
+            "warning",
+            "0s",
+            grew("restarts_total"),
+            "processes of {{ $labels.run }} were started anew",
+        ),
         (
             "LigerNotFinite",
             "critical",
@@ -69,13 +88,22 @@ def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", l
             "LigerThroughputDropped",
             "warning",
             hold,
-            f"{over('avg_over_time(', 'tokens_per_second', window)} < 0.7 * {over('quantile_over_time(0.5, ', 'tokens_per_second', memory)}",
+            f"{over('avg_over_time(', 'tokens_per_second', window)} < 0.7 * "
+            f"{over('quantile_over_time(0.5, ', 'tokens_per_second', memory)}",
             "{{ $labels.run }} trains at {{ $value | humanize }} tokens/s, less than 70 % of what was usual",
         ),
     ]
     found: list[dict[str, Any]] = [{"record": "run:liger_tokens_per_second", "expr": most("tokens_per_second")}]
     for name, severity, wait, expr, summary in alerts:
-        found.append({"alert": name, "expr": expr, "for": wait, "labels": {"severity": severity}, "annotations": {"summary": summary}})
+        found.append(
+            {
+                "alert": name,
+                "expr": expr,
+                "for": wait,
+                "labels": {"severity": severity},
+                "annotations": {"summary": summary},
+            }
+        )
     return {"groups": [{"name": f"liger-{job.name}", "rules": found}]}
 
 
@@ -83,8 +111,22 @@ def rules(job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", l
 PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("Loss", "none", [("max by (run) (liger_loss{run})", "{{run}}")]),
     ("Tokens per second", "short", [("max by (run) (liger_tokens_per_second{run})", "{{run}}")]),
-    ("Time of a step", "s", [("max by (run) (liger_step_seconds_p50{run})", "{{run}} median"), ("max by (run) (liger_step_seconds_p95{run})", "{{run}} p95")]),
-    ("Steps", "short", [("max by (run) (liger_step{run})", "{{run}}"), ("max by (run) (liger_checkpoint_step{run})", "{{run}} on disk")]),
+    (
+        "Time of a step",
+        "s",
+        [
+            ("max by (run) (liger_step_seconds_p50{run})", "{{run}} median"),
+            ("max by (run) (liger_step_seconds_p95{run})", "{{run}} p95"),
+        ],
+    ),
+    (
+        "Steps",
+        "short",
+        [
+            ("max by (run) (liger_step{run})", "{{run}}"),
+            ("max by (run) (liger_checkpoint_step{run})", "{{run}} on disk"),
+        ],
+    ),
     ("Age of the newest checkpoint", "s", [("time() - max by (run) (liger_checkpoint_time_seconds{run})", "{{run}}")]),
     ("Gradient norm", "none", [("max by (run) (liger_gradient_norm{run})", "{{run}}")]),
     ("Learning rate", "none", [("max by (run) (liger_learning_rate{run})", "{{run}}")]),
@@ -111,12 +153,30 @@ def dashboard() -> dict[str, Any]:
     panels = []
     for i, (title, unit, queries) in enumerate(PANELS):
         targets = [
-            {"datasource": source, "refId": chr(65 + n), "expr": expr.replace("{run}", '{run=~"$run"}'), "legendFormat": legend}
+            {
+                "datasource": source,
+                "refId": chr(65 + n),
+                "expr": expr.replace("{run}", '{run=~"$run"}'),
+                "legendFormat": legend,
+            }
             for n, (expr, legend) in enumerate(queries)
         ]
         place = {"h": 8, "w": 8, "x": 8 * (i % 3), "y": 8 * (i // 3)}
-        options = {"fieldConfig": {"defaults": {"unit": unit}, "overrides": []}, "options": {"tooltip": {"mode": "multi"}}}
-        panels.append({"id": i + 1, "type": "timeseries", "title": title, "datasource": source, "gridPos": place, **options, "targets": targets})
+        options = {
+            "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+            "options": {"tooltip": {"mode": "multi"}},
+        }
+        panels.append(
+            {
+                "id": i + 1,
+                "type": "timeseries",
+                "title": title,
+                "datasource": source,
+                "gridPos": place,
+                **options,
+                "targets": targets,
+            }
+        )
     variables = [
         {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
         {

@@ -10,7 +10,8 @@ from liger_kernel.deploy.manifests import bare_pod
 
 
 def pod_spec(job: Job, **variables: str) -> Any:
-    """A ``V1PodSpec``. Its container ``primary`` has the job's volumes, security context and environment variables, and also ``variables``."""
+    """A ``V1PodSpec``. Its container ``primary`` has the job's volumes, security context and
+    environment variables, and also ``variables``."""
     from kubernetes import client
 
     spec = bare_pod(job, "primary")

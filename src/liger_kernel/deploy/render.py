@@ -1,4 +1,5 @@
-"""Render a job's objects as plain YAML, for Kustomize, or as a Helm chart. All forms describe the same objects."""
+"""Render a job's objects as plain YAML, for Kustomize, or as a Helm chart. All forms describe
+the same objects."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def render(job: Job, form: str) -> dict[str, str]:
 def write(files: dict[str, str], folder: str | Path) -> list[Path]:
     """Write ``files`` below ``folder``; returns their paths.
 
-    A file that is there is replaced if it is as it was written before, which a list of digests there says.
+    A file that is there is replaced if it is as it was written before, which a list of digests
+    there says.
     """
     folder = Path(folder)
     written = read_file(folder / WRITTEN) if (folder / WRITTEN).is_file() else {}
@@ -82,7 +84,8 @@ def _yaml() -> Any:
 
 
 def _dump(documents: list[Object], mark: str = "\0") -> str:
-    """The documents as YAML. It quotes texts with the ``mark`` of a template, whose value may look like a number, and texts that only Go's YAML misreads."""
+    """The documents as YAML. It quotes texts with the ``mark`` of a template, whose value may
+    look like a number, and texts that only Go's YAML misreads."""
     yaml: Any = _yaml()
 
     class Dumper(yaml.SafeDumper):
@@ -90,7 +93,13 @@ def _dump(documents: list[Object], mark: str = "\0") -> str:
             return True
 
     def text(dumper: Any, value: str) -> Any:
-        style = "'" if mark in value or re.fullmatch(r"[-+.]?[0-9][\w.+-]*|[yYnN]", value) else "|" if "\n" in value else None
+        style = (
+            "'"
+            if mark in value or re.fullmatch(r"[-+.]?[0-9][\w.+-]*|[yYnN]", value)
+            else "|"
+            if "\n" in value
+            else None
+        )
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
@@ -99,7 +108,8 @@ def _dump(documents: list[Object], mark: str = "\0") -> str:
 
 
 def kustomize(job: Job) -> dict[str, str]:
-    """The base is the job on a plain cluster; an overlay adds and patches what differs on another cluster."""
+    """The base is the job on a plain cluster; an overlay adds and patches what differs on
+    another cluster."""
     base = objects(dataclasses.replace(job, overlay="plain", efa=0, role=None))
     files = _folder("base", base, {"resources": [_file(o) for o in base]})
     files |= _folder("overlays/plain", [], {"resources": ["../../base"]})
@@ -127,7 +137,9 @@ def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str,
 
 def _folder(folder: str, resources: list[Object], kustomization: Object) -> dict[str, str]:
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    return {f"{folder}/kustomization.yaml": _dump([head | kustomization])} | {f"{folder}/{_file(o)}": _dump([o]) for o in resources}
+    return {f"{folder}/kustomization.yaml": _dump([head | kustomization])} | {
+        f"{folder}/{_file(o)}": _dump([o]) for o in resources
+    }
 
 
 def _file(o: Object) -> str:
@@ -138,7 +150,8 @@ class Number(str):
     """A template with a value that is not a string, so YAML shows it without quotes."""
 
 
-# Fields of a job that only set values. The other fields decide which objects exist, and are fixed when the chart is rendered.
+# Fields of a job that only set values. The other fields decide which objects exist, and are fixed
+# when the chart is rendered.
 TEXTS = ("image", "cpu", "memory", "shm", "cache", "volume", "queue", "monitoring_namespace")
 NUMBERS = ("nodes", "min_nodes", "retries", "checkpoint_age")
 OPTIONS = ("priority_class", "service_account")  # if one is empty, its line is omitted
@@ -171,7 +184,8 @@ VALUES |= {
         "items": {
             "type": "object",
             "additionalProperties": False,
-            "properties": {name: _form(shape) for name, (shape, _) in TOLERATION.items()} | {"tolerationSeconds": {"type": "integer"}},
+            "properties": {name: _form(shape) for name, (shape, _) in TOLERATION.items()}
+            | {"tolerationSeconds": {"type": "integer"}},
         },
     },
     "extra_volumes": {
@@ -191,7 +205,12 @@ VALUES |= {
             "type": "object",
             "required": ["name", "mountPath"],
             "additionalProperties": False,
-            "properties": {"name": _form(VOLUME[0]), "mountPath": _form(MOUNT[0]), "subPath": _form(SUB_PATH[0]), "readOnly": {"type": "boolean"}},
+            "properties": {
+                "name": _form(VOLUME[0]),
+                "mountPath": _form(MOUNT[0]),
+                "subPath": _form(SUB_PATH[0]),
+                "readOnly": {"type": "boolean"},
+            },
         },
     },
 }
@@ -226,9 +245,13 @@ HELPERS = """\
 
 
 def helm(job: Job) -> dict[str, str]:
-    """A Helm chart of this job. Its values are the job's fields and all of ``train``. Objects have the release's name and namespace."""
+    """A Helm chart of this job. Its values are the job's fields and all of ``train``. Objects
+    have the release's name and namespace."""
     if job.cluster_queue:
-        raise UserError("a chart makes no queues, as its releases would share them: make these by themselves and leave cluster_queue and quota_nodes out")
+        raise UserError(
+            "a chart makes no queues, as its releases would share them: make these by themselves and leave "
+            "cluster_queue and quota_nodes out"
+        )
     values: dict[str, Any] = {name: getattr(job, name) for name in VALUES if getattr(job, name) is not None}
     values |= {name: getattr(job, name) or "" for name in OPTIONS}
     if job.role:
@@ -242,7 +265,9 @@ def helm(job: Job) -> dict[str, str]:
     for name in ["name", "namespace", *values]:
         setattr(template, name, _template_value(name, mark))
     limits = monitoring.Thresholds(*(f"{mark}_limit-{name}_" for name in THRESHOLDS._fields))
-    config = {name: value for name, value in dataclasses.asdict(job.config).items() if value is not None}  # Helm drops null values
+    config = {
+        name: value for name, value in dataclasses.asdict(job.config).items() if value is not None
+    }  # Helm drops null values
     for name in PLACES:
         if name in config:
             config[name] = _of_release(config[name], job.name)
@@ -252,7 +277,9 @@ def helm(job: Job) -> dict[str, str]:
             o = o | {"data": {"train.json": f"{mark}_train_"}}
         labels = o["metadata"]["labels"] | {name: f"{mark}_{name}_" for name in CHART_LABELS}
         if any("each-monitor_labels" in name for name in labels):  # monitor_labels may repeat a name of labels
-            labels = {name: value for name, value in labels.items() if "each-" not in name} | {f"{mark}_each-{MONITORED}_": ""}
+            labels = {name: value for name, value in labels.items() if "each-" not in name} | {
+                f"{mark}_each-{MONITORED}_": ""
+            }
         o["metadata"]["labels"] = labels
         texts[f"templates/{o['kind'].lower()}.yaml"] = _templates(_dump([o], mark).replace("{{", '{{ "{{" }}'), mark)
     from liger_kernel import __version__
@@ -266,7 +293,11 @@ def helm(job: Job) -> dict[str, str]:
         "appVersion": __version__,
         "kubeVersion": f">={KUBERNETES}.0-0",
     }
-    helpers = HELPERS.replace("NAME", SHAPES["name"][0]).replace("SAID", SHAPES["name"][1]).replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
+    helpers = (
+        HELPERS.replace("NAME", SHAPES["name"][0])
+        .replace("SAID", SHAPES["name"][1])
+        .replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
+    )
     files = {
         "Chart.yaml": _dump([chart]),
         "values.yaml": _dump([values | {"train": config}]),
@@ -286,7 +317,8 @@ CHART_LABELS = {
 
 
 def _of_release(path: str, name: str) -> str:
-    """``path`` with the release's name. It replaces the job's ``name`` if that is the last part of the path or the one before; otherwise it is appended."""
+    """``path`` with the release's name. It replaces the job's ``name`` if that is the last part
+    of the path or the one before; otherwise it is appended."""
     scheme, mark, rest = path.replace("{{", '{{ "{{" }}').rpartition("://")
     root, *parts = rest.rstrip("/").split("/")  # a bucket, or the empty text before the first /
     found = next((i for i in (-1, -2) if len(parts) >= -i and parts[i] == name), None)
@@ -306,19 +338,32 @@ def _template_value(name: str, mark: str) -> Any:
 
 
 def _templates(text: str, mark: str) -> str:
-    """Turn YAML with marks into a template. It omits an empty option, and a map or list that would have only the items of an empty value."""
+    """Turn YAML with marks into a template. It omits an empty option, and a map or list that
+    would have only the items of an empty value."""
     entry, item = rf"'{mark}_each-(?P<{{}}>\w+?)_': ''", rf"- (?P<before>name: )?'{mark}_each-(?P<{{}}>\w+?)_'"
-    alone = rf"^(?P<pad> *)(?P<lines>\w+:\n(?P=pad)(?:  {entry.format('map')}|{item.format('list')})\n)(?!(?P=pad)(?:  |- ))"
+    alone = (
+        r"^(?P<pad> *)(?P<lines>\w+:\n(?P=pad)(?:  "
+        rf"{entry.format('map')}|{item.format('list')})\n)(?!(?P=pad)(?:  |- ))"
+    )
     option = rf"^(?P<pad> *)(?P<lines>\w+: '{mark}_(?P<map>{'|'.join(OPTIONS)})_'\n)(?P<list>)"
     for form in (alone, option):
-        text = re.sub(form, lambda m: _block(m["pad"], f"if .Values.{m['map'] or m['list']}", m["pad"] + m["lines"]), text, flags=re.M)
+        text = re.sub(
+            form,
+            lambda m: _block(m["pad"], f"if .Values.{m['map'] or m['list']}", m["pad"] + m["lines"]),
+            text,
+            flags=re.M,
+        )
     pairs, items = rf"^(?P<pad> *){entry.format('name')}\n", rf"^(?P<pad> *){item.format('name')}\n"
-    text = re.sub(pairs, lambda m: _range(m, "$key, $value := ", "{{ $key | quote }}: {{ $value | quote }}"), text, flags=re.M)
+    text = re.sub(
+        pairs, lambda m: _range(m, "$key, $value := ", "{{ $key | quote }}: {{ $value | quote }}"), text, flags=re.M
+    )
     text = re.sub(items, lambda m: _range(m, "", f"- {m['before'] or ''}{{{{ toJson . }}}}"), text, flags=re.M)
     for name, expression in {"train": 'include "liger.train" . | quote', **CHART_LABELS}.items():
         text = text.replace(f"'{mark}_{name}_'", f"{{{{ {expression} }}}}")
     places = {"name": 'include "liger.name" .', "namespace": ".Release.Namespace"}
-    places |= {name: f"int64 .Values.{name}" for name in NUMBERS} | {f"limit-{name}": expression for name, expression in THRESHOLDS._asdict().items()}
+    places |= {name: f"int64 .Values.{name}" for name in NUMBERS} | {
+        f"limit-{name}": expression for name, expression in THRESHOLDS._asdict().items()
+    }
     return re.sub(rf"{mark}_([a-z_-]+?)_(?![a-z])", lambda m: f"{{{{ {places.get(m[1], f'.Values.{m[1]}')} }}}}", text)
 
 
@@ -348,7 +393,10 @@ def _train_schema() -> Object:
     properties: Object = {}
     for field in dataclasses.fields(TrainConfig):
         kind, optional = _kinds(TrainConfig)[field.name]
-        properties[field.name] = {"type": [_JSON[kind], "null"] if optional else _JSON[kind], "description": field.metadata["help"]}
+        properties[field.name] = {
+            "type": [_JSON[kind], "null"] if optional else _JSON[kind],
+            "description": field.metadata["help"],
+        }
         if field.metadata["choices"]:
             properties[field.name]["enum"] = [*field.metadata["choices"], *([None] if optional else [])]
     needed = ("steps", "log_every", "checkpoint_every")  # alert thresholds are computed from them

@@ -1,4 +1,5 @@
-"""The steps of a workflow as plain functions. Each takes a configuration and folders, and returns a folder. The tasks of Flyte 1 and 2 call them."""
+"""The steps of a workflow as plain functions. Each takes a configuration and folders, and
+returns a folder. The tasks of Flyte 1 and 2 call them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def prepare(config: TrainConfig, folder: Path) -> Path:
 
 
 def warm(config: TrainConfig, arch: str | None, folder: Path) -> Path:
-    """Compile the kernels that training needs on ``arch`` into ``folder``, without a GPU. Does nothing if ``arch`` is None or the model is not known yet."""
+    """Compile the kernels that training needs on ``arch`` into ``folder``, without a GPU. Does
+    nothing if ``arch`` is None or the model is not known yet."""
     folder.mkdir(parents=True, exist_ok=True)
     if arch and config.model and config.kernels == "on":
         from liger_kernel import warmup
@@ -42,9 +44,11 @@ def warm(config: TrainConfig, arch: str | None, folder: Path) -> Path:
 
 
 def private(name: str) -> Path:
-    """The folder ``name`` in the temporary folder, created if it does not exist. Other users can neither read it nor write to it.
+    """The folder ``name`` in the temporary folder, created if it does not exist. Other users can
+    neither read it nor write to it.
 
-    Raises ``UserError`` if it is a link, belongs to another user, or is writable for others: its name is predictable, so anyone may have created it.
+    Raises ``UserError`` if it is a link, belongs to another user, or is writable for others: its
+    name is predictable, so anyone may have created it.
     """
     folder = Path(tempfile.gettempdir()) / name
     with contextlib.suppress(FileExistsError):
@@ -63,7 +67,8 @@ def private(name: str) -> Path:
 
 
 def once(source: str, fetch: Callable[[str], Any]) -> Path:
-    """A local folder that ``fetch(folder)`` has filled from ``source``. If several processes call this, one fetches and the others wait."""
+    """A local folder that ``fetch(folder)`` has filled from ``source``. If several processes
+    call this, one fetches and the others wait."""
     from filelock import FileLock
 
     user = os.geteuid() if hasattr(os, "geteuid") else "user"
@@ -77,10 +82,12 @@ def once(source: str, fetch: Callable[[str], Any]) -> Path:
 
 
 def train(config: TrainConfig, data: Path, kernels: Path, processes: int) -> Path:
-    """Train on prepared ``data``, and return the folder with the model and its metrics. Rank 0 should store it.
+    """Train on prepared ``data``, and return the folder with the model and its metrics. Rank 0
+    should store it.
 
-    It runs as one of the ranks that a platform has started; without a platform, it starts ``processes`` here. It continues from the latest checkpoint. Raises
-    ``RuntimeError`` if the run failed, so that the platform tries again.
+    It runs as one of the ranks that a platform has started; without a platform, it starts
+    ``processes`` here. It continues from the latest checkpoint. Raises ``RuntimeError`` if the run
+    failed, so that the platform tries again.
     """
     folder = Path(config.out)
     config = dataclasses.replace(config, data=str(data), save=str(folder / "model"), nproc=None)
@@ -110,7 +117,8 @@ def first() -> bool:
 
 
 def evaluate(config: TrainConfig, data: Path, run: Path) -> dict[str, Any]:
-    """The loss of the saved model on held-out rows, stock and patched. It shows that the saved model is the trained model."""
+    """The loss of the saved model on held-out rows, stock and patched. It shows that the saved
+    model is the trained model."""
     from liger_kernel.train.evaluate import evaluate
 
     config = dataclasses.replace(config, data=str(data), model=str(run))
@@ -119,13 +127,16 @@ def evaluate(config: TrainConfig, data: Path, run: Path) -> dict[str, Any]:
 
 
 def export(run: Path, scores: dict[str, Any], target: str) -> str:
-    """Copy the model, with ``evaluation.json``, to ``target``, a URI for fsspec; returns the URI."""
+    """Copy the model, with ``evaluation.json``, to ``target``, a URI for fsspec; returns the
+    URI."""
     try:
         import fsspec
 
         fs, root = fsspec.core.url_to_fs(target)
     except (ImportError, ValueError) as error:
-        raise UserError(f"cannot export to {target!r}: {error}") from None  # from None, because the original error may contain credentials
+        raise UserError(
+            f"cannot export to {target!r}: {error}"
+        ) from None  # from None, because the original error may contain credentials
     write(run / "evaluation.json", json.dumps(scores, indent=1) + "\n")
     from liger_kernel.train.store import put
 
@@ -148,7 +159,9 @@ def report(run: Path, scores: dict[str, Any]) -> str:
         "restarts": metrics["restarts"],
         "steps skipped": metrics["nonfinite_steps"],
     }
-    rows = "".join(f"<tr><th align=left>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in shown.items())
+    rows = "".join(
+        f"<tr><th align=left>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in shown.items()
+    )
     losses = [(line["step"], line["loss"]) for line in lines]
     return f"<h2>liger train</h2><table>{rows}</table>{_svg(losses, 'loss')}{_svg(rates, 'tokens per second')}"
 

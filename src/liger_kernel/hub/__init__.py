@@ -1,4 +1,5 @@
-"""A local repository of layers for Hugging Face's ``kernels``: ``LocalLayerRepository(PATH, layer_name="LigerRMSNorm")``.
+"""A local repository of layers for Hugging Face's ``kernels``: ``LocalLayerRepository(PATH,
+layer_name="LigerRMSNorm")``.
 
 ``kernels`` loads this folder by its path; the layers are those of the installed package.
 """

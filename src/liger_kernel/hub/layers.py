@@ -23,7 +23,8 @@ _FORMS: dict[type, tuple[float, str, str] | None] = {}
 
 @torch.compiler.assume_constant_result
 def _form(cls: Any) -> tuple[float, str, str] | None:
-    """Offset, casting and the name of eps of the variant that reproduces the norm ``cls``; None if there is none."""
+    """Offset, casting and the name of eps of the variant that reproduces the norm ``cls``; None
+    if there is none."""
     if cls not in _FORMS:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), references():
             variant, _ = recognise(_NORMS, cls, cls.forward)
@@ -33,7 +34,8 @@ def _form(cls: Any) -> tuple[float, str, str] | None:
 
 
 class LigerRMSNorm(nn.Module):
-    """``forward`` for a module with ``weight`` and eps: ``x / rms(x) * (weight + offset)``, rounded as the module's own class rounds."""
+    """``forward`` for a module with ``weight`` and eps: ``x / rms(x) * (weight + offset)``,
+    rounded as the module's own class rounds."""
 
     can_torch_compile = has_backward = True
 
@@ -46,7 +48,8 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRotaryPosEmb(nn.Module):
-    """``forward(q, k, cos, sin)`` for tables that hold each angle twice, as in ``cat((angles, angles), -1)``."""
+    """``forward(q, k, cos, sin)`` for tables that hold each angle twice, as in ``cat((angles,
+    angles), -1)``."""
 
     can_torch_compile = has_backward = True
 
@@ -55,7 +58,8 @@ class LigerRotaryPosEmb(nn.Module):
 
 
 class LigerSwiGLUMLP(nn.Module):
-    """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(silu(gate(x)) * up(x))``."""
+    """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(silu(gate(x)) *
+    up(x))``."""
 
     can_torch_compile = has_backward = True
 
@@ -64,7 +68,8 @@ class LigerSwiGLUMLP(nn.Module):
 
 
 class LigerGEGLUMLP(nn.Module):
-    """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(gelu(gate(x)) * up(x))``, with the tanh approximation of gelu."""
+    """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(gelu(gate(x)) *
+    up(x))``, with the tanh approximation of gelu."""
 
     can_torch_compile = has_backward = True
 

@@ -10,9 +10,11 @@ from liger_kernel.nn import LigerVocabParallelCrossEntropy
 
 
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing over each rank's own classes. Returns a loss per token (S, B) of logits (S, B, N).
+    """``LigerVocabParallelCrossEntropy`` with Megatron's label smoothing over each rank's own
+    classes. Returns a loss per token (S, B) of logits (S, B, N).
 
-    Raises ``ValueError`` for a ``reduction`` other than "none", and for logits with other dimensions: in Megatron the sequence is the first one.
+    Raises ``ValueError`` for a ``reduction`` other than "none", and for logits with other
+    dimensions: in Megatron the sequence is the first one.
     """
 
     def __init__(
@@ -29,5 +31,8 @@ class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
 
     def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
         if vocab_parallel_logits.ndim != 3:
-            raise ValueError(f"{type(self).__name__}: logits must be 3-D, (sequence, batch, classes), got {tuple(vocab_parallel_logits.shape)}")
+            raise ValueError(
+                f"{type(self).__name__}: logits must be 3-D, (sequence, batch, classes), got "
+                f"{tuple(vocab_parallel_logits.shape)}"
+            )
         return super().forward(vocab_parallel_logits, target, tp_group)

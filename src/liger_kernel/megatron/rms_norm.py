@@ -11,17 +11,24 @@ from liger_kernel.ops.norms.rms_norm import rms_norm
 
 
 class LigerMegatronRMSNorm(nn.Module):
-    """``x / rms(x) * weight``, or with ``zero_centered_gamma`` (here or in ``config``) ``* (1 + weight)``; rounded once, as in ``torch.nn.RMSNorm``.
+    """``x / rms(x) * weight``, or with ``zero_centered_gamma`` (here or in ``config``) ``* (1 +
+    weight)``; rounded once, as in ``torch.nn.RMSNorm``.
 
-    Under ``config.sequence_parallel`` the weight is marked, so that Megatron sums its gradient over the tensor-parallel ranks. ``persist_layer_norm``, which
-    chooses among Apex's kernels, has no effect. Raises ``ValueError`` for another normalization, here or in ``config``.
+    Under ``config.sequence_parallel`` the weight is marked, so that Megatron sums its gradient over
+    the tensor-parallel ranks. ``persist_layer_norm``, which chooses among Apex's kernels, has no
+    effect. Raises ``ValueError`` for another normalization, here or in ``config``.
     """
 
     # fmt: skip, as Megatron names these and we only take them
     def __init__(
-        self, config: Any, hidden_size: int, eps: float = 1e-5, persist_layer_norm: bool = False, zero_centered_gamma: bool = False,
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
         normalization: str = "RMSNorm",
-    ):  # fmt: skip
+    ):
         super().__init__()
         for said in (normalization, getattr(config, "normalization", "RMSNorm")):
             if said != "RMSNorm":

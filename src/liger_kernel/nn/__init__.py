@@ -1,6 +1,8 @@
-"""Modules and functions over the operators, for models of your own, with the names and arguments of LinkedIn's package.
+"""Modules and functions over the operators, for models of your own, with the names and arguments of
+LinkedIn's package.
 
-``in_place`` and ``row_mode`` are accepted and ignored: nothing here writes to a tensor that it does not own.
+``in_place`` and ``row_mode`` are accepted and ignored: nothing here writes to a tensor that it does
+not own.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from liger_kernel.nn.losses import liger_cross_entropy as liger_cross_entropy
 from liger_kernel.nn.losses import liger_fused_linear_cross_entropy as liger_fused_linear_cross_entropy
 from liger_kernel.nn.losses import liger_fused_linear_jsd as liger_fused_linear_jsd
 from liger_kernel.nn.losses import liger_fused_linear_kl_div as liger_fused_linear_kl_div
-from liger_kernel.nn.losses import liger_fused_linear_scaled_cross_entropy_tp as liger_fused_linear_scaled_cross_entropy_tp
+from liger_kernel.nn.losses import (
+    liger_fused_linear_scaled_cross_entropy_tp as liger_fused_linear_scaled_cross_entropy_tp,
+)
 from liger_kernel.nn.losses import liger_jsd as liger_jsd
 from liger_kernel.nn.losses import liger_kl_div as liger_kl_div
 from liger_kernel.nn.losses import liger_tvd as liger_tvd

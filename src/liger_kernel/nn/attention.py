@@ -47,24 +47,45 @@ class LigerSparsemax(nn.Module):
 
 
 def liger_multi_token_attention(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1, sparse: bool = False
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
 ) -> Tensor:
-    """Causal softmax, or sparsemax, of scores (B, C, L, L), convolved over neighbouring queries and keys; zero above the diagonal."""
-    return multi_token_attention(scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
+    """Causal softmax, or sparsemax, of scores (B, C, L, L), convolved over neighbouring queries
+    and keys; zero above the diagonal."""
+    return multi_token_attention(
+        scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse
+    )
 
 
 class LigerMultiTokenAttention(nn.Module):
-    """``multi_token_attention`` of scores (B, in_channels, L, L), with the weights of an ``nn.Conv2d`` (arXiv:2504.00927)."""
+    """``multi_token_attention`` of scores (B, in_channels, L, L), with the weights of an
+    ``nn.Conv2d`` (arXiv:2504.00927)."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1,
-        bias: bool = True, sparse: bool = False,
-    ):  # fmt: skip
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = True,
+        sparse: bool = False,
+    ):
         super().__init__()
         conv = nn.Conv2d(in_channels, out_channels, kernel_size, groups=groups, bias=bias)
         self.weight, self.bias = conv.weight, conv.bias
         self.reset_parameters()
-        self.options: dict[str, Any] = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
+        self.options: dict[str, Any] = dict(
+            stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse
+        )
 
     def reset_parameters(self) -> None:
         """Initialise the weights as ``nn.Conv2d`` does, and the bias with zero."""
@@ -82,27 +103,51 @@ class LigerMultiTokenAttention(nn.Module):
 def liger_fused_neighborhood_attention(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
 ) -> Tensor:
-    """Attention of query (B, H, T, D) to the ``kernel_size`` keys around it, ``dilation`` apart, fewer at the borders."""
+    """Attention of query (B, H, T, D) to the ``kernel_size`` keys around it, ``dilation`` apart,
+    fewer at the borders."""
     return neighborhood_attention(query, key, value, kernel_size=kernel_size, dilation=dilation, scale=scale)
 
 
 class LigerFusedNeighborhoodAttention(nn.Module):
-    """Neighbourhood attention over hidden states (B, T, hidden_size), between its projections; dropout before the last one."""
+    """Neighbourhood attention over hidden states (B, T, hidden_size), between its projections;
+    dropout before the last one."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True, dropout: float = 0.0, scale: float | None = None
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
     ):
         super().__init__()
         if hidden_size % num_heads:
-            raise ValueError(f"{type(self).__name__}: hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}")
-        self.head_dim, self.kernel_size, self.dilation, self.scale = hidden_size // num_heads, kernel_size, dilation, scale
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(4))
+            raise ValueError(
+                f"{type(self).__name__}: hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}"
+            )
+        self.head_dim, self.kernel_size, self.dilation, self.scale = (
+            hidden_size // num_heads,
+            kernel_size,
+            dilation,
+            scale,
+        )
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(4)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         if attention_mask is not None:
-            raise ValueError(f"{type(self).__name__}: attention_mask must be None, got a tensor of shape {tuple(attention_mask.shape)}")
-        q, k, v = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+            raise ValueError(
+                f"{type(self).__name__}: attention_mask must be None, got a tensor of shape "
+                f"{tuple(attention_mask.shape)}"
+            )
+        q, k, v = (
+            proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         o = neighborhood_attention(q, k, v, kernel_size=self.kernel_size, dilation=self.dilation, scale=self.scale)
         return self.out_proj(self.dropout(o.transpose(1, 2).flatten(-2)))
 
@@ -114,11 +159,20 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
     """``x + dropout(attention(layer_norm(x)))``."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True, dropout: float = 0.0,
-        layer_norm_eps: float = 1e-5, scale: float | None = None,
-    ):  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
+        scale: float | None = None,
+    ):
         super().__init__()
-        self.attention = LigerFusedNeighborhoodAttention(hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale)
+        self.attention = LigerFusedNeighborhoodAttention(
+            hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale
+        )
         self.layer_norm, self.dropout = LigerLayerNorm(hidden_size, layer_norm_eps), nn.Dropout(dropout)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:

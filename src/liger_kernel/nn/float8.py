@@ -1,12 +1,16 @@
-"""Frozen weights that are stored in FP8: a linear layer over ``ops/projections/float8.py``, and experts over ``ops/projections/float8_experts.py``.
+"""Frozen weights that are stored in FP8: a linear layer over ``ops/projections/float8.py``, and
+experts over ``ops/projections/float8_experts.py``.
 
-``LigerFloat8Linear`` is an ``nn.Linear``, also for PEFT. Its parameters are the bits of W8 and of its scale, stored as integers, so that
-``model.to(dtype)`` and optimizers do not change them. Its ``weight`` is a view for other code: a tensor of the layer's dtype that is made dense when somebody
-computes with it, and cast to FP8 again when somebody writes to it. Therefore PEFT gives its adapters the right dtype, and DoRA, ``merge``, ``unmerge`` and
-``merge_and_unload`` work unchanged; each merge rounds to FP8.
+``LigerFloat8Linear`` is an ``nn.Linear``, also for PEFT. Its parameters are the bits of W8 and of
+its scale, stored as integers, so that ``model.to(dtype)`` and optimizers do not change them. Its
+``weight`` is a view for other code: a tensor of the layer's dtype that is made dense when somebody
+computes with it, and cast to FP8 again when somebody writes to it. Therefore PEFT gives its
+adapters the right dtype, and DoRA, ``merge``, ``unmerge`` and ``merge_and_unload`` work unchanged;
+each merge rounds to FP8.
 
-``store_experts`` puts the same bits in the place of a parameter of experts, which a module of another package multiplies. There, ``LigerFloat8Experts`` is
-the parametrization of PyTorch that makes the view.
+``store_experts`` puts the same bits in the place of a parameter of experts, which a module of
+another package multiplies. There, ``LigerFloat8Experts`` is the parametrization of PyTorch that
+makes the view.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ RECIPES = {"fp8": False, "fp8_rowwise": True}  # whether each row has a scale
 
 
 class _Weight(Tensor):
-    """A stored weight as others see it; what is written into it, its ``layer`` casts. Who takes some experts of it makes only these dense."""
+    """A stored weight as others see it; what is written into it, its ``layer`` casts. Who takes
+    some experts of it makes only these dense."""
 
     layer: LigerFloat8Linear | _Experts
 
@@ -42,7 +47,11 @@ class _Weight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
-        if isinstance(first, cls) and isinstance(first.layer, _Experts) and (some := _some_experts(func, args)) is not None:
+        if (
+            isinstance(first, cls)
+            and isinstance(first.layer, _Experts)
+            and (some := _some_experts(func, args)) is not None
+        ):
             return first.layer.dense(some)
         written = first if func._schema.is_mutable and isinstance(first, cls) else None
         args, kwargs = tree_map(lambda t: t.layer.dense() if isinstance(t, cls) else t, (args, kwargs or {}))
@@ -62,18 +71,23 @@ class _Weight(Tensor):
 
 
 def _some_experts(func: Any, args: Any) -> Any:
-    """The index of ``weight[index]`` if it is one of the first dim alone: a number, or a tensor of numbers."""
+    """The index of ``weight[index]`` if it is one of the first dim alone: a number, or a tensor
+    of numbers."""
     if func is torch.ops.aten.select.int and args[1] == 0:
         return args[2]
-    if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype in (torch.int64, torch.int32):  # others are masks
+    if (
+        func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype in (torch.int64, torch.int32)
+    ):  # others are masks
         return args[1][0]
     return None
 
 
 class LigerFloat8Linear(nn.Linear):
-    """``x W^T + bias`` with a frozen W (N, K) in FP8; made by ``of``. x, dy and the products have x's dtype, or that of autocast.
+    """``x W^T + bias`` with a frozen W (N, K) in FP8; made by ``of``. x, dy and the products have
+    x's dtype, or that of autocast.
 
-    Only x and the bias have gradients. ``state_dict`` has ``float8`` (N, K) and ``float8_scale``: the bits of W8 and of its scale, in int8 and int32.
+    Only x and the bias have gradients. ``state_dict`` has ``float8`` (N, K) and ``float8_scale``:
+    the bits of W8 and of its scale, in int8 and int32.
     """
 
     def __init__(self, w: Tensor, bias: nn.Parameter | None, recipe: str, keep_transposed: bool):
@@ -88,7 +102,8 @@ class LigerFloat8Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str, keep_transposed: bool = True) -> LigerFloat8Linear:
-        """Make it from ``linear``: "fp8" has one scale for the weight, "fp8_rowwise" one for each output. The bias is the same parameter."""
+        """Make it from ``linear``: "fp8" has one scale for the weight, "fp8_rowwise" one for
+        each output. The bias is the same parameter."""
         return cls(linear.weight, linear.bias, recipe, keep_transposed).train(linear.training)
 
     @property
@@ -109,17 +124,22 @@ class LigerFloat8Linear(nn.Linear):
     def store(self, w: Tensor) -> None:
         """Cast ``w`` (N, K) and use it as the weight."""
         if w.shape != self.float8.shape:
-            raise ValueError(f"LigerFloat8Linear: weight must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}")
+            raise ValueError(
+                f"LigerFloat8Linear: weight must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}"
+            )
         q, scale = cast(w.detach().to(self.float8.device).contiguous(), E4, RECIPES[self.recipe])
         self.float8.copy_(q.view(torch.int8))
         self.float8_scale.copy_(self._bits(scale))
 
     @staticmethod
     def _bits(scale: Tensor) -> Tensor:
-        return scale.view(torch.int32) if scale.ndim else scale.view(1).view(torch.int32)  # FSDP2 refuses parameters without a dim
+        return (
+            scale.view(torch.int32) if scale.ndim else scale.view(1).view(torch.int32)
+        )  # FSDP2 refuses parameters without a dim
 
     def stored(self, backward: bool = False) -> Float8:
-        """The tensors with which the operators multiply; ``backward``: also those of a backward pass."""
+        """The tensors with which the operators multiply; ``backward``: also those of a backward
+        pass."""
         w = self.float8.detach().view(E4)
         kept = backward and self.keep_transposed and not torch.compiler.is_compiling()
         scale = self.float8_scale.detach().view(torch.float32)
@@ -168,21 +188,28 @@ class _Experts:
             return self.how.stored(bits).dense(self.dtype)
         bits, scale = bits[some], scale[some]
         return (
-            float8_experts(bits.view(-1, *bits.shape[-2:]).view(E4), scale.view(-1, *scale.shape[-2:]).view(torch.float32)).dense(self.dtype).view(bits.shape)
+            float8_experts(
+                bits.view(-1, *bits.shape[-2:]).view(E4), scale.view(-1, *scale.shape[-2:]).view(torch.float32)
+            )
+            .dense(self.dtype)
+            .view(bits.shape)
         )
 
     @torch.no_grad()
     def store(self, w: Tensor) -> None:
         if w.shape != self.float8.shape:
-            raise ValueError(f"LigerFloat8Experts: weights must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}")
+            raise ValueError(
+                f"LigerFloat8Experts: weights must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}"
+            )
         self.float8.copy_(self.how.right_inverse(w.to(self.float8.device)))
 
 
 class LigerFloat8Experts(nn.Module):
     """The parametrization of a frozen parameter of experts in FP8; made by ``store_experts``.
 
-    It is called with the bits, (E, N, K) or ``transposed`` (E, K, N) in int8, and returns a view of this shape and of ``dtype``, which ``model.to(dtype)``
-    changes. ``float8_scale``: the bits of the scales, in int32.
+    It is called with the bits, (E, N, K) or ``transposed`` (E, K, N) in int8, and returns a view of
+    this shape and of ``dtype``, which ``model.to(dtype)`` changes. ``float8_scale``: the bits of
+    the scales, in int32.
     """
 
     def __init__(self, scale: Tensor, dtype: torch.dtype, recipe: str, transposed: bool):
@@ -204,7 +231,8 @@ class LigerFloat8Experts(nn.Module):
         return q.view(torch.int8)
 
     def stored(self, bits: Tensor, transposed: bool = False) -> Dequantized:
-        """The weights as the operators multiply by them. ``transposed``: turned, as bits (E, K, N) have to be."""
+        """The weights as the operators multiply by them. ``transposed``: turned, as bits (E, K,
+        N) have to be."""
         return float8_experts(bits.detach().view(E4), self.float8_scale.detach().view(torch.float32), transposed)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LigerFloat8Experts:
@@ -216,7 +244,8 @@ class LigerFloat8Experts(nn.Module):
 
 
 class _Parametrizations(parametrize.ParametrizationList):
-    """The bits, and what makes weights of them. Where the engine does not run, PEFT puts its sum above them during a call."""
+    """The bits, and what makes weights of them. Where the engine does not run, PEFT puts its sum
+    above them during a call."""
 
     def append(self, module: nn.Module) -> _Parametrizations:  # type: ignore[override]  # torch says Self
         # of its two kinds of sum, PEFT 0.21 takes only this one out again after the call
@@ -233,19 +262,27 @@ class _Parametrizations(parametrize.ParametrizationList):
 
 @torch.no_grad()
 def store_experts(experts: nn.Module, name: str, recipe: str, transposed: bool = False) -> None:
-    """Store the parameter ``name`` of ``experts`` in FP8; whoever reads it gets a view that is made dense when somebody computes with it.
+    """Store the parameter ``name`` of ``experts`` in FP8; whoever reads it gets a view that is made
+    dense when somebody computes with it.
 
-    The parameter is (E, N, K), or ``transposed`` (E, K, N), in 16 or 32 bits. ``recipe``: "fp8", one scale for each expert, or "fp8_rowwise", one for each
-    output of each expert. The ``state_dict`` has ``parametrizations.<name>.original`` and ``parametrizations.<name>.0.float8_scale``.
+    The parameter is (E, N, K), or ``transposed`` (E, K, N), in 16 or 32 bits. ``recipe``: "fp8",
+    one scale for each expert, or "fp8_rowwise", one for each output of each expert. The
+    ``state_dict`` has ``parametrizations.<name>.original`` and
+    ``parametrizations.<name>.0.float8_scale``.
     Raises ``ValueError`` for another recipe or shape, and on a GPU without FP8.
     """
     if recipe not in RECIPES:
         raise ValueError(f"store_experts: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     w = experts._parameters.get(name)
     if w is None or w.ndim != 3 or not w.is_floating_point():
-        raise ValueError(f"store_experts: {name} must be a floating point parameter (E, N, K), got {'none' if w is None else f'{w.dtype} {tuple(w.shape)}'}")
+        raise ValueError(
+            f"store_experts: {name} must be a floating point parameter (E, N, K), got "
+            f"{'none' if w is None else f'{w.dtype} {tuple(w.shape)}'}"
+        )
     q, scale = cast_experts(w.detach(), RECIPES[recipe], transposed)
     setattr(experts, name, nn.Parameter(q.view(torch.int8), requires_grad=False))
-    parametrize.register_parametrization(experts, name, LigerFloat8Experts(scale, w.dtype, recipe, transposed), unsafe=True)
+    parametrize.register_parametrization(
+        experts, name, LigerFloat8Experts(scale, w.dtype, recipe, transposed), unsafe=True
+    )
     made: Any = experts.parametrizations
     made[name].__class__ = _Parametrizations

@@ -16,14 +16,19 @@ from liger_kernel.ops.projections.linear import dtypes_of, linears
 
 _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _recorded = [False]  # whether a CUDA graph multiplies by trained weights
-DTYPES = (torch.bfloat16, torch.float32)  # not float16, which is trained with a gradient scaler: the scales of the casts do its work
+DTYPES = (
+    torch.bfloat16,
+    torch.float32,
+)  # not float16, which is trained with a gradient scaler: the scales of the casts do its work
 
 
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
-    """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one process, else from a forward to its backward.
+    """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one
+    process, else from a forward to its backward.
 
-    Of several processes, some free and gather weights. A CUDA graph searches them, and from then on every forward, because no version counter shows the
-    optimizer's steps in a graph. PEFT merges adapters into the ``data`` of frozen weights, which no version counter shows. A compiled
+    Of several processes, some free and gather weights. A CUDA graph searches them, and from then on
+    every forward, because no version counter shows the optimizer's steps in a graph. PEFT merges
+    adapters into the ``data`` of frozen weights, which no version counter shows. A compiled
     graph searches them, because it cannot see a weight's version; once for all its products.
     """
     if not torch.compiler.is_compiling() and (why := lacking(weight.device, RECIPES[recipe].capability)):
@@ -56,10 +61,12 @@ def is_whole(weight: Tensor) -> bool:
 
 
 class LigerFloat8TrainingLinear(nn.Linear):
-    """``x W^T + bias`` whose three products are in FP8: see ``of``. x is (..., K), in bfloat16 or float32; y and dx have its dtype, or autocast's.
+    """``x W^T + bias`` whose three products are in FP8: see ``of``. x is (..., K), in bfloat16 or
+    float32; y and dx have its dtype, or autocast's.
 
-    The parameters are those of ``nn.Linear``; both sizes of the weight must be multiples of 16 (of 32 with "mxfp8_rceil"). A weight that is sharded when it is
-    multiplied, or quantised, is multiplied by ``F.linear``; so is every weight where PyTorch
+    The parameters are those of ``nn.Linear``; both sizes of the weight must be multiples of 16 (of
+    32 with "mxfp8_rceil"). A weight that is sharded when it is multiplied, or quantised, is
+    multiplied by ``F.linear``; so is every weight where PyTorch
     exports, traces or transforms the call. Raises ``ValueError`` for other dtypes of x, and on a
     GPU without FP8. Micikevicius et al., arXiv:2209.05433.
     """
@@ -69,11 +76,15 @@ class LigerFloat8TrainingLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str = "tensorwise") -> LigerFloat8TrainingLinear:
-        """``linear`` itself, with this class, by a recipe of torchao, one of ``RECIPES``. Raises ``ValueError`` for others."""
+        """``linear`` itself, with this class, by a recipe of torchao, one of ``RECIPES``. Raises
+        ``ValueError`` for others."""
         if recipe not in RECIPES:
             raise ValueError(f"LigerFloat8TrainingLinear: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
         if linear.in_features % (multiple := RECIPES[recipe].multiple) or linear.out_features % multiple:
-            raise ValueError(f"LigerFloat8TrainingLinear: weight must have sizes that are multiples of {multiple}, got {tuple(linear.weight.shape)}")
+            raise ValueError(
+                f"LigerFloat8TrainingLinear: weight must have sizes that are multiples of {multiple}, got "
+                f"{tuple(linear.weight.shape)}"
+            )
         linear.__class__ = cls  # its hooks, parameters and place in a model stay
         assert isinstance(linear, cls)
         linear.recipe = recipe
@@ -89,7 +100,9 @@ class LigerFloat8TrainingLinear(nn.Linear):
         if only_pytorch() or not is_whole(self.weight) or not input.numel():
             return F.linear(input, self.weight, self.bias)
         if (dtype := dtypes_of(input, ())[0]) not in DTYPES:
-            raise ValueError(f"LigerFloat8TrainingLinear: input must be of bfloat16 or float32, under autocast, too, got {dtype}")
+            raise ValueError(
+                f"LigerFloat8TrainingLinear: input must be of bfloat16 or float32, under autocast, too, got {dtype}"
+            )
         return linears(input, [Projection(trained(self.weight, self.recipe), self.bias)])[0]
 
     def extra_repr(self) -> str:

@@ -37,7 +37,10 @@ def _of(owner: nn.Module, config: Any, *names: str) -> Any:
             return value
     example = "types.SimpleNamespace(hidden_size=64, intermediate_size=256, hidden_act='silu')"
     got = type(config).__name__
-    raise ValueError(f"{type(owner).__name__}: config must have {' or '.join(names)}, as a model's configuration or {example}, got {got}")
+    raise ValueError(
+        f"{type(owner).__name__}: config must have {' or '.join(names)}, as a model's configuration or {example}, "
+        f"got {got}"
+    )
 
 
 def _activation(owner: Any, name: str, known: dict[str, str]) -> str:
@@ -47,14 +50,23 @@ def _activation(owner: Any, name: str, known: dict[str, str]) -> str:
 
 
 SILU = {"silu": "silu", "swish": "silu"}
-GELU = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+GELU = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 
 
 class _GatedMLP(nn.Module):
     def __init__(self, config: Any, act: str, bias: bool, intermediate_size: int | None = None):
         super().__init__()
         self.config, self.act = config, act
-        self.hidden_size, self.intermediate_size = _of(self, config, "hidden_size"), intermediate_size or _of(self, config, "intermediate_size")
+        self.hidden_size, self.intermediate_size = (
+            _of(self, config, "hidden_size"),
+            intermediate_size or _of(self, config, "intermediate_size"),
+        )
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
@@ -66,24 +78,36 @@ class _GatedMLP(nn.Module):
 
 
 class LigerSwiGLUMLP(_GatedMLP):
-    """``down(silu(gate(x)) * up(x))``. ``config`` has hidden_size, intermediate_size and hidden_act, and may have mlp_bias."""
+    """``down(silu(gate(x)) * up(x))``. ``config`` has hidden_size, intermediate_size and
+    hidden_act, and may have mlp_bias."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
-        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), getattr(config, "mlp_bias", False), intermediate_size)
+        super().__init__(
+            config,
+            _activation(self, _of(self, config, "hidden_act"), SILU),
+            getattr(config, "mlp_bias", False),
+            intermediate_size,
+        )
 
-    def forward(self, x: Tensor) -> Tensor:  # also bound to MLPs of other classes, which have the projections and no more
+    def forward(
+        self, x: Tensor
+    ) -> Tensor:  # also bound to MLPs of other classes, which have the projections and no more
         return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act="silu"))
 
 
 class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
-    """``LigerSwiGLUMLP`` without biases, with the activation of ``config.hidden_activation`` (or ``hidden_act``)."""
+    """``LigerSwiGLUMLP`` without biases, with the activation of ``config.hidden_activation`` (or
+    ``hidden_act``)."""
 
     def __init__(self, config: Any):
-        _GatedMLP.__init__(self, config, _activation(self, _of(self, config, "hidden_activation", "hidden_act"), SILU), False)
+        _GatedMLP.__init__(
+            self, config, _activation(self, _of(self, config, "hidden_activation", "hidden_act"), SILU), False
+        )
 
 
 class LigerGEGLUMLP(_GatedMLP):
-    """``down(gelu(gate(x)) * up(x))`` with the gelu of ``config.hidden_act`` (or ``hidden_activation``): exact, or its tanh approximation."""
+    """``down(gelu(gate(x)) * up(x))`` with the gelu of ``config.hidden_act`` (or
+    ``hidden_activation``): exact, or its tanh approximation."""
 
     def __init__(self, config: Any):
         name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
@@ -91,7 +115,8 @@ class LigerGEGLUMLP(_GatedMLP):
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """``LigerSwiGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass recomputes; default: tiles of about hidden_size tokens."""
+    """``LigerSwiGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass
+    recomputes; default: tiles of about hidden_size tokens."""
 
     def __init__(self, config: Any, num_shards: int | None = None):
         super().__init__(config)
@@ -102,7 +127,8 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerTiledGEGLUMLP(LigerGEGLUMLP):
-    """``LigerGEGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass recomputes; default: tiles of about hidden_size tokens."""
+    """``LigerGEGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass
+    recomputes; default: tiles of about hidden_size tokens."""
 
     def __init__(self, config: Any, num_shards: int | None = None):
         super().__init__(config)
@@ -115,13 +141,17 @@ class LigerTiledGEGLUMLP(LigerGEGLUMLP):
 class LigerExperts(nn.Module):
     """The experts of a mixture, without its router. The weights are packed as in Transformers.
 
-    ``config`` has hidden_size, hidden_act, num_experts (or num_local_experts, n_routed_experts) and moe_intermediate_size (or intermediate_size).
+    ``config`` has hidden_size, hidden_act, num_experts (or num_local_experts, n_routed_experts) and
+    moe_intermediate_size (or intermediate_size).
     """
 
     def __init__(self, config: Any):
         super().__init__()
         self.config, self.act = config, _activation(self, _of(self, config, "hidden_act"), SILU | GELU)
-        self.num_experts, self.hidden_dim = _of(self, config, "num_experts", "num_local_experts", "n_routed_experts"), _of(self, config, "hidden_size")
+        self.num_experts, self.hidden_dim = (
+            _of(self, config, "num_experts", "num_local_experts", "n_routed_experts"),
+            _of(self, config, "hidden_size"),
+        )
         self.intermediate_dim = _of(self, config, "moe_intermediate_size", "intermediate_size")
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
@@ -131,9 +161,12 @@ class LigerExperts(nn.Module):
     extra_repr = _activation_of
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states (..., H); top_k_index and top_k_weights (..., K) for the same tokens. Returns the shape and dtype of hidden_states."""
+        """hidden_states (..., H); top_k_index and top_k_weights (..., K) for the same tokens.
+        Returns the shape and dtype of hidden_states."""
         index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-        y = moe(hidden_states.reshape(-1, self.hidden_dim), self.gate_up_proj, self.down_proj, index, weights, act=self.act)
+        y = moe(
+            hidden_states.reshape(-1, self.hidden_dim), self.gate_up_proj, self.down_proj, index, weights, act=self.act
+        )
         return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
@@ -153,10 +186,13 @@ class LigerHunyuanV1SwiGLUMLP(_GatedMLP):
 
 
 class LigerFalconH1SwiGLUMLP(_GatedMLP):
-    """``down(silu(gate(x) m_gate) * up(x)) m_down`` with ``m_gate, m_down = config.mlp_multipliers``."""
+    """``down(silu(gate(x) m_gate) * up(x)) m_down`` with ``m_gate, m_down =
+    config.mlp_multipliers``."""
 
     def __init__(self, config: Any):
-        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), _of(self, config, "mlp_bias"))
+        super().__init__(
+            config, _activation(self, _of(self, config, "hidden_act"), SILU), _of(self, config, "mlp_bias")
+        )
         self.gate_multiplier, self.down_multiplier = _of(self, config, "mlp_multipliers")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,7 +201,8 @@ class LigerFalconH1SwiGLUMLP(_GatedMLP):
 
 
 class LigerMLP(_GatedMLP):
-    """``LigerSwiGLUMLP`` without biases, as one operator that recomputes the activation in the backward pass."""
+    """``LigerSwiGLUMLP`` without biases, as one operator that recomputes the activation in the
+    backward pass."""
 
     def __init__(self, config: Any):
         super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), False)
@@ -204,7 +241,8 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerGEGLUMLPForGemma4(_GatedMLP):
-    """``LigerGEGLUMLP`` without biases. If ``config.use_double_wide_mlp`` is set, it is twice as wide in layers that reuse keys and values."""
+    """``LigerGEGLUMLP`` without biases. If ``config.use_double_wide_mlp`` is set, it is twice as
+    wide in layers that reuse keys and values."""
 
     def __init__(self, config: Any, layer_idx: int | None = None):
         reuses = False
@@ -212,11 +250,17 @@ class LigerGEGLUMLPForGemma4(_GatedMLP):
             modes = getattr(config, "kv_sharing_modes", None)
             first = _of(self, config, "num_hidden_layers") - (getattr(config, "num_kv_shared_layers", 0) or 0)
             reuses = modes[layer_idx] == "reuse" if modes is not None else layer_idx >= first > 0
-        super().__init__(config, _activation(self, _of(self, config, "hidden_activation"), GELU), False, _of(self, config, "intermediate_size") * (1 + reuses))
+        super().__init__(
+            config,
+            _activation(self, _of(self, config, "hidden_activation"), GELU),
+            False,
+            _of(self, config, "intermediate_size") * (1 + reuses),
+        )
 
 
 class LigerPhi3SwiGLUMLP(nn.Module):
-    """``down(silu(gate) * up)`` with gate and up from one projection, which are read without a copy."""
+    """``down(silu(gate) * up)`` with gate and up from one projection, which are read without a
+    copy."""
 
     def __init__(self, config: Any):
         super().__init__()

@@ -19,13 +19,21 @@ from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction as LigerRMSNorm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 
 
-def liger_rms_norm(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True) -> Tensor:
+def liger_rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> Tensor:
     """``x / rms(x) * (W + offset)`` over the last dim."""
     return rms_norm(X, W, eps=eps, offset=offset, casting=casting_mode)
 
 
 def liger_fused_add_rms_norm(
-    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+    X: Tensor,
+    R: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return ``liger_rms_norm`` of ``X + R``, and that sum."""
     return fused_add_rms_norm(X, R, W, eps=eps, offset=offset, casting=casting_mode)
@@ -40,7 +48,8 @@ INIT = {"ones": torch.ones, "zeros": torch.zeros}
 
 
 class LigerRMSNorm(nn.Module):
-    """``rms_norm`` with a weight: ``x / rms(x) * (weight + offset)``. ``casting_mode``: "llama", "gemma" or "none"."""
+    """``rms_norm`` with a weight: ``x / rms(x) * (weight + offset)``. ``casting_mode``: "llama",
+    "gemma" or "none"."""
 
     def __init__(
         self,
@@ -60,10 +69,20 @@ class LigerRMSNorm(nn.Module):
         self.hidden_size, self.variance_epsilon, self.offset, self.casting_mode = hidden_size, eps, offset, casting_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return memory.cheap(rms_norm, hidden_states, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+        return memory.cheap(
+            rms_norm,
+            hidden_states,
+            self.weight,
+            eps=self.variance_epsilon,
+            offset=self.offset,
+            casting=self.casting_mode,
+        )
 
     def extra_repr(self) -> str:
-        return f"({self.hidden_size},), eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+        return (
+            f"({self.hidden_size},), eps={self.variance_epsilon}, offset={self.offset}, "
+            f"casting_mode={self.casting_mode!r}"
+        )
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
@@ -93,7 +112,15 @@ class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
 class LigerRMSNormForGemma3(LigerRMSNorm):
     """``LigerRMSNormForGemma`` whose first argument is called ``dim``."""
 
-    def __init__(self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros", in_place: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ):
         super().__init__(dim, eps, offset, casting_mode, init_fn)
 
 
@@ -101,9 +128,15 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     """``LigerRMSNorm`` with casting "gemma"; ``with_scale=False``: without a weight."""
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
         with_scale: bool = True,
-    ):  # fmt: skip
+    ):
         super().__init__(dim, eps, offset, casting_mode, init_fn, elementwise_affine=with_scale)
 
 
@@ -111,9 +144,15 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
     """With ``with_scale=False`` there is no weight, and ``dim`` may be None."""
 
     def __init__(
-        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones", in_place: bool = False,
+        self,
+        dim: int | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
         with_scale: bool = True,
-    ):  # fmt: skip
+    ):
         if dim is None and with_scale:
             raise ValueError(f"{type(self).__name__}: dim must be the number of weights, got None")
         super().__init__(dim, eps, offset, casting_mode, init_fn, with_scale=with_scale)
@@ -124,7 +163,8 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """Casting is "llama", as in LinkedIn's package. Transformers' Olmo2 rounds like "gemma", and patched models do the same."""
+    """Casting is "llama", as in LinkedIn's package. Transformers' Olmo2 rounds like "gemma", and
+    patched models do the same."""
 
 
 class LigerRMSNormForGlm4(LigerRMSNorm):
@@ -134,26 +174,51 @@ class LigerRMSNormForGlm4(LigerRMSNorm):
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """``(norm(s), s)`` of ``s = hidden_states + residual``, in one kernel."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones", in_place: bool = False):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return fused_add_rms_norm(hidden_states, residual, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+        return fused_add_rms_norm(
+            hidden_states,
+            residual,
+            self.weight,
+            eps=self.variance_epsilon,
+            offset=self.offset,
+            casting=self.casting_mode,
+        )
 
 
 class LigerLayerNorm(nn.Module):
-    """``layer_norm`` with a weight and a bias. The bias exists and begins at zero whatever ``bias`` is, as in state dicts of LinkedIn's package.
+    """``layer_norm`` with a weight and a bias. The bias exists and begins at zero whatever ``bias``
+    is, as in state dicts of LinkedIn's package.
 
-    ``elementwise_affine=False``: without both. ``impl`` (or ``backend``) and ``mode``: see ``liger_kernel.functional``.
+    ``elementwise_affine=False``: without both. ``impl`` (or ``backend``) and ``mode``: see
+    ``liger_kernel.functional``.
     """
 
     impl: str | None = None
     mode: str | None = None
 
     def __init__(
-        self, hidden_size: int | Sequence[int], eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: str | None = None,
-        mode: str | None = None, backend: str | None = None, *, elementwise_affine: bool = True,
-    ):  # fmt: skip
+        self,
+        hidden_size: int | Sequence[int],
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
+        *,
+        elementwise_affine: bool = True,
+    ):
         super().__init__()
         if init_fn not in INIT:
             raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
@@ -176,7 +241,9 @@ class LigerLayerNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self.impl or self.mode:
-            return functional.layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, impl=self.impl, mode=self.mode)
+            return functional.layer_norm(
+                hidden_states, self.weight, self.bias, self.variance_epsilon, impl=self.impl, mode=self.mode
+            )
         return memory.cheap(layer_norm, hidden_states, self.weight, self.bias, eps=self.variance_epsilon)
 
     def extra_repr(self) -> str:
@@ -189,7 +256,8 @@ def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> T
 
 
 class LigerDyT(nn.Module):
-    """Dynamic tanh, a replacement for a norm: ``tanh(alpha * x) * gamma + beta`` (arXiv:2503.10622). ``beta``: whether there is a beta."""
+    """Dynamic tanh, a replacement for a norm: ``tanh(alpha * x) * gamma + beta``
+    (arXiv:2503.10622). ``beta``: whether there is a beta."""
 
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5):
         super().__init__()
@@ -206,28 +274,55 @@ class LigerDyT(nn.Module):
 
 
 def liger_modulated_rms_norm(
-    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    X: Tensor,
+    W: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
     in_place: bool = True,
-) -> Tensor:  # fmt: skip
-    """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift are (H,), (1, H), (B, H), or have a row for each token."""
+) -> Tensor:
+    """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift are (H,), (1, H), (B, H),
+    or have a row for each token."""
     return modulated_rms_norm(X, scale, shift, W, eps=eps, offset=offset, casting=casting_mode)
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
-    """``modulated_rms_norm`` with a weight: ``(1 + scale) * norm(hidden_states) + shift``, as in diffusion transformers (AdaLN)."""
+    """``modulated_rms_norm`` with a weight: ``(1 + scale) * norm(hidden_states) + shift``, as in
+    diffusion transformers (AdaLN)."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama", init_fn: str = "ones", in_place: bool = True,
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
         elementwise_affine: bool = True,
-    ):  # fmt: skip
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, elementwise_affine=elementwise_affine)
 
     def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
-        return modulated_rms_norm(hidden_states, scale, shift, self.weight, eps=self.variance_epsilon, offset=self.offset, casting=self.casting_mode)
+        return modulated_rms_norm(
+            hidden_states,
+            scale,
+            shift,
+            self.weight,
+            eps=self.variance_epsilon,
+            offset=self.offset,
+            casting=self.casting_mode,
+        )
 
 
 def liger_group_norm(
-    X: Tensor, affine_scaling_weight: Tensor | None, affine_shifting_bias: Tensor | None, num_channels: int, num_groups: int, eps: float
+    X: Tensor,
+    affine_scaling_weight: Tensor | None,
+    affine_shifting_bias: Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
 ) -> Tensor:
     """``F.group_norm`` of X (B, num_channels, ...)."""
     if X.shape[1] != num_channels:
@@ -236,20 +331,27 @@ def liger_group_norm(
 
 
 class LigerGroupNorm(nn.Module):
-    """``group_norm`` with a weight and a bias. The bias exists and begins at zero whatever ``bias`` is, as in state dicts of LinkedIn's package."""
+    """``group_norm`` with a weight and a bias. The bias exists and begins at zero whatever
+    ``bias`` is, as in state dicts of LinkedIn's package."""
 
-    def __init__(self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"):
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ):
         super().__init__()
         if init_fn not in INIT:
             raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
         if num_groups < 1 or num_channels % num_groups:
-            raise ValueError(f"{type(self).__name__}: num_groups must divide the {num_channels} channels, got {num_groups}")
+            raise ValueError(
+                f"{type(self).__name__}: num_groups must divide the {num_channels} channels, got {num_groups}"
+            )
         self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
         self.weight = nn.Parameter(INIT[init_fn](num_channels))
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return liger_group_norm(hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon)
+        return liger_group_norm(
+            hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
+        )
 
     def extra_repr(self) -> str:
         return f"num_channels={self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
@@ -261,9 +363,11 @@ def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place
 
 
 class LigerPolyNorm(nn.Module):
-    """``poly_norm`` with three weights, initially 1/3 each, and a bias, initially 1 (arXiv:2411.03884).
+    """``poly_norm`` with three weights, initially 1/3 each, and a bias, initially 1
+    (arXiv:2411.03884).
 
-    The bias has one dimension, because parameters without dimensions cannot be sharded. State dicts of LinkedIn's package, in which it has none, load, too.
+    The bias has one dimension, because parameters without dimensions cannot be sharded. State dicts
+    of LinkedIn's package, in which it has none, load, too.
     """
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True):

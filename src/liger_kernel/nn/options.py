@@ -9,9 +9,11 @@ from torch import nn
 
 
 class WithOptions(nn.Module):
-    """A subclass passes the ``locals()`` of its constructor: each argument becomes an attribute of that name, which may be changed until it is used.
+    """A subclass passes the ``locals()`` of its constructor: each argument becomes an attribute of
+    that name, which may be changed until it is used.
 
-    Names in ``buffers_of`` become buffers, which move with the module and are not part of its state.
+    Names in ``buffers_of`` become buffers, which move with the module and are not part of its
+    state.
     """
 
     buffers_of: tuple[str, ...] = ()
@@ -31,7 +33,8 @@ class WithOptions(nn.Module):
                 setattr(self, name, arguments[name])
 
     def options(self) -> dict[str, Any]:
-        """The arguments that a loss function takes under the same names, without those that have no effect."""
+        """The arguments that a loss function takes under the same names, without those that have
+        no effect."""
         return {name: getattr(self, name) for name in self.option_names if name not in ("compiled", "chunk_size")}
 
     def extra_repr(self) -> str:

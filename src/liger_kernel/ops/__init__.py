@@ -1,4 +1,5 @@
-"""Fused operators: every public operator, and what it is published with. What an operator does stands in its file, in one of the rooms."""
+"""Fused operators: every public operator, and what it is published with. What an operator does
+stands in its file, in one of the rooms."""
 
 from __future__ import annotations
 
@@ -24,10 +25,16 @@ from liger_kernel.ops.activations.relu_squared import LigerReLUSquaredFunction a
 from liger_kernel.ops.activations.relu_squared import relu_squared as relu_squared
 from liger_kernel.ops.activations.relu_squared import relu_squared_backward as relu_squared_backward
 from liger_kernel.ops.activations.relu_squared import relu_squared_forward as relu_squared_forward
-from liger_kernel.ops.attention.multi_token_attention import LigerMultiTokenAttentionFunction as LigerMultiTokenAttentionFunction
+from liger_kernel.ops.attention.multi_token_attention import (
+    LigerMultiTokenAttentionFunction as LigerMultiTokenAttentionFunction,
+)
 from liger_kernel.ops.attention.multi_token_attention import multi_token_attention as multi_token_attention
-from liger_kernel.ops.attention.neighborhood_attention import LigerFusedNeighborhoodAttentionFunction as LigerFusedNeighborhoodAttentionFunction
-from liger_kernel.ops.attention.neighborhood_attention import fused_neighborhood_attention_forward as fused_neighborhood_attention_forward
+from liger_kernel.ops.attention.neighborhood_attention import (
+    LigerFusedNeighborhoodAttentionFunction as LigerFusedNeighborhoodAttentionFunction,
+)
+from liger_kernel.ops.attention.neighborhood_attention import (
+    fused_neighborhood_attention_forward as fused_neighborhood_attention_forward,
+)
 from liger_kernel.ops.attention.neighborhood_attention import neighborhood_attention as neighborhood_attention
 from liger_kernel.ops.attention.sink_attention import sink_attention as sink_attention
 from liger_kernel.ops.attention.softmax import LigerSoftmaxFunction as LigerSoftmaxFunction
@@ -53,15 +60,23 @@ from liger_kernel.ops.losses.divergence.logit_divergence import logit_divergence
 from liger_kernel.ops.losses.divergence.tvd import LigerTVDLossFunction as LigerTVDLossFunction
 from liger_kernel.ops.losses.divergence.tvd import tvd as tvd
 from liger_kernel.ops.losses.grpo_loss import GrpoLossFunction as GrpoLossFunction
-from liger_kernel.ops.losses.linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction
+from liger_kernel.ops.losses.linear_cross_entropy import (
+    LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction,
+)
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs as linear_logprobs
 from liger_kernel.ops.losses.linear_loss import linear_loss as linear_loss
 from liger_kernel.ops.losses.load_balancing import expert_load as expert_load
 from liger_kernel.ops.losses.load_balancing import load_balancing_loss as load_balancing_loss
-from liger_kernel.ops.losses.vocab_parallel.cross_entropy import LigerVocabParallelCEFunction as LigerVocabParallelCEFunction
-from liger_kernel.ops.losses.vocab_parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
+    LigerVocabParallelCEFunction as LigerVocabParallelCEFunction,
+)
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
+from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import (
+    vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
+)
 from liger_kernel.ops.norms.dyt import LigerDyTFunction as LigerDyTFunction
 from liger_kernel.ops.norms.dyt import dyt as dyt
 from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFunction as LigerFusedAddRMSNormFunction
@@ -99,12 +114,18 @@ from liger_kernel.ops.projections.moe import LigerFusedMoEFunction as LigerFused
 from liger_kernel.ops.projections.moe import moe as moe
 from liger_kernel.ops.projections.tiled_mlp import LigerTiledMLPFunction as LigerTiledMLPFunction
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp as apply_tiled_mlp
-from liger_kernel.ops.published.fused_linear_cross_entropy import fused_linear_cross_entropy_backward as fused_linear_cross_entropy_backward
-from liger_kernel.ops.published.fused_linear_cross_entropy import fused_linear_cross_entropy_forward as fused_linear_cross_entropy_forward
+from liger_kernel.ops.published.fused_linear_cross_entropy import (
+    fused_linear_cross_entropy_backward as fused_linear_cross_entropy_backward,
+)
+from liger_kernel.ops.published.fused_linear_cross_entropy import (
+    fused_linear_cross_entropy_forward as fused_linear_cross_entropy_forward,
+)
 from liger_kernel.ops.published.fused_linear_jsd import LigerFusedLinearJSDFunction as LigerFusedLinearJSDFunction
 from liger_kernel.ops.published.fused_linear_jsd import fused_linear_jsd_backward as fused_linear_jsd_backward
 from liger_kernel.ops.published.fused_linear_jsd import fused_linear_jsd_forward as fused_linear_jsd_forward
-from liger_kernel.ops.published.fused_linear_kl_div import LigerFusedLinearKLDivFunction as LigerFusedLinearKLDivFunction
+from liger_kernel.ops.published.fused_linear_kl_div import (
+    LigerFusedLinearKLDivFunction as LigerFusedLinearKLDivFunction,
+)
 from liger_kernel.ops.published.fused_linear_kl_div import fused_linear_kl_div_backward as fused_linear_kl_div_backward
 from liger_kernel.ops.published.fused_linear_kl_div import fused_linear_kl_div_forward as fused_linear_kl_div_forward
 from liger_kernel.ops.published.fused_linear_scaled_cross_entropy import (
@@ -138,7 +159,10 @@ from liger_kernel.ops.token_embedding import embedding as embedding
 from liger_kernel.utils import infer_device as infer_device
 
 if (_impl := os.environ.get("LIGER_KERNEL_IMPL")) and _impl not in OURS:
-    warnings.warn(f"LIGER_KERNEL_IMPL={_impl}: the implementations here are triton, which is what runs, and torch", stacklevel=2)
+    warnings.warn(
+        f"LIGER_KERNEL_IMPL={_impl}: the implementations here are triton, which is what runs, and torch", stacklevel=2
+    )
 
-# A published module may have an operator's name, such as ``ops.rms_norm``: imported only later, it would take the operator's place here.
+# A published module may have an operator's name, such as ``ops.rms_norm``: imported only later, it
+# would take the operator's place here.
 _legacy.alias(__name__)

@@ -1,11 +1,15 @@
-"""Embedding: ``y_m = w[index_m]``; its gradient is the same bits every time, each row of it summed in fp32 and rounded once.
+"""Embedding: ``y_m = w[index_m]``; its gradient is the same bits every time, each row of it summed
+in fp32 and rounded once.
 
-Shapes: index (...), w (V, N), y (..., N).  M tokens.  An index outside [0, V) gives a row of NaN and no gradient; the row ``padding_idx`` gets none either.
+Shapes: index (...), w (V, N), y (..., N).  M tokens.  An index outside [0, V) gives a row of NaN
+and no gradient; the row ``padding_idx`` gets none either.
 
-The backward sorts the tokens by index (stable, so in a fixed order) and sums the runs of equal ones. A run is cut where it crosses a multiple of ``CUT``
-tokens, so that no program has more to add up than that, however common a token is. A run in one piece goes to dw. The pieces of one that is cut are kept
-in fp32, in two slots a cut, as one may end and another begin between two cuts; a second kernel adds these up. Only the device knows how many pieces there
-are: there is a program for each token, and those that find no piece to begin there are done.
+The backward sorts the tokens by index (stable, so in a fixed order) and sums the runs of equal
+ones. A run is cut where it crosses a multiple of ``CUT`` tokens, so that no program has more to add
+up than that, however common a token is. A run in one piece goes to dw. The pieces of one that is
+cut are kept in fp32, in two slots a cut, as one may end and another begin between two cuts; a
+second kernel adds these up. Only the device knows how many pieces there are: there is a program for
+each token, and those that find no piece to begin there are done.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 
-CUT = 256  # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a sixty-fourth of dy in bf16
+# tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a
+# sixty-fourth of dy in bf16
+CUT = 256
 
 
 def reference(index: Tensor, w: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -59,7 +65,8 @@ def _bwd(
     dy_ptr, key_ptr, token_ptr, dw_ptr, slot_ptr, M, V, N, dy_stride,
     CUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the piece that begins at a sorted token, if one does. Keys are indices, V for tokens without a gradient, which come last."""
+    """The sum of the piece that begins at a sorted token, if one does. Keys are indices, V for
+    tokens without a gradient, which come last."""
     blocks = tl.cdiv(N, BLOCK_N)
     at = (tl.program_id(0) // blocks).to(tl.int64)
     key = tl.load(key_ptr + at)
@@ -85,7 +92,8 @@ def _bwd(
 
 @jit
 def _bwd_join(key_ptr, dw_ptr, slot_ptr, M, V, N, CUT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The sum of the run that begins before a cut and goes on after it, if one does: of its first piece, and of those at this cut and the next ones."""
+    """The sum of the run that begins before a cut and goes on after it, if one does: of its
+    first piece, and of those at this cut and the next ones."""
     blocks = tl.cdiv(N, BLOCK_N)
     before = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -103,7 +111,8 @@ def _bwd_join(key_ptr, dw_ptr, slot_ptr, M, V, N, CUT: tl.constexpr, BLOCK_N: tl
 
 
 def _tile(N: int) -> tuple[int, dict[str, int]]:
-    """Blocks of columns, and a tile of 4096 numbers: four rows in flight of a wide table, as most runs are short."""
+    """Blocks of columns, and a tile of 4096 numbers: four rows in flight of a wide table, as
+    most runs are short."""
     block_n = min(next_power_of_2(N), 1024)
     return cdiv(N, block_n), dict(BLOCK_M=min(64, 4096 // block_n), BLOCK_N=block_n, num_warps=4)
 
@@ -172,8 +181,16 @@ def _with_strays(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("one-column", dict(index=tokens(3, 2, 2, 4), w=T((3, 1)))),
         Case("floats", dict(index=T((4,)), w=T((5, 8))), error="index must be integers, got torch.float32"),
         Case("bad-weight", dict(index=tokens(5, 4), w=T((5,))), error="w must have shape (V, N), got (5,)"),
-        Case("integers", dict(index=tokens(5, 4), w=T((5, 8), dtype=torch.int64)), error="w must be floating point, got torch.int64"),
-        Case("bad-padding", dict(index=tokens(5, 4), w=T((5, 8)), padding_idx=5), error="padding_idx must be in [-5, 5), got 5"),
+        Case(
+            "integers",
+            dict(index=tokens(5, 4), w=T((5, 8), dtype=torch.int64)),
+            error="w must be floating point, got torch.int64",
+        ),
+        Case(
+            "bad-padding",
+            dict(index=tokens(5, 4), w=T((5, 8)), padding_idx=5),
+            error="padding_idx must be in [-5, 5), got 5",
+        ),
     ],
     cost=lambda index, w, **_: Cost(
         nbytes(index) + (index.numel() + min(index.numel(), w.shape[0])) * w.shape[1] * w.itemsize,
@@ -182,9 +199,11 @@ def _with_strays(*shape: int, dtype: torch.dtype) -> Tensor:
     ),
 )
 def embedding(index: Tensor, w: Tensor, *, padding_idx: int | None = None) -> Tensor:
-    """The rows of w that index names, as ``F.embedding``; the gradient of w is the same every time, and its row ``padding_idx`` zero.
+    """The rows of w that index names, as ``F.embedding``; the gradient of w is the same every time,
+    and its row ``padding_idx`` zero.
 
-    index of any shape, integers; w (V, N) in fp32, fp16, bf16 or fp64; any strides. Returns index.shape + (N,) in w's dtype. An index outside [0, V)
+    index of any shape, integers; w (V, N) in fp32, fp16, bf16 or fp64; any strides. Returns
+    index.shape + (N,) in w's dtype. An index outside [0, V)
     gives NaN, or a ``ValueError`` with ``LIGER_CHECKS=1`` in the environment.
     """
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:

@@ -1,4 +1,5 @@
-"""The runtime layer: one configuration, and one ``train(config)``. Importing it loads nothing heavy, so that ``--help`` is fast."""
+"""The runtime layer: one configuration, and one ``train(config)``. Importing it loads nothing
+heavy, so that ``--help`` is fast."""
 
 from liger_kernel.train.config import TrainConfig, UserError
 

@@ -1,4 +1,5 @@
-"""AdamW with fewer bytes for each parameter, by PyTorch's and torchao's optimizers, and its step in the backward.
+"""AdamW with fewer bytes for each parameter, by PyTorch's and torchao's optimizers, and its step in
+the backward.
 
     name               optimizer                                     moments              weights in bf16 are rounded
     adamw              torch.optim.AdamW, fused                      dtype of the weight  to the nearest number
@@ -6,11 +7,13 @@
     adamw-8bit         torchao's AdamW8bit                           8 bits               to the nearest number
     adamw-8bit-bf16    torchao's AdamW8bit, bf16_stochastic_round    8 bits               stochastically
 
-All 8-bit moments are torchao's, because the step of bitsandbytes 0.50 refuses DTensors (FSDP2) and does not round stochastically. torchao compiles its step
-for each shape of a parameter (torch.compile), which needs a C++ compiler, on GPUs too.
+All 8-bit moments are torchao's, because the step of bitsandbytes 0.50 refuses DTensors (FSDP2) and
+does not round stochastically. torchao compiles its step for each shape of a parameter
+(torch.compile), which needs a C++ compiler, on GPUs too.
 
-``bench/step_child.py`` loads this file by its path, where LinkedIn's package may be the only ``liger_kernel``: it imports nothing of ours, and torch only in
-functions, so that a configuration can be checked without torch.
+``bench/step_child.py`` loads this file by its path, where LinkedIn's package may be the only
+``liger_kernel``: it imports nothing of ours, and torch only in functions, so that a configuration
+can be checked without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """``moments``: bytes of one moment of a parameter, None for those of the weight's dtype. ``parallel``: modes in which it trains what it should."""
+    """``moments``: bytes of one moment of a parameter, None for those of the weight's dtype.
+    ``parallel``: modes in which it trains what it should."""
 
     by: str
     moments: int | None
@@ -38,30 +42,46 @@ class Kind(NamedTuple):
 
 
 FULLY_SHARDED = ("fsdp2", "ulysses-fsdp2")
-# Replicas (ddp, ulysses, and what tp does not split) would each be rounded with other random numbers; blocks of 8-bit moments do not follow the shards of tp.
+# Replicas (ddp, ulysses, and what tp does not split) would each be rounded with other random
+# numbers; blocks of 8-bit moments do not follow the shards of tp.
 KINDS = {
-    "adamw": Kind("torch", None, False, ("none", "ddp", *FULLY_SHARDED, "tp", "ulysses", "deepspeed-z2", "deepspeed-z3")),
+    "adamw": Kind(
+        "torch", None, False, ("none", "ddp", *FULLY_SHARDED, "tp", "ulysses", "deepspeed-z2", "deepspeed-z3")
+    ),
     "adamw-bf16": Kind("torchao", None, True, ("none", *FULLY_SHARDED)),
     "adamw-8bit": Kind("torchao", 1, False, ("none", "ddp", "ulysses", *FULLY_SHARDED)),
     "adamw-8bit-bf16": Kind("torchao", 1, True, ("none", *FULLY_SHARDED)),
 }
-LEAST, BLOCK = 4096, 256  # torchao's: moments of fewer values, or of no whole number of blocks, stay in the weight's dtype
+LEAST, BLOCK = (
+    4096,
+    256,
+)  # torchao's: moments of fewer values, or of no whole number of blocks, stay in the weight's dtype
 
 
 def check(name: str, parallel: str, in_backward: bool = False, on_cpu: bool = False) -> None:
-    """``ValueError`` if these do not combine, whatever the model is. ``name`` may be another optimizer's than ``KINDS`` has."""
+    """``ValueError`` if these do not combine, whatever the model is. ``name`` may be another
+    optimizer's than ``KINDS`` has."""
     kind = KINDS.get(name)
     if kind and parallel not in kind.parallel:
         raise ValueError(f"optimizer {name} needs parallel {_either(kind.parallel)}, got {parallel}")
     if in_backward and parallel not in ("none", *FULLY_SHARDED):
         modes = _either(("none", *FULLY_SHARDED))
-        raise ValueError(f"optimizer_in_backward needs parallel {modes}, got {parallel}: elsewhere gradients are not complete when the backward has them")
+        raise ValueError(
+            f"optimizer_in_backward needs parallel {modes}, got {parallel}: elsewhere gradients are not complete "
+            "when the backward has them"
+        )
     if on_cpu and parallel not in FULLY_SHARDED:
-        raise ValueError(f"optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got {parallel}")
+        raise ValueError(
+            "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got "
+            f"{parallel}"
+        )
     if on_cpu and name != "adamw":
         raise ValueError(f"optimizer_on_cpu needs optimizer adamw, which has a kernel for CPUs; got {name}")
     if on_cpu and in_backward:
-        raise ValueError("optimizer_on_cpu and optimizer_in_backward exclude each other: the backward would wait for each step on the CPU")
+        raise ValueError(
+            "optimizer_on_cpu and optimizer_in_backward exclude each other: the backward would wait for each step on "
+            "the CPU"
+        )
 
 
 def _either(names: Iterable[str]) -> str:
@@ -70,14 +90,18 @@ def _either(names: Iterable[str]) -> str:
 
 
 def require(name: str) -> None:
-    """``ImportError`` that says what to install, if the optimizer lacks something. It imports nothing."""
+    """``ImportError`` that says what to install, if the optimizer lacks something. It imports
+    nothing."""
     if name not in KINDS or KINDS[name].by != "torchao":
         return
     if importlib.util.find_spec("torchao") is None:
         raise ImportError(f"optimizer {name} needs torchao: pip install torchao")
     compiler = os.environ.get("CXX", "g++")
     if sys.platform == "linux" and shutil.which(compiler.split()[0]) is None:
-        raise ImportError(f"optimizer {name} needs a C++ compiler, because torchao compiles its step: install g++, or set CXX; {compiler} was not found")
+        raise ImportError(
+            f"optimizer {name} needs a C++ compiler, because torchao compiles its step: install g++, or set CXX; "
+            f"{compiler} was not found"
+        )
 
 
 def make(name: str, groups: list[Any], **options: Any) -> torch.optim.Optimizer:
@@ -98,7 +122,8 @@ def _of_torchao(kind: Kind) -> Any:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     class Uncached:
-        # The cache on disk takes a shard in 8 bits for a plain one of the same shape: the step that it returns writes beyond the moments.
+        # The cache on disk takes a shard in 8 bits for a plain one of the same shape: the step that
+        # it returns writes beyond the moments.
         def step(self, closure: Any = None) -> Any:
             with config.patch(enable_autograd_cache=False):
                 return super().step(closure)  # type: ignore[misc]  # of the optimizer beside it
@@ -107,7 +132,8 @@ def _of_torchao(kind: Kind) -> Any:
         pass
 
     class AdamW8bit(Uncached, optim.AdamW8bit):
-        # DTensor views its shard, and the view loses the dtype that moments of bf16 weights show: they show fp32 here. Their content is the same.
+        # DTensor views its shard, and the view loses the dtype that moments of bf16 weights show:
+        # they show fp32 here. Their content is the same.
         @staticmethod
         def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
             return OptimState8bit.zeros(p.shape, signed, block_size, p.device)
@@ -116,7 +142,8 @@ def _of_torchao(kind: Kind) -> Any:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all groups. torchao has it as a tensor, as its compiled step would be compiled again for another number."""
+    """Set the learning rate of all groups. torchao has it as a tensor, as its compiled step
+    would be compiled again for another number."""
     for group in optimizer.param_groups:
         if hasattr(group["lr"], "fill_"):
             group["lr"].fill_(lr)
@@ -125,11 +152,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class InBackward:
-    """Makes the step of each parameter when the backward has its whole gradient, and frees that gradient: gradients are never all alive.
+    """Makes the step of each parameter when the backward has its whole gradient, and frees that
+    gradient: gradients are never all alive.
 
-    Weights and moments are those of ``optimizer.step()`` after the backward, bit for bit, unless they are rounded stochastically, as random numbers are drawn
-    in another order. ``optimizer`` stays the one to save, to load and to schedule. A gradient must come from one backward, and nobody may
-    need it later: there is no norm to clip by, and nothing can be accumulated. ``on`` is False while gradients are to be dropped.
+    Weights and moments are those of ``optimizer.step()`` after the backward, bit for bit, unless
+    they are rounded stochastically, as random numbers are drawn in another order. ``optimizer``
+    stays the one to save, to load and to schedule. A gradient must come from one backward, and
+    nobody may
+    need it later: there is no norm to clip by, and nothing can be accumulated. ``on`` is False
+    while gradients are to be dropped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

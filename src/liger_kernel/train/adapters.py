@@ -28,14 +28,18 @@ BITSANDBYTES = ("nf4", "int8")
 
 
 def check(config: TrainConfig, device: torch.device) -> None:
-    """Raise ``UserError`` for adapters that this machine or the model cannot have. Reads the configuration of the model, but no weights."""
+    """Raise ``UserError`` for adapters that this machine or the model cannot have. Reads the
+    configuration of the model, but no weights."""
     if not config.lora:
         return
     _peft()
     if config.quantize in BITSANDBYTES:
         _check_bitsandbytes(config.quantize, device)
     if config.model and holds_adapters(config.model):
-        raise UserError(f"{config.model} holds adapters, not a model: give --model their base model, {base_of(config.model) or 'whose name they do not have'}")
+        raise UserError(
+            f"{config.model} holds adapters, not a model: give --model their base model, "
+            f"{base_of(config.model) or 'whose name they do not have'}"
+        )
     skeleton = _skeleton(config)
     if config.quantize and getattr(skeleton.config, "quantization_config", None):
         raise UserError(f"{config.model} is quantised already: leave out --quantize")
@@ -56,10 +60,16 @@ def _check_bitsandbytes(kind: str, device: torch.device) -> None:
         import accelerate  # noqa: F401
         import bitsandbytes
     except (ImportError, OSError, RuntimeError) as error:  # the latter two of libraries that it does not find
-        raise UserError(f"quantize {kind} needs bitsandbytes and accelerate: pip install accelerate bitsandbytes ({in_a_line(error)})") from error
+        raise UserError(
+            f"quantize {kind} needs bitsandbytes and accelerate: pip install accelerate bitsandbytes "
+            f"({in_a_line(error)})"
+        ) from error
     devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})  # before 0.46, CUDA alone
     if device.type not in devices:
-        raise UserError(f"quantize {kind} needs a device that bitsandbytes has kernels for ({', '.join(sorted(devices))}); this run uses {device.type}")
+        raise UserError(
+            f"quantize {kind} needs a device that bitsandbytes has kernels for ({', '.join(sorted(devices))}); this "
+            f"run uses {device.type}"
+        )
 
 
 def _skeleton(config: TrainConfig) -> nn.Module:
@@ -79,7 +89,8 @@ def _skeleton(config: TrainConfig) -> nn.Module:
 
 
 def _check_targets(targets: str | list[str], model: Any) -> None:
-    """``UserError`` for a name that no layer has, or another module than one that takes adapters."""
+    """``UserError`` for a name that no layer has, or another module than one that takes
+    adapters."""
     from transformers.pytorch_utils import Conv1D
 
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))]
@@ -93,7 +104,8 @@ def _check_targets(targets: str | list[str], model: Any) -> None:
 
 
 def quantization(config: TrainConfig, precision: str) -> Any:
-    """Return Transformers' configuration of a base in 4 or 8 bits; None if the base is loaded as it is."""
+    """Return Transformers' configuration of a base in 4 or 8 bits; None if the base is loaded as
+    it is."""
     if config.quantize not in BITSANDBYTES:
         return None
     import transformers
@@ -109,7 +121,8 @@ def quantization(config: TrainConfig, precision: str) -> Any:
 
 
 def unchanging(model: Any) -> Any:
-    """``model``, whose base evaluation leaves as it is: on CPUs with bf16 units bitsandbytes packs 4-bit weights for it, in place, and rounds their scales."""
+    """``model``, whose base evaluation leaves as it is: on CPUs with bf16 units bitsandbytes
+    packs 4-bit weights for it, in place, and rounds their scales."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -117,7 +130,8 @@ def unchanging(model: Any) -> Any:
 
 
 def adapted(model: Any, config: TrainConfig) -> Any:
-    """Return ``model`` with adapters in fp32, in which only these are trained. The same seed gives the same adapters, however the model was made."""
+    """Return ``model`` with adapters in fp32, in which only these are trained. The same seed
+    gives the same adapters, however the model was made."""
     peft = _peft()
     torch.manual_seed(config.seed)
     form = peft.LoraConfig(
@@ -141,7 +155,8 @@ def restored(model: Any, folder: str) -> Any:
 
 
 def without_adapters(model: Any) -> Any:
-    """``model`` without the adapters that transformers has found beside it, as a run leaves them that saves to the folder of its model."""
+    """``model`` without the adapters that transformers has found beside it, as a run leaves them
+    that saves to the folder of its model."""
     if getattr(model, "_hf_peft_config_loaded", False):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -168,7 +183,10 @@ def described(config: TrainConfig, model: Any) -> str:
     trained, of_all = model.get_nb_trainable_parameters()
     kind = ("rank-stabilised " if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     base = f", base in {config.quantize}" if config.quantize else ""
-    return f"{kind}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}{base}; {trained:,} of {of_all:,} parameters are trained"
+    return (
+        f"{kind}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}{base}; {trained:,} of "
+        f"{of_all:,} parameters are trained"
+    )
 
 
 def identity(config: TrainConfig, model: Any) -> dict[str, Any]:
@@ -192,7 +210,9 @@ def digest(model: nn.Module, trained: bool = False) -> str:
         if p.requires_grad == trained:
             flat = p.data.reshape(-1)
             values = flat[:: max(1, flat.numel() // 64)]
-            some.setdefault(torch.bfloat16 if p.is_floating_point() else p.dtype, []).append(values.to(torch.bfloat16) if p.is_floating_point() else values)
+            some.setdefault(torch.bfloat16 if p.is_floating_point() else p.dtype, []).append(
+                values.to(torch.bfloat16) if p.is_floating_point() else values
+            )
             sha.update(f"{name} {flat.numel()} ".encode())
     for dtype in sorted(some, key=str):
         sha.update(torch.cat(some[dtype]).view(torch.uint8).cpu().numpy().tobytes())

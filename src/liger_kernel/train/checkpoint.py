@@ -1,4 +1,5 @@
-"""Checkpoints: PyTorch's distributed checkpoints (DCP), written while training continues, and found again after every kind of failure.
+"""Checkpoints: PyTorch's distributed checkpoints (DCP), written while training continues, and found
+again after every kind of failure.
 
     checkpoints/latest             names of the complete checkpoints, newest first
     checkpoints/step-00000040/     DCP: tensors of all ranks, and .metadata, which says where they are
@@ -6,12 +7,15 @@
                      rank-0.json   random number generators of a rank
                      sums-0.json   checksums of the files that a rank wrote, written last
 
-``latest`` is replaced (written aside, synced, renamed) only after every rank has written and synced its part. So a process that is killed at any moment, or
-a full disk, leaves earlier checkpoints intact. A run continues from the newest named checkpoint whose checksums hold. If there is none, or ``latest`` is
-lost, it continues from the newest intact checkpoint that is not named. It deletes only what ``latest`` has named and what a killed run left unfinished.
+``latest`` is replaced (written aside, synced, renamed) only after every rank has written and synced
+its part. So a process that is killed at any moment, or a full disk, leaves earlier checkpoints
+intact. A run continues from the newest named checkpoint whose checksums hold. If there is none, or
+``latest`` is lost, it continues from the newest intact checkpoint that is not named. It deletes
+only what ``latest`` has named and what a killed run left unfinished.
 
-Tensors are read by ``torch.load(weights_only=True)``. From the pickle in which DCP stores its metadata, only the types of that metadata are read. A checkpoint
-may come from a stranger: nothing in it names another file, and one that is not as we write it is passed over.
+Tensors are read by ``torch.load(weights_only=True)``. From the pickle in which DCP stores its
+metadata, only the types of that metadata are read. A checkpoint may come from a stranger: nothing
+in it names another file, and one that is not as we write it is passed over.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,14})")  # what f"step-{step:08
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every rank calls every method in the same order; at most one save is running."""
+    """The checkpoints of a run. Every rank calls every method in the same order; at most one
+    save is running."""
 
     def __init__(self, folder: Path, ranks: Ranks, keep: int):
         self.folder, self.ranks, self.keep = folder, ranks, keep
@@ -70,7 +75,8 @@ class Checkpoints:
         self._unreadable: set[str] = set()  # whose checksums hold, and whose tensors are none
 
     def latest(self) -> Path | None:
-        """Return the newest intact checkpoint, the same on all ranks. Damaged ones give a warning; ``UserError`` if all are damaged."""
+        """Return the newest intact checkpoint, the same on all ranks. Damaged ones give a
+        warning; ``UserError`` if all are damaged."""
         found, problem = self.ranks.agreed(self._newest() if self.ranks.first else None)
         if problem:
             raise UserError(problem)
@@ -83,16 +89,29 @@ class Checkpoints:
         if found:
             self._kept = named[named.index(found) :] if found in named else [found]
             if found not in named:
-                print(f"{self.folder / LATEST} names no complete checkpoint: the newest complete one, {found}, is used", file=sys.stderr)
+                print(
+                    f"{self.folder / LATEST} names no complete checkpoint: the newest complete one, {found}, is used",
+                    file=sys.stderr,
+                )
             if not summed(self.folder / found):
-                print(f"checkpoint {self.folder / found} was written by an earlier release without checksums: its contents are not verified", file=sys.stderr)
+                print(
+                    f"checkpoint {self.folder / found} was written by an earlier release without checksums: its "
+                    "contents are not verified",
+                    file=sys.stderr,
+                )
             return found, None
         self._kept = []
         left = named or any(not unfinished(self.folder / name) or (self.folder / LATEST).exists() for name in damaged)
-        return None, f"no checkpoint in {self.folder} is complete: restore one, or move the folder away to start again" if left else None
+        return (
+            None,
+            f"no checkpoint in {self.folder} is complete: restore one, or move the folder away to start again"
+            if left
+            else None,
+        )
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote it. Returns state.json.
+        """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote
+        it. Returns state.json.
 
         None, on all ranks, where the tensors cannot be read: ``latest`` then gives the checkpoint
         before, which has to be read over what this one has left.
@@ -100,24 +119,39 @@ class Checkpoints:
         tensors, optimizer_state = _tensors(model, optimizer)
         reader, state = SafeReader(path), read_object(path / "state.json")
         there = reader.read_metadata().state_dict_metadata
-        if any(name.endswith(".codes") for name in there.keys() ^ tensors.keys()):  # which moments are large enough for 8 bits depends on the shards
+        if any(
+            name.endswith(".codes") for name in there.keys() ^ tensors.keys()
+        ):  # which moments are large enough for 8 bits depends on the shards
             ranks = state["ranks"]
-            raise UserError(f"checkpoint {path} has 8-bit moments in the blocks of {ranks} ranks: continue with {ranks} ranks, got {self.ranks.world}")
-        for names, who in ((there.keys() - tensors.keys(), ", which"), (tensors.keys() - there.keys(), ": it")):  # DCP leaves out the first without a word
+            raise UserError(
+                f"checkpoint {path} has 8-bit moments in the blocks of {ranks} ranks: continue with {ranks} ranks, "
+                f"got {self.ranks.world}"
+            )
+        for names, who in (
+            (there.keys() - tensors.keys(), ", which"),
+            (tensors.keys() - there.keys(), ": it"),
+        ):  # DCP leaves out the first without a word
             if names:
                 some = ", ".join(sorted(names)[:3])[:300] + (" ..." if len(names) > 3 else "")
                 raise UserError(f"checkpoint {path} does not fit this model{who} lacks {some}")
         for name, tensor in tensors.items():
             if (shape := getattr(there[name], "size", None)) != tensor.shape:
-                raise UserError(f"checkpoint {path} does not fit this model: {name:.100} has shape {shape!s:.100} there, {tuple(tensor.shape)} here")
+                raise UserError(
+                    f"checkpoint {path} does not fit this model: {name:.100} has shape {shape!s:.100} there, "
+                    f"{tuple(tensor.shape)} here"
+                )
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
         except dcp.api.CheckpointException as error:  # on all ranks
-            if any(isinstance(failure, OSError) for failure, _ in error.failures.values()):  # of the file system: another start may read it
+            if any(
+                isinstance(failure, OSError) for failure, _ in error.failures.values()
+            ):  # of the file system: another start may read it
                 raise OSError(f"checkpoint {path} cannot be read: {_why(error)}") from error
             self._pass_over(path, _why(error))
             return None
-        model_state: dict[str, Any] = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        model_state: dict[str, Any] = {
+            name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")
+        }
         set_model_state_dict(model, model_state, options=StateDictOptions(strict=False))
         set_optimizer_state_dict(model, optimizer, optimizer_state, options=_FLAT)
         if state["ranks"] == self.ranks.world:
@@ -138,7 +172,8 @@ class Checkpoints:
             print(f"ignoring checkpoint {path}: {' '.join(why.split())[:300]}", file=sys.stderr)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], wait: bool) -> None:
-        """Start a save. When it returns, training may change every tensor. With ``wait`` it is then on disk, or ``failures`` has grown."""
+        """Start a save. When it returns, training may change every tensor. With ``wait`` it is
+        then on disk, or ``failures`` has grown."""
         self.finish()
         if state["step"] == self.step:
             return
@@ -157,7 +192,9 @@ class Checkpoints:
                 write(self._path / f"rank-{self.ranks.rank}.json", json.dumps(generators()))
             except OSError as problem:
                 error = str(problem)
-        if self.ranks.any(error is not None):  # before DCP's own collectives, in which a rank that failed would be missed
+        if self.ranks.any(
+            error is not None
+        ):  # before DCP's own collectives, in which a rank that failed would be missed
             self._failed(error or "another rank could not write")
             return
         tensors, _ = _tensors(model, optimizer)
@@ -169,20 +206,26 @@ class Checkpoints:
             except RuntimeError as problem:
                 if "start new thread" not in str(problem):
                     raise
-                print(f"{problem}: training waits for the checkpoint of step {state['step']}", file=sys.stderr, flush=True)
+                print(
+                    f"{problem}: training waits for the checkpoint of step {state['step']}", file=sys.stderr, flush=True
+                )
         self._future = Future()
         try:
             save(dcp.save)
             write_sums(self._path, self.ranks.rank)
             self._future.set_result(None)
-        except (Exception, dcp.api.CheckpointException) as problem:  # this disk or another rank's; DCP's is no Exception
+        except (
+            Exception,
+            dcp.api.CheckpointException,
+        ) as problem:  # this disk or another rank's; DCP's is no Exception
             self._future.set_exception(problem)
         if wait:
             self.finish()  # else the others have not finished, either
 
     @property
     def done(self) -> int:
-        """The step of the newest save that this rank has finished, successfully or not; -1 while the first save is running."""
+        """The step of the newest save that this rank has finished, successfully or not; -1 while
+        the first save is running."""
         return step_of(self._path) if self._future is not None and self._future.done() else self.step
 
     @property
@@ -191,7 +234,8 @@ class Checkpoints:
         return None if self._future is None else step_of(self._path)
 
     def commit(self) -> None:
-        """Make the running save the latest checkpoint and remove those beyond ``keep``. Every rank must have finished the save."""
+        """Make the running save the latest checkpoint and remove those beyond ``keep``. Every
+        rank must have finished the save."""
         assert self._future is not None
         error = self._future.exception()
         self._future = None
@@ -212,7 +256,10 @@ class Checkpoints:
         """Make what was written the latest; the reason if that failed."""
         before = listed(self.folder)
         kept = before if self._kept is None else self._kept
-        names = [self._path.name, *(name for name in kept if name != self._path.name and (self.folder / name).is_dir())][: self.keep]
+        names = [
+            self._path.name,
+            *(name for name in kept if name != self._path.name and (self.folder / name).is_dir()),
+        ][: self.keep]
         try:
             write(self.folder / LATEST, "\n".join(names) + "\n")
         except OSError as error:
@@ -229,7 +276,8 @@ class Checkpoints:
         return self._path.with_name(f"replaced-{self._path.name}")
 
     def _put_aside(self) -> None:
-        """Make room for a save. A checkpoint of the same step, from which this run did not go on, is there until the save is complete."""
+        """Make room for a save. A checkpoint of the same step, from which this run did not go
+        on, is there until the save is complete."""
         if self._path.is_dir() and not unfinished(self._path):
             shutil.rmtree(self._aside, ignore_errors=True)
             self._path.rename(self._aside)
@@ -238,7 +286,11 @@ class Checkpoints:
     def _failed(self, why: str) -> None:
         self.failures += 1
         if self.ranks.first:
-            print(f"checkpoint {self._path} could not be written; earlier checkpoints remain: {' '.join(why.split())[:500]}", file=sys.stderr)
+            print(
+                f"checkpoint {self._path} could not be written; earlier checkpoints remain: "
+                f"{' '.join(why.split())[:500]}",
+                file=sys.stderr,
+            )
             if self._kept is None or self._path.name not in self._kept:
                 shutil.rmtree(self._path, ignore_errors=True)
             if self._aside.is_dir() and not self._path.exists():
@@ -246,7 +298,8 @@ class Checkpoints:
 
 
 def _then_summed(saving: Future, folder: Path, rank: int) -> Future:
-    """Done when ``saving`` is, and the checksums of what this rank wrote are written, too: in the thread that saves, not in training's."""
+    """Done when ``saving`` is, and the checksums of what this rank wrote are written, too: in
+    the thread that saves, not in training's."""
     done: Future = Future()
 
     def settle(saving: Future) -> None:
@@ -264,7 +317,10 @@ def _then_summed(saving: Future, folder: Path, rank: int) -> Future:
 def _why(error: BaseException) -> str:
     """DCP's error in a line: its own text holds the stacks of all ranks."""
     failures = getattr(error, "failures", None) or {}
-    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(failures.items())[:3]) or f"{type(error).__name__}: {error}"
+    return (
+        "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in list(failures.items())[:3])
+        or f"{type(error).__name__}: {error}"
+    )
 
 
 def step_of(path: Path) -> int:
@@ -272,12 +328,16 @@ def step_of(path: Path) -> int:
 
 
 def names_in(latest: bytes, where: str | None = None) -> list[str]:
-    """The checkpoints that a file ``latest`` names. Everything else in it, above all paths, is ignored, with a message if ``where`` is given."""
+    """The checkpoints that a file ``latest`` names. Everything else in it, above all paths, is
+    ignored, with a message if ``where`` is given."""
     words = latest.decode(errors="replace").split()
     names = [word for word in words if NAME.fullmatch(word)]
     if where and len(names) < len(words):
         strange = next(word for word in words if not NAME.fullmatch(word))
-        print(f"{where} names {strange[:80]!r}, which is not the name of a checkpoint (step- and eight digits): ignored", file=sys.stderr)
+        print(
+            f"{where} names {strange[:80]!r}, which is not the name of a checkpoint (step- and eight digits): ignored",
+            file=sys.stderr,
+        )
     return names
 
 
@@ -292,11 +352,15 @@ def listed(folder: Path, say: bool = False) -> list[str]:
 
 def present(folder: Path) -> list[str]:
     """The checkpoints in the folder, named or not, newest first."""
-    return sorted((path.name for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()), key=lambda name: -step_of(Path(name)))
+    return sorted(
+        (path.name for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()),
+        key=lambda name: -step_of(Path(name)),
+    )
 
 
 def newest(folder: Path, say: bool = False, without: Collection[str] = ()) -> tuple[str | None, list[str]]:
-    """Return (the newest intact checkpoint, the damaged ones before it): first those that ``latest`` names, then the others."""
+    """Return (the newest intact checkpoint, the damaged ones before it): first those that
+    ``latest`` names, then the others."""
     named, damaged = listed(folder, say), list[str]()
     for name in dict.fromkeys((*named, *present(folder))):
         why = None if name in without else damage(folder / name)
@@ -312,20 +376,26 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors to write or to read into, and the optimizer's state they are part of. Its numbers follow from the config and the step."""
+    """The tensors to write or to read into, and the optimizer's state they are part of. Its
+    numbers follow from the config and the step."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    frozen = len(trained) < sum(1 for _ in model.parameters())  # a base, quantised perhaps, whose own state DCP cannot tell from modules
+    frozen = len(trained) < sum(
+        1 for _ in model.parameters()
+    )  # a base, quantised perhaps, whose own state DCP cannot tell from modules
     weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]  # its values are more than tensors
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     tensors = {f"model.{name}": t for name, t in weights.items()}
     for name, t in state.items():
         if isinstance(t, Tensor) and name.startswith("state."):
-            tensors |= {".".join(filter(None, ("optimizer", name, part))): plain for part, plain in plain_parts(t).items()}
+            tensors |= {
+                ".".join(filter(None, ("optimizer", name, part))): plain for part, plain in plain_parts(t).items()
+            }
     return tensors, state
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its checksums, its metadata and the types and ranges of what it says; None if nothing is."""
+    """What is wrong with a checkpoint, by its checksums, its metadata and the types and ranges
+    of what it says; None if nothing is."""
     try:
         files = _files(path)
         state = _state(path)
@@ -335,13 +405,16 @@ def damage(path: Path) -> str | None:
         for rank in range(state["ranks"]):
             own = random.Random(), np.random.RandomState(), torch.Generator()
             set_generators(read_object(path / f"rank-{rank}.json"), *own)
-        return _misplaced(SafeReader(path).read_metadata(), files if sums is None else {name: files[name] for name in sums})
+        return _misplaced(
+            SafeReader(path).read_metadata(), files if sums is None else {name: files[name] for name in sums}
+        )
     except Exception as error:  # an unpickler's errors are of any kind
         return f"{type(error).__name__}: {error}".replace(f"{path}/", "")[:300]
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """The sizes of a checkpoint's files; ``ValueError`` if it has something else, such as a link."""
+    """The sizes of a checkpoint's files; ``ValueError`` if it has something else, such as a
+    link."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:
@@ -350,8 +423,12 @@ def _files(folder: Path) -> dict[str, int]:
     return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
 
 
-# the numbers in state.json and what they may be; rows of a step are listed, positions are multiplied
-RANGES = {name: (0, 1 << 53) for name in ("step", "position", "tokens", "nonfinite", "skips")} | {"ranks": (1, 1 << 24), "global_batch": (1, 1 << 24)}
+# the numbers in state.json and what they may be; rows of a step are listed, positions are
+# multiplied
+RANGES = {name: (0, 1 << 53) for name in ("step", "position", "tokens", "nonfinite", "skips")} | {
+    "ranks": (1, 1 << 24),
+    "global_batch": (1, 1 << 24),
+}
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -363,13 +440,18 @@ def _state(path: Path) -> dict[str, Any]:
     if state["step"] != step_of(path):
         raise ValueError(f"state.json is of step {state['step']}")
     data = state.get("data", {})
-    if not isinstance(state.get("identity"), dict) or not isinstance(data, dict) or not all(map(is_part, data.get("parts", []))):
+    if (
+        not isinstance(state.get("identity"), dict)
+        or not isinstance(data, dict)
+        or not all(map(is_part, data.get("parts", [])))
+    ):
         raise ValueError("state.json: identity and data are not those of a run")
     return state
 
 
 def is_part(part: Any) -> bool:
-    """Whether this is a part of a stream as JSON has it: [rows, [numbers of its end], whether it is the last, a digest]."""
+    """Whether this is a part of a stream as JSON has it: [rows, [numbers of its end], whether it
+    is the last, a digest]."""
     if not isinstance(part, list) or len(part) not in (3, 4) or not isinstance(part[1], list) or len(part[1]) != 3:
         return False
     whole = all(type(number) is int and 0 <= number < 1 << 53 for number in (part[0], *part[1]))
@@ -377,7 +459,8 @@ def is_part(part: Any) -> bool:
 
 
 def _misplaced(metadata: Metadata, files: dict[str, int]) -> str | None:
-    """A tensor of the metadata that is not where it should be: inside a file of the checkpoint's own."""
+    """A tensor of the metadata that is not where it should be: inside a file of the checkpoint's
+    own."""
     parts = metadata.storage_data
     for name, tensor in metadata.state_dict_metadata.items():
         for chunk in tensor.chunks:  # type: ignore[union-attr]  # the unpickler refuses the metadata of bytes
@@ -386,7 +469,13 @@ def _misplaced(metadata: Metadata, files: dict[str, int]) -> str | None:
                 return f"the file of {name:.100} is missing"
     for part in parts.values():
         begin, size = part.offset, part.length
-        if type(begin) is not int or type(size) is not int or begin < 0 or size < 1 or files.get(part.relative_path, 0) < begin + size:
+        if (
+            type(begin) is not int
+            or type(size) is not int
+            or begin < 0
+            or size < 1
+            or files.get(part.relative_path, 0) < begin + size
+        ):
             return f"{part.relative_path!s:.100} is too short or missing"
         if getattr(part, "transform_descriptors", None):
             return f"{part.relative_path!s:.100} is encoded, as no run does"
@@ -394,7 +483,8 @@ def _misplaced(metadata: Metadata, files: dict[str, int]) -> str | None:
 
 
 def torn(path: Path) -> str | None:
-    """What is wrong with a file of ``torch.save``, a zip with a checksum for each part and a table at its end; None if nothing is."""
+    """What is wrong with a file of ``torch.save``, a zip with a checksum for each part and a
+    table at its end; None if nothing is."""
     if path.is_symlink() or not path.is_file():
         return "is no regular file"
     try:
@@ -416,7 +506,11 @@ def digest(path: Path) -> str:
 
 def write_sums(folder: Path, rank: int) -> None:
     """Write the checksums of everything that ``rank`` wrote into a checkpoint."""
-    mine = [folder / f"rank-{rank}.json", *folder.glob(f"__{rank}_*.distcp"), *([folder / "state.json", folder / ".metadata"] if rank == 0 else [])]
+    mine = [
+        folder / f"rank-{rank}.json",
+        *folder.glob(f"__{rank}_*.distcp"),
+        *([folder / "state.json", folder / ".metadata"] if rank == 0 else []),
+    ]
     write(folder / f"sums-{rank}.json", json.dumps({path.name: digest(path) for path in mine}))
 
 
@@ -454,7 +548,8 @@ def unfinished(path: Path) -> bool:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, which refuses metadata that names anything except the types of tensors' metadata."""
+    """DCP's reader, which refuses metadata that names anything except the types of tensors'
+    metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
@@ -467,7 +562,15 @@ _Python: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the one in C r
 
 class _Unpickler(_Python):
     # Bytes are left out: DCP would unpickle them.
-    CHECKPOINT = {"Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"}
+    CHECKPOINT = {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "StorageMeta",
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -476,7 +579,13 @@ class _Unpickler(_Python):
         allowed = (
             (module == "torch.distributed.checkpoint.metadata" and name in self.CHECKPOINT)
             or (module == "torch.distributed.checkpoint.filesystem" and name in ("_StorageInfo", "SerializationFormat"))
-            or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"))
+            or (module, name)
+            in (
+                ("torch", "Size"),
+                ("torch.serialization", "_get_layout"),
+                ("pathlib", "PosixPath"),
+                ("pathlib", "WindowsPath"),
+            )
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         )
         if not allowed:
@@ -492,22 +601,33 @@ class _Unpickler(_Python):
 
 
 def _member(kind: Any, name: str) -> enum.Enum:
-    """A member of an Enum, which early releases of Python 3.11 pickle as ``getattr(kind, name)``."""
+    """A member of an Enum, which early releases of Python 3.11 pickle as ``getattr(kind,
+    name)``."""
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"checkpoint metadata must not hold {name} of {kind!r}")
 
 
 def generators() -> dict[str, Any]:
-    """The states of the random number generators of Python, numpy and PyTorch (with the current GPU's), as JSON."""
+    """The states of the random number generators of Python, numpy and PyTorch (with the current
+    GPU's), as JSON."""
     kind, keys, *rest = np.random.get_state()
     text = lambda state: base64.b64encode(state.numpy().tobytes()).decode()
-    states = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest], "torch": text(torch.get_rng_state())}
-    return states | ({"cuda": text(torch.cuda.get_rng_state())} if torch.cuda.is_available() and torch.cuda.is_initialized() else {})
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": text(torch.get_rng_state()),
+    }
+    return states | (
+        {"cuda": text(torch.cuda.get_rng_state())} if torch.cuda.is_available() and torch.cuda.is_initialized() else {}
+    )
 
 
-def set_generators(states: dict[str, Any], python: Any = random, numpy: Any = np.random, cpu: torch.Generator | None = None) -> None:
-    """Restore the states that ``generators`` returned, or set other generators to them, of the CPU alone. ``ValueError`` and its like for other states."""
+def set_generators(
+    states: dict[str, Any], python: Any = random, numpy: Any = np.random, cpu: torch.Generator | None = None
+) -> None:
+    """Restore the states that ``generators`` returned, or set other generators to them, of the
+    CPU alone. ``ValueError`` and its like for other states."""
     tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version, keys, gauss = states["python"]
     python.setstate((version, tuple(keys), gauss))

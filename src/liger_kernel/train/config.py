@@ -1,4 +1,5 @@
-"""A training run as one dataclass. Flags, ``--help``, configuration files and their checks are derived from its fields."""
+"""A training run as one dataclass. Flags, ``--help``, configuration files and their checks are
+derived from its fields."""
 
 from __future__ import annotations
 
@@ -34,13 +35,23 @@ PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 QUANTIZED = ("nf4", "int8", "fp8")
-FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")  # of ops/projections/float8_training.py, which needs torch
+FP8 = (
+    "tensorwise",
+    "rowwise",
+    "rowwise_with_gw_hp",
+    "mxfp8_rceil",
+)  # of ops/projections/float8_training.py, which needs torch
 EVERY_LINEAR = "all-linear"
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
 MANY = 10**9  # more than a run has of anything; PyTorch's and the system's integers hold it
 RANGES = (
-    ("hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout checkpoint_keep limit", 1, MANY),
+    (
+        "hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout "
+        "checkpoint_keep limit",
+        1,
+        MANY,
+    ),
     ("sequence_parallel_size max_record_mb", 1, MANY),
     ("length", 2, MANY),  # the first token of a row is predicted by nothing
     ("tiled_mlp warmup eval_every weight_decay lora nproc max_restarts checkpoint_every stream", 0, MANY),
@@ -63,11 +74,19 @@ def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None 
 
 @dataclass
 class TrainConfig:
-    """A training run. Each field is a flag of ``liger train``: ``batch`` is ``--batch``, ``grad_clip`` is ``--grad-clip``."""
+    """A training run. Each field is a flag of ``liger train``: ``batch`` is ``--batch``,
+    ``grad_clip`` is ``--grad-clip``."""
 
-    model: str | None = _field(None, "model", "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights")
+    model: str | None = _field(
+        None,
+        "model",
+        "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights",
+    )
     trust_remote_code: bool = _field(
-        False, "model", "run Python code that comes with the model or tokenizer, on every rank and with your rights; without it, such a model is refused"
+        False,
+        "model",
+        "run Python code that comes with the model or tokenizer, on every rank and with your rights; without it, "
+        "such a model is refused",
     )
     hidden: int = _field(256, "model", "hidden size")
     intermediate: int | None = _field(None, "model", "inner size of the MLP (default: 8/3 of hidden, in steps of 64)")
@@ -78,29 +97,51 @@ class TrainConfig:
     attention: str = _field(
         "auto",
         "model",
-        "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa or what the model has instead, or PyTorch's varlen_attn for packed documents if it can",
+        "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa or what the model has instead, or PyTorch's "
+        "varlen_attn for packed documents if it can",
     )
 
-    lora: int = _field(0, "adapters", "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model")
-    lora_alpha: float | None = _field(None, "adapters", "scale adapters by alpha / rank (default: alpha is twice the rank)")
+    lora: int = _field(
+        0, "adapters", "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model"
+    )
+    lora_alpha: float | None = _field(
+        None, "adapters", "scale adapters by alpha / rank (default: alpha is twice the rank)"
+    )
     lora_dropout: float = _field(0.0, "adapters", "dropout of the adapters' input")
     lora_targets: str = _field(
-        EVERY_LINEAR, "adapters", "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but the head"
+        EVERY_LINEAR,
+        "adapters",
+        "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but "
+        "the head",
     )
-    dora: bool = _field(False, "adapters", "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude")
+    dora: bool = _field(
+        False, "adapters", "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude"
+    )
     rslora: bool = _field(False, "adapters", "scale adapters by alpha / sqrt(rank)")
     quantize: str | None = _field(
-        None, "adapters", "store the frozen model in 4 bits (nf4) or 8 bits (int8) by bitsandbytes, or in fp8 on GPUs that compute in it", QUANTIZED
+        None,
+        "adapters",
+        "store the frozen model in 4 bits (nf4) or 8 bits (int8) by bitsandbytes, or in fp8 on GPUs that compute in it",
+        QUANTIZED,
     )
 
     data: str = _field(
-        "stdlib", "data", "'stdlib' (Python's own sources), a .jsonl or .parquet file, a folder of them or of prepared rows, or a Hugging Face dataset id"
+        "stdlib",
+        "data",
+        "'stdlib' (Python's own sources), a .jsonl or .parquet file, a folder of them or of prepared rows, or a "
+        "Hugging Face dataset id",
     )
     split: str = _field("train", "data", "split of a Hugging Face dataset")
     limit: int | None = _field(None, "data", "read at most this many texts")
-    tokenizer: str | None = _field(None, "data", "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)")
-    max_record_mb: int = _field(64, "data", "largest record in MB: a longer line of a .jsonl file is refused before it is read")
-    length: int = _field(512, "data", "tokens per row: plain text is packed into rows of this length, conversations are cut to it")
+    tokenizer: str | None = _field(
+        None, "data", "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)"
+    )
+    max_record_mb: int = _field(
+        64, "data", "largest record in MB: a longer line of a .jsonl file is refused before it is read"
+    )
+    length: int = _field(
+        512, "data", "tokens per row: plain text is packed into rows of this length, conversations are cut to it"
+    )
     packing: str = _field(
         "auto",
         "data",
@@ -108,36 +149,56 @@ class TrainConfig:
         PACKINGS,
     )
     stream: float = _field(
-        0.0, "data", "read, tokenise and shuffle so many millions of characters at a time, during training; 0 tokenises and shuffles all data before training"
+        0.0,
+        "data",
+        "read, tokenise and shuffle so many millions of characters at a time, during training; 0 tokenises and "
+        "shuffles all data before training",
     )
     eval_fraction: float = _field(0.02, "data", "part of the rows that are kept for evaluation; 0 keeps none")
 
     steps: int = _field(100, "optimisation", "optimizer steps")
     batch: int = _field(8, "optimisation", "rows per forward pass")
-    accumulate: int = _field(1, "optimisation", "forward passes per step; each token weighs the same whichever pass and rank it is in")
+    accumulate: int = _field(
+        1, "optimisation", "forward passes per step; each token weighs the same whichever pass and rank it is in"
+    )
     global_batch: int | None = _field(
-        None, "optimisation", "rows per step of all ranks (default: batch x accumulate x ranks of the first start; a resumed run keeps it)"
+        None,
+        "optimisation",
+        "rows per step of all ranks (default: batch x accumulate x ranks of the first start; a resumed run keeps it)",
     )
     optimizer: str = _field(
         "adamw",
         "optimisation",
-        "AdamW of PyTorch (adamw) or torchao: with moments in 8 bits (8bit), with stochastic rounding of weights in bf16 (bf16), or both",
+        "AdamW of PyTorch (adamw) or torchao: with moments in 8 bits (8bit), with stochastic rounding of weights in "
+        "bf16 (bf16), or both",
         OPTIMIZERS,
     )
     optimizer_in_backward: bool = _field(
-        False, "optimisation", "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0, trainer torch"
+        False,
+        "optimisation",
+        "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0, trainer "
+        "torch",
     )
     optimizer_on_cpu: bool = _field(
-        False, "optimisation", "keep weights and moments in the CPU's memory, and step there (CPU offload, also for one GPU); needs fsdp2 or ulysses-fsdp2"
+        False,
+        "optimisation",
+        "keep weights and moments in the CPU's memory, and step there (CPU offload, also for one GPU); needs fsdp2 "
+        "or ulysses-fsdp2",
     )
-    lr: float | None = _field(None, "optimisation", "peak learning rate of AdamW (default: 2e-5 with a model, 2e-4 with adapters, 1e-3 from random weights)")
+    lr: float | None = _field(
+        None,
+        "optimisation",
+        "peak learning rate of AdamW (default: 2e-5 with a model, 2e-4 with adapters, 1e-3 from random weights)",
+    )
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
     beta2: float = _field(0.95, "optimisation", "AdamW's decay of the squared gradient")
     grad_clip: float = _field(1.0, "optimisation", "largest gradient norm; 0 does not clip")
     schedule: str = _field("cosine", "optimisation", "learning rate after warm-up", SCHEDULES)
     warmup: int = _field(10, "optimisation", "steps of linear warm-up")
     min_lr: float = _field(0.1, "optimisation", "last learning rate as a part of the peak")
-    decay: float = _field(0.2, "optimisation", "part of the steps at the end in which wsd (warm-up, stable, decay) falls, linearly")
+    decay: float = _field(
+        0.2, "optimisation", "part of the steps at the end in which wsd (warm-up, stable, decay) falls, linearly"
+    )
     nonfinite: str = _field(
         "stop",
         "optimisation",
@@ -146,53 +207,89 @@ class TrainConfig:
     )
 
     kernels: str = _field("on", "kernels", "off trains the model as Hugging Face ships it", ("on", "off"))
-    rope: bool | None = _field(None, "kernels", "rotary embedding (default of this flag and the next ones: what the model family supports)")
+    rope: bool | None = _field(
+        None, "kernels", "rotary embedding (default of this flag and the next ones: what the model family supports)"
+    )
     rms_norm: bool | None = _field(None, "kernels", "RMSNorm")
     swiglu: bool | None = _field(None, "kernels", "gated MLP with SiLU")
     geglu: bool | None = _field(None, "kernels", "gated MLP with GELU")
     cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
-    fused_linear_cross_entropy: bool | None = _field(None, "kernels", "output head and cross entropy in one: the logits are never stored")
+    fused_linear_cross_entropy: bool | None = _field(
+        None, "kernels", "output head and cross entropy in one: the logits are never stored"
+    )
     rematerialise: str | None = _field(
         None,
         "kernels",
-        "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: nothing",
+        "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: "
+        "nothing",
         REMATERIALISE,
     )
-    fp8: str | None = _field(None, "kernels", "linear layers multiply in FP8, forward and backward, with one scale for each tensor, row or 32 values", FP8)
+    fp8: str | None = _field(
+        None,
+        "kernels",
+        "linear layers multiply in FP8, forward and backward, with one scale for each tensor, row or 32 values",
+        FP8,
+    )
     fp8_filter: str | None = _field(
-        None, "kernels", "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as o_proj,mlp"
+        None,
+        "kernels",
+        "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as "
+        "o_proj,mlp",
     )
     fp8_head: bool | None = _field(None, "kernels", "the output head and its loss multiply in FP8, too")
     activation_offloading: bool | None = _field(
-        None, "kernels", "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory until the backward"
+        None,
+        "kernels",
+        "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory "
+        "until the backward",
     )
-    keep_attention: bool | None = _field(None, "kernels", "checkpointed layers keep the outputs of attention instead of computing them twice")
-    tiled_mlp: int | None = _field(None, "kernels", "run MLPs in so many tiles of the tokens; 0: as many as have 2048 tokens each, at most 16")
+    keep_attention: bool | None = _field(
+        None, "kernels", "checkpointed layers keep the outputs of attention instead of computing them twice"
+    )
+    tiled_mlp: int | None = _field(
+        None, "kernels", "run MLPs in so many tiles of the tokens; 0: as many as have 2048 tokens each, at most 16"
+    )
 
-    trainer: str = _field("torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS)
+    trainer: str = _field(
+        "torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS
+    )
     parallel: str = _field(
         "none",
         "ranks",
-        "how several ranks share the work: copies of the model, its shards, or parts of rows (ulysses, with copies or with fsdp2's shards);"
+        "how several ranks share the work: copies of the model, its shards, or parts of rows (ulysses, with copies "
+        "or with fsdp2's shards);"
         " deepspeed-z2 and -z3 need trainer hf, tp and ulysses need torch",
         PARALLEL,
     )
-    sequence_parallel_size: int | None = _field(None, "ranks", "ranks that share each row, with parallel ulysses (default: all)")
-    nproc: int | None = _field(None, "ranks", "start so many processes here, and restart them when one dies; 0: one per GPU (default: one, or torchrun's)")
+    sequence_parallel_size: int | None = _field(
+        None, "ranks", "ranks that share each row, with parallel ulysses (default: all)"
+    )
+    nproc: int | None = _field(
+        None,
+        "ranks",
+        "start so many processes here, and restart them when one dies; 0: one per GPU (default: one, or torchrun's)",
+    )
     nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc")
     rdzv_endpoint: str = _field("localhost:0", "ranks", "HOST:PORT of one of the machines, the same on all; with nproc")
     max_restarts: int = _field(3, "ranks", "restarts after a process died; with nproc")
     timeout: int = _field(600, "ranks", "seconds without progress after which every rank writes its stack and exits")
 
-    checkpoint_every: int = _field(0, "checkpoints", "steps between checkpoints in the run's folder; the last step and SIGTERM write one, too. 0 writes none")
+    checkpoint_every: int = _field(
+        0,
+        "checkpoints",
+        "steps between checkpoints in the run's folder; the last step and SIGTERM write one, too. 0 writes none",
+    )
     checkpoint_keep: int = _field(2, "checkpoints", "newest checkpoints to keep")
     checkpoint_async: bool = _field(True, "checkpoints", "write while training goes on")
     store: str | None = _field(
         None,
         "checkpoints",
-        "URI (s3://bucket/run ...) to copy checkpoints to, by fsspec; a run whose own folder has none resumes from there",
+        "URI (s3://bucket/run ...) to copy checkpoints to, by fsspec; a run whose own folder has none resumes from "
+        "there",
     )
-    resume: bool = _field(True, "checkpoints", "resume from the run's latest checkpoint; --no-resume refuses a folder that has any")
+    resume: bool = _field(
+        True, "checkpoints", "resume from the run's latest checkpoint; --no-resume refuses a folder that has any"
+    )
 
     gradient_checkpointing: str = _field(
         "none",
@@ -202,16 +299,25 @@ class TrainConfig:
     )
     compile: bool = _field(False, "memory", "torch.compile of each layer")
 
-    report: str | None = _field(None, "metrics", f"where else to report metrics: any of {', '.join(REPORTS)}, with commas between")
+    report: str | None = _field(
+        None, "metrics", f"where else to report metrics: any of {', '.join(REPORTS)}, with commas between"
+    )
     metrics_port: int = _field(0, "metrics", "serve metrics for Prometheus on this port plus the local rank; 0: do not")
     metrics_host: str = _field("127.0.0.1", "metrics", "address that metrics are served on")
 
-    out: str = _field("runs/train", "run", "folder for metrics.json, liger-run.json (the configuration) and checkpoints")
+    out: str = _field(
+        "runs/train", "run", "folder for metrics.json, liger-run.json (the configuration) and checkpoints"
+    )
     cache: str | None = _field(None, "run", "folder for tokenised data (default: cache in the folder of the run)")
-    save: str | None = _field(None, "run", "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them")
+    save: str | None = _field(
+        None, "run", "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them"
+    )
     device: str = _field("auto", "run", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
     precision: str = _field(
-        "auto", "run", "bf16-mixed trains fp32 weights, bf16 keeps all in bf16 but adapters; auto: bf16-mixed on a GPU, fp32 on a CPU", PRECISIONS
+        "auto",
+        "run",
+        "bf16-mixed trains fp32 weights, bf16 keeps all in bf16 but adapters; auto: bf16-mixed on a GPU, fp32 on a CPU",
+        PRECISIONS,
     )
     seed: int = _field(0, "run", "seed of the weights and of the order of the data")
     deterministic: bool = _field(False, "run", "only deterministic PyTorch algorithms: the same bits in every run")
@@ -223,7 +329,11 @@ class TrainConfig:
             for name in names.split():
                 value = getattr(self, name)
                 if value is not None and not least <= value <= most:  # NaN is in no range
-                    limits = f"at least {least}" if most in (MANY, math.inf) and not value > most else f"in [{least}, {most}]"
+                    limits = (
+                        f"at least {least}"
+                        if most in (MANY, math.inf) and not value > most
+                        else f"in [{least}, {most}]"
+                    )
                     raise UserError(f"{name} must be {limits}, got {value!s:.80}")
         for name, wanted, fits in (
             ("lr", "positive", lambda x: x is None or 0 < x < math.inf),
@@ -240,7 +350,9 @@ class TrainConfig:
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in (*choices, field.default):
                 value = getattr(self, field.name)
-                raise UserError(f"{field.name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}")
+                raise UserError(
+                    f"{field.name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}"
+                )
         for name, offered in OFFERED[self.trainer].items():
             if getattr(self, name) not in offered:
                 raise UserError(f"trainer {self.trainer} offers {name} {', '.join(offered)}; got {getattr(self, name)}")
@@ -259,7 +371,9 @@ class TrainConfig:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
         self._check_fp8()
-        if self.kernels == "off" and (asked := [name for name, value in self.kernel_flags.items() if value is True or name == "tiled_mlp"]):
+        if self.kernels == "off" and (
+            asked := [name for name, value in self.kernel_flags.items() if value is True or name == "tiled_mlp"]
+        ):
             raise UserError(f"{asked[0]} needs kernels on, got off")
         if self.keep_attention and self.gradient_checkpointing != "full":
             raise UserError(f"keep_attention needs gradient_checkpointing full, got {self.gradient_checkpointing}")
@@ -274,30 +388,49 @@ class TrainConfig:
                 raise UserError(f"{name} needs trainer torch, got {self.trainer}")
         kind = KINDS[self.optimizer]
         if kind.by == "torchao" and self.fully_sharded and self.trainer != "torch":
-            raise UserError(f"optimizer {self.optimizer} with parallel {self.parallel} needs trainer torch, got {self.trainer}")
+            raise UserError(
+                f"optimizer {self.optimizer} with parallel {self.parallel} needs trainer torch, got {self.trainer}"
+            )
         if kind.stochastic and (self.precision != "bf16" or self.lora):
             got = f"lora {self.lora}, whose adapters are kept in fp32" if self.lora else f"precision {self.precision}"
-            raise UserError(f"optimizer {self.optimizer} rounds weights that are kept in bf16, so it needs precision bf16; got {got}")
+            raise UserError(
+                f"optimizer {self.optimizer} rounds weights that are kept in bf16, so it needs precision bf16; got "
+                f"{got}"
+            )
         if not self.optimizer_in_backward:
             return
         if self.grad_clip:
-            raise UserError(f"optimizer_in_backward needs grad_clip 0, got {self.grad_clip:g}: when the norm is known, the steps are made")
+            raise UserError(
+                f"optimizer_in_backward needs grad_clip 0, got {self.grad_clip:g}: when the norm is known, the steps "
+                "are made"
+            )
         if self.accumulate > 1:
-            raise UserError(f"optimizer_in_backward needs accumulate 1, got {self.accumulate}: each backward makes a step")
+            raise UserError(
+                f"optimizer_in_backward needs accumulate 1, got {self.accumulate}: each backward makes a step"
+            )
         if self.nonfinite != "stop":
-            raise UserError(f"optimizer_in_backward needs nonfinite stop, got {self.nonfinite}: when a gradient is not finite, others have made their step")
+            raise UserError(
+                f"optimizer_in_backward needs nonfinite stop, got {self.nonfinite}: when a gradient is not finite, "
+                "others have made their step"
+            )
 
     def _check_adapters(self) -> None:
-        """What is wrong with adapters whatever the model is; ``train/adapters.py`` checks the rest."""
+        """What is wrong with adapters whatever the model is; ``train/adapters.py`` checks the
+        rest."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         alone = [name for name in ADAPTERS if getattr(self, name) != defaults[name]] if not self.lora else []
         if self.quantize and alone:
-            raise UserError(f"quantize {self.quantize} needs lora, a rank of 1 or more: a quantised model cannot be trained whole")
+            raise UserError(
+                f"quantize {self.quantize} needs lora, a rank of 1 or more: a quantised model cannot be trained whole"
+            )
         if alone:
             raise UserError(f"{alone[0]} needs lora, a rank of 1 or more")
         names = self.lora_targets.split(",")
         if not all(name.strip() for name in names) or (len(names) > 1 and EVERY_LINEAR in map(str.strip, names)):
-            raise UserError(f"lora_targets must be {EVERY_LINEAR}, or names of layers with commas between; got {self.lora_targets!r}")
+            raise UserError(
+                f"lora_targets must be {EVERY_LINEAR}, or names of layers with commas between; got "
+                f"{self.lora_targets!r}"
+            )
         if self.lora and self.parallel == "tp":
             raise UserError("lora needs parallel none, ddp, fsdp2 or deepspeed: tp does not split adapters")
         if self.quantize and self.parallel not in ("none", "ddp"):
@@ -315,9 +448,15 @@ class TrainConfig:
         if self.kernels != "on":
             raise UserError(f"fp8 {self.fp8} needs kernels on")
         if self.lora:
-            raise UserError(f"fp8 {self.fp8} trains the whole model: with lora, quantize fp8 stores the frozen model in FP8")
+            raise UserError(
+                f"fp8 {self.fp8} trains the whole model: with lora, quantize fp8 stores the frozen model in FP8"
+            )
         if self.parallel not in ("none", "ddp", "fsdp2"):
-            why = "scales would be those of a part of each row" if self.parallel in ULYSSES else "elsewhere weights are sharded while they are multiplied"
+            why = (
+                "scales would be those of a part of each row"
+                if self.parallel in ULYSSES
+                else "elsewhere weights are sharded while they are multiplied"
+            )
             raise UserError(f"fp8 {self.fp8} needs parallel none, ddp or fsdp2, got {self.parallel}: {why}")
 
     @property
@@ -327,12 +466,18 @@ class TrainConfig:
 
     def sharing(self, world: int) -> int:
         """How many of ``world`` ranks read the same rows."""
-        return world if self.parallel == "tp" else self.sequence_parallel_size or world if self.parallel in ULYSSES else 1
+        return (
+            world if self.parallel == "tp" else self.sequence_parallel_size or world if self.parallel in ULYSSES else 1
+        )
 
     @property
     def target_modules(self) -> str | list[str]:
         """``lora_targets`` in PEFT's form."""
-        return EVERY_LINEAR if self.lora_targets == EVERY_LINEAR else sorted({name.strip() for name in self.lora_targets.split(",")})
+        return (
+            EVERY_LINEAR
+            if self.lora_targets == EVERY_LINEAR
+            else sorted({name.strip() for name in self.lora_targets.split(",")})
+        )
 
     @property
     def alpha(self) -> float:
@@ -340,7 +485,8 @@ class TrainConfig:
 
     @property
     def adapters(self) -> dict[str, Any]:
-        """The settings of the adapters, by field name, equal for two ways to write the same; only the rank, 0, if the whole model is trained."""
+        """The settings of the adapters, by field name, equal for two ways to write the same;
+        only the rank, 0, if the whole model is trained."""
         if not self.lora:
             return {"lora": 0}
         targets = self.target_modules
@@ -357,24 +503,36 @@ class TrainConfig:
 
     @property
     def kernel_flags(self) -> dict[str, Any]:
-        """The kernels that are switched on or off by name; the model family decides about the others."""
-        names = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels" and field.name != "kernels"]
+        """The kernels that are switched on or off by name; the model family decides about the
+        others."""
+        names = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.metadata["group"] == "kernels" and field.name != "kernels"
+        ]
         flags = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         flags |= {"fp8_filter": [name.strip() for name in self.fp8_filter.split(",")]} if self.fp8_filter else {}
         return flags | ({"tiled_mlp": True} if self.tiled_mlp == 0 else {})
 
     def shown(self) -> dict[str, Any]:
         """Names and values without credentials, which may be written or reported."""
-        return {name: redacted(value) if isinstance(value, str) else value for name, value in dataclasses.asdict(self).items()}
+        return {
+            name: redacted(value) if isinstance(value, str) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
 
     @property
     def store_uri(self) -> str | None:
-        """The store. A file does not have its credentials: the launcher passes them to its workers in their environment."""
+        """The store. A file does not have its credentials: the launcher passes them to its
+        workers in their environment."""
         if not self.store or MARK not in self.store:
             return self.store
         whole = os.environ.get(STORE, "")
         if redacted(whole) != self.store:
-            raise UserError(f"store {self.store} has no credentials, as files keep none: give the whole URI, or set the variables that its package reads")
+            raise UserError(
+                f"store {self.store} has no credentials, as files keep none: give the whole URI, or set the "
+                "variables that its package reads"
+            )
         return whole
 
     def save_to(self, path: str | Path) -> None:
@@ -382,7 +540,9 @@ class TrainConfig:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         values = self.shown()
-        write(path, _yaml().safe_dump(values, sort_keys=False) if _is_yaml(path) else json.dumps(values, indent=2) + "\n")
+        write(
+            path, _yaml().safe_dump(values, sort_keys=False) if _is_yaml(path) else json.dumps(values, indent=2) + "\n"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> TrainConfig:
@@ -391,7 +551,8 @@ class TrainConfig:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """The names and values in a configuration file. Raises ``UserError`` for unknown names and wrong types."""
+    """The names and values in a configuration file. Raises ``UserError`` for unknown names and
+    wrong types."""
     return checked(read_file(path), TrainConfig, str(path))
 
 
@@ -413,7 +574,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
-    """``values`` for the fields of the dataclass ``cls``. Raises ``UserError`` for unknown names and wrong types; its text begins with ``where``."""
+    """``values`` for the fields of the dataclass ``cls``. Raises ``UserError`` for unknown names
+    and wrong types; its text begins with ``where``."""
     kinds = _kinds(cls)
     for name, value in values.items():
         if name not in kinds:
@@ -436,9 +598,14 @@ def _check_text(name: str, value: Any) -> None:
             fits = False
         if not fits:
             raise UserError(f"{name} must be text without NUL and without halves of characters, got {value!r:.80}")
-        if name in ("out", "save", "cache") and not value.isascii() and value.encode(errors="replace").decode() != value:
+        if (
+            name in ("out", "save", "cache")
+            and not value.isascii()
+            and value.encode(errors="replace").decode() != value
+        ):
             raise UserError(
-                f"{name} must be a name in UTF-8, as packages that write there need (with a locale that has only ASCII, set PYTHONUTF8=1); got {value!r:.80}"
+                f"{name} must be a name in UTF-8, as packages that write there need (with a locale that has only "
+                f"ASCII, set PYTHONUTF8=1); got {value!r:.80}"
             )
 
 
@@ -456,13 +623,16 @@ def _yaml() -> Any:
 
 @functools.cache
 def _loader() -> type:
-    """YAML's safe loader without aliases, of which a few bytes can stand for more than the memory holds, and without names that stand twice."""
+    """YAML's safe loader without aliases, of which a few bytes can stand for more than the
+    memory holds, and without names that stand twice."""
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined]  # mypy knows no module that a function returns
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                raise ValueError(f"aliases are not read (*{self.peek_event().anchor}): write the value where it is used")
+                raise ValueError(
+                    f"aliases are not read (*{self.peek_event().anchor}): write the value where it is used"
+                )
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -486,7 +656,8 @@ _METAVAR = {int: "N", float: "X", str: "NAME"}
 
 
 def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tuple[str, ...]) -> None:
-    """One flag per field, by group. A flag that is not given leaves no trace, so that config files and defaults show through."""
+    """One flag per field, by group. A flag that is not given leaves no trace, so that config
+    files and defaults show through."""
     kinds = _kinds(TrainConfig)
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(TrainConfig):
@@ -495,7 +666,11 @@ def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tup
         name, kind, choices = field.metadata["group"], kinds[field.name][0], field.metadata["choices"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        options: dict[str, Any] = {"help": _help(field, getattr(defaults, field.name)), "default": argparse.SUPPRESS, "dest": field.name}
+        options: dict[str, Any] = {
+            "help": _help(field, getattr(defaults, field.name)),
+            "default": argparse.SUPPRESS,
+            "dest": field.name,
+        }
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -517,15 +692,25 @@ def from_flags(
     defaults: TrainConfig | None = None,
     fixed: tuple[str, ...] = (),
 ) -> TrainConfig:
-    """The configuration of a command line: flags override ``--config FILE``, which overrides the defaults. ``fixed`` names have no flag."""
+    """The configuration of a command line: flags override ``--config FILE``, which overrides the
+    defaults. ``fixed`` names have no flag."""
     defaults = defaults or TrainConfig()
     return configured(read_flags(argv, prog, description, defaults, fixed), defaults)
 
 
-def read_flags(argv: list[str], prog: str, description: str, defaults: TrainConfig, fixed: tuple[str, ...] = ()) -> dict[str, Any]:
+def read_flags(
+    argv: list[str], prog: str, description: str, defaults: TrainConfig, fixed: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The flags that are given, without those of ``fixed`` names; ``--help`` shows ``defaults``."""
-    parser = Parser(prog=prog, usage="%(prog)s [--config FILE] [--name value ...]", description=description, formatter_class=Formatter)
-    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it")
+    parser = Parser(
+        prog=prog,
+        usage="%(prog)s [--config FILE] [--name value ...]",
+        description=description,
+        formatter_class=Formatter,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it"
+    )
     add_flags(parser, defaults, fixed)
     return vars(parser.parse_args(argv))
 

@@ -1,4 +1,5 @@
-"""From a name to batches: data are read, tokenised once for all processes that share a cache, or streamed part by part.
+"""From a name to batches: data are read, tokenised once for all processes that share a cache, or
+streamed part by part.
 
 records.py     what files and datasets hold
 tokenise.py    records -> rows of tokens and labels
@@ -30,7 +31,8 @@ ROWS = "rows.safetensors"  # in a folder of tokenised data, beside its tokenizer
 
 
 def load(config: TrainConfig) -> Data:
-    """Return the data of a run. The rows of a file are cached: one of the processes that share the cache tokenises, the others read its result."""
+    """Return the data of a run. The rows of a file are cached: one of the processes that share
+    the cache tokenises, the others read its result."""
     if (Path(config.data) / ROWS).is_file():
         return _prepared(config)
     tokenizer = tokenizer_of(config)
@@ -49,7 +51,9 @@ def load(config: TrainConfig) -> Data:
         unfinished = folder.with_suffix(".unfinished")
         if not folder.is_dir():
             _fill(folder, unfinished, config, tokenizer)
-        shutil.rmtree(unfinished, ignore_errors=True)  # this run's, or that of one that was killed before it came to this
+        shutil.rmtree(
+            unfinished, ignore_errors=True
+        )  # this run's, or that of one that was killed before it came to this
     return _read(folder, config, tokenizer)
 
 
@@ -65,7 +69,8 @@ def packs(config: TrainConfig) -> bool:
 
 
 def prepare(config: TrainConfig, folder: str | Path) -> Path:
-    """Tokenise the data of a run into ``folder``, which can then be the ``data`` of runs with this ``length`` or a greater one.
+    """Tokenise the data of a run into ``folder``, which can then be the ``data`` of runs with this
+    ``length`` or a greater one.
 
     Files of earlier preparations in the folder are replaced.
     """
@@ -77,13 +82,16 @@ def prepare(config: TrainConfig, folder: str | Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".preparing-", ignore_cleanup_errors=True) as aside:
         new = Path(aside) / "new"
         _write(new, data.rows, data.tokenizer)
-        for path in sorted(new.iterdir(), key=lambda path: path.name == ROWS):  # the rows last: they make it a prepared folder
+        for path in sorted(
+            new.iterdir(), key=lambda path: path.name == ROWS
+        ):  # the rows last: they make it a prepared folder
             os.replace(path, folder / path.name)
     return folder
 
 
 def _fill(folder: Path, unfinished: Path, config: TrainConfig, tokenizer: Any) -> None:
-    """Tokenise the data of a run into ``folder``. A run that is stopped leaves what it has in ``unfinished``, for the next one; a mistake leaves nothing."""
+    """Tokenise the data of a run into ``folder``. A run that is stopped leaves what it has in
+    ``unfinished``, for the next one; a mistake leaves nothing."""
     try:
         _write(folder, *_tokenised(config, tokenizer, unfinished))
     except UserError:
@@ -105,7 +113,10 @@ def _prepared(config: TrainConfig) -> Data:
     data = _read(Path(config.data), config, None)
     longest = int((data.rows.bounds[1:] - data.rows.bounds[:-1]).max())
     if longest > config.length:
-        raise UserError(f"{config.data} was prepared with rows of {longest} tokens, but length is {config.length}: give --length {longest} or more")
+        raise UserError(
+            f"{config.data} was prepared with rows of {longest} tokens, but length is {config.length}: give --length "
+            f"{longest} or more"
+        )
     return data
 
 
@@ -116,7 +127,8 @@ def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
 
 
 def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:
-    """Where rows are kept, named after all that decides on them, and whether that is all that does: else it is of this run alone."""
+    """Where rows are kept, named after all that decides on them, and whether that is all that
+    does: else it is of this run alone."""
     sure, files = True, files_of(config.data)
     if config.data == "stdlib":
         identity = sys.version
@@ -127,10 +139,25 @@ def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:
     if tokenizer is None:
         by: Any = config.vocab
     elif tokenizer.is_fast:
-        by = [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.eos_token_id, str(tokenizer.chat_template)]
+        by = [
+            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            str(tokenizer.chat_template),
+        ]
     else:
         by, sure = config.tokenizer or config.model, False
-    key = json.dumps([identity, config.limit, by, config.length, config.packing, CHAT_TEMPLATE, *([config.stream] if config.stream else [])])
+    key = json.dumps(
+        [
+            identity,
+            config.limit,
+            by,
+            config.length,
+            config.packing,
+            CHAT_TEMPLATE,
+            *([config.stream] if config.stream else []),
+        ]
+    )
     folder = config.cache if config.cache and sure else Path(config.out) / "cache"
     return Path(folder) / hashlib.sha256(key.encode()).hexdigest()[:16], sure
 

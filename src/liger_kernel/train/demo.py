@@ -1,7 +1,9 @@
-"""``liger demo``: train one small Llama twice from the same weights on the same text, stock and with our kernels, and compare.
+"""``liger demo``: train one small Llama twice from the same weights on the same text, stock and
+with our kernels, and compare.
 
 Both runs start from random weights (or from ``--model``), each in its own process, so that each has
-its own peak of memory. They take turns: while one makes the steps up to its next log line, the other
+its own peak of memory. They take turns: while one makes the steps up to its next log line, the
+other
 waits. So what else runs on the machine slows down both, and each pair of such blocks has a ratio of
 its own. The losses of every step may differ only by rounding; otherwise the exit code is 1.
 """
@@ -28,31 +30,55 @@ from liger_kernel.train.mistakes import UserError, writable
 
 RUNS = {"stock": "off", "ours": "on"}
 # its files, and how they begin
-BEGINS = {name: r'{\s*"%s":' % ("loss" if name == "demo.json" else "model") for name in ("stock.json", "ours.json", "demo.json")}
+BEGINS = {
+    name: r'{\s*"%s":' % ("loss" if name == "demo.json" else "model")
+    for name in ("stock.json", "ours.json", "demo.json")
+}
 BEGINS["demo.png"] = "\ufffdPNG"
 BESIDE = re.compile(r"stock|ours|cache(\.lock)?|\..*|.*\.(log|out|err|txt)")
 
-# Sizes at which the output head weighs what it weighs in real models: most of the memory beyond the weights.
-CPU = TrainConfig(out="runs/demo", hidden=192, heads=3, kv_heads=1, layers=4, vocab=32000, batch=4, steps=40, warmup=5, log_every=2, eval_fraction=0.0)
-GPU = dataclasses.replace(CPU, hidden=1024, heads=16, kv_heads=8, layers=8, length=2048, batch=8, steps=100, warmup=10, log_every=5, lr=6e-4)
+# Sizes at which the output head weighs what it weighs in real models: most of the memory beyond the
+# weights.
+CPU = TrainConfig(
+    out="runs/demo",
+    hidden=192,
+    heads=3,
+    kv_heads=1,
+    layers=4,
+    vocab=32000,
+    batch=4,
+    steps=40,
+    warmup=5,
+    log_every=2,
+    eval_fraction=0.0,
+)
+GPU = dataclasses.replace(
+    CPU, hidden=1024, heads=16, kv_heads=8, layers=8, length=2048, batch=8, steps=100, warmup=10, log_every=5, lr=6e-4
+)
 
 # Turns need one process each, of our own trainer, whose every step is new
-_UNUSED = [field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] in ("ranks", "checkpoints")]
+_UNUSED = [
+    field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] in ("ranks", "checkpoints")
+]
 FIXED = ("kernels", "save", "cache", "stream", "trainer", *_UNUSED)
 PAIRS = 5  # of blocks: fewer say nothing about a spread
 # The upper quartile of the ratios over the lower one, beyond which they do not tell which is faster
 UNCLEAR = 1.25
 
-# Largest relative difference of the two losses at any step. fp32: sums in another order, then amplified by AdamW, whose first steps have the
-# size of the learning rate whatever the size of the gradient; 3e-6 seen. bf16: one rounding is up to 2^-9 = 0.2 %, and thousands of them meet.
+# Largest relative difference of the two losses at any step. fp32: sums in another order, then
+# amplified by AdamW, whose first steps have the
+# size of the learning rate whatever the size of the gradient; 3e-6 seen. bf16: one rounding is up
+# to 2^-9 = 0.2 %, and thousands of them meet.
 TOLERANCE = {"fp32": 1e-4, "bf16-mixed": 1e-2, "bf16": 1e-2}
 
 
 def main(argv: list[str]) -> int:
-    """Run both, print the table and write the files. Returns 0 if the losses agree, 1 if they do not or if a run failed."""
+    """Run both, print the table and write the files. Returns 0 if the losses agree, 1 if they do
+    not or if a run failed."""
     larger = {name: value for name, value in dataclasses.asdict(GPU).items() if value != getattr(CPU, name)}
     description = (
-        "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare. The defaults below are those without a "
+        "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare. "
+        "The defaults below are those without a "
         f"GPU; with a GPU they are {', '.join(f'{name} {value:g}' for name, value in larger.items())}."
     )
     flags = read_flags(argv, "liger demo", description, CPU, FIXED)  # help and mistakes answer before torch is imported
@@ -65,14 +91,19 @@ def main(argv: list[str]) -> int:
         if getattr(config, name) != getattr(CPU, name):
             raise UserError(f"{name} must be {getattr(CPU, name)} in a demo, got {getattr(config, name)}")
     out = Path(config.out)
-    if other := [path.name for path in sorted(out.glob("*")) if not (path.name in BEGINS or BESIDE.fullmatch(path.name))]:
+    if other := [
+        path.name for path in sorted(out.glob("*")) if not (path.name in BEGINS or BESIDE.fullmatch(path.name))
+    ]:
         raise UserError(f"{out} holds {other[0]}, which is not of liger demo: give another --out")
     for name, begin in BEGINS.items():
         writable(file=out / name, ours=begin)
     started = time.perf_counter()
     prepared = data.load(dataclasses.replace(config, cache=str(out / "cache")))
     tokens = int(prepared.rows.bounds[-1])
-    print(f"data: {config.data}, {tokens:,} tokens of a vocabulary of {len(prepared.tokenizer):,} ({time.perf_counter() - started:.0f} s)")
+    print(
+        f"data: {config.data}, {tokens:,} tokens of a vocabulary of {len(prepared.tokenizer):,} "
+        f"({time.perf_counter() - started:.0f} s)"
+    )
     del prepared
 
     for name, code in _trained(config, out).items():
@@ -126,7 +157,8 @@ def _trained(config: TrainConfig, out: Path) -> dict[str, int]:
 
 
 def take_turns(name: str, turn: str, other: str) -> None:
-    """Between two blocks, write a byte to the pipe ``other``, and wait for one in the pipe ``turn``."""
+    """Between two blocks, write a byte to the pipe ``other``, and wait for one in the pipe
+    ``turn``."""
     import torch
 
     from liger_kernel.train import loop
@@ -152,13 +184,21 @@ def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     last = min(10, len(stock["losses"]))
     rows = {"loss": {name: sum(run["losses"][-last:]) / last for name, run in (("stock", stock), ("ours", ours))}}
     rows["peak_memory"] = {"stock": stock["peak_memory"], "ours": ours["peak_memory"]}
-    rows["training_memory"] = {name: run["peak_memory"] - run["memory_before_training"] for name, run in (("stock", stock), ("ours", ours))}
+    rows["training_memory"] = {
+        name: run["peak_memory"] - run["memory_before_training"] for name, run in (("stock", stock), ("ours", ours))
+    }
     for row in rows.values():
         row["ratio"] = row["ours"] / row["stock"]
     difference = max(abs(a - b) / abs(a) for a, b in zip(stock["losses"], ours["losses"]))
     tolerance = TOLERANCE[stock["precision"]]
     rows["tokens_per_second"] = speed(stock, ours)
-    return {**rows, "last_steps": last, "largest_loss_difference": difference, "tolerance": tolerance, "agree": difference <= tolerance}
+    return {
+        **rows,
+        "last_steps": last,
+        "largest_loss_difference": difference,
+        "tolerance": tolerance,
+        "agree": difference <= tolerance,
+    }
 
 
 def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +210,15 @@ def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     if len(pairs) < PAIRS:
         few = f"There are too few blocks of steps to tell which is faster, {len(pairs)} of at least {PAIRS}"
         few += ": raise --steps or lower --log-every."
-        return {"stock": None, "ours": None, "ratio": None, "quartiles": None, "pairs": len(pairs), "clear": False, "spread": few}
+        return {
+            "stock": None,
+            "ours": None,
+            "ratio": None,
+            "quartiles": None,
+            "pairs": len(pairs),
+            "clear": False,
+            "spread": few,
+        }
     a, b = pairs[len(pairs) // 2]  # both of one moment: medians of either run need not be
     low, _, high = statistics.quantiles([ours / stock for stock, ours in pairs], n=4, method="inclusive")
     clear = high <= UNCLEAR * low
@@ -192,19 +240,27 @@ def table(report: dict[str, Any], run: dict[str, Any]) -> str:
     ]
     lines = [f"{'':<32}{'stock':>10}{'ours':>10}{'ours/stock':>12}"]
     for label, name, show, ratio in rows:
-        lines.append(f"{label:<32}{show(report[name]['stock']):>10}{show(report[name]['ours']):>10}{report[name]['ratio']:>12{ratio}}")
+        lines.append(
+            f"{label:<32}{show(report[name]['stock']):>10}{show(report[name]['ours']):>10}{report[name]['ratio']:>12{ratio}}"
+        )
     rate = report["tokens_per_second"]
     told = f"{'unclear':>10}{'unclear':>10}{'unclear':>12}"
     if rate["clear"]:
         low, high = rate["quartiles"]
         told = f"{rate['stock']:>10,.0f}{rate['ours']:>10,.0f}{rate['ratio']:>12.2f} ({low:.2f} to {high:.2f})"
     lines.insert(2, f"{'tokens/s, median pair of blocks':<32}{told}")
-    verdict, difference, allowed = "agree" if report["agree"] else "DO NOT AGREE", report["largest_loss_difference"], report["tolerance"]
+    verdict, difference, allowed = (
+        "agree" if report["agree"] else "DO NOT AGREE",
+        report["largest_loss_difference"],
+        report["tolerance"],
+    )
     lines += [
         "",
-        f"The loss curves {verdict}: largest relative difference of a step {difference:.1e}, allowed {allowed:.0e} in {run['precision']}.",
+        f"The loss curves {verdict}: largest relative difference of a step {difference:.1e}, allowed {allowed:.0e} "
+        f"in {run['precision']}.",
         rate["spread"],
-        f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}; each run has its own process.",
+        f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}; each run "
+        "has its own process.",
     ]
     return "\n".join(lines)
 
@@ -214,7 +270,8 @@ def _gb(size: float) -> str:
 
 
 def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
-    """Write the picture and return the text for the last line, which says so if there is no picture."""
+    """Write the picture and return the text for the last line, which says so if there is no
+    picture."""
     try:
         import matplotlib
     except ImportError:
@@ -241,7 +298,9 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     figure.set_layout_engine("constrained", wspace=0.06)
 
     steps = range(1, len(runs["stock"]["losses"]) + 1)
-    curve.plot(steps, runs["stock"]["losses"], color=colours["stock"], linewidth=6, solid_capstyle="round", label="stock")
+    curve.plot(
+        steps, runs["stock"]["losses"], color=colours["stock"], linewidth=6, solid_capstyle="round", label="stock"
+    )
     curve.plot(steps, runs["ours"]["losses"], color=colours["ours"], linewidth=1.8, label="ours")
     verdict = "Loss: the same curve" if report["agree"] else "Loss: NOT the same curve"
     curve.set_title(f"{verdict} (differs by {report['largest_loss_difference']:.0e} at most)", **title)
@@ -272,7 +331,10 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     if start[0] > 0.15 * report["peak_memory"]["stock"]:  # else there is no room for the words
         memory.text(0, start[0] / 2, "before\ntraining", ha="center", va="center", fontsize=8, color=ink)
     run = runs["ours"]
-    note = f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}; memory: {run['memory_kind']}"
+    note = (
+        f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}; "
+        f"memory: {run['memory_kind']}"
+    )
     figure.supxlabel(note, fontsize=8, color=quiet, x=0.01, ha="left")
     picture = io.BytesIO()
     figure.savefig(picture, format="png")

@@ -16,7 +16,8 @@ from liger_kernel.train.rows import Data, learnt_tokens
 
 @torch.no_grad()
 def evaluate(config: TrainConfig) -> dict[str, Any]:
-    """Mean loss (nats) and perplexity over the learnt tokens of the rows kept back, by ``config.model``, in one process."""
+    """Mean loss (nats) and perplexity over the learnt tokens of the rows kept back, by
+    ``config.model``, in one process."""
     device, precision = device_and_precision(config)
     check_packing(config)
     with contextlib.closing(load(config)) as data:
@@ -32,9 +33,16 @@ def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision:
     total, tokens = 0.0, 0
     arithmetic = torch.autocast(device.type, torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
     for batch in data.eval_batches(config.batch):
-        on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        on_device = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
+        }
         with arithmetic:
             total += float(model(**on_device, use_cache=False, num_items_in_batch=1).loss)
         tokens += learnt_tokens(batch)
     loss = total / max(1, tokens)
-    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens, "rows": len(data.eval)}
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "tokens": tokens,
+        "rows": len(data.eval),
+    }

@@ -1,4 +1,5 @@
-"""One rank of many, of which the others are not there: collectives return at once, and tensors have no data. For ``simulated``, which counts their bytes."""
+"""One rank of many, of which the others are not there: collectives return at once, and tensors
+have no data. For ``simulated``, which counts their bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +21,17 @@ from liger_kernel.train.model import mesh_of, split
 
 
 class FakeRanks(NamedTuple):
-    """``every``: the mesh of all ranks; ``shared``: with those that share rows in the last dim. None for a run of one process."""
+    """``every``: the mesh of all ranks; ``shared``: with those that share rows in the last dim.
+    None for a run of one process."""
 
     every: DeviceMesh | None = None
     shared: DeviceMesh | None = None
 
-    def split(self, model: nn.Module, config: TrainConfig, precision: str, reduce_dtype: torch.dtype | None) -> nn.Module:
-        """The model over the ranks, as ``liger train`` has it. It makes no mesh, as that would read tensors."""
+    def split(
+        self, model: nn.Module, config: TrainConfig, precision: str, reduce_dtype: torch.dtype | None
+    ) -> nn.Module:
+        """The model over the ranks, as ``liger train`` has it. It makes no mesh, as that would
+        read tensors."""
         if config.parallel in ULYSSES and self.shared is not None:
             ulysses.share_rows(model, self.shared.get_group(1))
             config = dataclasses.replace(config, parallel=ULYSSES[config.parallel], sequence_parallel_size=None)
@@ -35,7 +40,8 @@ class FakeRanks(NamedTuple):
 
 @contextlib.contextmanager
 def fake_ranks(config: TrainConfig, world: int) -> Iterator[FakeRanks]:
-    """The first of ``world`` ranks. Raises ``UserError`` in a process that has joined others already."""
+    """The first of ``world`` ranks. Raises ``UserError`` in a process that has joined others
+    already."""
     if config.parallel == "none":
         yield FakeRanks()
         return
@@ -52,7 +58,8 @@ def fake_ranks(config: TrainConfig, world: int) -> Iterator[FakeRanks]:
 
 
 class Replica(nn.Module):
-    """Stands in for ``DistributedDataParallel``, of which only the buckets of gradients need memory."""
+    """Stands in for ``DistributedDataParallel``, of which only the buckets of gradients need
+    memory."""
 
     def __init__(self, module: nn.Module, **_: Any):
         super().__init__()
@@ -61,7 +68,8 @@ class Replica(nn.Module):
 
 @contextlib.contextmanager
 def followed(meter: Any, on_cpu: bool) -> Iterator[None]:
-    """Tell the meter what FSDP2 gathers and what it reduces. ``on_cpu``: shards of gradients are not on the GPU."""
+    """Tell the meter what FSDP2 gathers and what it reduces. ``on_cpu``: shards of gradients are
+    not on the GPU."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     def labelled(method: Callable, label: str) -> Callable:
@@ -78,7 +86,11 @@ def followed(meter: Any, on_cpu: bool) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as entered:
-        for name, label in (("unshard", "gathered weights"), ("wait_for_unshard", "gathered weights"), ("post_backward", "gradients")):
+        for name, label in (
+            ("unshard", "gathered weights"),
+            ("wait_for_unshard", "gathered weights"),
+            ("post_backward", "gradients"),
+        ):
             method = getattr(FSDPParamGroup, name)
             entered.callback(setattr, FSDPParamGroup, name, method)
             setattr(FSDPParamGroup, name, labelled(method, label))
@@ -91,7 +103,8 @@ def local(t: Any) -> Tensor:
 
 
 def heads_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
-    """Stands in for Ulysses' search for attention, which runs the model on data: modules that know how many queries share a head of keys are attention."""
+    """Stands in for Ulysses' search for attention, which runs the model on data: modules that
+    know how many queries share a head of keys are attention."""
     config = model.config
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return {m: heads for m in model.modules() if hasattr(m, "num_key_value_groups")}, False

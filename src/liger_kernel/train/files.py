@@ -88,7 +88,8 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def special(path: str | Path) -> bool:
-    """Whether ``path`` is a pipe or a device, such as /dev/stdout, which is written to and not replaced."""
+    """Whether ``path`` is a pipe or a device, such as /dev/stdout, which is written to and not
+    replaced."""
     path = Path(path)
     named = str(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return named or (path.exists() and not path.is_file() and not path.is_dir())

@@ -1,4 +1,5 @@
-"""``liger fit``: what will fit into the memory of a GPU, with which switches, before a run and without a GPU; and what a run says that ran out of memory.
+"""``liger fit``: what will fit into the memory of a GPU, with which switches, before a run and
+without a GPU; and what a run says that ran out of memory.
 
 Estimates     peaks of a model, each simulated once
 expected      the peak of a run, also in a process that is one of its ranks
@@ -38,7 +39,8 @@ class Gpu(NamedTuple):
     arch: str
 
 
-# Memory in MiB, as the driver's own tools (nvidia-smi, rocm-smi) report it: more than the data sheet's number, which is in GiB or rounded
+# Memory in MiB, as the driver's own tools (nvidia-smi, rocm-smi) report it: more than the data
+# sheet's number, which is in GiB or rounded
 GPUS = {
     "a100-40": Gpu(40960, "sm80"),
     "a100-80": Gpu(81920, "sm80"),
@@ -71,17 +73,25 @@ class Switch(NamedTuple):
 KERNELS = Switch({"kernels": "on"}, "nothing")
 MLP = Switch({"rematerialise": "mlp"}, "time: two of the nine matrix products of each MLP are repeated")
 CHECKPOINTING = Switch({"gradient_checkpointing": "full"}, "time: the forward of each layer is repeated")
-OFFLOADING = Switch({"activation_offloading": True}, "memory of the CPU, and time for copies; with checkpointing it copies a tenth")
+OFFLOADING = Switch(
+    {"activation_offloading": True}, "memory of the CPU, and time for copies; with checkpointing it copies a tenth"
+)
 TILED = Switch({"tiled_mlp": 0}, "time, if the weights of the MLPs are trained")
 EIGHT_BITS = Switch({"optimizer": "adamw-8bit"}, "moments are rounded to 8 bits")
 FSDP2 = Switch({"parallel": "fsdp2"}, "time: every rank gathers the weights of each layer, twice in a step")
-ON_CPU = Switch({"parallel": "fsdp2", "optimizer_on_cpu": True}, "memory of the CPU, and time: weights are copied, and the CPU makes the optimizer's step")
+ON_CPU = Switch(
+    {"parallel": "fsdp2", "optimizer_on_cpu": True},
+    "memory of the CPU, and time: weights are copied, and the CPU makes the optimizer's step",
+)
 IN_BACKWARD = Switch({"optimizer_in_backward": True, "grad_clip": 0}, "gradients are not clipped")
 HALF = Switch({"precision": "bf16"}, "weights are rounded to 16 bits after each step")
 LORA = Switch({"lora": 16}, "only adapters are trained")
-QLORA = Switch({"lora": 16, "quantize": "nf4"}, "the frozen weights are rounded to 4 bits, and only adapters are trained")
+QLORA = Switch(
+    {"lora": 16, "quantize": "nf4"}, "the frozen weights are rounded to 4 bits, and only adapters are trained"
+)
 SWITCHES = (KERNELS, FSDP2, MLP, CHECKPOINTING, OFFLOADING, TILED, EIGHT_BITS, IN_BACKWARD, ON_CPU, HALF, LORA, QLORA)
-# of the switches with which the same model is trained, up to rounding; those that cost least time first
+# of the switches with which the same model is trained, up to rounding; those that cost least time
+# first
 COMBINATIONS = (
     (),
     (KERNELS,),
@@ -96,18 +106,23 @@ COMBINATIONS = (
 
 def flags(changes: dict[str, Any]) -> str:
     """Fields of a run as flags of ``liger train``."""
-    return " ".join(f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}") for name, value in changes.items())
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        for name, value in changes.items()
+    )
 
 
 class Estimates:
-    """Peaks of runs with one model on ``world`` GPUs of one kind. ``cpu_memory``: bytes of the CPU's memory that each may use."""
+    """Peaks of runs with one model on ``world`` GPUs of one kind. ``cpu_memory``: bytes of the
+    CPU's memory that each may use."""
 
     def __init__(self, form: Any, arch: str, world: int = 1, cpu_memory: float = math.inf):
         self.form, self.arch, self.world, self.cpu_memory = form, arch, world, cpu_memory
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def peak(self, config: TrainConfig) -> Any:
-        """The ``simulated.Peak`` of a run. Raises ``UserError`` for one that cannot be trained, or simulated."""
+        """The ``simulated.Peak`` of a run. Raises ``UserError`` for one that cannot be trained,
+        or simulated."""
         from liger_kernel.train.model import precision_of
         from liger_kernel.train.simulated import simulated
 
@@ -115,7 +130,9 @@ class Estimates:
         if key not in self._known:
             try:
                 precision = precision_of(config, gpu=True)
-                self._known[key] = simulated(self.form, config, precision, world=self.world, arch=self.arch, cpu_memory=self.cpu_memory)
+                self._known[key] = simulated(
+                    self.form, config, precision, world=self.world, arch=self.arch, cpu_memory=self.cpu_memory
+                )
             except UserError:
                 raise
             except Exception as error:  # of a model's own code, which may need values where there are only shapes
@@ -123,13 +140,15 @@ class Estimates:
         return self._known[key]
 
     def total(self, config: TrainConfig) -> int:
-        """Bytes at the peak; more than any GPU has if what must be in the CPU's memory finds no room there."""
+        """Bytes at the peak; more than any GPU has if what must be in the CPU's memory finds no
+        room there."""
         peak = self.peak(config)
         return peak.total if sum(peak.cpu.values()) <= self.cpu_memory else sys.maxsize
 
 
 def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfig:
-    """The run with a switch, which chooses neither a rank nor a trainer if one was chosen. Raises ``UserError`` if the run cannot have it."""
+    """The run with a switch, which chooses neither a rank nor a trainer if one was chosen.
+    Raises ``UserError`` if the run cannot have it."""
     stay = {name for name in ("lora", "trainer") if getattr(config, name) != getattr(TrainConfig, name)}
     if config.fully_sharded or (switch is FSDP2 and world == 1):  # nothing to share
         stay.add("parallel")
@@ -137,31 +156,43 @@ def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfi
 
 
 def switches(of: Estimates, config: TrainConfig) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Each switch that is off and saves memory: what changes, what it costs, and the peak with it in bytes. A switch that the run cannot have is left out."""
+    """Each switch that is off and saves memory: what changes, what it costs, and the peak with
+    it in bytes. A switch that the run cannot have is left out."""
     given = of.peak(config).total
     halved = Switch({"batch": config.batch // 2, "accumulate": 2 * config.accumulate}, "time: products of fewer tokens")
     for switch in (*SWITCHES, *([halved] if config.batch % 2 == 0 else [])):
         with contextlib.suppress(UserError):
             other = turned_on(config, switch, of.world)
             if other != config and (peak := of.total(other)) < given:
-                changed = {name: value for name, value in switch.changes.items() if getattr(config, name) != getattr(other, name)}
+                changed = {
+                    name: value
+                    for name, value in switch.changes.items()
+                    if getattr(config, name) != getattr(other, name)
+                }
                 yield changed, switch.costs, peak
 
 
 def recommended(of: Estimates, config: TrainConfig, room: float) -> TrainConfig | None:
-    """The first run that fits into ``room`` bytes of those that train the same model: as given, with switches, and with fewer rows at a time."""
+    """The first run that fits into ``room`` bytes of those that train the same model: as given,
+    with switches, and with fewer rows at a time."""
     for parts in range(1, config.batch + 1):
         if config.batch % parts == 0:
             fewer = dataclasses.replace(config, batch=config.batch // parts, accumulate=config.accumulate * parts)
             for combination in COMBINATIONS:
                 with contextlib.suppress(UserError):
-                    if of.total(run := functools.reduce(functools.partial(turned_on, world=of.world), combination, fewer)) <= room:
+                    if (
+                        of.total(
+                            run := functools.reduce(functools.partial(turned_on, world=of.world), combination, fewer)
+                        )
+                        <= room
+                    ):
                         return run
     return None
 
 
 def largest(peak: Callable[[int], int], room: float, start: int = 1, unit: int = 1) -> int:
-    """The largest multiple of ``unit`` whose ``peak`` is at most ``room``, to within 1/64; 0 if none is. Peaks are nearly linear in what is searched."""
+    """The largest multiple of ``unit`` whose ``peak`` is at most ``room``, to within 1/64; 0 if
+    none is. Peaks are nearly linear in what is searched."""
     known: dict[int, int] = {}
     low, high, n = 0, None, max(1, start // unit)
     while high is None or high - low > max(1, low // 64):
@@ -170,24 +201,44 @@ def largest(peak: Callable[[int], int], room: float, start: int = 1, unit: int =
         a, b = (sorted(known) * 2)[-2:] if high is None else (max(known.keys() - {high}, default=high), high)
         slope = (known[b] - known[a]) / (b - a) if a != b else 0.0
         meets = int(a + (room - known[a]) / slope) if slope > 0 else 2 * n if high is None else n // 2
-        least, most = (low + 1, 16 * (low + 1)) if high is None else (low + max(1, (high - low) // 8), high - max(1, (high - low) // 8))
+        least, most = (
+            (low + 1, 16 * (low + 1))
+            if high is None
+            else (low + max(1, (high - low) // 8), high - max(1, (high - low) // 8))
+        )
         n = max(least, min(meets, most))
     return low * unit
 
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="liger fit", description="Estimate what fits into a GPU's memory, and what each switch saves. Needs no GPU.", formatter_class=Formatter
+        prog="liger fit",
+        description="Estimate what fits into a GPU's memory, and what each switch saves. Needs no GPU.",
+        formatter_class=Formatter,
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: the GPU of this machine)")
     add("--memory-gb", type=float, metavar="X", help="memory of the GPU in 10^9 bytes (default: that of --gpu)")
-    add("--cpu-memory-gb", type=float, metavar="X", help="free memory of the CPU for each GPU in 10^9 bytes (default: as much as a run can use)")
+    add(
+        "--cpu-memory-gb",
+        type=float,
+        metavar="X",
+        help="free memory of the CPU for each GPU in 10^9 bytes (default: as much as a run can use)",
+    )
     add("--seq", type=int, dest="length", default=argparse.SUPPRESS, metavar="N", help="the same as --length")
-    add("--checkpointing", action="store_const", const="full", dest="gradient_checkpointing", default=argparse.SUPPRESS, help="--gradient-checkpointing full")
+    add(
+        "--checkpointing",
+        action="store_const",
+        const="full",
+        dest="gradient_checkpointing",
+        default=argparse.SUPPRESS,
+        help="--gradient-checkpointing full",
+    )
     add("--json", action="store_true", help="print JSON")
     defaults = TrainConfig(batch=1, length=2048)
-    add_flags(parser, defaults, tuple(field.name for field in dataclasses.fields(TrainConfig) if field.name not in FIELDS))
+    add_flags(
+        parser, defaults, tuple(field.name for field in dataclasses.fields(TrainConfig) if field.name not in FIELDS)
+    )
     return parser
 
 
@@ -200,7 +251,9 @@ def main(argv: list[str]) -> int:
         if given is not None and not 0 < given < math.inf:
             raise UserError(f"--{flag} must be positive and finite, got {given:g}")
     if not a.get("model"):
-        raise UserError(f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}")
+        raise UserError(
+            f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}"
+        )
     config = TrainConfig(**{"batch": 1, "length": 2048, **a})
     room, arch, name = _gpu(gpu, gigabytes)
     form = configuration(config.model or "", config.trust_remote_code)
@@ -209,7 +262,11 @@ def main(argv: list[str]) -> int:
         text.max_position_embeddings = config.length  # a longer row needs no other memory
     world = world_of(config)
     found = _found(Estimates(form, arch, world, _for_copies(of_cpu)), config, room)
-    print(json.dumps(found | {"gpu": name, "gpus": world, "memory": int(room)}, indent=1) if as_json else _shown(found, config, room, _each(name, world)))
+    print(
+        json.dumps(found | {"gpu": name, "gpus": world, "memory": int(room)}, indent=1)
+        if as_json
+        else _shown(found, config, room, _each(name, world))
+    )
     return 0
 
 
@@ -221,7 +278,8 @@ def _for_copies(gigabytes: float | None) -> float:
 
 
 def world_of(config: TrainConfig) -> int:
-    """The ranks of a run; of a range of machines, the fewest. Raises ``UserError`` if it cannot have so many."""
+    """The ranks of a run; of a range of machines, the fewest. Raises ``UserError`` if it cannot
+    have so many."""
     from liger_kernel.train.ranks import check_ranks
 
     if config.nproc == 0:
@@ -271,12 +329,26 @@ def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
         "cpu": given.cpu,
         "fits": of.total(config) <= room,
         "switches": [
-            {"flags": flags(changes), "changes": changes, "costs": costs, "peak": peak, "saves": given.total - peak, "fits": peak <= room}
+            {
+                "flags": flags(changes),
+                "changes": changes,
+                "costs": costs,
+                "peak": peak,
+                "saves": given.total - peak,
+                "fits": peak <= room,
+            }
             for changes, costs, peak in switches(of, config)
         ],
         "recommended": None
         if chosen is None
-        else dict(peak=of.total(chosen), cpu=of.peak(chosen).cpu, command=command(chosen), batch=chosen.batch, largest_batch=rows, longest_row=tokens),
+        else dict(
+            peak=of.total(chosen),
+            cpu=of.peak(chosen).cpu,
+            command=command(chosen),
+            batch=chosen.batch,
+            largest_batch=rows,
+            longest_row=tokens,
+        ),
     }
 
 
@@ -295,18 +367,30 @@ def _gb(size: float) -> str:
 
 def _shown(found: dict[str, Any], config: TrainConfig, room: float, gpu: str) -> str:
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in found["parts"].items() if size >= 5e6)
-    lines = [("", "peak GB", "saves GB", "fits", "costs"), ("as given", _gb(found["peak"]), "", _yes(found["fits"]), "")]
+    lines = [
+        ("", "peak GB", "saves GB", "fits", "costs"),
+        ("as given", _gb(found["peak"]), "", _yes(found["fits"]), ""),
+    ]
     lines += [(s["flags"], _gb(s["peak"]), _gb(s["saves"]), _yes(s["fits"]), s["costs"]) for s in found["switches"]]
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     text = [f"{config.model}, {config.batch} x {config.length} tokens, on {gpu}", ""]
-    text += ["  ".join((f"{a:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line, widths[1:])), last)).rstrip() for a, *line, last in lines]
+    text += [
+        "  ".join((f"{a:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line, widths[1:])), last)).rstrip()
+        for a, *line, last in lines
+    ]
     text += ["", f"as given, the peak is in '{found['phase']}': {parts} GB{_of_cpu(found['cpu'])}"]
     best = found["recommended"]
     if best is None:
-        text += ["No combination of switches that trains the same model fits: choose fewer tokens a row, adapters (--lora), or several GPUs"]
+        text += [
+            "No combination of switches that trains the same model fits: choose fewer tokens a row, adapters "
+            "(--lora), or several GPUs"
+        ]
     else:
         text += [f"fits, with {_gb(best['peak'])} GB{_of_cpu(best['cpu'])}: {best['command']}"]
-        text += [f"with these flags, up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} x {best['longest_row']:,}"]
+        text += [
+            f"with these flags, up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} "
+            f"x {best['longest_row']:,}"
+        ]
     return "\n".join(text)
 
 
@@ -319,9 +403,11 @@ def _yes(fits: bool) -> str:
 
 
 def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = False) -> dict[str, Any]:
-    """The "peak" of a run in bytes, its "parts" and its "phase"; ``with_switches``, also what ``switches`` has. Raises ``UserError`` where it is not known.
+    """The "peak" of a run in bytes, its "parts" and its "phase"; ``with_switches``, also what
+    ``switches`` has. Raises ``UserError`` where it is not known.
 
-    ``model``: a name, or the configuration of a model that is there. A process of its own simulates several ranks, as this process may be one of them.
+    ``model``: a name, or the configuration of a model that is there. A process of its own simulates
+    several ranks, as this process may be one of them.
     """
     form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
     if hasattr(form, "quantization_config"):  # of the weights that were loaded
@@ -331,7 +417,15 @@ def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = 
     run = {name: getattr(config, name) for name in FIELDS}
     if config.parallel not in MODES[1:]:  # one process, or what is not known at all
         return _expected(form, run, world, _arch(), with_switches)
-    question = json.dumps(dict(form=json.loads(form.to_json_string(use_diff=False)), run=run, world=world, arch=_arch(), with_switches=with_switches))
+    question = json.dumps(
+        dict(
+            form=json.loads(form.to_json_string(use_diff=False)),
+            run=run,
+            world=world,
+            arch=_arch(),
+            with_switches=with_switches,
+        )
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
     try:
@@ -367,17 +461,23 @@ def _answer() -> None:
 
 
 def explained(model: Any, config: TrainConfig, room: float | None, world: int = 1) -> str:
-    """What a run says that ran out of memory: the switches that it could turn on, and about how much each saves. It never raises. Arguments: ``expected``'s.
+    """What a run says that ran out of memory: the switches that it could turn on, and about how
+    much each saves. It never raises. Arguments: ``expected``'s.
 
     ``room``: the bytes that the GPU has.
     """
     try:
         found = expected(model, config, world, with_switches=True)
         given, rows = found["peak"], found["switches"]
-        lines = [f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in rows]
+        lines = [
+            f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in rows
+        ]
     except Exception as error:  # the error that is explained counts, not this one
         return f"out of memory; what each switch would save is not known: {in_a_line(error)}"
     have = f" of the GPU's {_gb(room)}" if room else ""
     ranks = f" on each of {world} ranks" if world > 1 else ""
-    need = f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about {_gb(given)}{have} GB{ranks}"
+    need = (
+        f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about "
+        f"{_gb(given)}{have} GB{ranks}"
+    )
     return "\n".join([f"{need}. Turn on:" if lines else f"{need}, and no switch of liger train reduces that", *lines])

@@ -1,4 +1,5 @@
-"""The folder of a run: whether the run may write to it and to what else it writes, and the record of its starts.
+"""The folder of a run: whether the run may write to it and to what else it writes, and the record
+of its starts.
 
 liger-run.json                    the config of the newest start that was accepted, as ``--config`` reads it
 liger-run-1.json ...              those of earlier starts
@@ -23,7 +24,8 @@ from liger_kernel.train.ranks import Ranks
 
 RECORD = "liger-run.json"
 CHECKPOINTS = ("checkpoints", "checkpoints-hf", "checkpoints-lightning")
-# what a start leaves that was refused or ended before it had a record, and what is copied to begin from
+# what a start leaves that was refused or ended before it had a record, and what is copied to begin
+# from
 UNRECORDED = re.compile(r"lock|cache(\.lock)?|checkpoints(-hf|-lightning)?|stuck-rank-\d+\.txt|launched-.*\.json")
 OURS = re.compile(rf"{UNRECORDED.pattern}|liger-run(-\d+)?\.json|metrics(-\d+)?\.jsonl?|tensorboard|wandb|wandb-id")
 # what may lie there and is never written
@@ -35,7 +37,8 @@ IN_A_STEP = re.compile(rf"{FILE.pattern}|.*\.tmp")
 
 
 def check(config: TrainConfig) -> None:
-    """``UserError`` if a folder that the run would write to holds something else than this run has written there.
+    """``UserError`` if a folder that the run would write to holds something else than this run has
+    written there.
 
     The first rank calls it before the first write.
     """
@@ -80,7 +83,8 @@ def record(config: TrainConfig, ranks: Ranks, step: int) -> None:
 
 
 def _records(out: Path) -> Iterator[dict[str, Any]]:
-    """The configs of accepted starts, the newest first. Earlier releases kept one, as config.json."""
+    """The configs of accepted starts, the newest first. Earlier releases kept one, as
+    config.json."""
     numbered = [name for name in _entries(out) if re.fullmatch(r"liger-run-\d+\.json", name)]
     for name in (RECORD, *sorted(numbered, key=lambda name: -int(name[10:-5]))):
         if (out / name).is_file():
@@ -90,7 +94,8 @@ def _records(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_config(values: dict[str, Any]) -> bool:
-    """Whether an object is a config of a run, perhaps of another release. A model's has other names."""
+    """Whether an object is a config of a run, perhaps of another release. A model's has other
+    names."""
     return 2 * len(values.keys() & {field.name for field in dataclasses.fields(TrainConfig)}) > len(values)
 
 
@@ -114,12 +119,21 @@ def _strange(config: TrainConfig) -> str | None:
 
 
 def _refuse_links(out: Path) -> None:
-    """A run's folder may be a link, but nothing in it, which may come from somebody else; nor are there pipes, or folders with names of files."""
+    """A run's folder may be a link, but nothing in it, which may come from somebody else; nor
+    are there pipes, or folders with names of files."""
     for folder in (out, *(out / name for name in (*CHECKPOINTS, "cache"))):
         for name in _entries(folder):
             path = folder / name
             file = name.endswith((".json", ".jsonl", "lock", "latest", "wandb-id"))
-            kind = "link" if path.is_symlink() else "pipe or a device" if special(path) else "folder" if file and path.is_dir() else None
+            kind = (
+                "link"
+                if path.is_symlink()
+                else "pipe or a device"
+                if special(path)
+                else "folder"
+                if file and path.is_dir()
+                else None
+            )
             if kind and (folder != out or OURS.fullmatch(name)):
                 raise UserError(f"{path} is a {kind}, which no run has made: remove it, or give another --out")
 

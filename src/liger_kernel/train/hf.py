@@ -1,6 +1,8 @@
-"""``--trainer hf``: the run in Transformers' ``Trainer``, with DDP, FSDP2 or DeepSpeed by its own arguments.
+"""``--trainer hf``: the run in Transformers' ``Trainer``, with DDP, FSDP2 or DeepSpeed by its own
+arguments.
 
-Rows, their order, the weight of each token, optimizer and schedule are the same as in the other trainers.
+Rows, their order, the weight of each token, optimizer and schedule are the same as in the other
+trainers.
 """
 
 from __future__ import annotations
@@ -73,8 +75,25 @@ class _Trainer(transformers.Trainer):
 class _Lines(transformers.TrainerCallback):
     """Keeps what the trainer logs, watches over it, and stops it on SIGTERM."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, stop: threading.Event, watch: Watch, pace: Pace, endpoint: Endpoint | None, reports: Reports | None):
-        self.config, self.ranks, self.stop, self.watch, self.pace, self.endpoint, self.reports = config, ranks, stop, watch, pace, endpoint, reports
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        stop: threading.Event,
+        watch: Watch,
+        pace: Pace,
+        endpoint: Endpoint | None,
+        reports: Reports | None,
+    ):
+        self.config, self.ranks, self.stop, self.watch, self.pace, self.endpoint, self.reports = (
+            config,
+            ranks,
+            stop,
+            watch,
+            pace,
+            endpoint,
+            reports,
+        )
         self.news = News(ranks)
         self.lines: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
@@ -85,12 +104,18 @@ class _Lines(transformers.TrainerCallback):
         self.pace.begin(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        seed_all(self.config.seed, state.global_step, self.ranks.rank)  # of dropout: what was drawn before, or before a restart, plays no part
+        seed_all(
+            self.config.seed, state.global_step, self.ranks.rank
+        )  # of dropout: what was drawn before, or before a restart, plays no part
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.watch.progress()
         self.pace.made(state.global_step)
-        if self.config.checkpoint_every and self.news.exchange(self.stop.is_set(), -1)[0] and state.global_step < self.config.steps:
+        if (
+            self.config.checkpoint_every
+            and self.news.exchange(self.stop.is_set(), -1)[0]
+            and state.global_step < self.config.steps
+        ):
             self.preempted = control.should_save = control.should_training_stop = True
         if self.preempted or state.global_step == self.config.steps:
             control.should_log = True
@@ -104,7 +129,12 @@ class _Lines(transformers.TrainerCallback):
             self.evaluations.append({"step": state.global_step, "loss": logs["eval_loss"]})
         if "loss" not in logs or "learning_rate" not in logs:
             return
-        line = {"step": state.global_step, "loss": logs["loss"], "grad_norm": logs.get("grad_norm", math.nan), "lr": logs["learning_rate"]}
+        line = {
+            "step": state.global_step,
+            "loss": logs["loss"],
+            "grad_norm": logs.get("grad_norm", math.nan),
+            "lr": logs["learning_rate"],
+        }
         self.lines.append(line)
         if self.endpoint:
             self.endpoint.values, self.endpoint.progress = line | {"restarts": restarts()}, time.time()
@@ -112,7 +142,9 @@ class _Lines(transformers.TrainerCallback):
             self.reports.send(line)
         for name, value in (("loss", line["loss"]), ("gradient norm", logs.get("grad_norm", 0.0))):
             if not math.isfinite(value):
-                raise UserError(f"the {name} is {value} at step {state.global_step}: lower the learning rate, or look at the data")
+                raise UserError(
+                    f"the {name} is {value} at step {state.global_step}: lower the learning rate, or look at the data"
+                )
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -120,15 +152,29 @@ def deepspeed(stage: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    return auto | {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    auto = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        "auto",
+    )
+    return auto | {
+        "zero_optimization": zero,
+        "bf16": {"enabled": "auto"},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
 
 
-def arguments(config: TrainConfig, folder: Path, device: torch.device, precision: str, ranks: Ranks, rows: int) -> transformers.TrainingArguments:
-    """The run as Transformers' arguments. Raises ``UserError`` for what its ``Trainer`` does not have."""
+def arguments(
+    config: TrainConfig, folder: Path, device: torch.device, precision: str, ranks: Ranks, rows: int
+) -> transformers.TrainingArguments:
+    """The run as Transformers' arguments. Raises ``UserError`` for what its ``Trainer`` does not
+    have."""
     accumulate, rest = divmod(rows, config.batch * ranks.world)
     if rest:
-        raise UserError(f"with trainer hf, global_batch must be a multiple of batch x ranks = {config.batch * ranks.world}, got {rows}")
+        raise UserError(
+            f"with trainer hf, global_batch must be a multiple of batch x ranks = {config.batch * ranks.world}, got "
+            f"{rows}"
+        )
     how: dict[str, Any] = {}
     if config.parallel == "fsdp2":
         how = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
@@ -167,10 +213,14 @@ def arguments(config: TrainConfig, folder: Path, device: torch.device, precision
 
 
 def latest(folder: Path, ranks: Ranks) -> Path | None:
-    """The newest complete checkpoint, the same on all ranks; a damaged one gives a warning and is skipped."""
+    """The newest complete checkpoint, the same on all ranks; a damaged one gives a warning and
+    is skipped."""
     found = None
     if ranks.first:
-        names = sorted((path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()), key=lambda path: int(path.name[11:]))
+        names = sorted(
+            (path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()),
+            key=lambda path: int(path.name[11:]),
+        )
         for path in reversed(names):
             why = damage(path)
             if why is None:
@@ -181,9 +231,12 @@ def latest(folder: Path, ranks: Ranks) -> Path | None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint of Transformers' Trainer, for every backend; None if nothing is."""
+    """What is wrong with a checkpoint of Transformers' Trainer, for every backend; None if
+    nothing is."""
     try:
-        other = next((each for each in path.rglob("*") if each.is_symlink() or not (each.is_file() or each.is_dir())), None)
+        other = next(
+            (each for each in path.rglob("*") if each.is_symlink() or not (each.is_file() or each.is_dir())), None
+        )
         if other:
             raise ValueError(f"{other} is no regular file")
         step = read_object(path / "trainer_state.json").get("global_step")  # written last
@@ -195,14 +248,28 @@ def damage(path: Path) -> str | None:
     return next((f"{file.name} {why}" for file in sorted(path.glob("*.pt*")) if (why := torn(file))), None)
 
 
-def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
-    """Train and save as ``config`` says; returns the content of ``metrics.json``. A line is the mean of ``log_every`` steps."""
+def run(
+    config: TrainConfig,
+    data: Data,
+    model: Any,
+    device: torch.device,
+    precision: str,
+    ranks: Ranks,
+    stop: threading.Event,
+) -> dict[str, Any]:
+    """Train and save as ``config`` says; returns the content of ``metrics.json``. A line is the
+    mean of ``log_every`` steps."""
     folder = Path(config.out) / "checkpoints-hf"
     last = latest(folder, ranks)
     rows = accept(config, data, model, ranks, folder, last)
     args = arguments(config, folder, device, precision, ranks, rows)
-    memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
-    endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
+    memory, pace = (
+        PeakMemory(device),
+        Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps),
+    )
+    endpoint = (
+        Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
+    )
     reports = Reports(config, config.shown()) if ranks.first and config.reports else None
     try:
         with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
@@ -236,5 +303,13 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             if open_:
                 open_.close()
     if not made:
-        return finished(config, ranks) or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
-    return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}
+        return (
+            finished(config, ranks)
+            or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
+        )
+    return (
+        of_run(config, model, device, precision, ranks.world, memory)
+        | of_lines(lines.lines)
+        | speed
+        | {"evaluations": lines.evaluations}
+    )

@@ -1,4 +1,5 @@
-"""Names of models and datasets: the configuration of a model, and whether the Hugging Face hub has a name, asked once, before others ask six times."""
+"""Names of models and datasets: the configuration of a model, and whether the Hugging Face hub
+has a name, asked once, before others ask six times."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ SECONDS = 10.0  # that the hub has to answer
 
 
 def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"] = "model") -> None:
-    """``UserError`` if ``name`` is no path, is in no cache, and is not on the hub or the hub cannot be reached; ``also``: other names to suggest.
+    """``UserError`` if ``name`` is no path, is in no cache, and is not on the hub or the hub cannot
+    be reached; ``also``: other names to suggest.
 
-    A path that is not there is never asked for: its folder's name may be that of a stranger on the hub. A rank of a run that somebody launched does not
-    ask either: transformers and datasets are patient with a network that comes back.
+    A path that is not there is never asked for: its folder's name may be that of a stranger on the
+    hub. A rank of a run that somebody launched does not ask either: transformers and datasets are
+    patient with a network that comes back.
     """
     if Path(name).exists():
         return regular_in(name)
@@ -34,7 +37,10 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
     owner, _, rest = name.partition("/")
     if rest and Path(owner).is_dir():
         fetch = f"hf download {'--repo-type dataset ' * (kind == 'dataset')}{name}"
-        raise UserError(f"no such folder: {name}{near or f'; if you mean the {kind} on the Hugging Face hub, fetch it first: {fetch}'}")
+        raise UserError(
+            "no such folder: "
+            f"{name}{near or f'; if you mean the {kind} on the Hugging Face hub, fetch it first: {fetch}'}"
+        )
     if constants.HF_HUB_OFFLINE or "RANK" in os.environ:
         return
     import huggingface_hub
@@ -45,22 +51,32 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
     except errors.GatedRepoError:
         return  # it is there; what it needs, the package that loads it says
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UserError(f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub has no public {kind} of that name{near}") from error
+        raise UserError(
+            f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub has no public {kind} of that "
+            f"name{near}"
+        ) from error
     except errors.HfHubHTTPError:
         return
     except Exception as error:  # of the network, by whichever client the hub's package has
-        raise UserError(f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub cannot be reached ({in_a_line(error)}){near}") from error
+        raise UserError(
+            f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub cannot be reached "
+            f"({in_a_line(error)}){near}"
+        ) from error
 
 
 def why(error: Exception) -> str:
     """Why transformers could not load something, in a line."""
     if "trust_remote_code" in str(error):
-        return "it comes with Python code of its own, which runs on this machine, with your rights, only if you give --trust-remote-code"
+        return (
+            "it comes with Python code of its own, which runs on this machine, with your rights, only if you give "
+            "--trust-remote-code"
+        )
     return in_a_line(error)
 
 
 def configuration(name: str, trust_remote_code: bool = False) -> Any:
-    """The transformers configuration of a ``config.json``, a folder that holds one, a model that `liger bench step` knows, or a model on the hub."""
+    """The transformers configuration of a ``config.json``, a folder that holds one, a model that
+    `liger bench step` knows, or a model on the hub."""
     import transformers
 
     if name in MODELS:

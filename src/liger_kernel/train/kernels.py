@@ -1,4 +1,5 @@
-"""The kernels of a run: each node compiles them once, before the first step; later compilations are counted."""
+"""The kernels of a run: each node compiles them once, before the first step; later compilations
+are counted."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from liger_kernel.train.redact import in_a_line
 
 
 class Compilations:
-    """The number of kernels that Triton has compiled, and not found in its cache, since this object was made."""
+    """The number of kernels that Triton has compiled, and not found in its cache, since this
+    object was made."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,20 +55,27 @@ def training_launches(config: TrainConfig, model_config: Any, precision: str) ->
 
 
 def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks: Ranks) -> None:
-    """One rank of each node compiles what a training step needs, as `liger warmup` does; jobs that share a cache take turns, the other ranks wait."""
+    """One rank of each node compiles what a training step needs, as `liger warmup` does; jobs
+    that share a cache take turns, the other ranks wait."""
     if local_rank() == 0:
         try:
             with _alone():
                 compiled, needed = _compile(config, model_config, precision)
             if ranks.first:
-                print(f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} found in the cache", flush=True)
+                print(
+                    f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} found in the cache", flush=True
+                )
         except Exception as error:  # a model that cannot be built without data compiles in its first step
-            print(f"kernels compile during the first step, as they could not be compiled before it: {in_a_line(error)}", flush=True)
+            print(
+                f"kernels compile during the first step, as they could not be compiled before it: {in_a_line(error)}",
+                flush=True,
+            )
     ranks.any(False)  # a barrier of the CPU
 
 
 def use_cache() -> None:
-    """Triton's cache through our manager, whose directories may be copied and read only, unless the user has one of his own. Before the first kernel."""
+    """Triton's cache through our manager, whose directories may be copied and read only, unless
+    the user has one of his own. Before the first kernel."""
     if importlib.util.find_spec("triton") and "TRITON_CACHE_MANAGER" not in os.environ:
         os.environ["TRITON_CACHE_MANAGER"] = "liger_kernel.compile.cache:LigerTritonFileCacheManager"
 

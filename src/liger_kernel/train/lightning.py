@@ -1,6 +1,7 @@
 """``--trainer lightning``: the run in Lightning's ``Trainer``, on one device or with DDP.
 
-Rows, their order, the weight of each token, optimizer and schedule are the same as in the other trainers.
+Rows, their order, the weight of each token, optimizer and schedule are the same as in the other
+trainers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "bf16-mixed": "bf16-mixed"
 
 
 class _Parts(IterableDataset):
-    """This rank's batches of every step that is left, each with the number of tokens that the step learns from, a rank."""
+    """This rank's batches of every step that is left, each with the number of tokens that the
+    step learns from, a rank."""
 
     def __init__(self, config: TrainConfig, data: Data, ranks: Ranks, rows: int, done: Any):
         self.config, self.data, self.ranks, self.rows, self.done = config, data, ranks, rows, done
@@ -54,13 +56,17 @@ class _Parts(IterableDataset):
 
 
 class _Tensors(TorchCheckpointIO):
-    """Reads tensors and plain values, and nothing that runs when it is unpickled; ``weights_only`` of ``Trainer.fit`` is as young as Lightning 2.6."""
+    """Reads tensors and plain values, and nothing that runs when it is unpickled;
+    ``weights_only`` of ``Trainer.fit`` is as young as Lightning 2.6."""
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         try:
             return torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise UserError(f"checkpoint {path} is damaged, or holds objects other than tensors and plain values, which are not loaded: remove it") from error
+            raise UserError(
+                f"checkpoint {path} is damaged, or holds objects other than tensors and plain values, which are not "
+                "loaded: remove it"
+            ) from error
 
 
 class _Module(L.LightningModule):
@@ -83,7 +89,10 @@ class _Module(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         there, mine = checkpoint["state_dict"].keys(), self._trained()
         if strange := sorted(mine - there) or sorted(there - mine - self.state_dict().keys()):
-            raise UserError(f"checkpoint does not fit this model: only one of the two has {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}")
+            raise UserError(
+                "checkpoint does not fit this model: only one of the two has "
+                f"{', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}"
+            )
 
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
         return self.model(**batch, use_cache=False).loss * self.parts  # Lightning takes the mean of the parts of a step
@@ -95,15 +104,21 @@ class _Module(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self.evaluated = torch.zeros(2, device=self.device)
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-        # Lightning's own refuses fused optimizers under bf16-mixed, as they scale gradients themselves; nothing is scaled here
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        # Lightning's own refuses fused optimizers under bf16-mixed, as they scale gradients
+        # themselves; nothing is scaled here
         if gradient_clip_val:
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = optimizer_of(self.model.parameters(), self.config)
         self.numbers = numbers(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler(optimizer, self.config), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler(optimizer, self.config), "interval": "step"},
+        }
 
 
 class _Lines(L.Callback):
@@ -120,7 +135,14 @@ class _Lines(L.Callback):
         reports: Reports | None,
         folder: Path,
     ):
-        self.config, self.ranks, self.stop, self.watch, self.pace, self.folder = config, ranks, stop, watch, pace, folder
+        self.config, self.ranks, self.stop, self.watch, self.pace, self.folder = (
+            config,
+            ranks,
+            stop,
+            watch,
+            pace,
+            folder,
+        )
         self.endpoint, self.reports = endpoint, reports
         self.news = News(ranks)
         self.lines: list[dict[str, Any]] = []  # loss and gradient norm on the device
@@ -132,7 +154,9 @@ class _Lines(L.Callback):
         self.seen, self.begun, self.loss, self.started = trainer.global_step, -1, 0.0, time.perf_counter()
         self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
-        if trainer.global_step:  # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had another number of these
+        # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had
+        # another number of these
+        if trainer.global_step:
             batches = trainer.fit_loop.epoch_loop.batch_progress
             for count in (batches.total, batches.current):
                 open_ = count.ready - count.completed
@@ -166,7 +190,8 @@ class _Lines(L.Callback):
             self.save(trainer)
 
     def save(self, trainer: Any) -> None:
-        """Write a checkpoint, all of it or none, and remove those beyond ``checkpoint_keep``. Its own callback keeps names that a save by hand upsets."""
+        """Write a checkpoint, all of it or none, and remove those beyond ``checkpoint_keep``.
+        Its own callback keeps names that a save by hand upsets."""
         new = self.folder / "writing.tmp"
         if self.ranks.first:
             new.unlink(missing_ok=True)
@@ -199,7 +224,8 @@ class _Lines(L.Callback):
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(line[name]):
                     raise UserError(
-                        f"the {name.replace('grad_', 'gradient ')} is {line[name]} at step {line['step']}: lower the learning rate, or look at the data"
+                        f"the {name.replace('grad_', 'gradient ')} is {line[name]} at step {line['step']}: lower the "
+                        "learning rate, or look at the data"
                     )
         if self.endpoint and self.lines:
             self.endpoint.values, self.endpoint.progress = self.lines[-1] | {"restarts": restarts()}, time.time()
@@ -228,20 +254,35 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def run(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: threading.Event) -> dict[str, Any]:
+def run(
+    config: TrainConfig,
+    data: Data,
+    model: Any,
+    device: torch.device,
+    precision: str,
+    ranks: Ranks,
+    stop: threading.Event,
+) -> dict[str, Any]:
     """Train and save as ``config`` says; returns the content of ``metrics.json``."""
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(newest(folder) if ranks.first else None)
     rows = accept(config, data, model, ranks, folder, last)
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine
-    memory, pace = PeakMemory(device), Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
-    endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
+    memory, pace = (
+        PeakMemory(device),
+        Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps),
+    )
+    endpoint = (
+        Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
+    )
     module = _Module(config, model, parts)
     mine = [
         batch
         for start in range(0, len(data.eval), config.batch * ranks.world)
-        for batch in data.batches(data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch)
+        for batch in data.batches(
+            data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch
+        )
     ]
     reports = Reports(config, config.shown()) if ranks.first and config.reports else None
     try:
@@ -268,7 +309,8 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
                 limit_val_batches=1.0 if config.eval_every and mine else 0,
                 check_val_every_n_epoch=None,
             )
-            # SIGTERM is ours: Lightning's handler would end the run at the next batch, before ranks agree on a step to save
+            # SIGTERM is ours: Lightning's handler would end the run at the next batch, before ranks
+            # agree on a step to save
             trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]  # its handlers would take the place of ours
             memory.start()
             trainer.fit(
@@ -293,5 +335,13 @@ def run(config: TrainConfig, data: Data, model: Any, device: torch.device, preci
             if open_:
                 open_.close()
     if not lines.lines:
-        return finished(config, ranks) or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
-    return of_run(config, model, device, precision, ranks.world, memory) | of_lines(lines.lines) | speed | {"evaluations": lines.evaluations}
+        return (
+            finished(config, ranks)
+            or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
+        )
+    return (
+        of_run(config, model, device, precision, ranks.world, memory)
+        | of_lines(lines.lines)
+        | speed
+        | {"evaluations": lines.evaluations}
+    )

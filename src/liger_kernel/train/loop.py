@@ -1,4 +1,5 @@
-"""``train(config)``, and our own trainer: plain PyTorch on any number of ranks, which does not wait for the GPU between two log lines."""
+"""``train(config)``, and our own trainer: plain PyTorch on any number of ranks, which does not
+wait for the GPU between two log lines."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
-from liger_kernel.train.model import attend, build, check_packing, device_and_precision, flops_per_token, mesh_of, save, split
+from liger_kernel.train.model import (
+    attend,
+    build,
+    check_packing,
+    device_and_precision,
+    flops_per_token,
+    mesh_of,
+    save,
+    split,
+)
 from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
 from liger_kernel.train.resume import finished, moments, refuse_other, seed_all
@@ -33,14 +43,18 @@ from liger_kernel.train.rows import Data
 from liger_kernel.train.store import Store, stored
 from liger_kernel.train.summary import summary
 
-SKIPS = 10  # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will not mend the weights
+# steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will
+# not mend the weights
+SKIPS = 10
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
-    """Train, write ``config.out``/metrics.json and return its content: losses of all steps, tokens/s, peak memory and more.
+    """Train, write ``config.out``/metrics.json and return its content: losses of all steps,
+    tokens/s, peak memory and more.
 
-    Under torchrun or ``launch_elastic`` this is one rank's part. It continues from the latest checkpoint in ``config.out``. Raises ``UserError`` for a
-    configuration that cannot be trained, and ``Preempted`` after SIGTERM.
+    Under torchrun or ``launch_elastic`` this is one rank's part. It continues from the latest
+    checkpoint in ``config.out``. Raises ``UserError`` for a configuration that cannot be trained,
+    and ``Preempted`` after SIGTERM.
     """
     check_reports(config)
     if config.deterministic:
@@ -51,7 +65,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     adapters.check(config, device)
     require(config)
     check_packing(config)
-    # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it always does
+    # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it
+    # always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
     with contextlib.ExitStack() as entered:
         stop, ranks = entered.enter_context(stoppable), entered.enter_context(joined(config, device))
@@ -78,7 +93,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def explaining(config: TrainConfig, device: torch.device, ranks: Ranks, form: Any = None) -> Iterator[None]:
-    """Before an error for lack of memory goes on, say on the first rank what each switch would save. ``form``: the model's configuration, if it is there."""
+    """Before an error for lack of memory goes on, say on the first rank what each switch would
+    save. ``form``: the model's configuration, if it is there."""
     try:
         yield
     except Exception as error:  # cuBLAS and other libraries raise a RuntimeError
@@ -91,7 +107,16 @@ def explaining(config: TrainConfig, device: torch.device, ranks: Ranks, form: An
         raise
 
 
-def _by(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None) -> dict[str, Any]:
+def _by(
+    config: TrainConfig,
+    data: Data,
+    model: Any,
+    device: torch.device,
+    precision: str,
+    ranks: Ranks,
+    stop: Stop,
+    store: Store | None,
+) -> dict[str, Any]:
     """The run by the trainer that the config names."""
     stop.early = False
     if config.trainer == "hf":
@@ -113,8 +138,26 @@ class _Run:
     def pause() -> None:
         """Between two stretches of steps that are timed; ``liger demo`` waits here for its turn."""
 
-    def __init__(self, config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, ranks: Ranks, stop: Stop, store: Store | None = None):
-        self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = config, data, device, precision, ranks, stop, store
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data,
+        model: Any,
+        device: torch.device,
+        precision: str,
+        ranks: Ranks,
+        stop: Stop,
+        store: Store | None = None,
+    ):
+        self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = (
+            config,
+            data,
+            device,
+            precision,
+            ranks,
+            stop,
+            store,
+        )
         self.flops = flops_per_token(model, config.length)
         self.adapters = adapters.identity(config, model)
         self.parallel = split(model, config, precision, mesh_of(config, device, ranks.world))
@@ -132,7 +175,8 @@ class _Run:
         if self.in_backward and self.rows > config.batch * self.parallel.data_ranks:
             most = config.batch * self.parallel.data_ranks
             raise UserError(
-                f"optimizer_in_backward needs at most batch x ranks = {most} rows in a step, got global_batch {self.rows}: each backward makes a step"
+                f"optimizer_in_backward needs at most batch x ranks = {most} rows in a step, got global_batch "
+                f"{self.rows}: each backward makes a step"
             )
         self.memory = PeakMemory(device)
         self.timer = StepClock(device)
@@ -145,9 +189,15 @@ class _Run:
     def train(self) -> dict[str, Any]:
         config = self.config
         self.lines = self.reports = None
-        endpoint = Endpoint(config.metrics_host, config.metrics_port + local_rank(), self.ranks.rank) if config.metrics_port else None
+        endpoint = (
+            Endpoint(config.metrics_host, config.metrics_port + local_rank(), self.ranks.rank)
+            if config.metrics_port
+            else None
+        )
         self.endpoint, self.compilations = endpoint, Compilations()
-        self.pending: list[tuple[Tensor, dict[str, Any]]] = []  # (loss, gradient norm) on the device, the rest of its line
+        self.pending: list[
+            tuple[Tensor, dict[str, Any]]
+        ] = []  # (loss, gradient norm) on the device, the rest of its line
         self.rates: list[float] = []
         self.times: list[float] = []
         self.waits: list[float] = []
@@ -157,7 +207,10 @@ class _Run:
             if self.ranks.first:
                 self.lines = StepLines(self.out / "metrics.jsonl", self.step)
                 self.reports = Reports(config, config.shown())
-            with _Progress(config.steps, self.ranks.first) as self.progress, Watch(self.out, self.ranks.rank, config.timeout) as self.watch:
+            with (
+                _Progress(config.steps, self.ranks.first) as self.progress,
+                Watch(self.out, self.ranks.rank, config.timeout) as self.watch,
+            ):
                 if self.device.type == "cuda" and self.step < config.steps:
                     self._rehearse()
                     self.watch.progress()
@@ -171,7 +224,9 @@ class _Run:
         metrics = self._metrics()
         if self.step == self.first:
             before = finished(config, self.ranks)
-            return before if before and before["losses"] == metrics["losses"] else metrics  # else of a run with fewer steps
+            return (
+                before if before and before["losses"] == metrics["losses"] else metrics
+            )  # else of a run with fewer steps
         return metrics
 
     def _steps(self) -> None:
@@ -184,7 +239,11 @@ class _Run:
             step, last = self.step, self.step == config.steps
             logged = step % config.log_every == 0 or last
             save = bool(every) and (step % every == 0 or last)
-            evaluation = self._evaluate() if self.data.eval and (last or (config.eval_every and step % config.eval_every == 0)) else None
+            evaluation = (
+                self._evaluate()
+                if self.data.eval and (last or (config.eval_every and step % config.eval_every == 0))
+                else None
+            )
             if logged or save or evaluation is not None or step - first == UNTIMED:
                 self._flush(evaluation, logged, timed=step - first > UNTIMED or config.steps - first <= UNTIMED)
             if save:
@@ -197,7 +256,10 @@ class _Run:
                 self._flush(None, True, timed=False)
                 self._save(wait=True)
                 if checkpoints.step < step:
-                    raise OSError(f"stopped after step {step} by SIGTERM, but its checkpoint could not be written; the newest is of step {checkpoints.step}")
+                    raise OSError(
+                        f"stopped after step {step} by SIGTERM, but its checkpoint could not be written; the newest "
+                        f"is of step {checkpoints.step}"
+                    )
                 raise Preempted(f"stopped after step {step} by SIGTERM; checkpoint: step {checkpoints.step}")
             self.watch.progress()
             if self.endpoint:
@@ -206,15 +268,20 @@ class _Run:
         checkpoints.finish()
 
     def _step(self) -> tuple[Tensor, dict[str, Any]]:
-        """One optimizer step; (loss of this rank, gradient norm) on the device, and what the host knows of it."""
+        """One optimizer step; (loss of this rank, gradient norm) on the device, and what the
+        host knows of it."""
         config, data, parallel = self.config, self.data, self.parallel
         self.timer.start()
         started = time.perf_counter()
         picks = data.picks(self.position, self.rows, config.seed)
         tokens, learnt = data.rows.count(picks)
-        batches = [self._to_device(batch) for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, config.batch)]
+        batches = [
+            self._to_device(batch)
+            for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, config.batch)
+        ]
         self.waits.append(time.perf_counter() - started)
-        # every rank knows the rows of all: no collective is needed to weigh tokens alike; gradients are averaged over ranks, hence the division
+        # every rank knows the rows of all: no collective is needed to weigh tokens alike; gradients
+        # are averaged over ranks, hence the division
         lr = learning_rate(config, self.step)
         adamw.set_lr(self.optimizer, lr)
         loss = self._gradients(batches, max(1, learnt) / parallel.data_ranks)
@@ -225,7 +292,12 @@ class _Run:
         self.tokens += tokens
         self.unlogged += tokens
         outcome = torch.stack((loss, norm.float().to(loss.device)))
-        return outcome, {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [self.position - self.rows, self.position]}
+        return outcome, {
+            "step": self.step,
+            "lr": lr,
+            "tokens": self.tokens,
+            "rows": [self.position - self.rows, self.position],
+        }
 
     def _gradients(self, batches: list[dict[str, Any]], items: float) -> Tensor:
         """Backward of every batch's loss; the sum of these."""
@@ -239,12 +311,14 @@ class _Run:
         return loss
 
     def _update(self, keep: bool = False) -> Tensor:
-        """Clip, step and forget the gradients; their norm. Weights and moments stay where it is not finite, or with ``keep``."""
+        """Clip, step and forget the gradients; their norm. Weights and moments stay where it is
+        not finite, or with ``keep``."""
         if self.in_backward:
             return self.parallel.total(self.in_backward.norm().double().square(), sequences=True).sqrt()
         norm = self.parallel.clip_grad_norm_(self.config.grad_clip or None)
         if self.optimizer.defaults.get("fused"):
-            # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits for the norm
+            # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits
+            # for the norm
             skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
             where = "cpu" if self.config.optimizer_on_cpu else self.device
             self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(where, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
@@ -255,7 +329,8 @@ class _Run:
         return norm
 
     def _rehearse(self) -> None:
-        """A batch's step that changes nothing: libraries are loaded, plans made and memory reserved before the first step that counts."""
+        """A batch's step that changes nothing: libraries are loaded, plans made and memory
+        reserved before the first step that counts."""
         data, parallel = self.data, self.parallel
         picks = data.picks(self.position, self.rows, self.config.seed)
         batch = next(iter(data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch)))
@@ -269,7 +344,8 @@ class _Run:
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        """Mean loss per learnt token of the rows kept back. It may store logits, hence is no part of the measured memory, nor of the time."""
+        """Mean loss per learnt token of the rows kept back. It may store logits, hence is no
+        part of the measured memory, nor of the time."""
         before = self._clock()
         self.memory.pause()
         self.parallel.model.eval()
@@ -289,14 +365,18 @@ class _Run:
         return loss
 
     def _flush(self, evaluation: float | None, show: bool, timed: bool) -> None:
-        """Fetch what the steps since the last time left on the device, write their lines, and stop a run that cannot go on."""
+        """Fetch what the steps since the last time left on the device, write their lines, and
+        stop a run that cannot go on."""
         if not self.pending:
             return
         now = self._clock()
         outcomes = torch.stack([outcome for outcome, _ in self.pending])
         if self.parallel.data_ranks > 1:  # each has the loss of its own tokens, over the number of all
             outcomes[:, 0] = self.parallel.total(outcomes[:, 0]) / self.parallel.data_ranks
-        lines = [{**line, "loss": loss, "grad_norm": norm} for (_, line), (loss, norm) in zip(self.pending, outcomes.tolist())]
+        lines = [
+            {**line, "loss": loss, "grad_norm": norm}
+            for (_, line), (loss, norm) in zip(self.pending, outcomes.tolist())
+        ]
         self.pending.clear()
         if evaluation is not None:
             lines[-1]["eval_loss"] = evaluation
@@ -310,7 +390,9 @@ class _Run:
                 if self.lines:
                     self.lines.append(lines)
                 self.checkpoints.finish()  # one that is under way is of before
-                raise UserError(f"the {what} is {value} at step {line['step']}: lower the learning rate, or look at the data")
+                raise UserError(
+                    f"the {what} is {value} at step {line['step']}: lower the learning rate, or look at the data"
+                )
         seconds, rate = now - self.started, self.unlogged / (now - self.started)
         times = sorted(self.timer.read())
         self.memory.pause()
@@ -352,29 +434,45 @@ class _Run:
         lines = list(self.lines.read()) if self.lines else []
         model: Any = self.parallel.module
         unsaved = self.config.checkpoint_every and self.checkpoints.step < self.step
-        problem = f"the last checkpoint could not be written; the newest checkpoint is that of step {self.checkpoints.step}"
+        problem = (
+            f"the last checkpoint could not be written; the newest checkpoint is that of step {self.checkpoints.step}"
+        )
         return (
             of_run(self.config, model, self.device, self.precision, self.ranks.world, self.memory)
             | of_lines(lines)
             | {
-                "tokens_per_second": statistics.median(self.rates or [0.0]),  # of the stretches between log lines: other programs disturb it less than the mean
+                "tokens_per_second": statistics.median(
+                    self.rates or [0.0]
+                ),  # of the stretches between log lines: other programs disturb it less than the mean
                 "step_seconds_p50": _percentile(sorted(self.times), 0.5),
                 "step_seconds_p95": _percentile(sorted(self.times), 0.95),
                 "seconds": self.seconds,
                 "rates": self.rates,  # tokens/s of each stretch
                 "kernels_compiled": self.compilations.count,
                 "nonfinite_steps": self.nonfinite,
-                "evaluations": [{"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
+                "evaluations": [
+                    {"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line
+                ],
             }
             | ({"problem": problem} if unsaved else {})
         )
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for the order of the data, and the function that is trained, to go on where they stopped."""
+        """What must be the same for the order of the data, and the function that is trained, to
+        go on where they stopped."""
         module: Any = self.parallel.module
         config = module.config.get_text_config()
-        form = {name: getattr(config, name, None) for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")}
-        return {"seed": self.config.seed, "length": self.config.length} | self.data.identity() | {"model": form} | moments(self.config) | self.adapters
+        form = {
+            name: getattr(config, name, None)
+            for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")
+        }
+        return (
+            {"seed": self.config.seed, "length": self.config.length}
+            | self.data.identity()
+            | {"model": form}
+            | moments(self.config)
+            | self.adapters
+        )
 
     def _save(self, wait: bool) -> None:
         state = {
@@ -396,9 +494,14 @@ class _Run:
             if path is None:
                 return
             if not self.config.resume and restarts() == 0:
-                raise UserError(f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
+                raise UserError(
+                    f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave out "
+                    "--no-resume"
+                )
             there = read_object(path / "state.json")["identity"]
-            refuse_other(path, {"model": self._identity()["model"]} | there, self._identity())  # which is not in those of earlier releases
+            refuse_other(
+                path, {"model": self._identity()["model"]} | there, self._identity()
+            )  # which is not in those of earlier releases
             state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
@@ -407,11 +510,18 @@ class _Run:
         if state["ranks"] != self.ranks.world:
             seed_all(self.config.seed, self.step, self._draws)
         if self.ranks.first:
-            print(f"resuming after step {self.step} from {path} (written by {state['ranks']} ranks; {self.ranks.world} now)", flush=True)
+            print(
+                f"resuming after step {self.step} from {path} (written by {state['ranks']} ranks; {self.ranks.world} "
+                "now)",
+                flush=True,
+            )
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         pinned = lambda t: t.pin_memory() if self.device.type == "cuda" else t
-        return {name: pinned(value).to(self.device, non_blocking=True) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        return {
+            name: pinned(value).to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
@@ -427,7 +537,8 @@ def _percentile(ordered: list[float], part: float) -> float | None:
 
 
 class _Progress:
-    """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are left need; nothing on ranks that do not ``show``."""
+    """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are
+    left need; nothing on ranks that do not ``show``."""
 
     label = ""  # of one of several runs in a terminal: it has lines, without the time that is left
 
@@ -437,7 +548,9 @@ class _Progress:
             with contextlib.suppress(ImportError):
                 import tqdm
 
-                self.bar = tqdm.tqdm(total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}{postfix}")
+                self.bar = tqdm.tqdm(
+                    total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}{postfix}"
+                )
 
     def __enter__(self) -> _Progress:
         return self

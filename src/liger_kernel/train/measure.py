@@ -1,4 +1,5 @@
-"""The cost of a run: time of steps, peak memory, fraction of the GPU's peak; and the device on which it ran."""
+"""The cost of a run: time of steps, peak memory, fraction of the GPU's peak; and the device on
+which it ran."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
 class PeakMemory:
     """The highest memory between ``start`` and ``read``; pausing leaves a stretch out.
 
-    On a GPU: bytes that PyTorch's allocator handed out. Elsewhere: the process's resident set, Python and libraries included, of which
+    On a GPU: bytes that PyTorch's allocator handed out. Elsewhere: the process's resident set,
+    Python and libraries included, of which
     ``before`` is what was there at the start.
     """
 
@@ -57,7 +59,9 @@ class PeakMemory:
             return 0  # nothing in Python's library says it
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # macOS counts bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )  # macOS counts bytes
 
     def _now(self) -> int:
         if self.device.type == "cuda":
@@ -71,7 +75,8 @@ def as_clock(seconds: float) -> str:
 
 
 class Pace:
-    """Tokens per second of steps up to the ``last``, without the first ``UNTIMED`` where there are more; ``tokens(step)`` are those of one."""
+    """Tokens per second of steps up to the ``last``, without the first ``UNTIMED`` where there
+    are more; ``tokens(step)`` are those of one."""
 
     def __init__(self, tokens: Callable[[int], int], last: int):
         self._tokens, self._last = tokens, last
@@ -92,7 +97,8 @@ class Pace:
 
 
 class StepClock:
-    """Seconds between ``start`` and ``stop``, without waiting for the GPU: there they are events in its stream, read when it has passed them."""
+    """Seconds between ``start`` and ``stop``, without waiting for the GPU: there they are events
+    in its stream, read when it has passed them."""
 
     def __init__(self, device: torch.device):
         self._gpu = device.type == "cuda"
@@ -105,7 +111,8 @@ class StepClock:
         self._marks.append((self._started, self._now()))
 
     def read(self) -> list[float]:
-        """Return one number for each interval, and forget them. The GPU must have passed them all."""
+        """Return one number for each interval, and forget them. The GPU must have passed them
+        all."""
         seconds = [a.elapsed_time(b) / 1e3 if self._gpu else b - a for a, b in self._marks]
         self._marks.clear()
         return seconds
@@ -150,5 +157,9 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     model = ""
     with contextlib.suppress(OSError, StopIteration):
-        model = next(line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+        model = next(
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        )
     return f"{model or platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -1,7 +1,9 @@
-"""Where the numbers of a run go: metrics.jsonl, a Prometheus endpoint on every rank, TensorBoard, Weights & Biases, MLflow.
+"""Where the numbers of a run go: metrics.jsonl, a Prometheus endpoint on every rank, TensorBoard,
+Weights & Biases, MLflow.
 
-Numbers leave the device only at log lines; the endpoint shows those of the last one. ``metrics.jsonl`` has one line for each step: a run that continues from
-a checkpoint removes the lines after it, so that every step is there once.
+Numbers leave the device only at log lines; the endpoint shows those of the last one.
+``metrics.jsonl`` has one line for each step: a run that continues from a checkpoint removes the
+lines after it, so that every step is there once.
 """
 
 from __future__ import annotations
@@ -64,7 +66,11 @@ class StepLines:
         self.path = path
         kept = [line for line in self.read() if line["step"] <= step]
         if len(kept) < step:  # no reason not to train
-            print(f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines between are lost", file=sys.stderr)
+            print(
+                f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines "
+                "between are lost",
+                file=sys.stderr,
+            )
         write(path, "".join(as_json(line) + "\n" for line in kept))
 
     def append(self, lines: list[dict[str, Any]]) -> None:
@@ -86,7 +92,10 @@ class StepLines:
                     else:
                         damaged.append(number)
         if damaged:
-            print(f"{self.path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}", file=sys.stderr)
+            print(
+                f"{self.path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}",
+                file=sys.stderr,
+            )
 
 
 def _of_a_step(line: Any) -> bool:
@@ -110,18 +119,26 @@ def as_json(value: Any, **options: Any) -> str:
     return json.dumps(plain(value), allow_nan=False, **options)
 
 
-CURVES = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}  # in metrics.json, and in lines of metrics.jsonl
+CURVES = {
+    "losses": "loss",
+    "gradient_norms": "grad_norm",
+    "learning_rates": "lr",
+}  # in metrics.json, and in lines of metrics.jsonl
 
 
 class Endpoint:
-    """``GET /metrics`` in Prometheus' text format; ``GET /healthz`` says how old the last progress is.
+    """``GET /metrics`` in Prometheus' text format; ``GET /healthz`` says how old the last progress
+    is.
 
-    One thread sees to all connections, a few times a second: each time that it runs, training waits for the interpreter. A thread a connection, which take
-    turns with training, made steps of 17 ms 11 % longer while 200 clients came and went.
+    One thread sees to all connections, a few times a second: each time that it runs, training waits
+    for the interpreter. A thread a connection, which take turns with training, made steps of 17 ms
+    11 % longer while 200 clients came and went.
     """
 
     most = 128  # connections; others wait in the system's queue
-    patience = 1.0  # second that a client may take to ask: behind 200 of them a scrape waits less than the ten that Prometheus gives it
+    # second that a client may take to ask: behind 200 of them a scrape waits less than the ten that
+    # Prometheus gives it
+    patience = 1.0
     rest = 0.05  # seconds between two looks at connections
 
     def __init__(self, host: str, port: int, rank: int):
@@ -129,7 +146,9 @@ class Endpoint:
         self.progress = time.time()
         self._rank, self._host = rank, host.lower()
         try:
-            self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=self.most)
+            self._listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=self.most
+            )
         except (OSError, OverflowError) as error:
             raise UserError(f"metrics cannot be served on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
@@ -196,14 +215,22 @@ class Endpoint:
         if not self._is_ours(request):
             status, page = "403 Forbidden", None
         body = (page() if page and method == b"GET" else "GET /metrics or /healthz\n").encode()
-        head = f"HTTP/1.0 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.0 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: "
+            f"{len(body)}\r\nConnection: close\r\n\r\n"
+        )
         return head.encode() + body
 
     def _is_ours(self, request: bytes) -> bool:
-        """Whether the request names this machine. On a loopback address, a name of somebody else's is a web page that asks through the user's browser."""
+        """Whether the request names this machine. On a loopback address, a name of somebody
+        else's is a web page that asks through the user's browser."""
         if not ipaddress.ip_address(self._listener.getsockname()[0]).is_loopback:
             return True
-        hosts = [line.partition(b":")[2].strip().decode("latin-1") for line in request.split(b"\r\n")[1:] if line[:5].lower() == b"host:"]
+        hosts = [
+            line.partition(b":")[2].strip().decode("latin-1")
+            for line in request.split(b"\r\n")[1:]
+            if line[:5].lower() == b"host:"
+        ]
         with contextlib.suppress(ValueError):
             names = [urllib.parse.urlsplit(f"//{host}").hostname or "" for host in hosts]
             return all(name in ("localhost", self._host) or ipaddress.ip_address(name) for name in names)
@@ -215,17 +242,26 @@ def exposition(values: dict[str, Any], rank: int) -> str:
     text = ""
     for name, (key, kind, help) in EXPORTED.items():
         if values.get(key) is not None:
-            text += f'# HELP liger_{name} {help}\n# TYPE liger_{name} {kind}\nliger_{name}{{rank="{rank}"}} {float(values[key])!r}\n'.replace(" nan", " NaN")
+            text += (
+                f'# HELP liger_{name} {help}\n# TYPE liger_{name} {kind}\nliger_{name}{{rank="{rank}"}} '
+                f"{float(values[key])!r}\n"
+            ).replace(" nan", " NaN")
     return text
 
 
 def check_reports(config: TrainConfig) -> None:
-    """Raise ``UserError``, before anything is loaded, if ``config.report`` names a service that is unknown or not installed."""
+    """Raise ``UserError``, before anything is loaded, if ``config.report`` names a service that
+    is unknown or not installed."""
     for name in config.reports:
         if name not in REPORTS:
-            raise UserError(f"report must be of {', '.join(REPORTS)}, with commas between; got {config.report!r}{did_you_mean(name, REPORTS)}")
+            raise UserError(
+                f"report must be of {', '.join(REPORTS)}, with commas between; got "
+                f"{config.report!r}{did_you_mean(name, REPORTS)}"
+            )
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"report {name} needs the package {name}: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
+            raise UserError(
+                f"report {name} needs the package {name}: pip install {'mlflow-skinny' if name == 'mlflow' else name}"
+            )
 
 
 class Reports:
@@ -266,7 +302,9 @@ class Reports:
         self._send.append(lambda step, values: mlflow.log_metrics(values, step=step))
 
     def send(self, values: dict[str, Any]) -> None:
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "step"}
+        numbers = {
+            name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "step"
+        }
         for send in list(self._send):
             with _left_alone("one of them", functools.partial(self._send.remove, send)):
                 send(values["step"], numbers)
@@ -287,7 +325,9 @@ def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterato
         print(f"reporting to {service} stopped: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
 
 
-def of_run(config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory) -> dict[str, Any]:
+def of_run(
+    config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory
+) -> dict[str, Any]:
     """What ``metrics.json`` says of a run, for every trainer."""
     return {
         "trainer": config.trainer,

@@ -1,4 +1,5 @@
-"""Mistakes of users, each in one line: ``UserError``, a parser of flags that raises it, and checks of files before work begins."""
+"""Mistakes of users, each in one line: ``UserError``, a parser of flags that raises it, and
+checks of files before work begins."""
 
 from __future__ import annotations
 
@@ -18,28 +19,36 @@ from liger_kernel.train.redact import redacted
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for: shown as one line, without a traceback or credentials."""
+    """A mistake in what the user asked for: shown as one line, without a traceback or
+    credentials."""
 
     def __init__(self, text: object = ""):
         super().__init__(redacted(str(text)))
 
 
 def sentence(error: BaseException) -> str | None:
-    """One for an error that is the machine's and has many forms: the packages below raise their own where no file can be opened. None for others."""
+    """One for an error that is the machine's and has many forms: the packages below raise their
+    own where no file can be opened. None for others."""
     found: BaseException | None = error
     while found is not None:
         if getattr(found, "errno", None) in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in str(found):
-            return "this process may not open as many files as it needs: `ulimit -n` shows the limit, and `ulimit -n 4096` raises it"
+            return (
+                "this process may not open as many files as it needs: `ulimit -n` shows the limit, and `ulimit -n "
+                "4096` raises it"
+            )
         found = found.__cause__ or found.__context__
     return None
 
 
 class Parser(argparse.ArgumentParser):
-    """``argparse``'s parser, which raises ``UserError`` for a mistake, with the nearest right name, instead of printing its usage and exiting."""
+    """``argparse``'s parser, which raises ``UserError`` for a mistake, with the nearest right
+    name, instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.fullmatch(r"argument (?:.*/)?(--[\w-]+): invalid (int|float) value: (.*)", message)
-        raise UserError(f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'int')}number, got {wrong[3]}" if wrong else message)
+        raise UserError(
+            f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'int')}number, got {wrong[3]}" if wrong else message
+        )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
@@ -48,13 +57,20 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            near = "" if meant(flag, flags) == "" else did_you_mean(flag, flags)  # what no flag here does is like none of them
+            near = (
+                "" if meant(flag, flags) == "" else did_you_mean(flag, flags)
+            )  # what no flag here does is like none of them
             raise UserError(f"no flag {flag}{near or f'; {self.prog} --help lists the flags'}")
         return found
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Flags that this abbreviates: none if it is another package's name, as ``--seq`` is no ``--sequence-parallel-size``."""
-        return [] if meant(option_string.partition("=")[0], self._option_string_actions) else super()._get_option_tuples(option_string)
+        """Flags that this abbreviates: none if it is another package's name, as ``--seq`` is no
+        ``--sequence-parallel-size``."""
+        return (
+            []
+            if meant(option_string.partition("=")[0], self._option_string_actions)
+            else super()._get_option_tuples(option_string)
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -74,14 +90,16 @@ def one_of(kind: str, name: str, names: Iterable[str]) -> str:
 
 
 def at_least(least: float, **values: float | None) -> None:
-    """``UserError`` for the first of some flags that is below ``least``, or NaN. A flag that is None was not given."""
+    """``UserError`` for the first of some flags that is below ``least``, or NaN. A flag that is
+    None was not given."""
     for name, value in values.items():
         if value is not None and not value >= least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least:g}, got {value:g}")
 
 
 def beside(path: str | Path) -> str:
-    """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own; or nothing."""
+    """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own; or
+    nothing."""
     path = Path(path)
     try:
         stems = {each.stem: each.name for each in path.parent.iterdir() if each.suffix == path.suffix}
@@ -92,7 +110,8 @@ def beside(path: str | Path) -> str:
 
 
 def existing(path: str | Path) -> Path:
-    """``path``, a regular file that is there; else ``UserError`` with the name that is nearest among its neighbours."""
+    """``path``, a regular file that is there; else ``UserError`` with the name that is nearest
+    among its neighbours."""
     path = Path(path)
     if not os.path.lexists(path):
         raise UserError(f"no such file: {path!s:.200}{beside(path)}")
@@ -102,21 +121,24 @@ def existing(path: str | Path) -> Path:
 
 
 def regular(path: Path) -> Path:
-    """``path``; ``UserError`` if it is a pipe, a device or a socket, or a link to one, of which reading may never end."""
+    """``path``; ``UserError`` if it is a pipe, a device or a socket, or a link to one, of which
+    reading may never end."""
     if os.path.exists(path) and not path.is_file() and not path.is_dir():
         raise UserError(f"{path} is no regular file, but a pipe, a device or a socket")
     return path
 
 
 def regular_in(folder: str | Path) -> None:
-    """``UserError`` if a file in ``folder``, from which a package is to load something, never ends."""
+    """``UserError`` if a file in ``folder``, from which a package is to load something, never
+    ends."""
     if os.path.isdir(folder):
         for path in Path(folder).iterdir():
             regular(path)
 
 
 def owned(folder: Path, alone: bool = False) -> None:
-    """``UserError`` if ``folder`` is there and is another user's, or, with ``alone``, others can write to it: what is in it would be read as this user's."""
+    """``UserError`` if ``folder`` is there and is another user's, or, with ``alone``, others can
+    write to it: what is in it would be read as this user's."""
     if not hasattr(os, "geteuid") or not folder.is_dir():
         return
     found = folder.stat()
@@ -130,7 +152,8 @@ def owned(folder: Path, alone: bool = False) -> None:
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The dict of ``pairs``; ``ValueError`` if a name stands there twice: which of its values is meant is not known."""
+    """The dict of ``pairs``; ``ValueError`` if a name stands there twice: which of its values is
+    meant is not known."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -139,22 +162,30 @@ def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def holds(module: str, folder: str | None, flag: str, requirement: str) -> None:
-    """``UserError`` if the ``folder`` of a flag holds no Python package of that name, with what installs it there."""
+    """``UserError`` if the ``folder`` of a flag holds no Python package of that name, with what
+    installs it there."""
     if folder and not ((Path(folder) / module).is_dir() or (Path(folder) / f"{module}.py").is_file()):
-        missing = f"{flag} {folder} holds no {module}" if Path(folder).is_dir() else f"{flag}: no such folder: {folder}{beside(folder)}"
+        missing = (
+            f"{flag} {folder} holds no {module}"
+            if Path(folder).is_dir()
+            else f"{flag}: no such folder: {folder}{beside(folder)}"
+        )
         raise UserError(f"{missing}; `pip install --no-deps --target {folder} {requirement}` puts it there")
 
 
 def refuse_link(path: str | Path) -> None:
-    """``UserError`` if ``path`` is a link that another user has made: what is written there could land anywhere."""
+    """``UserError`` if ``path`` is a link that another user has made: what is written there
+    could land anywhere."""
     if hasattr(os, "geteuid") and Path(path).is_symlink() and (owner := os.lstat(path).st_uid) not in (0, os.geteuid()):
         raise UserError(f"cannot write to {path}: it is a link, which user {owner} has made")
 
 
 def writable(file: str | Path | None = None, folder: str | Path | None = None, ours: str | None = None) -> None:
-    """``UserError`` if ``file``, or files in ``folder``, cannot be written: better before work of an hour than after it.
+    """``UserError`` if ``file``, or files in ``folder``, cannot be written: better before work of
+    an hour than after it.
 
-    Makes missing folders. A file that is there must begin as the regular expression ``ours`` says, as the command's own do.
+    Makes missing folders. A file that is there must begin as the regular expression ``ours`` says,
+    as the command's own do.
     """
     for path, where in ((file, Path(file).parent if file else None), (folder, Path(folder) if folder else None)):
         if path is None or where is None or (path is file and special(path)):

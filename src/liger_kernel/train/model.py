@@ -1,4 +1,5 @@
-"""The model of a run: a checkpoint by path or id, or a small Llama with random weights; patched or stock."""
+"""The model of a run: a checkpoint by path or id, or a small Llama with random weights; patched
+or stock."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ with contextlib.suppress(ImportError):  # before PyTorch 2.10
 
 
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
-    """Resolve ``auto``: the GPU if there is one, with fp32 weights and bf16 arithmetic; otherwise the CPU in fp32."""
+    """Resolve ``auto``: the GPU if there is one, with fp32 weights and bf16 arithmetic;
+    otherwise the CPU in fp32."""
     name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name = f"cuda:{local_rank()}"
@@ -41,7 +43,11 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         if device.type != "cuda":
             torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # no such thing, or not of this PyTorch
-        why = "it must be cpu, cuda or cuda:N" if "device type at start" in str(error) else str(error).partition(". ")[0][:200]
+        why = (
+            "it must be cpu, cuda or cuda:N"
+            if "device type at start" in str(error)
+            else str(error).partition(". ")[0][:200]
+        )
         raise UserError(f"cannot use device {name!r}: {why}{did_you_mean(name, ('cpu', 'cuda'))}") from error
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
@@ -58,13 +64,17 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
 def precision_of(config: TrainConfig, gpu: bool) -> str:
     """Resolve precision ``auto``."""
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if gpu else "fp32"
-    return "bf16-mixed" if config.lora and precision == "bf16" else precision  # the base is in bf16 in both, and PEFT keeps adapters in fp32
+    return (
+        "bf16-mixed" if config.lora and precision == "bf16" else precision
+    )  # the base is in bf16 in both, and PEFT keeps adapters in fp32
 
 
 def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: str) -> Any:
-    """The model on its device, in training mode, patched if ``config.kernels`` says so; the weights are the same in both cases.
+    """The model on its device, in training mode, patched if ``config.kernels`` says so; the weights
+    are the same in both cases.
 
-    With ``config.lora`` it has new adapters, or those of ``config.model`` if that is a folder of saved adapters.
+    With ``config.lora`` it has new adapters, or those of ``config.model`` if that is a folder of
+    saved adapters.
     """
     saved = config.model if config.lora and config.model and adapters.holds_adapters(config.model) else None
     name = adapters.base_of(saved) if saved else config.model
@@ -88,23 +98,32 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
 
 
 def dtype_of(config: TrainConfig, precision: str) -> torch.dtype:
-    """Of the weights: what is trained is kept in fp32, but with precision bf16; a frozen base is only computed with."""
+    """Of the weights: what is trained is kept in fp32, but with precision bf16; a frozen base is
+    only computed with."""
     return torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
 
 
 def attention_of(config: TrainConfig) -> dict[str, str]:
-    """The argument that names attention. For ``auto`` there is none: transformers takes sdpa, or what it has for models that sdpa does not serve."""
+    """The argument that names attention. For ``auto`` there is none: transformers takes sdpa, or
+    what it has for models that sdpa does not serve."""
     return {} if config.attention == "auto" else {"attn_implementation": config.attention}
 
 
 def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.device, precision: str) -> Any:
-    """The model ``name``, or one from random weights, on its device as transformers makes it; quantised if ``config`` says so."""
+    """The model ``name``, or one from random weights, on its device as transformers makes it;
+    quantised if ``config`` says so."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": dtype_of(config, precision), "trust_remote_code": config.trust_remote_code, **attention_of(config)}
+    options: dict[str, Any] = {
+        "dtype": dtype_of(config, precision),
+        "trust_remote_code": config.trust_remote_code,
+        **attention_of(config),
+    }
     quantization = adapters.quantization(config, precision)
     # where quantised weights are loaded is where they stay
-    quantized: dict[str, Any] = {"device_map": {"": device}} | ({"quantization_config": quantization} if quantization else {})
+    quantized: dict[str, Any] = {"device_map": {"": device}} | (
+        {"quantization_config": quantization} if quantization else {}
+    )
     model: Any
     if name:
         on_hub(name)
@@ -112,12 +131,19 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
         if name:
             if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
                 raise UserError(f"{name} holds no model: it has no config.json")
-            already = config.lora and hasattr(transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code), "quantization_config")
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, **options, **(quantized if quantization or already else {}))
+            already = config.lora and hasattr(
+                transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code),
+                "quantization_config",
+            )
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                name, **options, **(quantized if quantization or already else {})
+            )
         else:
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
             if quantization:
-                model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **options, **quantized)
+                model = type(model).from_pretrained(
+                    None, config=model.config, state_dict=model.state_dict(), **options, **quantized
+                )
     except (torch.OutOfMemoryError, UserError):
         raise
     except Exception as error:  # of transformers, safetensors, or a model's own code
@@ -137,7 +163,8 @@ def has_experts(model: Any) -> bool:
 
 
 def quantize_fp8(model: Any) -> None:
-    """Store the frozen weights of linear layers and experts in FP8, permanently. Raises ``UserError`` if the GPU has no FP8 arithmetic."""
+    """Store the frozen weights of linear layers and experts in FP8, permanently. Raises
+    ``UserError`` if the GPU has no FP8 arithmetic."""
     from liger_kernel.transformers import quantize_base
 
     try:
@@ -170,7 +197,8 @@ def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, pr
 
 
 def check_packing(config: TrainConfig) -> None:
-    """Raise ``UserError`` if rows will have several documents and the model has a layer that carries its state from one to
+    """Raise ``UserError`` if rows will have several documents and the model has a layer that
+    carries its state from one to
     the next. Of attention that cannot tell documents apart, say so. No weights are loaded."""
     name = config.model
     if name and config.lora and adapters.holds_adapters(name):
@@ -198,11 +226,14 @@ def check_packing(config: TrainConfig) -> None:
 
 
 def recompute(model: Any, what: str) -> None:
-    """Gradient checkpointing of each layer: ``full``, or ``selective``, which stores the results of matrix products and attention."""
+    """Gradient checkpointing of each layer: ``full``, or ``selective``, which stores the results
+    of matrix products and attention."""
     options: dict[str, Any] = {"use_reentrant": False}
     if what == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    if hasattr(model, "enable_input_require_grads") and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
+    if hasattr(model, "enable_input_require_grads") and not any(
+        p.requires_grad for p in model.get_input_embeddings().parameters()
+    ):
         model.enable_input_require_grads()
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -210,13 +241,20 @@ def recompute(model: Any, what: str) -> None:
         raise UserError(f"gradient_checkpointing: {error}") from error
 
 
-_MULTIPLIES = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten._scaled_dot_product_attention_math)
+_MULTIPLIES = (
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+    torch.ops.aten._scaled_dot_product_attention_math,
+)
 THIN = 128
 _COSTLY = {packet.default for packet in _MULTIPLIES} | attention_operators()
 
 
 def mesh_of(config: TrainConfig, device: torch.device, world: int) -> DeviceMesh | None:
-    """The mesh of the ``world`` ranks of a run, None for one process. Ranks of the last dim share rows, if any do."""
+    """The mesh of the ``world`` ranks of a run, None for one process. Ranks of the last dim
+    share rows, if any do."""
     if config.parallel == "none":
         return None
     if config.parallel not in ULYSSES:
@@ -229,13 +267,17 @@ def split(model: Any, config: TrainConfig, precision: str, mesh: DeviceMesh | No
     """The model over the ranks of a run. ``options`` go to ``parallelize``."""
     half = torch.bfloat16 if precision == "bf16-mixed" else None
     try:
-        return parallelize(model, config.parallel, mesh=mesh, param_dtype=half, cpu_offload=config.optimizer_on_cpu, **options)
+        return parallelize(
+            model, config.parallel, mesh=mesh, param_dtype=half, cpu_offload=config.optimizer_on_cpu, **options
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    thin = op is torch.ops.aten.mm.default and args[1].shape[0] <= THIN  # an adapter's: as large as the layer's result, and soon computed again
+    thin = (
+        op is torch.ops.aten.mm.default and args[1].shape[0] <= THIN
+    )  # an adapter's: as large as the layer's result, and soon computed again
     return CheckpointPolicy.MUST_SAVE if op in _COSTLY and not thin else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -258,7 +300,8 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
 
 
 def flags_for(config: TrainConfig, model_type: str) -> dict[str, Any]:
-    """The kernel flags of a run with models of this type. Eager attention that a run names is Transformers', also where a family's is replaced by default."""
+    """The kernel flags of a run with models of this type. Eager attention that a run names is
+    Transformers', also where a family's is replaced by default."""
     from liger_kernel.transformers.patching.flags import flags_of
 
     stock = config.attention == "eager" and "attention" in flags_of(model_type)
@@ -266,7 +309,8 @@ def flags_for(config: TrainConfig, model_type: str) -> dict[str, Any]:
 
 
 def patch(model: Any, flags: dict[str, Any]) -> None:
-    """Patch this one model. Raises ``UserError`` if its family does not have a flag; an unknown family stays stock, or trains in FP8 without our kernels."""
+    """Patch this one model. Raises ``UserError`` if its family does not have a flag; an unknown
+    family stays stock, or trains in FP8 without our kernels."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, train_in_fp8
     from liger_kernel.transformers.patching.flags import flags_of
     from liger_kernel.transformers.recognise.rows import family
@@ -274,21 +318,28 @@ def patch(model: Any, flags: dict[str, Any]) -> None:
     model_type = model.config.model_type
     try:
         if family(model_type) is None:
-            print(f"no kernels for {model_type}: training it as Hugging Face ships it{', but in FP8' if 'fp8' in flags else ''}")
+            print(
+                f"no kernels for {model_type}: training it as Hugging Face ships "
+                f"it{', but in FP8' if 'fp8' in flags else ''}"
+            )
             if "fp8" in flags:
                 train_in_fp8(model, flags["fp8"], filter=flags.get("fp8_filter"))
             return
         known = flags_of(model_type)
         unknown = [name for name in flags if name not in known]
         if unknown:
-            raise UserError(f"{model_type} has no kernel flag {unknown[0]}{did_you_mean(unknown[0], known)}; its flags are {', '.join(known)}")
+            raise UserError(
+                f"{model_type} has no kernel flag {unknown[0]}{did_you_mean(unknown[0], known)}; its flags are "
+                f"{', '.join(known)}"
+            )
         _apply_liger_kernel_to_instance(model, **flags)
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
 def flops_per_token(model: Any, length: int) -> float | None:
-    """FLOPs of training per token, without recomputation; None if linear layers are not everything that counts (mixtures of experts, LoRA)."""
+    """FLOPs of training per token, without recomputation; None if linear layers are not
+    everything that counts (mixtures of experts, LoRA)."""
     if any(p.ndim > 2 or not p.requires_grad for p in model.parameters()):
         return None
     from liger_kernel.model_sizes import token_flops
@@ -325,7 +376,8 @@ def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
 
 @contextlib.contextmanager
 def replacing(folder: str) -> Iterator[str]:
-    """Give a folder for the files of a model, which at the end replace those in ``folder`` one by one.
+    """Give a folder for the files of a model, which at the end replace those in ``folder`` one by
+    one.
 
     A full disk leaves the content of ``folder`` intact.
     """
@@ -337,7 +389,9 @@ def replacing(folder: str) -> Iterator[str]:
         for name in new:
             os.replace(Path(aside) / name, target / name)
     whole = "adapter_config.json" not in new  # adapters may lie beside the model that they are of
-    for pattern in WEIGHTS if whole else ():  # of a model that was saved there before, which from_pretrained might prefer
+    for pattern in (
+        WEIGHTS if whole else ()
+    ):  # of a model that was saved there before, which from_pretrained might prefer
         for path in target.glob(pattern):
             if path.name not in new:
                 path.unlink()

@@ -1,7 +1,9 @@
-"""The processes of a run: how they meet, what they agree on, how they are started again when one dies.
+"""The processes of a run: how they meet, what they agree on, how they are started again when one
+dies.
 
-Started by torchrun or ``launch_elastic``, a process finds its rank in the environment; otherwise it is a run of one rank. Signals and finished saves are
-news of one rank: they are exchanged at every step by an all-reduce on the CPU that runs beside the step, and acted upon one step later by all.
+Started by torchrun or ``launch_elastic``, a process finds its rank in the environment; otherwise it
+is a run of one rank. Signals and finished saves are news of one rank: they are exchanged at every
+step by an all-reduce on the CPU that runs beside the step, and acted upon one step later by all.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ ANSWER = 10.0  # seconds that the launcher of another machine has to answer
 
 
 class Preempted(Exception):
-    """SIGTERM reached some rank; all ranks have stopped after the same step and written its checkpoint."""
+    """SIGTERM reached some rank; all ranks have stopped after the same step and written its
+    checkpoint."""
 
 
 class TooEarly(Preempted):
@@ -74,7 +77,8 @@ def restarts() -> int:
 
 @dataclasses.dataclass
 class Ranks:
-    """This process among those of the run, and groups on the CPU for what training's own collectives must not wait for."""
+    """This process among those of the run, and groups on the CPU for what training's own
+    collectives must not wait for."""
 
     rank: int
     world: int
@@ -100,13 +104,15 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
-    """Join the process group of the run; make it unless the caller has made one. After an error of several ranks it is left, as peers may be gone."""
+    """Join the process group of the run; make it unless the caller has made one. After an error
+    of several ranks it is left, as peers may be gone."""
     made = not dist.is_initialized()
     # before ranks join: a peer that still joins would only see that this one has gone
     check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")) if made else dist.get_world_size())
     if made:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # longer than the watch over progress, so that stacks are written before a collective gives up
+        # longer than the watch over progress, so that stacks are written before a collective gives
+        # up
         options: dict[str, Any] = {"timeout": timedelta(seconds=config.timeout + 60)}
         if "WORLD_SIZE" not in os.environ:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -121,7 +127,11 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
             and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
             and rank == 0
         ):
-            print("torchrun's restarts fail unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set: set it, or use --nproc instead of torchrun", file=sys.stderr)
+            print(
+                "torchrun's restarts fail unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set: set it, or use --nproc "
+                "instead of torchrun",
+                file=sys.stderr,
+            )
         yield Ranks(rank, world, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
     except BaseException as error:
         if made and (isinstance(error, Preempted) or dist.get_world_size() == 1):
@@ -145,7 +155,8 @@ def _leave() -> None:
 
 
 def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
-    """``run`` as a worker's main function: a rank's error is written to where torchrun looks for it and ends the process at once, with 1 or ``EXIT_MISTAKE``.
+    """``run`` as a worker's main function: a rank's error is written to where torchrun looks for it
+    and ends the process at once, with 1 or ``EXIT_MISTAKE``.
 
     An orderly end would first wait for threads and groups, and these for a peer that is gone.
     """
@@ -173,8 +184,11 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
 
 
 def die_with_launcher() -> None:
-    """From now on the process that has started this one takes it along, even if it is killed itself: ranks that train on would write beside the next run."""
-    launcher = int(os.environ.get(LAUNCHER, "0")) or os.getppid()  # torchrun does not say; it may be process 1 of a container
+    """From now on the process that has started this one takes it along, even if it is killed
+    itself: ranks that train on would write beside the next run."""
+    launcher = (
+        int(os.environ.get(LAUNCHER, "0")) or os.getppid()
+    )  # torchrun does not say; it may be process 1 of a container
     child = os.getppid() == launcher  # else a shell that it started has started this one, or it has gone already
     there = (lambda: os.getppid() == launcher) if child else (lambda: _exists(launcher))
     dies = child and _dies_with_parent()
@@ -193,7 +207,8 @@ def die_with_launcher() -> None:
 
 
 def beside(target: Callable[[], Any], name: str, without: str) -> threading.Thread | None:
-    """A thread that the run can do without: where none can start (a limit of processes is reached), the run says what that means and goes on."""
+    """A thread that the run can do without: where none can start (a limit of processes is
+    reached), the run says what that means and goes on."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()
@@ -224,14 +239,16 @@ def _exists(process: int) -> bool:
 
 
 class News:
-    """What ranks tell each other, one step late and without waiting: whether to stop, and which save is complete on all ranks."""
+    """What ranks tell each other, one step late and without waiting: whether to stop, and which
+    save is complete on all ranks."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
         self._sent: tuple[torch.Tensor, Any] | None = None
 
     def exchange(self, stop: bool, saved: int) -> tuple[bool, int]:
-        """Send this rank's and return (whether any rank was to stop, the least save that was done) of the exchange before; the same on all ranks."""
+        """Send this rank's and return (whether any rank was to stop, the least save that was
+        done) of the exchange before; the same on all ranks."""
         heard = self.last()
         numbers = torch.tensor([-int(stop), saved])
         self._sent = numbers, dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._ranks.control, async_op=True)
@@ -249,9 +266,12 @@ class News:
 
 @contextlib.contextmanager
 def told_to_stop() -> Iterator[Stop]:
-    """An event that SIGTERM sets, and SIGHUP (a terminal that is closed) unless nohup has it ignored. While it is ``early``, they raise ``TooEarly``."""
+    """An event that SIGTERM sets, and SIGHUP (a terminal that is closed) unless nohup has it
+    ignored. While it is ``early``, they raise ``TooEarly``."""
     event = Stop()
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's: someone else handles them
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # signals are the main thread's: someone else handles them
         yield event
         return
 
@@ -262,7 +282,9 @@ def told_to_stop() -> Iterator[Stop]:
             raise _Early
 
     names = [number for number in ("SIGTERM", "SIGHUP") if hasattr(signal, number)]
-    numbers = [number for number in (getattr(signal, name) for name in names) if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [
+        number for number in (getattr(signal, name) for name in names) if signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, told) for number in numbers}
     try:
         yield event
@@ -274,10 +296,13 @@ def told_to_stop() -> Iterator[Stop]:
 
 
 class Watch:
-    """Ends the process when ``progress`` is not called for ``seconds``, with the stacks of its threads on stderr and in stuck-rank-N.txt of ``folder``.
+    """Ends the process when ``progress`` is not called for ``seconds``, with the stacks of its
+    threads on stderr and in stuck-rank-N.txt of ``folder``.
 
-    The end comes as many seconds after the stacks, 30 at most: once one rank has gone, the others fail in their collectives, with nothing to show for it.
-    Where a call holds the interpreter, so that no thread of Python's runs, the interpreter's own timer (faulthandler) writes them, to stderr alone.
+    The end comes as many seconds after the stacks, 30 at most: once one rank has gone, the others
+    fail in their collectives, with nothing to show for it. Where a call holds the interpreter, so
+    that no thread of Python's runs, the interpreter's own timer (faulthandler) writes them, to
+    stderr alone.
     """
 
     def __init__(self, folder: Path, rank: int, seconds: float):
@@ -289,7 +314,11 @@ class Watch:
         self._last = time.monotonic()
 
     def __enter__(self) -> Watch:
-        self._thread = beside(self._look, "watch", f"rank {self._rank}: there is no watch over progress, so a run that is stuck will not end by itself")
+        self._thread = beside(
+            self._look,
+            "watch",
+            f"rank {self._rank}: there is no watch over progress, so a run that is stuck will not end by itself",
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -302,7 +331,9 @@ class Watch:
         try:
             self._watch()
         except BaseException as error:
-            os.write(2, f"rank {self._rank}: the watch over progress has stopped: {type(error).__name__}: {error}\n".encode())
+            os.write(
+                2, f"rank {self._rank}: the watch over progress has stopped: {type(error).__name__}: {error}\n".encode()
+            )
 
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self._seconds / 4)):
@@ -318,7 +349,8 @@ class Watch:
                     os._exit(1)
 
 
-# What PyTorch 2.13 needs for restarts. Without the first, a restarted worker reads the addresses of the one before from the agent's store.
+# What PyTorch 2.13 needs for restarts. Without the first, a restarted worker reads the addresses of
+# the one before from the agent's store.
 ELASTIC = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -326,12 +358,14 @@ ELASTIC = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps
 }
-# With these in the environment, as Kubeflow sets them, the rendezvous is a static one, from which no restart comes back.
+# With these in the environment, as Kubeflow sets them, the rendezvous is a static one, from which
+# no restart comes back.
 STATIC = ("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT")
 
 
 class _Agent(LocalElasticAgent):
-    """Starts workers again, but not after a preemption or a user's mistake, and lets them save before it kills them.
+    """Starts workers again, but not after a preemption or a user's mistake, and lets them save
+    before it kills them.
 
     ``patience`` are the seconds that workers have from SIGTERM to SIGKILL.
     """
@@ -348,7 +382,9 @@ class _Agent(LocalElasticAgent):
 
     def codes(self) -> set[int]:
         """With what the workers of the last round ended."""
-        return {-signal.SIGKILL if code is None else code for code in (handler.proc.poll() for handler in self._handlers())}
+        return {
+            -signal.SIGKILL if code is None else code for code in (handler.proc.poll() for handler in self._handlers())
+        }
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -356,7 +392,9 @@ class _Agent(LocalElasticAgent):
             return result
         codes = {failure.exitcode for failure in result.failures.values()}
         if _preempted(codes) and self._joining():
-            return RunResult(WorkerState.HEALTHY)  # the agent of another machine stopped its workers to let a new one in: restart, as it does
+            return RunResult(
+                WorkerState.HEALTHY
+            )  # the agent of another machine stopped its workers to let a new one in: restart, as it does
         if _preempted(codes) or EXIT_MISTAKE in codes:
             self._remaining_restarts = 0
         return result
@@ -368,7 +406,9 @@ class _Agent(LocalElasticAgent):
             return False
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if death_sig == getattr(signal, "SIGHUP", None):  # a terminal that is closed takes nothing with it that is not saved
+        if death_sig == getattr(
+            signal, "SIGHUP", None
+        ):  # a terminal that is closed takes nothing with it that is not saved
             death_sig = signal.SIGTERM
         if death_sig == signal.SIGTERM and self._running():
             for handler in self._running():
@@ -379,18 +419,22 @@ class _Agent(LocalElasticAgent):
                 if any(handler.proc.returncode not in (None, 0, EXIT_PREEMPTED) for handler in self._handlers()):
                     end = min(end, time.monotonic() + timeout)  # the others miss it
             for handler in self._running():
-                print(f"process {handler.proc.pid} did not end in time after SIGTERM, so it was killed", file=sys.stderr)
+                print(
+                    f"process {handler.proc.pid} did not end in time after SIGTERM, so it was killed", file=sys.stderr
+                )
                 handler.close(signal.SIGKILL)
         super()._shutdown(death_sig)  # PyTorch 2.11 and 2.13 differ in what else it takes
 
 
 def _preempted(codes: set[int]) -> bool:
-    """Whether workers that failed with ``codes`` have saved everything. The last to end may be killed while they end: once one has, the agent sends SIGTERM."""
+    """Whether workers that failed with ``codes`` have saved everything. The last to end may be
+    killed while they end: once one has, the agent sends SIGTERM."""
     return EXIT_PREEMPTED in codes and codes <= {EXIT_PREEMPTED, -signal.SIGTERM}
 
 
 def _check_endpoint(endpoint: str, nodes: int) -> None:
-    """``UserError`` if a program that is no launcher of this run listens there: the rendezvous would wait for its answer, without a word and without end."""
+    """``UserError`` if a program that is no launcher of this run listens there: the rendezvous
+    would wait for its answer, without a word and without end."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"rdzv_endpoint must be HOST:PORT, such as localhost:29400; got {endpoint!r}")
@@ -401,17 +445,26 @@ def _check_endpoint(endpoint: str, nodes: int) -> None:
     except OSError:  # nobody listens yet
         return
     if nodes == 1 or not _keeps_a_rendezvous(host, int(port)):
-        raise UserError(f"rdzv_endpoint {endpoint} is used by another program than this run's launcher: give another port")
-    print(f"{endpoint} is in use: joining the launcher there. If another program uses it, give another port", file=sys.stderr, flush=True)
+        raise UserError(
+            f"rdzv_endpoint {endpoint} is used by another program than this run's launcher: give another port"
+        )
+    print(
+        f"{endpoint} is in use: joining the launcher there. If another program uses it, give another port",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _keeps_a_rendezvous(host: str, port: int) -> bool:
-    """Whether what listens there answers as PyTorch's store does; the client itself knows no timeout while it is greeted."""
+    """Whether what listens there answers as PyTorch's store does; the client itself knows no
+    timeout while it is greeted."""
     answered: list[Any] = []
 
     def ask() -> None:
         with contextlib.suppress(Exception):
-            answered.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER)))
+            answered.append(
+                dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER))
+            )
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -420,11 +473,13 @@ def _keeps_a_rendezvous(host: str, port: int) -> bool:
 
 
 def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int:
-    """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines; restart them up to ``max_restarts`` times when one dies.
+    """Run ``config`` in ``config.nproc`` processes on each of ``config.nnodes`` machines; restart
+    them up to ``max_restarts`` times when one dies.
 
-    ``command`` is what a worker runs (default: ``liger train`` with this configuration). Returns 0; ``EXIT_PREEMPTED`` if SIGTERM reached some process and all
-    workers have saved; ``EXIT_TERMINATED`` if it reached this process and they have not; 130 after Ctrl-C; or the exit code of the first worker that failed
-    if no restarts were left or a restart would not help.
+    ``command`` is what a worker runs (default: ``liger train`` with this configuration). Returns 0;
+    ``EXIT_PREEMPTED`` if SIGTERM reached some process and all workers have saved;
+    ``EXIT_TERMINATED`` if it reached this process and they have not; 130 after Ctrl-C; or the exit
+    code of the first worker that failed if no restarts were left or a restart would not help.
     """
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -441,7 +496,9 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         raise UserError(f"nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {config.nnodes!r}")
     nproc = config.nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 1)
     if nodes[1] > 1 and config.rdzv_endpoint == TrainConfig.rdzv_endpoint:
-        raise UserError("several machines need --rdzv-endpoint HOST:PORT: the address of one of them, the same on all machines")
+        raise UserError(
+            "several machines need --rdzv-endpoint HOST:PORT: the address of one of them, the same on all machines"
+        )
     if command is None:
         folder = tempfile.mkdtemp(prefix="liger-")  # the run's own folder is checked by its first rank
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -487,7 +544,9 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
             return EXIT_PREEMPTED
         rendezvous.shutdown()
         raise
-    codes = {failure.exitcode for failure in result.failures.values()} if result else set()  # no result: a spare machine that was not needed
+    codes = (
+        {failure.exitcode for failure in result.failures.values()} if result else set()
+    )  # no result: a spare machine that was not needed
     if _preempted(codes):
         return EXIT_PREEMPTED
     rendezvous.shutdown()

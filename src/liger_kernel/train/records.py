@@ -1,10 +1,11 @@
-"""Texts and conversations, read one by one from files, folders and Hugging Face datasets, from any position on.
+"""Texts and conversations, read one by one from files, folders and Hugging Face datasets, from any
+position on.
 
 Three kinds of record are understood; the keys of the first record decide:
   {"text": ...}                            plain text; every token is learnt; documents are joined and cut into rows of equal length
   {"instruction", "output", ["input"]}     Alpaca: a conversation of one question and one answer
   {"messages": [{"role", "content"}...]}   a conversation; one row each; only the assistant's turns have labels
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -21,14 +22,28 @@ from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import existing, unique
 from liger_kernel.train.redact import in_a_line
 
-Place = tuple[int, int, int]  # between two records: how many are before it, the file, how many of the file are before it
+Place = tuple[
+    int, int, int
+]  # between two records: how many are before it, the file, how many of the file are before it
 BEGIN: Place = (0, 0, 0)
 # Parts of the standard library that are not prose or code written by people for people.
-NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "encodings", "__pycache__"}
+NOT_TEXT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+    "turtledemo",
+    "encodings",
+    "__pycache__",
+}
 
 
 def standard_library() -> list[str]:
-    """The sources of this Python's standard library, with docstrings and reference topics: a real text that every machine has."""
+    """The sources of this Python's standard library, with docstrings and reference topics: a
+    real text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(root.rglob("*.py")) if not NOT_TEXT & set(path.relative_to(root).parts)]
     texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in paths]
@@ -38,7 +53,8 @@ def standard_library() -> list[str]:
 
 
 class Records:
-    """The records that ``config.data`` names, at most ``config.limit``. Each iteration reads them again, one by one."""
+    """The records that ``config.data`` names, at most ``config.limit``. Each iteration reads
+    them again, one by one."""
 
     def __init__(self, config: TrainConfig):
         self.config = config
@@ -71,7 +87,8 @@ class Records:
 
 
 def files_of(name: str) -> list[Path]:
-    """The file with that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order; nothing if it is not a path."""
+    """The file with that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order;
+    nothing if it is not a path."""
     path = Path(name)
     if path.is_dir():
         files = sorted(existing(f) for f in path.iterdir() if f.suffix in (".jsonl", ".parquet"))
@@ -89,7 +106,10 @@ def _jsonl(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(most + 1), b""), 1):
             if len(line) > most:
-                raise UserError(f"{path}:{number}: the line is longer than {most // 10**6} MB: one record a line; --max-record-mb raises the limit")
+                raise UserError(
+                    f"{path}:{number}: the line is longer than {most // 10**6} MB: one record a line; "
+                    "--max-record-mb raises the limit"
+                )
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
@@ -132,7 +152,10 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{name!r} is not a file here, and datasets of the Hugging Face hub need the package datasets: pip install datasets") from error
+        raise UserError(
+            f"{name!r} is not a file here, and datasets of the Hugging Face hub need the package datasets: pip "
+            "install datasets"
+        ) from error
     on_hub(name, also=("stdlib",), kind="dataset")
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
@@ -142,7 +165,8 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
 
 
 def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
-    """The turns of a chat or Alpaca record; None for plain text. Raises ``UserError`` for every other record."""
+    """The turns of a chat or Alpaca record; None for plain text. Raises ``UserError`` for every
+    other record."""
     if "messages" in record:
         turns = record["messages"]
         if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
@@ -170,7 +194,10 @@ def characters(record: dict[str, Any]) -> int:
 def text_of(record: dict[str, Any], number: int) -> str:
     """The text of a record, which is the ``number``-th."""
     if number == 1 and "text" not in record:
-        raise UserError(f"a record must have 'text', 'messages', or 'instruction' and 'output'; the first record has {sorted(record)}")
+        raise UserError(
+            "a record must have 'text', 'messages', or 'instruction' and 'output'; the first record has "
+            f"{sorted(record)}"
+        )
     if not isinstance(record.get("text"), str):
         raise UserError(f"record {number} has no 'text', unlike the first record")
     return record["text"]

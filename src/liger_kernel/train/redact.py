@@ -2,10 +2,11 @@
 
     s3://key:secret@bucket/run?token=abc   ->   s3://***@bucket/run?token=***
 
-Known are the user part of a URL, values beside a secret name (in a query, in JSON or YAML, after ``Bearer``), the forms
-of ``_FORMS``, and the values of this process's environment variables with a secret name. A credential of
-another form, in a variable or a field with another name, is not recognised. ``UserError`` and ``in_a_line`` use it, and
-so does every message of the runtime layer.
+Known are the user part of a URL, values beside a secret name (in a query, in JSON or YAML, after
+``Bearer``), the forms of ``_FORMS``, and the values of this process's environment variables with a
+secret name. A credential of
+another form, in a variable or a field with another name, is not recognised. ``UserError`` and
+``in_a_line`` use it, and so does every message of the runtime layer.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import os
 import re
 
 MARK = "***"
-# Before the @ of a URL: what has no slash in it, or user:password, whose password may have some. host:9000/path@version is neither.
+# Before the @ of a URL: what has no slash in it, or user:password, whose password may have some.
+# host:9000/path@version is neither.
 _USER = re.compile(r"(?P<scheme>[A-Za-z][\w.+-]*)://(?P<user>[^/?#\s'\"]*|[^/?#\s'\":@]+:(?!\d+/)[^\s'\"]+)@")
-# In these URLs a name alone before the @ is an account or a container, without which the address makes no sense.
+# In these URLs a name alone before the @ is an account or a container, without which the address
+# makes no sense.
 _NAMED = {"abfs", "abfss", "adl", "az", "wasb", "wasbs", "ftp", "hdfs", "sftp", "smb", "ssh"}
 _QUERY = re.compile(r"(?i)([?&;#][\w.~-]*(?:key|secret|token|sig|passw|pwd|credential|auth)[\w.~-]*=)[^&;#\s'\"]+")
-# A quoted name of JSON or YAML with a quoted value. Tokenizers have names such as "eos_token", so `token` needs a prefix.
+# A quoted name of JSON or YAML with a quoted value. Tokenizers have names such as "eos_token", so
+# `token` needs a prefix.
 _FIELD = re.compile(
     r"(?i)(?P<name>(?P<quote>\\*[\"'])(?:[\w.-]*(?:passw|passphrase|pwd|secret|credential|(?:api|access|account|private)[_-]?key)[\w.-]*"
     r"|(?:(?:access|api|auth|bearer|hf|id|refresh|session)[_-]?)?token|auth)(?P=quote)\s*:\s*)"
@@ -28,35 +32,69 @@ _FIELD = re.compile(
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"']*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=[\"'])|\Z)"  # PEM, also cut
     r"|\beyJ[\w-]{5,}\.eyJ[\w-]{5,}(?:\.[\w-]*)?"  # JWT
-    r"|\bhf_[A-Za-z0-9]{30,}|\bgh[a-z]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bgl[a-z]{2,5}-[\w-]{20,}"  # Hugging Face, GitHub, GitLab
-    r"|\bsk-[\w-]{20,}|\bxox[a-z]-[\w-]{10,}|\bA[KS]IA[A-Z0-9]{16}\b|\bAIza[\w-]{35}"  # OpenAI and others, Slack, AWS, Google
+    # Hugging Face, GitHub, GitLab
+    r"|\bhf_[A-Za-z0-9]{30,}|\bgh[a-z]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bgl[a-z]{2,5}-[\w-]{20,}"
+    # OpenAI and others, Slack, AWS, Google
+    r"|\bsk-[\w-]{20,}|\bxox[a-z]-[\w-]{10,}|\bA[KS]IA[A-Z0-9]{16}\b|\bAIza[\w-]{35}"
 )
 _BEARER = re.compile(r"(?i)(\b(?:bearer|authorization:\s*\w+)\s+)(?!\*)[\w.~+/-]{16,}=*")
 
-# Parts of names, between _, -, . and capitals; the longer ones also at the end of a part, as in PGPASSWORD.
+# Parts of names, between _, -, . and capitals; the longer ones also at the end of a part, as in
+# PGPASSWORD.
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET = re.compile(
     r"(?:pass|pwd|pat|keys?|auth|secrets?|token|creds?|credentials?|netrc)$|.*(?:passw(?:or)?d|passphrase|secret|token|apikey|pwd|credentials?)$"
 )
-_PLACE = {"class", "dir", "file", "name", "path", "ref", "sock", "type"}  # what a last part of these names holds is public
-_SWITCH = {"", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null", "enabled", "disabled", "required", "optional"}
+_PLACE = {
+    "class",
+    "dir",
+    "file",
+    "name",
+    "path",
+    "ref",
+    "sock",
+    "type",
+}  # what a last part of these names holds is public
+_SWITCH = {
+    "",
+    "0",
+    "1",
+    "true",
+    "false",
+    "yes",
+    "no",
+    "on",
+    "off",
+    "none",
+    "null",
+    "enabled",
+    "disabled",
+    "required",
+    "optional",
+}
 
 
 def secret_name(name: str) -> bool:
-    """Whether a variable or field of that name usually holds a credential: HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD, DB_PASS, apiKey."""
+    """Whether a variable or field of that name usually holds a credential: HF_TOKEN,
+    AWS_SECRET_ACCESS_KEY, PGPASSWORD, DB_PASS, apiKey."""
     parts = [part.lower() for part in _PART.findall(name)]
     return any(map(_SECRET.match, parts)) and parts[-1] not in _PLACE
 
 
 def holds_credential(name: str, value: str) -> bool:
-    """Whether ``value`` has a known form, or is the value of a variable or field with a secret name, and no switch or path."""
-    return redacted(value) != value or (secret_name(name) and not value.startswith(("/", "~")) and value.lower() not in _SWITCH)
+    """Whether ``value`` has a known form, or is the value of a variable or field with a secret
+    name, and no switch or path."""
+    return redacted(value) != value or (
+        secret_name(name) and not value.startswith(("/", "~")) and value.lower() not in _SWITCH
+    )
 
 
 def redacted(text: str) -> str:
     """Return ``text`` without credentials."""
     for name, value in os.environ.items():
-        if len(value) >= 8 and not value.startswith(("/", "~")) and secret_name(name):  # shorter ones are words; paths name files with credentials
+        if (
+            len(value) >= 8 and not value.startswith(("/", "~")) and secret_name(name)
+        ):  # shorter ones are words; paths name files with credentials
             text = text.replace(value, MARK)
     text = _FIELD.sub(rf"\g<name>\g<mark>{MARK}\g<mark>", _BEARER.sub(rf"\1{MARK}", _FORMS.sub(MARK, text)))
     return _QUERY.sub(rf"\1{MARK}", _USER.sub(_without_user, text))
@@ -69,5 +107,6 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def in_a_line(error: BaseException, most: int | None = 300) -> str:
-    """Return the text of an error in one line of at most that many characters, without credentials."""
+    """Return the text of an error in one line of at most that many characters, without
+    credentials."""
     return redacted(" ".join(str(error).split()))[:most]

@@ -1,7 +1,9 @@
-"""Rows of tokens: how they are stored, packed, batched, and drawn in an order that the seed determines.
+"""Rows of tokens: how they are stored, packed, batched, and drawn in an order that the seed
+determines.
 
-Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents", a row has several documents or conversations, whose
-positions begin at 0: from these, Transformers sees where attention ends.
+Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents", a
+row has several documents or conversations, whose positions begin at 0: from these, Transformers
+sees where attention ends.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ Tokens = Sequence[int] | np.ndarray
 
 
 class TokenFile:
-    """Integers on their way to a tensor of int32, in a file rather than in memory: one without a name, or that of ``path``, of which ``count`` are kept."""
+    """Integers on their way to a tensor of int32, in a file rather than in memory: one without a
+    name, or that of ``path``, of which ``count`` are kept."""
 
     def __init__(self, path: Path | None = None, count: int = 0) -> None:
         # open as long as the tensor
@@ -55,14 +58,20 @@ class TokenFile:
         """The first ``count`` of them, or all; the file goes when the tensor does."""
         count = self.count if count is None else count
         self.file.flush()
-        return torch.from_numpy(np.memmap(self.file, np.int32, "r+", shape=count)) if count else torch.empty(0, dtype=torch.int32)
+        return (
+            torch.from_numpy(np.memmap(self.file, np.int32, "r+", shape=count))
+            if count
+            else torch.empty(0, dtype=torch.int32)
+        )
 
 
 class Rows:
-    """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]`` and ``bounds[i + 1]``.
+    """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]``
+    and ``bounds[i + 1]``.
 
-    ``positions``: positions of the tokens in their documents, if rows have several. ``bounded``: their batches also say where documents begin.
-    ``multiple``: rows of documents are padded to a multiple of it.
+    ``positions``: positions of the tokens in their documents, if rows have several. ``bounded``:
+    their batches also say where documents begin. ``multiple``: rows of documents are padded to a
+    multiple of it.
     """
 
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
@@ -98,7 +107,8 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path) -> Rows:
-        """What ``write`` has written; ``UserError`` for anything else, before a GPU reads beside the rows."""
+        """What ``write`` has written; ``UserError`` for anything else, before a GPU reads beside
+        the rows."""
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
 
@@ -110,7 +120,9 @@ class Rows:
             raise UserError(f"{path} holds no rows of tokens: {wrong}")
         rows = cls(**found)
         with safe_open(path, "pt") as file:
-            rows._digest = (file.metadata() or {}).get("digest")  # else, as of earlier releases, it takes going through all rows
+            rows._digest = (file.metadata() or {}).get(
+                "digest"
+            )  # else, as of earlier releases, it takes going through all rows
         return rows
 
     def write(self, path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -120,7 +132,8 @@ class Rows:
         save_file(self.tensors(), path, metadata or {"digest": self.digest()})
 
     def of_documents(self, starts: Tensor) -> Rows:
-        """The same rows, where a document begins at each of ``starts`` and at the begin of each row; its first token is predicted by nothing."""
+        """The same rows, where a document begins at each of ``starts`` and at the begin of each
+        row; its first token is predicted by nothing."""
         begins = torch.zeros(len(self.ids), dtype=torch.bool)
         begins[starts[starts < len(self.ids)]] = True
         begins[self.bounds[:-1]] = True
@@ -136,7 +149,9 @@ class Rows:
         if self._learnt is None:  # once: every rank asks for the rows of all
             begins = self.bounds[:-1]
             carries = (self.labels != IGNORE).numpy()
-            self._learnt = torch.from_numpy(np.add.reduceat(carries, begins.numpy(), dtype=np.int64)) - carries[begins.numpy()]
+            self._learnt = (
+                torch.from_numpy(np.add.reduceat(carries, begins.numpy(), dtype=np.int64)) - carries[begins.numpy()]
+            )
         index = torch.tensor(picks)
         return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
 
@@ -146,9 +161,15 @@ class Rows:
             learnt = torch.where(labels == IGNORE, 0, labels)
             least, most = min(int(ids.min()), int(learnt.min())), max(int(ids.max()), int(learnt.max()))
             if least < 0:
-                raise UserError(f"tokens and labels must be 0 or more, or labels {IGNORE}, got {least}: the file of the rows is damaged, remove it")
+                raise UserError(
+                    f"tokens and labels must be 0 or more, or labels {IGNORE}, got {least}: the file of the rows is "
+                    "damaged, remove it"
+                )
             if most >= vocabulary:
-                raise UserError(f"the tokenizer has ids that the model's vocabulary of {vocabulary} lacks: give the model's own tokenizer")
+                raise UserError(
+                    f"the tokenizer has ids that the model's vocabulary of {vocabulary} lacks: give the model's own "
+                    "tokenizer"
+                )
 
     def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, labels and positions of a row."""
@@ -156,11 +177,14 @@ class Rows:
         return self.ids[span], self.labels[span], None if self.positions is None else self.positions[span]
 
     def batch(self, picks: list[int], pad: int) -> dict[str, Any]:
-        """Right-padded (B, T) int64 tensors; an attention mask only if something is padded. Bounds of documents have Flash Attention's form."""
+        """Right-padded (B, T) int64 tensors; an attention mask only if something is padded.
+        Bounds of documents have Flash Attention's form."""
         ids, labels, positions = zip(*(self.row(i) for i in picks))
         longest = max(map(len, ids))
         more = -longest % self.multiple if positions[0] is not None else 0
-        padded = lambda rows, value: F.pad(pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value), (0, more), value=value)
+        padded = lambda rows, value: F.pad(
+            pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value), (0, more), value=value
+        )
         batch = {"input_ids": padded(ids, pad), "labels": padded(labels, IGNORE)}
         lengths = torch.tensor([len(row) for row in ids])
         beyond = torch.arange(longest + more) - lengths[:, None]
@@ -182,9 +206,20 @@ def _wrong(found: dict[str, Tensor]) -> str | None:
     found["bounds"] = bounds
     if other:
         return f"{other} must be {ids.numel()} numbers in int32"
-    if bounds.dtype != torch.int64 or bounds.ndim != 1 or len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != len(ids) or bool((bounds.diff() < 1).any()):
+    if (
+        bounds.dtype != torch.int64
+        or bounds.ndim != 1
+        or len(bounds) < 1
+        or bounds[0] != 0
+        or bounds[-1] != len(ids)
+        or bool((bounds.diff() < 1).any())
+    ):
         return f"bounds must rise from 0 to {len(ids)} in int64"
-    if "positions" in found and len(ids) and not 0 <= found["positions"].min() <= found["positions"].max() < bounds.diff().max():
+    if (
+        "positions" in found
+        and len(ids)
+        and not 0 <= found["positions"].min() <= found["positions"].max() < bounds.diff().max()
+    ):
         return "positions must lie in their rows"
     return None
 
@@ -201,7 +236,8 @@ def learnt_tokens(batch: dict[str, Tensor]) -> int:
 
 
 def together(single: Rows, length: int) -> Rows:
-    """Put conversations, one row each, into rows of at most ``length``: the longest first, each into the row that it fills best."""
+    """Put conversations, one row each, into rows of at most ``length``: the longest first, each
+    into the row that it fills best."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (what is left, row), sorted
     bounds = single.bounds.tolist()
@@ -216,11 +252,14 @@ def together(single: Rows, length: int) -> Rows:
         bisect.insort(free, (left - size, row))
     joined = lambda tokens, row: torch.cat([tokens[bounds[i] : bounds[i + 1]] for i in row]).numpy()
     lengths = torch.tensor([sizes[i] for row in rows for i in row])
-    return Rows.of((joined(single.ids, row), joined(single.labels, row)) for row in rows).of_documents(lengths.cumsum(0) - lengths)
+    return Rows.of((joined(single.ids, row), joined(single.labels, row)) for row in rows).of_documents(
+        lengths.cumsum(0) - lengths
+    )
 
 
 class Data:
-    """Rows to train on and rows to evaluate on, split by position, so that the split does not depend on the seed."""
+    """Rows to train on and rows to evaluate on, split by position, so that the split does not
+    depend on the seed."""
 
     def __init__(self, rows: Rows, tokenizer: Any, eval_fraction: float):
         self.rows, self.tokenizer = rows, tokenizer
@@ -233,13 +272,19 @@ class Data:
         self.pad: int = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def check(self, vocabulary: int) -> None:
-        """Raise ``UserError`` if a model has fewer ids than the data; its embedding need not have that of padding."""
+        """Raise ``UserError`` if a model has fewer ids than the data; its embedding need not
+        have that of padding."""
         self.rows.check(vocabulary)
         self.pad = self.pad if self.pad < vocabulary else 0
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for the order of the data to continue where it stopped."""
-        return {"rows": len(self.rows), "held back": len(self.eval), "sum of ids": int(self.rows.ids.sum()), "digest of tokens": self.rows.digest()}
+        return {
+            "rows": len(self.rows),
+            "held back": len(self.eval),
+            "sum of ids": int(self.rows.ids.sum()),
+            "digest of tokens": self.rows.digest(),
+        }
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint should keep, beside the position, for ``seek`` to find it again."""
@@ -252,7 +297,8 @@ class Data:
         """No more rows are needed."""
 
     def picks(self, position: int, count: int, seed: int) -> list[int]:
-        """The rows at ``position`` and after it in the order of training, which depends on the seed and on nothing else; an epoch has an order of its own."""
+        """The rows at ``position`` and after it in the order of training, which depends on the
+        seed and on nothing else; an epoch has an order of its own."""
         picks = []
         for place in range(position, position + count):
             epoch, offset = divmod(place, len(self.train))
@@ -274,7 +320,8 @@ class Data:
         return self.rows.batch(self.picks(index * size, size, seed), self.pad)
 
     def batches(self, picks: list[int], rank: int, world: int, size: int) -> list[dict[str, Any]]:
-        """This rank's share of a step's rows, in batches of at most ``size`` rows: as many batches on every rank, where rows are short one without labels."""
+        """This rank's share of a step's rows, in batches of at most ``size`` rows: as many
+        batches on every rank, where rows are short one without labels."""
         batches = []
         for part in share(picks, rank, world, size):
             batch = self.rows.batch(part or picks[:1], self.pad)
@@ -289,7 +336,8 @@ class Data:
 
 
 def share(picks: list[int], rank: int, world: int, size: int) -> list[list[int]]:
-    """``rank``'s part of ``picks``, in pieces of at most ``size``; the number of pieces is the same on every rank, hence some may be empty."""
+    """``rank``'s part of ``picks``, in pieces of at most ``size``; the number of pieces is the
+    same on every rank, hence some may be empty."""
     mine = picks[len(picks) * rank // world : len(picks) * (rank + 1) // world]
     pieces = math.ceil(math.ceil(len(picks) / world) / size)
     return [mine[size * i : size * (i + 1)] for i in range(pieces)]

@@ -1,21 +1,27 @@
-"""The peak of memory of a training step, from shapes: the step itself runs on tensors without data, and every storage counts from its first use to its end.
+"""The peak of memory of a training step, from shapes: the step itself runs on tensors without data,
+and every storage counts from its first use to its end.
 
     peak = the most bytes that are held at one moment of a step whose optimizer has its states
 
-The model of a run is built on the meta device, patched and given adapters by the code of ``liger train``, and makes one step under PyTorch's
-``FakeTensorMode``. Kernels are not launched; everything else runs as on a GPU: autograd, checkpointing, recomputation, offloading, chunks of the head. Several
-ranks are one, whose collectives return at once (``fake_ranks``): PyTorch's FSDP2 gathers weights and reduces gradients. So there is no formula for any part of
-a model, and whatever a family or a switch keeps is counted.
+The model of a run is built on the meta device, patched and given adapters by the code of ``liger
+train``, and makes one step under PyTorch's ``FakeTensorMode``. Kernels are not launched; everything
+else runs as on a GPU: autograd, checkpointing, recomputation, offloading, chunks of the head.
+Several ranks are one, whose collectives return at once (``fake_ranks``): PyTorch's FSDP2 gathers
+weights and reduces gradients. So there is no formula for any part of a model, and whatever a family
+or a switch keeps is counted.
 
-Long models are cut. If all layers have the same form, models of 4 and of 5 layers make the step, and the bytes of each phase are continued as a line:
+Long models are cut. If all layers have the same form, models of 4 and of 5 layers make the step,
+and the bytes of each phase are continued as a line:
 
     forward    head and loss    backward of the last layer, the last but one, the second, the first    optimizer
 
-The CPU's memory counts, too: copies of offloaded activations, and what an optimizer on the CPU needs. If it is short, activations of the last layers stay on
-the GPU.
+The CPU's memory counts, too: copies of offloaded activations, and what an optimizer on the CPU
+needs. If it is short, activations of the last layers stay on the GPU.
 
-What PyTorch's own operators hold while they run is not seen, but known: cuBLAS has two workspaces (the forward and autograd have a thread each), and the
-backward of attention has the gradient of the queries in fp32, and those of shared keys and values for each head. Not counted: fragmentation, CUDA's own memory.
+What PyTorch's own operators hold while they run is not seen, but known: cuBLAS has two workspaces
+(the forward and autograd have a thread each), and the backward of attention has the gradient of the
+queries in fp32, and those of shared keys and values for each head. Not counted: fragmentation,
+CUDA's own memory.
 """
 
 from __future__ import annotations
@@ -56,14 +62,30 @@ GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
 SHORT = 4  # layers of a model that is cut; the longer one has one more
 MIB = 2**20
 COPIES, STATES = "activations", "weights, gradients and moments"  # what the CPU's memory is for
-LAST_PHASES = {"backward: second layer", "backward: first layer", "optimizer"}  # when the activations of the last layers are gone
-# by which part of a step it is allocated, a storage counts as the last of these; gradients and casts are recognised
-PARTS = ("weights", "gathered weights", "casts of weights", "gradients", "optimizer", "activations", "head and loss", "temporary", "libraries")
+LAST_PHASES = {
+    "backward: second layer",
+    "backward: first layer",
+    "optimizer",
+}  # when the activations of the last layers are gone
+# by which part of a step it is allocated, a storage counts as the last of these; gradients and
+# casts are recognised
+PARTS = (
+    "weights",
+    "gathered weights",
+    "casts of weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "head and loss",
+    "temporary",
+    "libraries",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes at the moment of a step that needs most, by ``PARTS``. ``phase``: when it is. ``cpu``: bytes of the CPU's memory, by what needs them."""
+    """Bytes at the moment of a step that needs most, by ``PARTS``. ``phase``: when it is.
+    ``cpu``: bytes of the CPU's memory, by what needs them."""
 
     parts: dict[str, int]
     phase: str
@@ -87,25 +109,40 @@ class _How(NamedTuple):
 
 
 def simulated(
-    form: Any, config: TrainConfig, precision: str, *,
-    world: int = 1, arch: str = "sm90", optimizer: str | None = None, ignored: float = 0.0, reduce_dtype: torch.dtype | None = torch.float32,
+    form: Any,
+    config: TrainConfig,
+    precision: str,
+    *,
+    world: int = 1,
+    arch: str = "sm90",
+    optimizer: str | None = None,
+    ignored: float = 0.0,
+    reduce_dtype: torch.dtype | None = torch.float32,
     cpu_memory: float = math.inf,
-) -> Peak:  # fmt: skip
-    """The peak of one rank's step of ``config``, of ``world`` ranks with a GPU each, with a model of the transformers configuration ``form``.
+) -> Peak:
+    """The peak of one rank's step of ``config``, of ``world`` ranks with a GPU each, with a model
+    of the transformers configuration ``form``.
 
-    ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no states. ``ignored``: the part of the targets that does not count.
-    ``reduce_dtype``: in which FSDP2 reduces gradients. ``cpu_memory``: bytes that the rank may use. Raises ``UserError`` for what cannot be simulated.
+    ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no
+    states. ``ignored``: the part of the targets that does not count. ``reduce_dtype``: in which
+    FSDP2 reduces gradients. ``cpu_memory``: bytes that the rank may use. Raises ``UserError`` for
+    what cannot be simulated.
     """
     if config.quantize == "int8" or (config.quantize and config.kernels == "off"):
         raise UserError(
-            f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is not known: kernels of bitsandbytes run"
+            f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is "
+            "not known: kernels of bitsandbytes run"
         )
     if config.parallel not in MODES:
         raise UserError(f"the memory of parallel {config.parallel} is not known: DeepSpeed holds the weights")
-    step = functools.partial(_phases, how=_How(config, precision, world, arch, optimizer or config.optimizer, ignored, reduce_dtype))
+    step = functools.partial(
+        _phases, how=_How(config, precision, world, arch, optimizer or config.optimizer, ignored, reduce_dtype)
+    )
     text = form.get_text_config()
     layers, some = text.num_hidden_layers, SHORT
-    if config.activation_offloading:  # a layer's input, at least, is on its way out or back while more than so many bytes are
+    if (
+        config.activation_offloading
+    ):  # a layer's input, at least, is on its way out or back while more than so many bytes are
         some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
     if layers <= 2 * some + 1 or not _alike(form, config.trust_remote_code):
         phases, cpu = step(form)
@@ -114,18 +151,24 @@ def simulated(
         (short, cpu), (longer, cpu_of_longer) = step(_cut(form, some)), step(_cut(form, some + 1))
         continued = lambda parts, longer: {part: n + (longer[part] - n) * (layers - some) for part, n in parts.items()}
         of_a_layer = max(1, cpu_of_longer[COPIES] - cpu[COPIES])
-        phases, cpu = {name: continued(parts, longer[name]) for name, parts in short.items()}, continued(cpu, cpu_of_longer)
+        phases, cpu = (
+            {name: continued(parts, longer[name]) for name, parts in short.items()},
+            continued(cpu, cpu_of_longer),
+        )
     if (beyond := sum(cpu.values()) - cpu_memory) > 0 and cpu[COPIES]:
         stay = min(cpu[COPIES], of_a_layer * math.ceil(beyond / of_a_layer))
         cpu[COPIES] -= stay
         for name in phases.keys() - LAST_PHASES:
             phases[name]["activations"] += stay
     phase, parts = max(phases.items(), key=lambda found: sum(found[1].values()))
-    return Peak(parts | {"libraries": parts["libraries"] + workspaces(arch)}, phase, {what: n for what, n in cpu.items() if n})
+    return Peak(
+        parts | {"libraries": parts["libraries"] + workspaces(arch)}, phase, {what: n for what, n in cpu.items() if n}
+    )
 
 
 def workspaces(arch: str) -> int:
-    """Bytes of the workspaces of cuBLAS, one for the thread of the forward and one for autograd's, of the sizes that PyTorch chooses."""
+    """Bytes of the workspaces of cuBLAS, one for the thread of the forward and one for
+    autograd's, of the sizes that PyTorch chooses."""
     return 2 * (32 * MIB if arch in ("sm90", "sm100") or arch.startswith("gfx") else 8 * MIB + 128 * 1024)
 
 
@@ -133,7 +176,8 @@ _ALIKE: dict[str, bool] = {}
 
 
 def _alike(form: Any, trust_remote_code: bool) -> bool:
-    """Whether all layers of a model have parameters of the same shapes, and attention of one kind."""
+    """Whether all layers of a model have parameters of the same shapes, and attention of one
+    kind."""
     import transformers
 
     key = form.to_json_string()
@@ -142,7 +186,11 @@ def _alike(form: Any, trust_remote_code: bool) -> bool:
             layers = layers_of(transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=trust_remote_code))
         shapes = {(type(layer), tuple((name, p.shape) for name, p in layer.named_parameters())) for layer in layers}
         text = form.get_text_config()
-        _ALIKE[key] = len(layers) == text.num_hidden_layers and len(shapes) == 1 and len(set(getattr(text, "layer_types", None) or ())) <= 1
+        _ALIKE[key] = (
+            len(layers) == text.num_hidden_layers
+            and len(shapes) == 1
+            and len(set(getattr(text, "layer_types", None) or ())) <= 1
+        )
     return _ALIKE[key]
 
 
@@ -156,12 +204,16 @@ def _cut(form: Any, layers: int) -> Any:
 
 
 def _phases(form: Any, how: _How) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """Bytes by part at the peak of each phase of a step, and those of the CPU's memory by what needs them."""
+    """Bytes by part at the peak of each phase of a step, and those of the CPU's memory by what
+    needs them."""
     config = how.config
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), fake_ranks(config, how.world) as ranks:
         warnings.simplefilter("ignore")
         model = _on_meta(form, config, how.precision)
-        with _as_on_a_gpu(how.arch, how.ignored) as meter, followed(meter, config.optimizer_on_cpu) if config.fully_sharded else contextlib.nullcontext():
+        with (
+            _as_on_a_gpu(how.arch, how.ignored) as meter,
+            followed(meter, config.optimizer_on_cpu) if config.fully_sharded else contextlib.nullcontext(),
+        ):
             _step(model, how, ranks, meter)
     return meter.phases, meter.cpu
 
@@ -170,7 +222,11 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     import transformers
 
     with torch.device("meta"):
-        options = {"dtype": dtype_of(config, precision), "trust_remote_code": config.trust_remote_code, **attention_of(config)}
+        options = {
+            "dtype": dtype_of(config, precision),
+            "trust_remote_code": config.trust_remote_code,
+            **attention_of(config),
+        }
         model: Any = transformers.AutoModelForCausalLM.from_config(form, **options).train()
         if config.kernels == "on":
             patch(model, flags_for(config, form.model_type))
@@ -209,7 +265,9 @@ def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter) -> None:
     with _marks(layers_of(model), meter):
         for _ in range(min(config.accumulate, 2)):
             meter.begin("activations", "forward")
-            with torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16-mixed" and not config.fully_sharded):
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=how.precision == "bf16-mixed" and not config.fully_sharded
+            ):
                 loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=ids.numel()).loss
             loss.backward()
     meter.begin("optimizer", "optimizer")  # fused and compiled kernels need nothing but the states
@@ -217,19 +275,28 @@ def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter) -> None:
 
 
 def _states(p: Tensor, optimizer: str) -> list[Tensor]:
-    """What an optimizer keeps of a parameter: AdamW two moments; in 8 bits with a scale for each block, but not those of small parameters."""
+    """What an optimizer keeps of a parameter: AdamW two moments; in 8 bits with a scale for each
+    block, but not those of small parameters."""
     if optimizer == "sgd":
         return []
     if KINDS[optimizer].moments is None or p.numel() < LEAST or p.numel() % BLOCK:
         return [torch.empty_like(p), torch.empty_like(p)]
-    return [torch.empty(n, dtype=dtype) for n, dtype in 2 * ((p.numel(), torch.uint8), (p.numel() // BLOCK, torch.float32))]
+    return [
+        torch.empty(n, dtype=dtype) for n, dtype in 2 * ((p.numel(), torch.uint8), (p.numel() // BLOCK, torch.float32))
+    ]
 
 
 @contextlib.contextmanager
 def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
-    """Tell the meter which phase of a step begins. The head has no hook, because a head with hooks is not fused."""
+    """Tell the meter which phase of a step begins. The head has no hook, because a head with
+    hooks is not fused."""
     last = len(layers) - 1
-    names = {last - 1: "backward: last layer but one", 1: "backward: second layer", last: "backward: last layer", 0: "backward: first layer"}
+    names = {
+        last - 1: "backward: last layer but one",
+        1: "backward: second layer",
+        last: "backward: last layer",
+        0: "backward: first layer",
+    }
 
     def left(i: int, layer: nn.Module, args: Any, out: Any) -> None:
         if meter.label != "activations":
@@ -248,11 +315,14 @@ def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
 
 
 class _Meter(FakeTensorMode):
-    """Counts bytes of storages while they live. ``phases``: those by part at the peak of each phase; ``cpu``: the most that the CPU's memory has."""
+    """Counts bytes of storages while they live. ``phases``: those by part at the peak of each
+    phase; ``cpu``: the most that the CPU's memory has."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.live: dict[int, tuple[Any, int, str]] = {}  # by the storage's address: a reference that tells its end, bytes, the part that it belongs to
+        self.live: dict[
+            int, tuple[Any, int, str]
+        ] = {}  # by the storage's address: a reference that tells its end, bytes, the part that it belongs to
         self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         self.now, self.label, self.phase = 0, "weights", ""
         self.phases: dict[str, dict[str, int]] = {}
@@ -261,7 +331,8 @@ class _Meter(FakeTensorMode):
         self.watched: list[StorageWeakRef] = []
 
     def watch(self, storage: Any) -> StorageWeakRef:
-        """A weak reference as PyTorch has them, which puts off the storage's own end: whether it has ended must be asked."""
+        """A weak reference as PyTorch has them, which puts off the storage's own end: whether it
+        has ended must be asked."""
         self.watched.append(StorageWeakRef(storage))
         return self.watched[-1]
 
@@ -270,7 +341,8 @@ class _Meter(FakeTensorMode):
         self.peak()
 
     def peak(self, more: int = 0) -> None:
-        """Take note if there was never more in this phase. ``more``: what an operator holds besides while it runs."""
+        """Take note if there was never more in this phase. ``more``: what an operator holds
+        besides while it runs."""
         self.late = False
         if self.phase and self.now + more > sum(self.phases.get(self.phase, {}).values()):
             self.phases[self.phase] = dict(self.parts) | {"libraries": more}
@@ -278,7 +350,8 @@ class _Meter(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.addmm.dtype_out:  # PyTorch 2.11 does not know what it returns
             return (kwargs or {})["out"]
-        # operators of PyTorch are one kernel, even where the fake ones consist of several; ours call several
+        # operators of PyTorch are one kernel, even where the fake ones consist of several; ours
+        # call several
         if self.nested:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         for watched in [each for each in self.watched if each.expired()]:
@@ -292,7 +365,11 @@ class _Meter(FakeTensorMode):
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self.nested = False
-        label = "casts of weights" if func is torch.ops.aten._to_copy.default and self.label_of(args[0]) == "weights" else self.label
+        label = (
+            "casts of weights"
+            if func is torch.ops.aten._to_copy.default and self.label_of(args[0]) == "weights"
+            else self.label
+        )
         before = self.now
         for t in tree_leaves(out):
             if isinstance(t, FakeTensor):
@@ -300,7 +377,8 @@ class _Meter(FakeTensorMode):
         if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
             self.peak(_attention_workspace(args[1], args[2]))
         elif self.now > before:
-            # autograd adds to the first of two gradients if nobody else holds it, which is then gone before the next operator
+            # autograd adds to the first of two gradients if nobody else holds it, which is then
+            # gone before the next operator
             self.late = func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1
             if not self.late:
                 self.peak()
@@ -324,7 +402,8 @@ class _Meter(FakeTensorMode):
             self.now -= size
 
     def resizing(self, resize: Callable) -> Callable:
-        """``resize`` of storages, which counts: FSDP2 frees what it gathered, and allocates it again, in the same storage."""
+        """``resize`` of storages, which counts: FSDP2 frees what it gathered, and allocates it
+        again, in the same storage."""
 
         def call(storage: Any, size: int) -> None:
             resize(storage, size)
@@ -356,25 +435,30 @@ class _Meter(FakeTensorMode):
             self.cpu[STATES] += size
 
     def copy(self, size: int) -> None:
-        """Count a copy in the CPU's memory; of a negative size, one that ends. The most that there were at a time stay pinned."""
+        """Count a copy in the CPU's memory; of a negative size, one that ends. The most that
+        there were at a time stay pinned."""
         self.copied += size
         self.cpu[COPIES] = max(self.cpu[COPIES], self.copied)
 
 
 def _attention_workspace(q: Tensor, k: Tensor) -> int:
-    """Bytes of the gradient of the queries in fp32 and, where heads share keys and values, of these' gradients for each head."""
+    """Bytes of the gradient of the queries in fp32 and, where heads share keys and values, of
+    these' gradients for each head."""
     return 4 * q.numel() + (2 * q.nbytes if q.shape[1] != k.shape[1] else 0)
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]  # PyTorch's
-    """The attention that PyTorch runs on a GPU: without a mask one of the flash kinds, else the memory-efficient one."""
+    """The attention that PyTorch runs on a GPU: without a mask one of the flash kinds, else the
+    memory-efficient one."""
     aten = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     bias = None if attn_mask is None else attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]  # PyTorch's
@@ -411,7 +495,8 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
 
 
 class _Copies:
-    """Stands in for ``offloading.Lane``: copies are there at once, and the blocks are their sizes."""
+    """Stands in for ``offloading.Lane``: copies are there at once, and the blocks are their
+    sizes."""
 
     def __init__(self, meter: _Meter, device: torch.device):
         self.meter, self.device, self.event = meter, device, types.SimpleNamespace(wait_event=lambda event: None)
@@ -446,7 +531,13 @@ class _FourBits(nn.Module):
         self.packed, absmax = torch.empty(n // 2, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
         nested = types.SimpleNamespace(absmax=fp32(-(-blocks // 256)), code=fp32(256), blocksize=256)
         self.state = types.SimpleNamespace(
-            dtype=linear.weight.dtype, shape=linear.weight.shape, blocksize=64, absmax=absmax, code=fp32(16), offset=fp32(()), state2=nested
+            dtype=linear.weight.dtype,
+            shape=linear.weight.shape,
+            blocksize=64,
+            absmax=absmax,
+            code=fp32(16),
+            offset=fp32(()),
+            state2=nested,
         )
 
 
@@ -455,7 +546,8 @@ def _read(m: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def _in_four_bits(model: Any) -> None:
-    """All linear layers but the head and the adapters, as transformers does it while it loads a model."""
+    """All linear layers but the head and the adapters, as transformers does it while it loads a
+    model."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module is not head and "lora_" not in name:

@@ -1,7 +1,9 @@
-"""Checkpoints in an object store: copied there as they complete, fetched from there where the run's folder has none.
+"""Checkpoints in an object store: copied there as they complete, fetched from there where the run's
+folder has none.
 
-The store has what the folder has, in the same order of writing: ``checkpoints/latest`` names only what is there whole. Rank 0 copies, in a thread beside
-training, from a folder that all ranks see (or the only machine's own).
+The store has what the folder has, in the same order of writing: ``checkpoints/latest`` names only
+what is there whole. Rank 0 copies, in a thread beside training, from a folder that all ranks see
+(or the only machine's own).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ PERIOD = 2.0  # seconds between looks for a new checkpoint
 
 
 class Store:
-    """The copy of the run in ``out`` at ``uri``: ``s3://bucket/run``, ``gs://...``, ``file:///...``, whatever fsspec has a package for."""
+    """The copy of the run in ``out`` at ``uri``: ``s3://bucket/run``, ``gs://...``,
+    ``file:///...``, whatever fsspec has a package for."""
 
     def __init__(self, uri: str, out: Path):
         try:
@@ -56,8 +59,13 @@ class Store:
             return []
 
     def _regular(self, path: str) -> bool:
-        """Whether this is a file, or not there. Folders of machines alone have links, pipes and devices, which a stranger may have made."""
-        return "file" not in self.fs.protocol or not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
+        """Whether this is a file, or not there. Folders of machines alone have links, pipes and
+        devices, which a stranger may have made."""
+        return (
+            "file" not in self.fs.protocol
+            or not os.path.lexists(path)
+            or (os.path.isfile(path) and not os.path.islink(path))
+        )
 
     def _present(self) -> list[str]:
         """The checkpoints of which there is anything, newest first."""
@@ -70,18 +78,22 @@ class Store:
         return sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: -step_of(Path(name)))
 
     def probe(self) -> None:
-        """Write to it and remove what was written, before there is anything to lose. ``UserError`` where that cannot be."""
+        """Write to it and remove what was written, before there is anything to lose.
+        ``UserError`` where that cannot be."""
         probe = f"{self.root}/checkpoints/{PROBE}"
         try:
             _folders(self.fs, probe)
             self.fs.pipe_file(probe, b"")
         except Exception as error:  # every store has errors of its own
-            raise UserError(f"cannot write to the store {self.uri}: {type(error).__name__}: {in_a_line(error)}") from None
+            raise UserError(
+                f"cannot write to the store {self.uri}: {type(error).__name__}: {in_a_line(error)}"
+            ) from None
         with contextlib.suppress(Exception):  # it may be one that removes nothing
             self.fs.rm_file(probe)
 
     def fetch(self) -> str | None:
-        """Bring the newest whole checkpoint into the run's folder, unless that has one as new; its name. ``UserError`` if it has some, and none is whole."""
+        """Bring the newest whole checkpoint into the run's folder, unless that has one as new;
+        its name. ``UserError`` if it has some, and none is whole."""
         folder = self.out / "checkpoints"
         here = newest(folder)[0]
         self.known = self.names(say=True)
@@ -104,11 +116,15 @@ class Store:
             print(f"ignoring checkpoint {self.uri}/checkpoints/{name}: {why}", file=sys.stderr)
             self.damaged.add(name)
         if there and not here:
-            raise UserError(f"no checkpoint in the store {self.uri} is complete: restore one, or give another --store to start again")
+            raise UserError(
+                f"no checkpoint in the store {self.uri} is complete: restore one, or give another --store to start "
+                "again"
+            )
         return None
 
     def _bring(self, name: str) -> str | None:
-        """Copy a checkpoint into the run's folder; what is wrong with it, of which nothing is left there."""
+        """Copy a checkpoint into the run's folder; what is wrong with it, of which nothing is
+        left there."""
         new, target = fresh(self.out / "checkpoints" / f"fetching-{name}"), self.out / "checkpoints" / name
         try:
             for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
@@ -129,7 +145,8 @@ class Store:
         return why
 
     def copy(self) -> bool:
-        """Bring the checkpoints that the folder names into the store, and remove what its ``latest`` named before; whether there was anything to do.
+        """Bring the checkpoints that the folder names into the store, and remove what its
+        ``latest`` named before; whether there was anything to do.
 
         ``RuntimeError`` if another run has written there meanwhile: what it wrote stays.
         """
@@ -170,7 +187,8 @@ def put(fs: Any, path: Path, target: str) -> None:
 
 
 def _folders(fs: Any, target: str) -> None:
-    """Those of ``target``. An object store has no folders, and a bucket that is not there is a mistake, not to be made."""
+    """Those of ``target``. An object store has no folders, and a bucket that is not there is a
+    mistake, not to be made."""
     if "file" in fs.protocol:
         fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         if os.path.islink(target):
@@ -179,7 +197,8 @@ def _folders(fs: Any, target: str) -> None:
 
 @contextlib.contextmanager
 def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
-    """Go on from ``config.store`` if the folder has no checkpoint, and keep it up to date; its last state is there when the context ends, or ``OSError``.
+    """Go on from ``config.store`` if the folder has no checkpoint, and keep it up to date; its last
+    state is there when the context ends, or ``OSError``.
 
     On rank 0 it gives the store, whose failures count as the checkpoints' own.
     """
@@ -202,7 +221,9 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
     if problem:
         raise UserError(problem)
     if store:
-        thread = beside(lambda: _keep(store, ended), "store", "checkpoints are copied to the store at the end of the run alone")
+        thread = beside(
+            lambda: _keep(store, ended), "store", "checkpoints are copied to the store at the end of the run alone"
+        )
     try:
         yield store
     except BaseException as error:
@@ -225,7 +246,9 @@ def _last(store: Store) -> None:
     try:
         store.copy()
     except Exception as error:
-        raise OSError(f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}") from None  # its text may have credentials
+        raise OSError(
+            f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}"
+        ) from None  # its text may have credentials
 
 
 def _keep(store: Store, ended: threading.Event) -> None:
@@ -240,4 +263,7 @@ def _keep(store: Store, ended: threading.Event) -> None:
             failed = newest_here
             if said != str(error):
                 said = str(error)
-                print(f"a checkpoint could not be copied to {store.uri} and will be copied later: {in_a_line(error)}", file=sys.stderr)
+                print(
+                    f"a checkpoint could not be copied to {store.uri} and will be copied later: {in_a_line(error)}",
+                    file=sys.stderr,
+                )

@@ -1,8 +1,12 @@
-"""Rows while they are made: data is read, tokenised and shuffled part by part, and training begins when the first part is there.
+"""Rows while they are made: data is read, tokenised and shuffled part by part, and training begins
+when the first part is there.
 
-A part is a run of records, of ``config.stream`` million characters or a little more. One process, of all that share a folder, writes parts into it, in
-order and ahead of training; every rank reads them there. What a part holds follows from data and config alone, and checkpoints know where parts begin:
-a run that goes on where the folder is empty has the part made first that it needs, not all before it.
+A part is a run of records, of ``config.stream`` million characters or a little more. One process,
+of all that share a folder, writes parts into it, in order and ahead of training; every rank reads
+them there. What a part holds follows from data and config alone, and checkpoints know where parts
+begin:
+a run that goes on where the folder is empty has the part made first that it needs, not all before
+it.
 """
 
 from __future__ import annotations
@@ -104,12 +108,16 @@ class Parts(Rows):
         return self.part(pick // WIDTH).row(pick % WIDTH)
 
     def count(self, picks: list[int]) -> tuple[int, int]:
-        counts = [self.part(number).count([pick % WIDTH for pick in some]) for number, some in groupby(picks, lambda pick: pick // WIDTH)]
+        counts = [
+            self.part(number).count([pick % WIDTH for pick in some])
+            for number, some in groupby(picks, lambda pick: pick // WIDTH)
+        ]
         return sum(tokens for tokens, _ in counts), sum(learnt for _, learnt in counts)
 
 
 class Stream(Data):
-    """Rows in the order of their parts, shuffled within each; those held back are of the first. The number of all is known once the last is written."""
+    """Rows in the order of their parts, shuffled within each; those held back are of the first.
+    The number of all is known once the last is written."""
 
     rows: Parts
 
@@ -199,7 +207,9 @@ class Stream(Data):
 
 def _start(config: TrainConfig, folder: Path) -> subprocess.Popen:
     """The process that writes parts. It ends when this one does, whatever ends it."""
-    writer = subprocess.Popen([sys.executable, "-m", "liger_kernel.train.stream", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "liger_kernel.train.stream", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     _tell(writer, dataclasses.asdict(config))
     return writer
 
@@ -236,7 +246,8 @@ class Writer:
         return self._missing(0) if part is None else part
 
     def _missing(self, part: int) -> int | None:
-        """The first part from that one on which has not been written, or cannot be before it is known where the one before ends."""
+        """The first part from that one on which has not been written, or cannot be before it is
+        known where the one before ends."""
         part = min(part, len(self._parts))
         while True:
             if part not in self._there:

@@ -1,4 +1,5 @@
-"""What ``liger train`` says before its first step: model, kernels, data, device, and the memory that it expects to need."""
+"""What ``liger train`` says before its first step: model, kernels, data, device, and the memory
+that it expects to need."""
 
 from __future__ import annotations
 
@@ -16,24 +17,32 @@ from liger_kernel.train.rows import Data
 from liger_kernel.train.stream import Stream
 
 
-def summary(config: TrainConfig, data: Data, model: Any, attention: str, device: torch.device, precision: str, world: int) -> str:
+def summary(
+    config: TrainConfig, data: Data, model: Any, attention: str, device: torch.device, precision: str, world: int
+) -> str:
     """The lines, on rank 0, of a model that is on its device and patched, and not sharded yet."""
     ends = data.tokenizer.eos_token_id is not None
-    no_end = "" if ends else "; the tokenizer has no end token: texts are joined without one, and an answer does not learn to end"
+    no_end = (
+        ""
+        if ends
+        else "; the tokenizer has no end token: texts are joined without one, and an answer does not learn to end"
+    )
     lines = [
         f"model: {_model(config, model)}",
         *([f"adapters: {adapters.described(config, model)}"] if config.lora else []),
         *kernels(config, model),
         f"attention: {attention}",
         f"data: {_data(config, data, world)}{no_end}",
-        f"device: {device_name(device)}, {precision}{f', {world} ranks ({config.parallel})' if world > 1 else ''}, trainer {config.trainer}",
+        f"device: {device_name(device)}, {precision}{f', {world} ranks ({config.parallel})' if world > 1 else ''}, "
+        f"trainer {config.trainer}",
         f"memory: {_memory(config, model, device, world)}",
     ]
     return "\n".join(lines)
 
 
 def parameters(model: Any) -> tuple[int, int]:
-    """How many parameters are trained, and how many there are; values of 4 bits count one by one."""
+    """How many parameters are trained, and how many there are; values of 4 bits count one by
+    one."""
     if hasattr(model, "get_nb_trainable_parameters"):
         return model.get_nb_trainable_parameters()
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -60,10 +69,16 @@ def _data(config: TrainConfig, data: Data, world: int) -> str:
     rows = config.global_batch or config.batch * config.accumulate * (world // config.sharing(world))
     wanted = f"{config.steps:,} steps of {rows:,} rows"
     if isinstance(data, Stream):
-        return f"{config.data}, read in parts of {config.stream:g} million characters, rows of at most {config.length:,} tokens; {wanted}"
+        return (
+            f"{config.data}, read in parts of {config.stream:g} million characters, rows of at most "
+            f"{config.length:,} tokens; {wanted}"
+        )
     passes = config.steps * rows / max(1, len(data.train))
     held = f", {len(data.eval):,} more for evaluation" if data.eval else ""
-    return f"{config.data}, {len(data.train):,} rows of at most {config.length:,} tokens to train on{held}; {wanted}: {passes:.2f} passes over the data"
+    return (
+        f"{config.data}, {len(data.train):,} rows of at most {config.length:,} tokens to train on{held}; "
+        f"{wanted}: {passes:.2f} passes over the data"
+    )
 
 
 def _memory(config: TrainConfig, model: Any, device: torch.device, world: int) -> str:
@@ -80,7 +95,10 @@ def _memory(config: TrainConfig, model: Any, device: torch.device, world: int) -
     total = torch.cuda.get_device_properties(device).total_memory
     beyond = ". That is more than the GPU has: expect to run out of memory" if found["peak"] > total else ""
     parts = ", ".join(f"{name} {gb(size)}" for name, size in found["parts"].items() if size)
-    return f"expected: about {gb(found['peak'])} of the GPU's {gb(total)} at the peak, in '{found['phase']}', estimated from shapes: {parts}{beyond}"
+    return (
+        f"expected: about {gb(found['peak'])} of the GPU's {gb(total)} at the peak, in '{found['phase']}', "
+        f"estimated from shapes: {parts}{beyond}"
+    )
 
 
 def gb(size: float) -> str:

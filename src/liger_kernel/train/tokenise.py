@@ -1,4 +1,5 @@
-"""From records to rows: tokenizers, labels of conversations, and a draft that outlives a run that is stopped."""
+"""From records to rows: tokenizers, labels of conversations, and a draft that outlives a run
+that is stopped."""
 
 from __future__ import annotations
 
@@ -25,12 +26,21 @@ from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together
 
 END = "<|endoftext|>"
-# For tokenizers without a chat template. It is saved with the model, so that a chat uses what was trained.
+# For tokenizers without a chat template. It is saved with the model, so that a chat uses what was
+# trained.
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '' if loop.first else '\n\n' }}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
-    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{{ '\n\n### Assistant:\n' if add_generation_prompt "
+    "else '' }}"
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 TOKENIZER = "tokenizer"  # in a folder of data that is being tokenised
 DRAFT = ("ids", "labels", "lengths")
 PIECE = 1_000_000  # characters that are tokenised together, each of which takes a tokenizer 150 bytes
@@ -40,8 +50,11 @@ _CUTS_TRIED = 100
 _AROUND = 1000  # characters on each side of a cut: more than what a tokenizer looks at to find where a word ends
 
 
-def batches_of(records: Iterable[tuple[dict[str, Any], Place]], count: int = 1000) -> Iterator[list[tuple[dict[str, Any], Place]]]:
-    """Records to tokenise together: ``count`` at most, fewer once they have as much text as a piece."""
+def batches_of(
+    records: Iterable[tuple[dict[str, Any], Place]], count: int = 1000
+) -> Iterator[list[tuple[dict[str, Any], Place]]]:
+    """Records to tokenise together: ``count`` at most, fewer once they have as much text as a
+    piece."""
     some, total = [], 0
     for record, place in records:
         some.append((record, place))
@@ -54,18 +67,25 @@ def batches_of(records: Iterable[tuple[dict[str, Any], Place]], count: int = 100
 
 
 def pieces(text: str, tokenizer: Any = None) -> Iterator[str]:
-    """``text`` in pieces of ``PIECE`` characters or a little more, which have the same tokens one by one as in one.
+    """``text`` in pieces of ``PIECE`` characters or a little more, which have the same tokens one
+    by one as in one.
 
-    It is cut before white space between words, where the tokenizer gives the text on both sides the same tokens together and apart. Where it does not (those
-    that mark the begin of a text do not), the rest is one piece. None: as for ``train_bpe``, whose words end at every such place.
+    It is cut before white space between words, where the tokenizer gives the text on both sides the
+    same tokens together and apart. Where it does not (those that mark the begin of a text do not),
+    the rest is one piece. None: as for ``train_bpe``, whose words end at every such place.
     """
     begin = 0
     while len(text) - begin > PIECE:
         places = itertools.islice(_BETWEEN_WORDS.finditer(text, begin + PIECE), _CUTS_TRIED)
-        cut = next((place.start() for place in places if tokenizer is None or _may_cut(text, place.start(), tokenizer)), None)
+        cut = next(
+            (place.start() for place in places if tokenizer is None or _may_cut(text, place.start(), tokenizer)), None
+        )
         if cut is None:
             if len(text) - begin > 10 * PIECE:
-                say = f"this tokenizer's tokens of a text of {len(text):,} characters cannot be made piece by piece: that takes memory, 150 bytes a character"
+                say = (
+                    f"this tokenizer's tokens of a text of {len(text):,} characters cannot be made piece by piece: "
+                    "that takes memory, 150 bytes a character"
+                )
                 print(say, file=sys.stderr, flush=True)
             break
         yield text[begin:cut]
@@ -80,21 +100,30 @@ def _may_cut(text: str, at: int, tokenizer: Any) -> bool:
 
 
 def ids_of(texts: list[str], tokenizer: Any) -> Iterator[Tokens]:
-    """The tokens of each text: of all together, but for long ones, which are tokenised piece by piece."""
+    """The tokens of each text: of all together, but for long ones, which are tokenised piece by
+    piece."""
     encode = lambda some: tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     short = [text for text in texts if len(text) <= PIECE]
     encoded = iter(encode(short) if short else [])
     for text in texts:
-        yield next(encoded) if len(text) <= PIECE else np.concatenate([np.array(encode(piece), np.int32) for piece in pieces(text, tokenizer)])
+        yield (
+            next(encoded)
+            if len(text) <= PIECE
+            else np.concatenate([np.array(encode(piece), np.int32) for piece in pieces(text, tokenizer)])
+        )
 
 
 def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
-    """A conversation in the tokenizer's own format, labels on the assistant's turns alone, cut to ``length``.
+    """A conversation in the tokenizer's own format, labels on the assistant's turns alone, cut to
+    ``length``.
 
-    A turn is located by rendering the conversation up to it and through it. Where a template rewrites earlier turns (some drop the reasoning of
+    A turn is located by rendering the conversation up to it and through it. Where a template
+    rewrites earlier turns (some drop the reasoning of
     all but the last), these are context: they carry no labels.
     """
-    render = lambda turns, prompt=False: tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+    render = lambda turns, prompt=False: tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=prompt
+    )
     text = render(messages)
     spans = []
     for i, message in enumerate(messages):
@@ -108,7 +137,8 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
     for piece in pieces(text, tokenizer):
         encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
         for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
-            # Some tokenizers trim the white space off a token's range: what counts is that it ends inside a turn and does not begin before it.
+            # Some tokenizers trim the white space off a token's range: what counts is that it ends
+            # inside a turn and does not begin before it.
             learnt = any(start <= at + begin and start < at + end <= stop for start, stop in spans)
             ids.append(token)
             labels.append(token if learnt else IGNORE)
@@ -123,7 +153,8 @@ class NoRows(UserError):
 
 
 class Draft:
-    """Records that are tokenised, on their way to rows. In ``folder``, what a run that is stopped has tokenised is there for the next one.
+    """Records that are tokenised, on their way to rows. In ``folder``, what a run that is stopped
+    has tokenised is there for the next one.
 
     What counts of the files there is what ``state.json`` says; what lies behind was cut short.
     """
@@ -144,10 +175,20 @@ class Draft:
         with contextlib.suppress(OSError, ValueError, KeyError):
             known = read_object(self.folder / "state.json")
             whole = lambda number: type(number) is int and 0 <= number < 1 << 53
-            place, counts = known.get("place"), [known.get(name, 0) for name in ("ids", "labels", "lengths", "silent", "late")]
-            if not all(map(whole, counts)) or not isinstance(place, list) or len(place) != 3 or not all(map(whole, place)):
+            place, counts = (
+                known.get("place"),
+                [known.get(name, 0) for name in ("ids", "labels", "lengths", "silent", "late")],
+            )
+            if (
+                not all(map(whole, counts))
+                or not isinstance(place, list)
+                or len(place) != 3
+                or not all(map(whole, place))
+            ):
                 return {}
-            if known.get("chats") in (True, False, None) and all((self.folder / name).stat().st_size >= 4 * known[name] for name in DRAFT):
+            if known.get("chats") in (True, False, None) and all(
+                (self.folder / name).stat().st_size >= 4 * known[name] for name in DRAFT
+            ):
                 return known
         return {}
 
@@ -157,7 +198,10 @@ class Draft:
         for tokens in self._tokens.values():
             tokens.sync()
         state = {"place": self.place, "chats": self.chats, "silent": self.silent, "late": self.late}
-        write(self.folder / "state.json", json.dumps(state | {name: tokens.count for name, tokens in self._tokens.items()}))
+        write(
+            self.folder / "state.json",
+            json.dumps(state | {name: tokens.count for name, tokens in self._tokens.items()}),
+        )
         self._kept = time.monotonic()
 
     def _add(self, ids: Tokens, labels: Tokens = ()) -> None:
@@ -171,7 +215,10 @@ class Draft:
             if self.chats is None:
                 self.chats = conversation(some[0][0]) is not None
             if self.chats and not tokenizer.is_fast:
-                raise UserError("conversations need a fast tokenizer, because a slow tokenizer does not say which characters a token covers")
+                raise UserError(
+                    "conversations need a fast tokenizer, because a slow tokenizer does not say which characters a "
+                    "token covers"
+                )
             if self.chats:
                 for record, (number, *_) in some:
                     self._add_chat(record, number, tokenizer, length)
@@ -191,7 +238,9 @@ class Draft:
             turns = conversation(record) or []
             ids, labels = conversation_row(turns, tokenizer, length)
         except Exception as error:  # chat templates raise what they like
-            raise UserError(f"record {number} is not a conversation that the chat template accepts: {in_a_line(error, 200)}") from error
+            raise UserError(
+                f"record {number} is not a conversation that the chat template accepts: {in_a_line(error, 200)}"
+            ) from error
         if any(label != IGNORE for label in labels[1:]):
             self._add(ids, labels)
         elif any(turn.get("role") == "assistant" and turn.get("content") for turn in turns):
@@ -207,7 +256,9 @@ class Draft:
         if self.chats:
             left_out = self._left_out(length)
             if not len(lengths):
-                raise NoRows(f"nothing to learn: {', and '.join(left_out)}" if left_out else "the data has no conversation")
+                raise NoRows(
+                    f"nothing to learn: {', and '.join(left_out)}" if left_out else "the data has no conversation"
+                )
             for why in left_out:
                 print(f"{why}: left out, as they have nothing to learn", file=sys.stderr, flush=True)
             rows = Rows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
@@ -225,13 +276,20 @@ class Draft:
         total = self._tokens["lengths"].count + self.silent + self.late
         reasons = (
             (self.silent, "have no answer"),
-            (self.late, f"have no answer within their first {length} tokens (raise --length), or have it in turns that the chat template rewrites"),
+            (
+                self.late,
+                f"have no answer within their first {length} tokens (raise --length), or have it in turns that the "
+                "chat template rewrites",
+            ),
         )
         return [f"{dropped} of {total} conversations {why}" for dropped, why in reasons if dropped]
 
 
-def tokenise(records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0) -> Rows:
-    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted from those ``before``; ``NoRows``: there are none."""
+def tokenise(
+    records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0
+) -> Rows:
+    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted
+    from those ``before``; ``NoRows``: there are none."""
     draft = Draft()
     draft.add(((record, (number, 0, 0)) for number, record in enumerate(records, before + 1)), tokenizer, length)
     return draft.rows(length, packing)
@@ -246,7 +304,10 @@ def tokenizer_of(config: TrainConfig) -> Any:
         return None
     on_hub(source)
     if Path(source).is_dir() and not any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"{source} holds no tokenizer: it has no tokenizer.json or tokenizer_config.json. Give --tokenizer a folder that has one")
+        raise UserError(
+            f"{source} holds no tokenizer: it has no tokenizer.json or tokenizer_config.json. Give --tokenizer a "
+            "folder that has one"
+        )
     tokenizer = loaded(source, config.trust_remote_code)
     complete(tokenizer)
     return tokenizer
@@ -272,7 +333,8 @@ def complete(tokenizer: Any) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Any:
-    """A byte-level BPE as a transformers tokenizer; the end of a text is also its beginning and its padding."""
+    """A byte-level BPE as a transformers tokenizer; the end of a text is also its beginning and
+    its padding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -281,12 +343,16 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     texts = (piece for text in texts for piece in pieces(text))
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
 
 
 def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | None) -> Any:
-    """A BPE trained on these records; with a folder, it is kept there, and the one that is there is taken."""
+    """A BPE trained on these records; with a folder, it is kept there, and the one that is there
+    is taken."""
     kept = folder and folder / TOKENIZER
     if kept and kept.is_dir():
         return loaded(kept)

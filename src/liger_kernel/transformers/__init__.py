@@ -1,4 +1,5 @@
-"""Kernels for Hugging Face Transformers. The modules that patch models are imported on first use, because they need Transformers."""
+"""Kernels for Hugging Face Transformers. The modules that patch models are imported on first
+use, because they need Transformers."""
 
 from __future__ import annotations
 
@@ -60,9 +61,14 @@ from liger_kernel.nn import (
 )
 
 # what needs transformers: name -> its module
-_AUTO = dict.fromkeys(("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText", "AutoLigerKernelForSequenceClassification"), "auto")
+_AUTO = dict.fromkeys(
+    ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText", "AutoLigerKernelForSequenceClassification"),
+    "auto",
+)
 _PATCHING = {
-    **dict.fromkeys(("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "patching.apply"),
+    **dict.fromkeys(
+        ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "patching.apply"
+    ),
     **dict.fromkeys(("class_patches", "instance_patches"), "patching.select"),
     "projections_report": "patching.report",
     "restore": "patching.values",

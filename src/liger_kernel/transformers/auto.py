@@ -1,4 +1,5 @@
-"""Transformers' auto classes; they patch the classes of the model's family before they make the model."""
+"""Transformers' auto classes; they patch the classes of the model's family before they make the
+model."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import find_adapter_config_file, is_peft_available
 
 from liger_kernel.nearest import nearest
@@ -15,13 +23,25 @@ from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _apply
 from liger_kernel.transformers.patching.flags import every_flag, flags_of
 from liger_kernel.transformers.recognise.rows import family
 
-_HUB = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code")
+_HUB = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
 
 
 def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``kwargs`` without flags, and those that the family has, after its classes are patched as they say; an unknown family stays plain, with a warning.
+    """``kwargs`` without flags, and those that the family has, after its classes are patched as
+    they say; an unknown family stays plain, with a warning.
 
-    Classes are not told of FP8, because other models of this process may not want it: ``_apply_rest`` converts the model.
+    Classes are not told of FP8, because other models of this process may not want it:
+    ``_apply_rest`` converts the model.
     """
     for argument in kwargs.keys() - every_flag():
         near = nearest(argument, every_flag(), cutoff=0.75)  # transformers' own arguments are at most 0.57 alike
@@ -40,7 +60,8 @@ def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tup
 
 
 def _base_of(name: str, kwargs: dict[str, Any]) -> str:
-    """The model that ``name`` is a PEFT adapter of, as transformers finds it; ``name`` itself if it is none, or has a model beside the adapter."""
+    """The model that ``name`` is a PEFT adapter of, as transformers finds it; ``name`` itself if
+    it is none, or has a model beside the adapter."""
     if not is_peft_available() or (Path(name) / "config.json").exists():
         return name
     hub = {k: kwargs[k] for k in ("revision", "token") if kwargs.get(k) is not None}
@@ -49,7 +70,8 @@ def _base_of(name: str, kwargs: dict[str, Any]) -> str:
 
 
 class _Auto:
-    """Make ordinary Transformers models. The flags of ``apply_liger_kernel_to_*`` are taken from the keywords; all other keywords are passed on."""
+    """Make ordinary Transformers models. The flags of ``apply_liger_kernel_to_*`` are taken from
+    the keywords; all other keywords are passed on."""
 
     _plain: Any  # the class of transformers that makes them: remote code is found under its name
 
@@ -69,18 +91,21 @@ class _Auto:
 
 
 class AutoLigerKernelForCausalLM(_Auto, AutoModelForCausalLM):
-    """``AutoModelForCausalLM`` with patched classes. Flags of ``apply_liger_kernel_to_*`` may be among the keywords."""
+    """``AutoModelForCausalLM`` with patched classes. Flags of ``apply_liger_kernel_to_*`` may be
+    among the keywords."""
 
     _plain = AutoModelForCausalLM
 
 
 class AutoLigerKernelForImageTextToText(_Auto, AutoModelForImageTextToText):
-    """``AutoModelForImageTextToText`` with patched classes. Flags of ``apply_liger_kernel_to_*`` may be among the keywords."""
+    """``AutoModelForImageTextToText`` with patched classes. Flags of ``apply_liger_kernel_to_*``
+    may be among the keywords."""
 
     _plain = AutoModelForImageTextToText
 
 
 class AutoLigerKernelForSequenceClassification(_Auto, AutoModelForSequenceClassification):
-    """``AutoModelForSequenceClassification`` with patched classes. Flags of ``apply_liger_kernel_to_*`` may be among the keywords."""
+    """``AutoModelForSequenceClassification`` with patched classes. Flags of
+    ``apply_liger_kernel_to_*`` may be among the keywords."""
 
     _plain = AutoModelForSequenceClassification

@@ -36,7 +36,8 @@ _ATTENDS = re.compile(r"softmax|scaled_dot_product|logsumexp|ALL_ATTENTION_FUNCT
 
 @dataclass(frozen=True)
 class Joining:
-    """A layer in which documents depend on each other. A mask (B, 1, T, T) separates them in ``attention``."""
+    """A layer in which documents depend on each other. A mask (B, 1, T, T) separates them in
+    ``attention``."""
 
     layer: str
     attention: bool
@@ -48,7 +49,8 @@ class Joining:
 
 
 def joining(model: Any) -> Joining | None:
-    """The first layer of ``model`` in which the documents of a packed row depend on each other, attention last.
+    """The first layer of ``model`` in which the documents of a packed row depend on each other,
+    attention last.
 
     None if there is none, or if no tiny model of this configuration runs. The model itself is not
     called: it may be on the meta device.
@@ -78,7 +80,8 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def _joining_layers(tiny: Any) -> list[nn.Module]:
-    """The innermost modules whose output at the second document changes, while their input there does not."""
+    """The innermost modules whose output at the second document changes, while their input there
+    does not."""
     ids = torch.arange(3, 3 + FIRST + SECOND)[None]
     other = torch.cat((ids[:, :FIRST] + 40, ids[:, FIRST:]), 1)
     takes = inspect.signature(tiny.forward).parameters.values()
@@ -112,7 +115,8 @@ def _joins(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> bool:
 
 
 def _second(values: Any) -> Tensor | None:
-    """The vectors of the second document's tokens in the first of these tensors that has one for each."""
+    """The vectors of the second document's tokens in the first of these tensors that has one for
+    each."""
     tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 3)
     return next((t[:, FIRST:].clone() for t in tensors if t.shape[:2] == (1, FIRST + SECOND)), None)
 
@@ -126,9 +130,11 @@ _looks: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictio
 
 
 def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Warn once if the batch in ``given`` has several documents in a row that depend on each other in ``model``.
+    """Warn once if the batch in ``given`` has several documents in a row that depend on each other
+    in ``model``.
 
-    To look at positions on a GPU, the host waits for it: only at calls 1, 2, 4, 8 and so on with any.
+    To look at positions on a GPU, the host waits for it: only at calls 1, 2, 4, 8 and so on with
+    any.
     """
     positions, bounds = given.get("position_ids"), given.get("cu_seq_lens_q")
     if positions is None and bounds is None:
@@ -152,13 +158,15 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def _bounded(bounds: Any, given: Mapping[str, Any]) -> bool:
-    """Whether these bounds, whose number the host knows, are of more documents than the batch has rows."""
+    """Whether these bounds, whose number the host knows, are of more documents than the batch
+    has rows."""
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     return isinstance(bounds, Tensor) and isinstance(tokens, Tensor) and len(bounds) - 1 > len(tokens)
 
 
 def _packed(positions: Tensor, mask: Any) -> bool:
-    """Whether positions (B, T), or the first of (A, B, T), begin at 0 in a row, at no padding of ``mask`` (B, T)."""
+    """Whether positions (B, T), or the first of (A, B, T), begin at 0 in a row, at no padding of
+    ``mask`` (B, T)."""
     positions = positions[0] if positions.ndim == 3 else positions
     begins = (positions[..., 1:] == 0) & (positions[..., :-1] > 1)  # on the left, padding often has 1
     if isinstance(mask, Tensor) and mask.shape == positions.shape:

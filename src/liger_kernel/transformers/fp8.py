@@ -1,11 +1,13 @@
-"""The trained linear layers of a model in FP8: ``train_in_fp8(model, "tensorwise")``, or the flag ``fp8`` of every patch.
+"""The trained linear layers of a model in FP8: ``train_in_fp8(model, "tensorwise")``, or the flag
+``fp8`` of every patch.
 
     asked        what the flags of a patch say, as a ``Wish``
     convert      a live model
     converting   models that are made later: the ``__init__`` of their classes
     reason       why a linear layer stays as it is
 
-A layer gets the class ``LigerFloat8TrainingLinear``. Its parameters stay, so that they may be loaded, moved, sharded or wrapped before and after.
+A layer gets the class ``LigerFloat8TrainingLinear``. Its parameters stay, so that they may be
+loaded, moved, sharded or wrapped before and after.
 """
 
 from __future__ import annotations
@@ -28,19 +30,26 @@ from liger_kernel.transformers.head.state import FP8
 from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, owners_of_heads, parts_of_adapters, parts_of_heads
 from liger_kernel.transformers.recognise.projections import is_dense
 
-SMALL = 2**24  # values of a weight below which its three products gain less than the casts, and the host, take (MEASURED.md)
+SMALL = (
+    2**24
+)  # values of a weight below which its three products gain less than the casts, and the host, take (MEASURED.md)
 
 Filter = Callable[[nn.Module, str], bool] | Collection[str]
 
 
 def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter | None = None) -> dict[str, str]:
-    """Let the linear layers of ``model`` multiply in FP8, forward and backward, and return the names of those left as they are, with the reason.
+    """Let the linear layers of ``model`` multiply in FP8, forward and backward, and return the
+    names of those left as they are, with the reason.
 
-    ``recipe``: "tensorwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8_rceil", as torchao names them: see ``ops/projections/float8_training.py``.
-    ``filter``: names of layers, or of modules around layers, that are left as they are; or a function of a layer and its name that says whether it is cast, as
-    torchao's ``module_filter_fn``. Output heads, routers and layers below 8 million weights are left in any case, but for what such a function takes.
-    Parameters, their dtypes and ``state_dict`` do not change. Another call decides about all layers again, and ``restore(model)`` undoes it.
-    Raises ``ValueError`` for another recipe, for a name that no layer has, for a model with weights in float16, and on a GPU without FP8.
+    ``recipe``: "tensorwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8_rceil", as torchao names
+    them: see ``ops/projections/float8_training.py``. ``filter``: names of layers, or of modules
+    around layers, that are left as they are; or a function of a layer and its name that says
+    whether it is cast, as torchao's ``module_filter_fn``. Output heads, routers and layers below 8
+    million weights are left in any case, but for what such a function takes. Parameters, their
+    dtypes and ``state_dict`` do not change. Another call decides about all layers again, and
+    ``restore(model)`` undoes it.
+    Raises ``ValueError`` for another recipe, for a name that no layer has, for a model with weights
+    in float16, and on a GPU without FP8.
     """
     wish = asked({"fp8": recipe, "fp8_filter": filter})
     if wish is None:
@@ -64,16 +73,22 @@ _RECIPES = f"one of {', '.join(RECIPES)}"
 
 
 def asked(flags: Mapping[str, Any]) -> Wish | None:
-    """The wish in the flags of a patch; None without one. ``ValueError`` for a value that cannot be."""
+    """The wish in the flags of a patch; None without one. ``ValueError`` for a value that cannot
+    be."""
     recipe, filter = flags.get("fp8") or None, flags.get("fp8_filter") or ()
-    if isinstance(filter, str) or not (callable(filter) or (isinstance(filter, Collection) and all(isinstance(name, str) for name in filter))):
+    if isinstance(filter, str) or not (
+        callable(filter) or (isinstance(filter, Collection) and all(isinstance(name, str) for name in filter))
+    ):
         raise ValueError(f"fp8_filter: must be names of layers, or a function of a layer and its name, got {filter!r}")
     if recipe is None:
         if filter or flags.get("fp8_head"):
             raise ValueError(f"{'fp8_filter' if filter else 'fp8_head'}: needs fp8, a recipe")
         return None
     if recipe == "blockwise":
-        raise ValueError(f"fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it must be {_RECIPES}")
+        raise ValueError(
+            "fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it "
+            f"must be {_RECIPES}"
+        )
     if recipe not in RECIPES:
         near = did_you_mean(recipe, RECIPES) if isinstance(recipe, str) else ""
         raise ValueError(f"fp8: must be {_RECIPES}, or False, got {recipe!r}{near}")
@@ -88,7 +103,9 @@ def convert(model: nn.Module, wish: Wish) -> dict[str, str]:
     for left in wish.filter if isinstance(wish.filter, tuple) else ():
         if not any(f".{left}." in f".{name}." for name in names):
             there = sorted({part for name in names for part in name.split(".")})
-            raise ValueError(f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{did_you_mean(left, there)}")
+            raise ValueError(
+                f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{did_you_mean(left, there)}"
+            )
     if wish.head and not owners_of_heads(model):
         raise ValueError(f"fp8_head: {type(model).__name__} has no output head")
     reasons = _convert(model, wish)
@@ -130,7 +147,8 @@ HEAD = "the head, in FP8 as part of the loss"
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
-    """The linear layers of a model with their names, and whether they belong to an output head; not those of PEFT's adapters."""
+    """The linear layers of a model with their names, and whether they belong to an output head;
+    not those of PEFT's adapters."""
     heads, adapters = parts_of_heads(model), parts_of_adapters(model)
     for name, m in model.named_modules():
         if isinstance(m, nn.Linear) and id(m) not in adapters:
@@ -141,7 +159,10 @@ def reason(name: str, m: nn.Linear, is_head: bool, wish: Wish) -> str | None:
     """Why a layer is left as it is; None if it is cast."""
     filter, multiple = wish.filter, RECIPES[wish.recipe].multiple
     if not is_dense(m):
-        return f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward of its own"
+        return (
+            f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward "
+            "of its own"
+        )
     if m.weight.dtype not in DTYPES:
         return f"a weight of {m.weight.dtype}"
     if callable(filter):
@@ -160,9 +181,11 @@ _being_made: contextvars.ContextVar[bool] = contextvars.ContextVar("being_made",
 
 
 def converting(init: Callable, wish: Wish) -> Callable:
-    """``init`` of a model class, after which the model is trained in FP8. Models within models are converted with the outermost, which knows all names.
+    """``init`` of a model class, after which the model is trained in FP8. Models within models are
+    converted with the outermost, which knows all names.
 
-    A model that is loaded quantised stays as it is: quantisers of Transformers look for layers whose class is ``nn.Linear`` after ``__init__``.
+    A model that is loaded quantised stays as it is: quantisers of Transformers look for layers
+    whose class is ``nn.Linear`` after ``__init__``.
     """
 
     @functools.wraps(init)
@@ -177,6 +200,9 @@ def converting(init: Callable, wish: Wish) -> Callable:
         if getattr(getattr(self, "config", None), "quantization_config", None) is None:
             _convert(self, wish)
         else:
-            warnings.warn(f"{type(self).__name__}: fp8={wish.recipe!r} has no effect, because the model is quantised", stacklevel=2)
+            warnings.warn(
+                f"{type(self).__name__}: fp8={wish.recipe!r} has no effect, because the model is quantised",
+                stacklevel=2,
+            )
 
     return __init__

@@ -11,7 +11,8 @@ from liger_kernel.parallel import call_instead
 
 
 class _FSDPForwardRedirection:
-    """Calls a function while the parameters of a module, wrapped by FSDP1, are gathered, and lets their gradients be reduced."""
+    """Calls a function while the parameters of a module, wrapped by FSDP1, are gathered, and
+    lets their gradients be reduced."""
 
     def __call__(self, wrapper_module: nn.Module, method: Callable, *args: Any, **kwargs: Any) -> Any:
         """``method(*args, **kwargs)``, from within a call of ``wrapper_module``."""

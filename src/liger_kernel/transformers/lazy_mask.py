@@ -1,7 +1,8 @@
 """Masks of attention that are made only if somebody reads them.
 
-Only an attention layer knows whether its kernel supports its input, and the mask is made before the layers run. Therefore the mask is a ``LazyMask``, which
-says what a token sees. A layer that runs a kernel never makes it. Every other reader gets the mask that Transformers would make.
+Only an attention layer knows whether its kernel supports its input, and the mask is made before the
+layers run. Therefore the mask is a ``LazyMask``, which says what a token sees. A layer that runs a
+kernel never makes it. Every other reader gets the mask that Transformers would make.
 
 ``B`` rows, ``T`` tokens per row.
 """
@@ -41,8 +42,9 @@ _SAID = {"causal_mask_function"} | {
 
 @dataclass(frozen=True)
 class Seen:
-    """What a token sees: itself and the tokens before it, of these the last ``window``, those from its ``first`` on, (B, T) int32, where its document begins,
-    and those that are ``valid``, (B, T) bool. Nobody writes to these tensors: they are no one else's."""
+    """What a token sees: itself and the tokens before it, of these the last ``window``, those from
+    its ``first`` on, (B, T) int32, where its document begins, and those that are ``valid``, (B, T)
+    bool. Nobody writes to these tensors: they are no one else's."""
 
     window: int | None = None
     first: Tensor | None = None
@@ -50,16 +52,27 @@ class Seen:
 
 
 def seen(arguments: dict[str, Any]) -> Seen | None:
-    """What a mask of ``T`` by ``T`` tokens says, from the arguments with which Transformers makes masks; None if it says more."""
+    """What a mask of ``T`` by ``T`` tokens says, from the arguments with which Transformers
+    makes masks; None if it says more."""
     if arguments.get("use_vmap") is not False or torch.compiler.is_compiling():
         return None
     lengths = [arguments.get(name) for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
     if not all(type(n) is int for n in lengths) or lengths[0] != lengths[1] or any(lengths[2:]):
         return None
-    window, valid, parts = arguments.get("local_size"), arguments.get("attention_mask"), list(_parts(arguments["mask_function"]))
-    documents = [inspect.getclosurevars(p).nonlocals["packed_sequence_mask"] for p in parts if p.__qualname__.startswith("packed_sequence_mask_function.")]
+    window, valid, parts = (
+        arguments.get("local_size"),
+        arguments.get("attention_mask"),
+        list(_parts(arguments["mask_function"])),
+    )
+    documents = [
+        inspect.getclosurevars(p).nonlocals["packed_sequence_mask"]
+        for p in parts
+        if p.__qualname__.startswith("packed_sequence_mask_function.")
+    ]
     whole = all(t.shape == (arguments["batch_size"], lengths[0]) for t in (valid, *documents) if t is not None)
-    if not (whole and all(part.__qualname__ in _SAID for part in parts)) or (valid is not None and valid.dtype != torch.bool):
+    if not (whole and all(part.__qualname__ in _SAID for part in parts)) or (
+        valid is not None and valid.dtype != torch.bool
+    ):
         return None
     if window is not None and window < 1:
         return None
@@ -67,7 +80,8 @@ def seen(arguments: dict[str, Any]) -> Seen | None:
 
 
 def first_of(documents: Tensor) -> Tensor:
-    """The first token of each token's document, (B, T) int32, from the documents' numbers, (B, T), which grow within a row."""
+    """The first token of each token's document, (B, T) int32, from the documents' numbers, (B,
+    T), which grow within a row."""
     place = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device)
     begins = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
     return torch.where(begins, place, 0).cummax(1).values
@@ -86,15 +100,40 @@ def _getters(*names: str) -> set[Callable]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-# What a mask answers without being made. ``detach``, ``to`` and their like return another lazy mask, or itself
-_LAZY = _getters("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "requires_grad", "shape")
-_LAZY |= {Tensor.contiguous, Tensor.cpu, Tensor.cuda, Tensor.detach, Tensor.dim, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous, Tensor.numel}
+# What a mask answers without being made. ``detach``, ``to`` and their like return another lazy
+# mask, or itself
+_LAZY = _getters(
+    "device",
+    "dtype",
+    "grad_fn",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_nested",
+    "is_sparse",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "shape",
+)
+_LAZY |= {
+    Tensor.contiguous,
+    Tensor.cpu,
+    Tensor.cuda,
+    Tensor.detach,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.is_contiguous,
+    Tensor.numel,
+}
 _LAZY |= {Tensor.__hash__, Tensor.is_floating_point, torch.is_floating_point, Tensor.size, Tensor.stride, Tensor.to}
 _UNCOUNTED = _getters("data")  # writes to it have another version than the tensor
 
 
 class LazyMask(Tensor):
-    """The (B, 1, T, T) mask of what ``seen`` says, bool, or floating point with 0 for a key that a token sees and the least number for one that it does not."""
+    """The (B, 1, T, T) mask of what ``seen`` says, bool, or floating point with 0 for a key that
+    a token sees and the least number for one that it does not."""
 
     seen: Seen
     made: Tensor | None
@@ -109,23 +148,33 @@ class LazyMask(Tensor):
         """The mask itself. All layers share it, so all of them see what somebody writes to it."""
         if self.made is None:
             with torch.inference_mode(False):  # there, tensors do not count how often they are written
-                mask = visible(self.shape[0], self.shape[3], self.device, self.seen.window, self.seen.valid, self.seen.first)
+                mask = visible(
+                    self.shape[0], self.shape[3], self.device, self.seen.window, self.seen.valid, self.seen.first
+                )
                 least = None if self.dtype == torch.bool else torch.finfo(self.dtype).min
-                self.made = mask if least is None else torch.where(mask, torch.zeros((), dtype=self.dtype, device=self.device), least)
+                self.made = (
+                    mask
+                    if least is None
+                    else torch.where(mask, torch.zeros((), dtype=self.dtype, device=self.device), least)
+                )
         return self.made
 
     def __repr__(self, **_: Any) -> str:
         return f"LazyMask({tuple(self.shape)}, window={self.seen.window})"
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function in _LAZY:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         return _densely(Tensor.detach if function in _UNCOUNTED else function, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """What C++ does: for ``_LAZY``, and where a mask is saved for the backward."""
         if function is torch.ops.aten.detach.default:
             return args[0]
@@ -134,7 +183,9 @@ class LazyMask(Tensor):
         return _densely(function, args, kwargs)
 
 
-def _moved(mask: LazyMask, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any) -> LazyMask | None:
+def _moved(
+    mask: LazyMask, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
+) -> LazyMask | None:
     """The mask on another device, for layers that are there; None if that needs the mask itself."""
     said, device = known(mask), device or mask.device
     if said is None or dtype not in (None, mask.dtype):
@@ -149,18 +200,25 @@ def _densely(function: Callable, args: tuple, kwargs: dict[str, Any] | None) -> 
 
 
 def known(mask: Any) -> Seen | None:
-    """What a token sees by this mask: None unless it is a ``LazyMask``, to which nobody has written."""
+    """What a token sees by this mask: None unless it is a ``LazyMask``, to which nobody has
+    written."""
     if not isinstance(mask, LazyMask):
         return None
     # Dynamo cannot guard on a version
-    changed = mask.made is not None and (torch.compiler.is_compiling() or mask.made._version > 0 or mask.made.requires_grad)
+    changed = mask.made is not None and (
+        torch.compiler.is_compiling() or mask.made._version > 0 or mask.made.requires_grad
+    )
     return None if changed else mask.seen
 
 
 def lazy(arguments: dict[str, Any], dtype: torch.dtype) -> LazyMask | None:
     """The mask of these arguments, with which Transformers makes masks; None if it must be made."""
     said = seen(arguments)
-    return None if said is None else LazyMask(said, arguments["batch_size"], arguments["q_length"], dtype, arguments["device"])
+    return (
+        None
+        if said is None
+        else LazyMask(said, arguments["batch_size"], arguments["q_length"], dtype, arguments["device"])
+    )
 
 
 LAZILY_EAGER = "liger_lazily_eager"  # the name of masks for eager attention that are made when they are read
@@ -185,10 +243,11 @@ class _Lazily:
 
 
 def lazily(make: Callable) -> Callable:
-    """Wrap ``create_causal_mask`` or its like: masks for eager attention are made when they are read.
+    """Wrap ``create_causal_mask`` or its like: masks for eager attention are made when they are
+    read.
 
-    That is decided here for all layers, and so for their recomputation in the backward: if somebody wants the attention weights, or has registered another
-    mask for eager attention, it is made.
+    That is decided here for all layers, and so for their recomputation in the backward: if somebody
+    wants the attention weights, or has registered another mask for eager attention, it is made.
     """
 
     @functools.wraps(make)

@@ -1,4 +1,5 @@
-"""TRL's trainer of odds ratio preference optimisation (ORPO), without logits. TRL is imported on first use."""
+"""TRL's trainer of odds ratio preference optimisation (ORPO), without logits. TRL is imported on
+first use."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def _trainer() -> type:
         from trl import ORPOTrainer
 
     class LigerORPOTrainer(ORPOTrainer):
-        """TRL's ``ORPOTrainer`` without the logits of a batch, where the output head is one linear layer. Other heads, and compiled models, compute them."""
+        """TRL's ``ORPOTrainer`` without the logits of a batch, where the output head is one
+        linear layer. Other heads, and compiled models, compute them."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
@@ -34,7 +36,8 @@ def _trainer() -> type:
             return model
 
         def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-            """Mean log-probabilities of chosen and rejected answers, mean logits of their tokens, the NLL of what was chosen; the auxiliary loss, if any."""
+            """Mean log-probabilities of chosen and rejected answers, mean logits of their
+            tokens, the NLL of what was chosen; the auxiliary loss, if any."""
             if self.is_encoder_decoder:
                 return super().concatenated_forward(model, batch)
             inputs = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
@@ -48,7 +51,9 @@ def _trainer() -> type:
             out = model(ids, attention_mask=mask, use_cache=False, token_targets=targets, **aux)
             nll = -out.logp.sum() / (learnt != IGNORE).sum()
             counts = labels != IGNORE
-            answers = torch.where(labels == learnt, out.logp, out.logp_of_others).where(counts, 0).sum(1) / counts.sum(1)
+            answers = torch.where(labels == learnt, out.logp, out.logp_of_others).where(counts, 0).sum(1) / counts.sum(
+                1
+            )
             means = out.mean_logit[:, :-1]  # the last token predicts nothing
             return (answers[:n], answers[n:], means[:n], means[n:], nll, *([out.aux_loss] if aux else []))
 

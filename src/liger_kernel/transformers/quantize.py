@@ -1,4 +1,5 @@
-"""Store the frozen linear layers and experts of a model in FP8: ``quantize_base(model, "fp8")``, before or after PEFT wraps them.
+"""Store the frozen linear layers and experts of a model in FP8: ``quantize_base(model, "fp8")``,
+before or after PEFT wraps them.
 
 model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)
 quantize_base(model, "fp8")
@@ -25,27 +26,37 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 HEADS_AND_ROUTERS = ("lm_head", "embed_out", "score", "classifier", "gate", "router")
 
 
-def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...] = HEADS_AND_ROUTERS, keep_transposed: bool = True) -> dict[str, str]:
-    """Store the frozen linear layers and packed experts of ``model`` in FP8; return the names of layers and parameters that stay, each with the reason.
+def quantize_base(
+    model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...] = HEADS_AND_ROUTERS, keep_transposed: bool = True
+) -> dict[str, str]:
+    """Store the frozen linear layers and packed experts of ``model`` in FP8; return the names of
+    layers and parameters that stay, each with the reason.
 
-    Linear layers are replaced by layers with FP8 weights. The parameters gate_up_proj and down_proj of experts, (E, N, K) or (E, K, N), stay in their modules:
-    they hold FP8, and are made dense when they are read. Our kernels make them dense for one product at a time.
-    ``recipe``: "fp8", one scale for each weight of a layer or an expert, or "fp8_rowwise", one scale for each output; ``ops/projections/float8.py`` has the
-    error of each.
-    ``skip``: names of modules, or ends of names. The output head, small layers, trained layers and adapters are skipped, too. If every parameter of the model
-    requires a gradient, as in a model that was just loaded, all of them count as frozen.
-    ``keep_transposed``: also store each weight of a linear layer transposed, for the backward pass. This takes as much memory as bf16 and saves a transposition
-    in each backward pass. With FSDP, pass False, because transposed weights are not sharded. (FSDP2 of PyTorch 2.11 refuses these layers; that of 2.13 accepts
-    them.)
-    PEFT adapts experts (``target_parameters``) that are stored already only by the whole names of their parameters, so wrap the model first.
-    Raises ``ValueError`` for any other recipe, and on a GPU without FP8. The CPU computes the same result, slowly.
+    Linear layers are replaced by layers with FP8 weights. The parameters gate_up_proj and down_proj
+    of experts, (E, N, K) or (E, K, N), stay in their modules: they hold FP8, and are made dense
+    when they are read. Our kernels make them dense for one product at a time. ``recipe``: "fp8",
+    one scale for each weight of a layer or an expert, or "fp8_rowwise", one scale for each output;
+    ``ops/projections/float8.py`` has the error of each.
+    ``skip``: names of modules, or ends of names. The output head, small layers, trained layers and
+    adapters are skipped, too. If every parameter of the model requires a gradient, as in a model
+    that was just loaded, all of them count as frozen.
+    ``keep_transposed``: also store each weight of a linear layer transposed, for the backward pass.
+    This takes as much memory as bf16 and saves a transposition in each backward pass. With FSDP,
+    pass False, because transposed weights are not sharded. (FSDP2 of PyTorch 2.11 refuses these
+    layers; that of 2.13 accepts them.)
+    PEFT adapts experts (``target_parameters``) that are stored already only by the whole names of
+    their parameters, so wrap the model first.
+    Raises ``ValueError`` for any other recipe, and on a GPU without FP8. The CPU computes the same
+    result, slowly.
     """
     if recipe not in RECIPES:
         raise ValueError(f"quantize_base: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     for device in {p.device for p in model.parameters()}:
         if why := lacking(device):
             raise ValueError(f"quantize_base: {why}")
-    all_trained = all(p.requires_grad for p in model.parameters() if p.is_floating_point())  # before the first one is replaced
+    all_trained = all(
+        p.requires_grad for p in model.parameters() if p.is_floating_point()
+    )  # before the first one is replaced
     names, reasons = _sorted(model, skip, all_trained)
     experts, others = _sorted_experts(model, skip, all_trained)
     made: dict[int, LigerFloat8Linear] = {}  # a layer that is there twice stays one
@@ -65,7 +76,8 @@ def quantize_base(model: nn.Module, recipe: str = "fp8", *, skip: tuple[str, ...
 
 
 def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple[list[str], dict[str, str]]:
-    """Names of the linear layers to be replaced, and of those to be left with the reason. Parts of adapters are neither."""
+    """Names of the linear layers to be replaced, and of those to be left with the reason. Parts
+    of adapters are neither."""
     holders = _holders(model)
     heads, adapters = parts_of_heads(model), parts_of_adapters(model)
     names, reasons = [], {}
@@ -75,7 +87,10 @@ def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple
         if id(m) in heads or _skipped(name, skip):
             reasons[name] = "a head, a router, or skipped by name"
         elif not is_dense(m):
-            reasons[name] = f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward of its own"
+            reasons[name] = (
+                f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward "
+                "of its own"
+            )
         elif m.weight.requires_grad and not all_trained:
             reasons[name] = "it is trained"
         elif holders[id(m.weight)] > 1:
@@ -100,8 +115,11 @@ def _holders(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
 
 
-def _sorted_experts(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple[list[tuple[nn.Module, str, bool]], dict[str, str]]:
-    """Parameters of experts to be stored, each with its module and whether it is (E, K, N), and names of those to be left with the reason."""
+def _sorted_experts(
+    model: nn.Module, skip: tuple[str, ...], all_trained: bool
+) -> tuple[list[tuple[nn.Module, str, bool]], dict[str, str]]:
+    """Parameters of experts to be stored, each with its module and whether it is (E, K, N), and
+    names of those to be left with the reason."""
     holders = _holders(model)
     found, reasons = [], {}
     for module, m in model.named_modules():
@@ -113,7 +131,9 @@ def _sorted_experts(model: nn.Module, skip: tuple[str, ...], all_trained: bool) 
             if _skipped(name, skip):
                 reasons[name] = "skipped by name"
             elif made_by is not None:
-                reasons[name] = f"a {type(made_by).__name__} makes it when it is read: it is quantised already, or adapted"
+                reasons[name] = (
+                    f"a {type(made_by).__name__} makes it when it is read: it is quantised already, or adapted"
+                )
             elif not plain(p):
                 reasons[name] = f"a {type(p).__name__} that is not a plain parameter: sharded or quantised"
             elif not unhooked(m):
@@ -125,12 +145,16 @@ def _sorted_experts(model: nn.Module, skip: tuple[str, ...], all_trained: bool) 
             elif p.is_meta or p.dtype not in DTYPES:
                 reasons[name] = f"a weight of {p.dtype} on {p.device}"
             elif (transposed := _transposed(packed)) is None:
-                reasons[name] = f"experts of unknown layout: {', '.join(f'{each} {tuple(t.shape)}' for each, t in packed.items())}"
+                reasons[name] = (
+                    f"experts of unknown layout: {', '.join(f'{each} {tuple(t.shape)}' for each, t in packed.items())}"
+                )
             else:
                 found.append((m, parameter, transposed))
         for parameter, p in m._parameters.items():
             if p is not None and parameter not in packed and _seems_packed(m, p):
-                reasons[f"{module}.{parameter}".lstrip(".")] = f"packed weights of another name than {GATE_UP} and {DOWN}, whose layout is unknown"
+                reasons[f"{module}.{parameter}".lstrip(".")] = (
+                    f"packed weights of another name than {GATE_UP} and {DOWN}, whose layout is unknown"
+                )
     return found, reasons
 
 
@@ -139,7 +163,8 @@ def _seems_packed(m: nn.Module, p: Tensor) -> bool:
 
 
 def packed_experts(m: nn.Module) -> dict[str, Tensor]:
-    """The weights of all experts in one parameter, by its name; of one that is made when it is read, what it is made of. Empty for other modules."""
+    """The weights of all experts in one parameter, by its name; of one that is made when it is
+    read, what it is made of. Empty for other modules."""
     computed: Any = m._modules.get("parametrizations") or {}
     there = {name: computed[name].original if name in computed else m._parameters.get(name) for name in (GATE_UP, DOWN)}
     return {name: p for name, p in there.items() if p is not None and (p.ndim == 3 or name in computed)}
@@ -151,7 +176,8 @@ def _made_by(m: nn.Module, parameter: str) -> nn.Module | None:
 
 
 def _transposed(packed: dict[str, Tensor]) -> bool | None:
-    """Whether weights are (E, in, out) instead of (E, out, in), from their shapes: gate_up has 2 I outputs, and down I inputs. None if neither fits."""
+    """Whether weights are (E, in, out) instead of (E, out, in), from their shapes: gate_up has 2
+    I outputs, and down I inputs. None if neither fits."""
     if len(packed) < 2 or any(p.ndim != 3 for p in packed.values()):
         return None
     (E, a, b), (F, c, d) = (tuple(packed[name].shape) for name in (GATE_UP, DOWN))
@@ -166,7 +192,8 @@ def parts_of_heads(model: nn.Module) -> set[int]:
 
 
 def owners_of_heads(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """The modules that have an output head, each with its head: the model itself, and models within it."""
+    """The modules that have an output head, each with its head: the model itself, and models
+    within it."""
     owners = [m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None))]
     return {m: head for m in owners if isinstance(head := _head_of(m), nn.Module)}
 
@@ -181,4 +208,6 @@ def _head_of(model: Any) -> Any:
 def parts_of_adapters(model: nn.Module) -> set[int]:
     """``id`` of the modules that PEFT has put beside the layers that it wraps."""
     wrappers = [m for m in model.modules() if hasattr(m, "base_layer")]
-    return {id(part) for m in wrappers for child, of in m.named_children() if child != "base_layer" for part in of.modules()}
+    return {
+        id(part) for m in wrappers for child, of in m.named_children() if child != "base_layer" for part in of.modules()
+    }

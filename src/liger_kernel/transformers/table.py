@@ -1,4 +1,5 @@
-"""The table of families: made from the installed transformers, printed, compared with the frozen one. ``liger models`` is its command."""
+"""The table of families: made from the installed transformers, printed, compared with the frozen
+one. ``liger models`` is its command."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def step(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict
     model.zero_grad()
     out = model(**batch, use_cache=False)
     out.loss.backward()
-    return out.loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, getattr(out, "logits", None) is None
+    return (
+        out.loss.detach(),
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+        getattr(out, "logits", None) is None,
+    )
 
 
 def _short(error: Exception) -> str:
@@ -55,7 +60,8 @@ def _short(error: Exception) -> str:
 
 
 def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
-    """``infer(model_type)``, tried on a tiny model: one step with all swaps must give the stock loss and gradients, without the logits.
+    """``infer(model_type)``, tried on a tiny model: one step with all swaps must give the stock
+    loss and gradients, without the logits.
 
     Models of text and images are given images, if their form is understood.
     """
@@ -91,7 +97,8 @@ def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
 
 
 def _stock(config: Any, head: str) -> tuple[Any, dict[str, Tensor], bool, tuple[Tensor, dict[str, Tensor], bool]]:
-    """A tiny model with this head, its batch, whether that has images, and what a training step of stock gives."""
+    """A tiny model with this head, its batch, whether that has images, and what a training step
+    of stock gives."""
     with torch.device("meta"):
         size = sum(p.numel() for p in model_of(config, head=head).parameters())
     if size > MAX_PARAMETERS:
@@ -106,7 +113,8 @@ def _stock(config: Any, head: str) -> tuple[Any, dict[str, Tensor], bool, tuple[
 
 
 def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], dict[str, str]]:
-    """Verified rows, those of the types of their parts, and the reasons for families without one."""
+    """Verified rows, those of the types of their parts, and the reasons for families without
+    one."""
     unverified: dict[str, str] = {}
 
     @functools.cache
@@ -136,7 +144,8 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     """The text of ``families.py``."""
     fields = lambda row: ", ".join(f"{k}={v!r}" for k, v in vars(row).items() if v != getattr(Family(), k))
     lines = [
-        '"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not edit."""',
+        '"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not '
+        'edit."""',
         "",
         f'VERSION = "{transformers.__version__}"',
         "",
@@ -155,14 +164,20 @@ def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-OURS = "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False"
+OURS = (
+    "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | "
+    "None = None, fp8_head: bool = False"
+)
 OURS += ", activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False"
 
 
 def stub() -> str:
-    """The text of ``transformers/__init__.pyi``: what ``__init__`` imports, and what it makes when it is asked for, as type checkers have to know it."""
+    """The text of ``transformers/__init__.pyi``: what ``__init__`` imports, and what it makes
+    when it is asked for, as type checkers have to know it."""
     tree = ast.parse(Path(published.__file__).read_text())
-    names = next(node.names for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "liger_kernel.nn")
+    names = next(
+        node.names for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "liger_kernel.nn"
+    )
     lazy = vars(published)["_AUTO"] | vars(published)["_PATCHING"]
     lines = [
         "# Written by `liger models --write`; do not edit.",
@@ -194,17 +209,26 @@ def table(model_types: Iterable[str] = ()) -> str:
     lines = []
     for t in model_types or families.FAMILIES:
         if t not in families.FAMILIES:
-            lines.append(f"{t}\n  not in the table: {families.UNVERIFIED.get(t, 'it is recognised when a model of it is patched')}")
+            lines.append(
+                f"{t}\n  not in the table: "
+                f"{families.UNVERIFIED.get(t, 'it is recognised when a model of it is patched')}"
+            )
             continue
         row = Family(**families.FAMILIES[t])
         head = f"not fused: {row.fused}" if row.fused else "fused" if row.heads else "a part of others"
         lines.append(f"{t}\n  head          {f'{chr(44).join(row.heads)}: ' if row.heads else ''}{head}")
         if row.parts:
             lines.append(f"  parts         {', '.join(row.parts)}")
-        lines += [f"  {'swapped' if i == 0 else '':<13} {name} <- {label}" for i, (name, label) in enumerate(row.swapped.items())]
+        lines += [
+            f"  {'swapped' if i == 0 else '':<13} {name} <- {label}"
+            for i, (name, label) in enumerate(row.swapped.items())
+        ]
         for i, (name, label) in enumerate(_steps(t) if model_types else ()):
             lines.append(f"  {'steps' if i == 0 else '':<13} {name} <- {label}")
-        lines += [f"  {'left alone' if i == 0 else '':<13} {name}: {reason}" for i, (name, reason) in enumerate(row.left_alone.items())]
+        lines += [
+            f"  {'left alone' if i == 0 else '':<13} {name}: {reason}"
+            for i, (name, reason) in enumerate(row.left_alone.items())
+        ]
     if not model_types:
         lines.append(f"\n{summary()}")
     return "\n".join(lines)
@@ -217,13 +241,15 @@ def summary() -> str:
     parts = sum(bool(row.swapped or any(known[p].swapped for p in row.parts if p in known)) for row in heads.values())
     text = [t for t in heads if t in CAUSAL and not heads[t].images]
     return (
-        f"{len(heads)} families ({len(text)} of text, {len(heads) - len(text)} of text and images) and {len(known) - len(heads)} types of their parts: "
+        f"{len(heads)} families ({len(text)} of text, {len(heads) - len(text)} of text and images) and "
+        f"{len(known) - len(heads)} types of their parts: "
         f"{fused} with a fused head, {parts} with kernels for norms, MLPs, experts or rotary embeddings"
     )
 
 
 def check(model_types: Iterable[str] | None = None) -> str:
-    """How the table of the installed transformers differs from the frozen one, in full or for some types; empty if it does not."""
+    """How the table of the installed transformers differs from the frozen one, in full or for
+    some types; empty if it does not."""
     rows, unverified = make(model_types)
     wanted = set(model_types or {*rows, *families.FAMILIES, *unverified, *families.UNVERIFIED})
     known = {t: Family(**row) for t, row in families.FAMILIES.items() if t in wanted}
@@ -238,11 +264,15 @@ def document() -> str:
     lines = [
         "# Model families",
         "",
-        f"Written by `liger models --write` from transformers {families.VERSION}; `liger models MODEL_TYPE` says more. {summary()}.",
+        f"Written by `liger models --write` from transformers {families.VERSION}; `liger models MODEL_TYPE` says "
+        f"more. {summary()}.",
         "",
-        "liger-kernel replaces a part only if its kernel reproduces the part: bit-identical in bf16 on a CPU, or, for parts in which Transformers rounds after",
-        "every step and the kernel rounds once (experts, complex rotary embeddings, SwiGLU with a slope, some LayerNorms), equal up to that rounding. For",
-        "every family below, one training step of a tiny model (with images where the column says so) gives the loss and the gradients of stock Transformers.",
+        "liger-kernel replaces a part only if its kernel reproduces the part: bit-identical in bf16 on a CPU, or, "
+        "for parts in which Transformers rounds after",
+        "every step and the kernel rounds once (experts, complex rotary embeddings, SwiGLU with a slope, some "
+        "LayerNorms), equal up to that rounding. For",
+        "every family below, one training step of a tiny model (with images where the column says so) gives the loss "
+        "and the gradients of stock Transformers.",
         "Linear layers with PEFT's adapters run in every family: see [LoRA and QLoRA](guides/lora.md).",
         "",
         "| type | head | images | swapped | left alone |",
@@ -259,7 +289,8 @@ def document() -> str:
         "",
         "## Not verified",
         "",
-        "No tiny model of these types was trained, for the reason in the table. Their parts are recognised when you patch such a model.",
+        "No tiny model of these types was trained, for the reason in the table. Their parts are recognised when you "
+        "patch such a model.",
         "",
         "| type | why |",
         "|---|---|",

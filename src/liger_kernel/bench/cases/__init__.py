@@ -1,12 +1,35 @@
-"""Every operator with the shapes of real models, the rivals and the sweeps that benchmarks use: one file for each folder of ``ops``."""
+"""Every operator with the shapes of real models, the rivals and the sweeps that benchmarks use:
+one file for each folder of ``ops``."""
 
 from __future__ import annotations
 
-from liger_kernel.bench.cases import activations, attention, divergence, losses, norms, projections, residual, rotary, token_embedding, vocab_parallel
+from liger_kernel.bench.cases import (
+    activations,
+    attention,
+    divergence,
+    losses,
+    norms,
+    projections,
+    residual,
+    rotary,
+    token_embedding,
+    vocab_parallel,
+)
 from liger_kernel.bench.measured import Measured, MeasuredOp
 from liger_kernel.ops import OPS as DECLARED
 
-_ROOMS = activations, attention, divergence, losses, norms, projections, residual, rotary, token_embedding, vocab_parallel
+_ROOMS = (
+    activations,
+    attention,
+    divergence,
+    losses,
+    norms,
+    projections,
+    residual,
+    rotary,
+    token_embedding,
+    vocab_parallel,
+)
 _MEASURED: dict[str, Measured] = {name: measured for room in _ROOMS for name, measured in room.MEASURED.items()}
 
 OPS: dict[str, MeasuredOp] = {name: _MEASURED.get(name, Measured()).of(op) for name, op in DECLARED.items()}

@@ -9,7 +9,9 @@ from liger_kernel.ops._core.operator import Case, T
 
 
 def _glu_upstream(functional, gate, up=None, *, act="silu"):
-    return {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[act](*(gate.chunk(2, -1) if up is None else (gate, up)))
+    return {"silu": functional.liger_swiglu, "gelu_tanh": functional.liger_geglu}[act](
+        *(gate.chunk(2, -1) if up is None else (gate, up))
+    )
 
 
 MEASURED = {
@@ -22,6 +24,9 @@ MEASURED = {
     ),
     "relu_squared": Measured(
         cases=[Case("nemotron-8b", dict(x=T((8192, 16384))), gpu=True)],
-        rivals={"torch": lambda x: F.relu(x).square(), "upstream": lambda functional, x: functional.liger_relu_squared(x)},
+        rivals={
+            "torch": lambda x: F.relu(x).square(),
+            "upstream": lambda functional, x: functional.liger_relu_squared(x),
+        },
     ),
 }

@@ -16,10 +16,14 @@ from liger_kernel.ops.attention.sink_attention import _heads
 from liger_kernel.ops.attention.sparsemax import reference
 
 
-def _neighborhood_attention_sdpa(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None) -> Tensor:
+def _neighborhood_attention_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
+) -> Tensor:
     t = torch.arange(q.shape[2], device=q.device)
     apart = t[:, None] - t
-    return F.scaled_dot_product_attention(q, k, v, (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0), scale=scale)
+    return F.scaled_dot_product_attention(
+        q, k, v, (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0), scale=scale
+    )
 
 
 @functools.cache
@@ -27,7 +31,9 @@ def _flex(length: int, window: int | None, device: torch.device) -> functools.pa
     """Compiled attention with the mask of so many tokens, which is made once."""
     seen = lambda b, h, t, j: (t >= j) & (t - j < (window or length))
     mask = create_block_mask(seen, None, None, length, length, device=device)
-    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    return functools.partial(
+        torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
 
 
 def _sink_attention_flex(
@@ -42,24 +48,34 @@ def _sink_attention_flex(
 MEASURED = {
     "multi_token_attention": Measured(
         cases=[
-            Case("paper", dict(scores=T((1, 16, 2048, 2048)), weight=T((16, 1, 6, 11)), padding=(0, 5), groups=16), gpu=True, timed=True),
+            Case(
+                "paper",
+                dict(scores=T((1, 16, 2048, 2048)), weight=T((16, 1, 6, 11)), padding=(0, 5), groups=16),
+                gpu=True,
+                timed=True,
+            ),
             Case("llama-heads", dict(scores=T((2, 32, 1024, 1024)), weight=T((32, 32, 3, 3)), padding=1), gpu=True),
         ],
         rivals={
-            "upstream": lambda functional, scores, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, sparse=False: (
-                functional.liger_multi_token_attention(scores, weight, bias, stride, padding, dilation, groups, sparse)
+            "upstream": lambda functional, scores, weight, bias=None, **how: functional.liger_multi_token_attention(
+                scores, weight, bias, **how
             )
         },
     ),
     "neighborhood_attention": Measured(
         cases=[
             Case("vit-like", dict(**_neighborhood_attention_qkv(8, 12, 4096, 64)), gpu=True),
-            Case("heads-128", dict(**_neighborhood_attention_qkv(2, 32, 8192, 128), kernel_size=63, dilation=2), gpu=True, timed=True),
+            Case(
+                "heads-128",
+                dict(**_neighborhood_attention_qkv(2, 32, 8192, 128), kernel_size=63, dilation=2),
+                gpu=True,
+                timed=True,
+            ),
         ],
         rivals={
             "torch": _neighborhood_attention_sdpa,
-            "upstream": lambda functional, q, k, v, *, kernel_size=7, dilation=1, scale=None: functional.liger_fused_neighborhood_attention(
-                q, k, v, kernel_size, dilation, scale
+            "upstream": lambda functional, q, k, v, *, kernel_size=7, dilation=1, scale=None: (
+                functional.liger_fused_neighborhood_attention(q, k, v, kernel_size, dilation, scale)
             ),
         },
     ),
@@ -81,13 +97,23 @@ MEASURED = {
         rivals={
             "torch": lambda x, *, dim=-1: torch.softmax(x, dim),
             "upstream": lambda functional, x, *, dim=-1: functional.liger_softmax(x.movedim(dim, -1)).movedim(-1, dim),
-            "quack": lambda quack, x, *, dim=-1: quack.softmax(x.movedim(dim, -1).reshape(-1, x.shape[dim])).view_as(x.movedim(dim, -1)).movedim(-1, dim),
+            "quack": lambda quack, x, *, dim=-1: (
+                quack.softmax(x.movedim(dim, -1).reshape(-1, x.shape[dim])).view_as(x.movedim(dim, -1)).movedim(-1, dim)
+            ),
         },
-        sweeps={"columns": ((1024, 4096, 16384, 32768, 65536, 131072, 262144), lambda n: dict(x=T(((1 << 28) // n, n))))},
+        sweeps={
+            "columns": ((1024, 4096, 16384, 32768, 65536, 131072, 262144), lambda n: dict(x=T(((1 << 28) // n, n))))
+        },
     ),
     "sparsemax": Measured(
-        cases=[Case("llama2-vocab", dict(x=T((2048, 32000))), gpu=True), Case("llama3-vocab", dict(x=T((1024, 128256))), gpu=True)],
-        rivals={"torch": lambda x, *, dim=-1: reference(x, dim=dim), "upstream": lambda functional, x, *, dim=-1: functional.liger_sparsemax(x, dim)},
+        cases=[
+            Case("llama2-vocab", dict(x=T((2048, 32000))), gpu=True),
+            Case("llama3-vocab", dict(x=T((1024, 128256))), gpu=True),
+        ],
+        rivals={
+            "torch": lambda x, *, dim=-1: reference(x, dim=dim),
+            "upstream": lambda functional, x, *, dim=-1: functional.liger_sparsemax(x, dim),
+        },
         sweeps={"columns": ((128, 1024, 4096, 16384, 32768, 131072), lambda n: dict(x=T(((1 << 26) // n, n))))},
     ),
 }

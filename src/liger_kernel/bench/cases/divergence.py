@@ -22,7 +22,10 @@ def _jsd_torch(log_q, log_p, shift_labels=None, *, beta=0.5, ignore_index=-100, 
     if shift_labels is not None or jsd_kind(beta) != "jsd":
         raise NotImplementedError
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
-    return sum(weight * F.kl_div(log_m, x, reduction=reduction, log_target=True) for weight, x in ((beta, log_p), (1 - beta, log_q)))
+    return sum(
+        weight * F.kl_div(log_m, x, reduction=reduction, log_target=True)
+        for weight, x in ((beta, log_p), (1 - beta, log_q))
+    )
 
 
 def _jsd_upstream(functional, log_q, log_p, shift_labels=None, *, reduction="batchmean", **options):
@@ -35,23 +38,52 @@ def _linear_divergence_small(*shape: int, dtype: torch.dtype) -> Tensor:
     return 0.02 * torch.randn(*shape, dtype=dtype)
 
 
-def _linear_divergence_torch(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, **options):
+def _linear_divergence_torch(
+    x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, **options
+):
     if teacher_x is None:
         raise NotImplementedError
     return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **options)
 
 
 def _linear_divergence_upstream(
-    functional, x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_bias=None, *, kind="jsd", beta=0.5, **options
+    functional,
+    x,
+    w,
+    teacher_x=None,
+    teacher_w=None,
+    target=None,
+    bias=None,
+    teacher_bias=None,
+    *,
+    kind="jsd",
+    beta=0.5,
+    **options,
 ):
     theirs = ("temperature", "ignore_index", "accum_dtype")
-    if kind not in ("jsd", "forward_kl", "reverse_kl") or teacher_x is None or bias is not None or teacher_bias is not None or options.keys() - {*theirs}:
+    if (
+        kind not in ("jsd", "forward_kl", "reverse_kl")
+        or teacher_x is None
+        or bias is not None
+        or teacher_bias is not None
+        or options.keys() - {*theirs}
+    ):
         raise NotImplementedError
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(kind, beta)
     return functional.liger_fused_linear_jsd(x, w, teacher_x, teacher_w, target, beta, **options)
 
 
-def _logit_divergence_torch(student, teacher, shift_labels=None, *, kind="jsd", beta=0.5, temperature=1.0, ignore_index=-100, reduction="batchmean"):
+def _logit_divergence_torch(
+    student,
+    teacher,
+    shift_labels=None,
+    *,
+    kind="jsd",
+    beta=0.5,
+    temperature=1.0,
+    ignore_index=-100,
+    reduction="batchmean",
+):
     if shift_labels is not None or kind not in ("forward_kl", "reverse_kl") or reduction == "none":
         raise NotImplementedError
     x, y = ((z.float() / temperature).log_softmax(-1) for z in (student, teacher))
@@ -60,23 +92,54 @@ def _logit_divergence_torch(student, teacher, shift_labels=None, *, kind="jsd", 
 
 
 def _logit_divergence_upstream(
-    functional, student, teacher, shift_labels=None, *, kind="jsd", beta=0.5, temperature=1.0, ignore_index=-100, reduction="batchmean"
+    functional,
+    student,
+    teacher,
+    shift_labels=None,
+    *,
+    kind="jsd",
+    beta=0.5,
+    temperature=1.0,
+    ignore_index=-100,
+    reduction="batchmean",
 ):
-    """LinkedIn's divergences take log-probabilities: call log_softmax first, as its own chunked losses do."""
+    """LinkedIn's divergences take log-probabilities: call log_softmax first, as its own chunked
+    losses do."""
     if kind == "tvd" or reduction != "batchmean":
         raise NotImplementedError
     x, y = ((z.float() / temperature).log_softmax(-1) for z in (student, teacher))
-    return functional.liger_jsd(x, y, shift_labels, {"forward_kl": 0.0, "reverse_kl": 1.0}.get(kind, beta), ignore_index)
+    return functional.liger_jsd(
+        x, y, shift_labels, {"forward_kl": 0.0, "reverse_kl": 1.0}.get(kind, beta), ignore_index
+    )
 
 
 MEASURED = {
     "fused_ce_tvd": Measured(
-        cases=[Case("llama3", dict(student=T((4096, 128256)), teacher=T((4096, 128256), grad=False), target=targets(4096, 128256, 17)), gpu=True, timed=True)]
+        cases=[
+            Case(
+                "llama3",
+                dict(
+                    student=T((4096, 128256)), teacher=T((4096, 128256), grad=False), target=targets(4096, 128256, 17)
+                ),
+                gpu=True,
+                timed=True,
+            )
+        ]
     ),
     "jsd": Measured(
         cases=[
             *(
-                Case(name, dict(log_q=T((M, V), log_probs), log_p=T((M, V), log_probs, grad=False), shift_labels=labels, beta=beta), gpu=True, timed=True)
+                Case(
+                    name,
+                    dict(
+                        log_q=T((M, V), log_probs),
+                        log_p=T((M, V), log_probs, grad=False),
+                        shift_labels=labels,
+                        beta=beta,
+                    ),
+                    gpu=True,
+                    timed=True,
+                )
                 for name, M, V, beta, labels in (
                     ("llama3", 4096, 128256, 0.5, None),
                     ("llama3-labels", 4096, 128256, 0.5, targets(4096, 128256, 3)),
@@ -87,30 +150,53 @@ MEASURED = {
             )
         ],
         rivals={"torch": _jsd_torch, "upstream": _jsd_upstream},
-        sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(log_q=T((4096, v), log_probs), log_p=T((4096, v), log_probs, grad=False)))},
+        sweeps={
+            "vocabulary": (
+                (16384, 32768, 65536, 131072),
+                lambda v: dict(log_q=T((4096, v), log_probs), log_p=T((4096, v), log_probs, grad=False)),
+            )
+        },
     ),
     "kl_div": Measured(
         cases=[
             *(
                 Case(
                     name,
-                    dict(input=T((4096, V), log_probs), target=T((4096, V), p, grad=False), reduction="batchmean", log_target=p is log_probs),
+                    dict(
+                        input=T((4096, V), log_probs),
+                        target=T((4096, V), p, grad=False),
+                        reduction="batchmean",
+                        log_target=p is log_probs,
+                    ),
                     gpu=True,
                     timed=True,
                 )
-                for name, V, p in (("llama3", 128256, probs), ("llama3-log", 128256, log_probs), ("llama2", 32000, log_probs))
+                for name, V, p in (
+                    ("llama3", 128256, probs),
+                    ("llama3-log", 128256, log_probs),
+                    ("llama2", 32000, log_probs),
+                )
             ),
-            Case("few-rows", dict(input=T((16, 128256), log_probs), target=T((16, 128256), probs), reduction="batchmean"), gpu=True),
+            Case(
+                "few-rows",
+                dict(input=T((16, 128256), log_probs), target=T((16, 128256), probs), reduction="batchmean"),
+                gpu=True,
+            ),
         ],
         rivals={
             "torch": lambda input, target, *, reduction="mean", log_target=False, eps=1e-10: F.kl_div(
                 input, target, reduction=reduction, log_target=log_target
             ),
-            "upstream": lambda functional, input, target, *, reduction="mean", log_target=False, eps=1e-10: functional.liger_kl_div(
-                input, target, reduction=reduction, log_target=log_target, eps=eps
+            "upstream": lambda functional, input, target, *, reduction="mean", log_target=False, eps=1e-10: (
+                functional.liger_kl_div(input, target, reduction=reduction, log_target=log_target, eps=eps)
             ),
         },
-        sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(input=T((4096, v), log_probs), target=T((4096, v), probs, grad=False)))},
+        sweeps={
+            "vocabulary": (
+                (16384, 32768, 65536, 131072),
+                lambda v: dict(input=T((4096, v), log_probs), target=T((4096, v), probs, grad=False)),
+            )
+        },
     ),
     "linear_divergence": Measured(
         cases=[
@@ -125,7 +211,12 @@ MEASURED = {
                 gpu=True,
             ),
             *(
-                Case(name, dict(**_linear_divergence_heads(4096, 2048, 4096, 128256, _linear_divergence_small), **options), gpu=True, timed=True)
+                Case(
+                    name,
+                    dict(**_linear_divergence_heads(4096, 2048, 4096, 128256, _linear_divergence_small), **options),
+                    gpu=True,
+                    timed=True,
+                )
                 for name, options in (
                     ("llama3-jsd", {}),
                     ("llama3-forward-kl", dict(kind="forward_kl")),
@@ -134,13 +225,23 @@ MEASURED = {
             ),
             Case(
                 "llama3-topk",
-                dict(x=T((4096, 2048)), w=T((128256, 2048), _linear_divergence_small), **_linear_divergence_topk(4096, 128256, 64), kind="forward_kl"),
+                dict(
+                    x=T((4096, 2048)),
+                    w=T((128256, 2048), _linear_divergence_small),
+                    **_linear_divergence_topk(4096, 128256, 64),
+                    kind="forward_kl",
+                ),
                 gpu=True,
                 timed=True,
             ),
             Case(
                 "llama3-probs",
-                dict(x=T((4096, 2048)), w=T((128256, 2048), _linear_divergence_small), teacher_probs=T((4096, 128256), probs, grad=False), kind="forward_kl"),
+                dict(
+                    x=T((4096, 2048)),
+                    w=T((128256, 2048), _linear_divergence_small),
+                    teacher_probs=T((4096, 128256), probs, grad=False),
+                    kind="forward_kl",
+                ),
                 gpu=True,
                 timed=True,
             ),
@@ -158,12 +259,19 @@ MEASURED = {
                 )
                 for kind in ("jsd", "forward_kl", "reverse_kl", "tvd")
             ),
-            Case("qwen3-labels", dict(**_logit_divergence_pair(1024, 151936, grad=False), shift_labels=targets(1024, 151936, 3)), gpu=True, timed=True),
+            Case(
+                "qwen3-labels",
+                dict(**_logit_divergence_pair(1024, 151936, grad=False), shift_labels=targets(1024, 151936, 3)),
+                gpu=True,
+                timed=True,
+            ),
             Case("mutual", dict(**_logit_divergence_pair(1024, 32000), shift_labels=targets(1024, 32000, 3)), gpu=True),
             Case("mutual-kl", dict(**_logit_divergence_pair(1024, 32000), kind="reverse_kl"), gpu=True),
         ],
         rivals={"torch": _logit_divergence_torch, "upstream": _logit_divergence_upstream},
-        sweeps={"vocabulary": ((16384, 32768, 65536, 131072, 262144), lambda v: _logit_divergence_pair(2048, v, grad=False))},
+        sweeps={
+            "vocabulary": ((16384, 32768, 65536, 131072, 262144), lambda v: _logit_divergence_pair(2048, v, grad=False))
+        },
     ),
     "tvd": Measured(
         cases=[
@@ -173,10 +281,15 @@ MEASURED = {
             )
         ],
         rivals={
-            "upstream": lambda functional, p, q, shift_labels=None, *, reduction="batchmean", ignore_index=-100: functional.liger_tvd(
-                p, q, shift_labels, reduction, ignore_index
+            "upstream": lambda functional, p, q, shift_labels=None, *, reduction="batchmean", ignore_index=-100: (
+                functional.liger_tvd(p, q, shift_labels, reduction, ignore_index)
             )
         },
-        sweeps={"vocabulary": ((16384, 32768, 65536, 131072), lambda v: dict(p=T((4096, v), probs), q=T((4096, v), probs, grad=False)))},
+        sweeps={
+            "vocabulary": (
+                (16384, 32768, 65536, 131072),
+                lambda v: dict(p=T((4096, v), probs), q=T((4096, v), probs, grad=False)),
+            )
+        },
     ),
 }

@@ -13,9 +13,26 @@ from liger_kernel.ops.losses.cross_entropy_rows import Loss
 from liger_kernel.ops.losses.load_balancing import _tensors as _expert_load_tensors
 
 
-def _cross_entropy_torch(logits, target, class_weight=None, *, gradient_in_forward=False, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+def _cross_entropy_torch(
+    logits,
+    target,
+    class_weight=None,
+    *,
+    gradient_in_forward=False,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    **options,
+):
     plain(options)
-    return F.cross_entropy(logits.float(), target, class_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    return F.cross_entropy(
+        logits.float(),
+        target,
+        class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
 
 
 def _cross_entropy_upstream(
@@ -36,7 +53,17 @@ def _cross_entropy_upstream(
     return functional.liger_cross_entropy(logits, target, class_weight, lse_square_scale=z_loss, **options)
 
 
-def _cross_entropy_quack(quack, logits, target, class_weight=None, *, gradient_in_forward=False, ignore_index=-100, reduction="mean", **options):
+def _cross_entropy_quack(
+    quack,
+    logits,
+    target,
+    class_weight=None,
+    *,
+    gradient_in_forward=False,
+    ignore_index=-100,
+    reduction="mean",
+    **options,
+):
     plain(options | dict(class_weight=class_weight))
     return quack.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
 
@@ -51,7 +78,9 @@ def _small(*shape: int, dtype: torch.dtype) -> Tensor:
     return 0.02 * torch.randn(*shape, dtype=dtype)
 
 
-def _linear_cross_entropy_torch(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+def _linear_cross_entropy_torch(
+    x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options
+):
     plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight))
     options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     if hasattr(F, "linear_cross_entropy"):
@@ -60,14 +89,30 @@ def _linear_cross_entropy_torch(x, w, target, bias=None, class_weight=None, *, i
 
 
 def _linear_cross_entropy_upstream(
-    functional, x, w, target, bias=None, class_weight=None, *, z_loss=0.0, logit_scale=1.0, token_scaling=False, stats=False, num_items=None, **options
+    functional,
+    x,
+    w,
+    target,
+    bias=None,
+    class_weight=None,
+    *,
+    z_loss=0.0,
+    logit_scale=1.0,
+    token_scaling=False,
+    stats=False,
+    num_items=None,
+    **options,
 ):
     plain(dict(logit_scale=logit_scale, stats=stats, num_items=num_items))
     options = {k: v for k, v in options.items() if k == "accum_dtype" or k not in OURS}
-    return functional.liger_fused_linear_cross_entropy(x, w, target, bias, class_weight, lse_square_scale=z_loss, use_token_scaling=token_scaling, **options)
+    return functional.liger_fused_linear_cross_entropy(
+        x, w, target, bias, class_weight, lse_square_scale=z_loss, use_token_scaling=token_scaling, **options
+    )
 
 
-def _linear_cross_entropy_cce(cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, **options):
+def _linear_cross_entropy_cce(
+    cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, **options
+):
     plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight, bias=bias))
     return cce.linear_cross_entropy(x, w, target, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
 
@@ -89,7 +134,12 @@ MEASURED = {
     "cross_entropy": Measured(
         cases=[
             Case("llama3-8k", dict(logits=T((8192, 128256)), target=targets(8192, 128256, 17)), gpu=True, timed=True),
-            Case("llama3-8k-forward", dict(logits=T((8192, 128256)), target=targets(8192, 128256, 17), gradient_in_forward=True), gpu=True, timed=True),
+            Case(
+                "llama3-8k-forward",
+                dict(logits=T((8192, 128256)), target=targets(8192, 128256, 17), gradient_in_forward=True),
+                gpu=True,
+                timed=True,
+            ),
             Case("llama3", dict(logits=T((1024, 128256)), target=targets(1024, 128256, 17)), gpu=True),
             Case("gemma", dict(logits=T((512, 256000)), target=targets(512, 256000, 17), softcap=30.0), gpu=True),
             Case(
@@ -108,7 +158,12 @@ MEASURED = {
             ),
         ],
         rivals={"torch": _cross_entropy_torch, "upstream": _cross_entropy_upstream, "quack": _cross_entropy_quack},
-        sweeps={"vocabulary": ((16384, 32768, 65536, 131072, 262144), lambda v: dict(logits=T((2048, v)), target=targets(2048, v, 17)))},
+        sweeps={
+            "vocabulary": (
+                (16384, 32768, 65536, 131072, 262144),
+                lambda v: dict(logits=T((2048, v)), target=targets(2048, v, 17)),
+            )
+        },
     ),
     "expert_load": Measured(
         cases=[
@@ -124,7 +179,11 @@ MEASURED = {
         cases=[
             Case(
                 "llama-3.2-1b",
-                dict(x=T((4096, 2048)), w=T((128256, 2048), lambda *s, dtype: 0.02 * torch.randn(*s, dtype=dtype)), target=targets(4096, 128256, 17)),
+                dict(
+                    x=T((4096, 2048)),
+                    w=T((128256, 2048), lambda *s, dtype: 0.02 * torch.randn(*s, dtype=dtype)),
+                    target=targets(4096, 128256, 17),
+                ),
                 gpu=True,
             ),
             *(
@@ -139,27 +198,57 @@ MEASURED = {
                 )
             ),
             Case(
-                "llama3-8b-2048", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 17), chunk_rows=2048), gpu=True, timed=True
+                "llama3-8b-2048",
+                dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 17), chunk_rows=2048),
+                gpu=True,
+                timed=True,
             ),
             *(  # beside "eager", a linear layer that is trained in FP8, and the case of the same name in 16 bits
-                Case(f"{name}-fp8", dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17), fp8="tensorwise"), gpu=True, timed=True)
-                for name, M, H, V in (("llama3-8b-2k", 2048, 4096, 128256), ("llama3-8b-8k", 8192, 4096, 128256), ("qwen2.5-1.5b", 8192, 2048, 151936))
+                Case(
+                    f"{name}-fp8",
+                    dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17), fp8="tensorwise"),
+                    gpu=True,
+                    timed=True,
+                )
+                for name, M, H, V in (
+                    ("llama3-8b-2k", 2048, 4096, 128256),
+                    ("llama3-8b-8k", 8192, 4096, 128256),
+                    ("qwen2.5-1.5b", 8192, 2048, 151936),
+                )
             ),
             Case(
-                "llama3-8b-8k-masked", dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True), gpu=True, timed=True
+                "llama3-8b-8k-masked",
+                dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True),
+                gpu=True,
+                timed=True,
             ),
         ],
-        rivals={"torch": _linear_cross_entropy_torch, "upstream": _linear_cross_entropy_upstream, "cce": _linear_cross_entropy_cce},
+        rivals={
+            "torch": _linear_cross_entropy_torch,
+            "upstream": _linear_cross_entropy_upstream,
+            "cce": _linear_cross_entropy_cce,
+        },
         sweeps={
-            "tokens": ((1024, 2048, 4096, 8192), lambda m: dict(x=T((m, 4096)), w=T((128256, 4096), _small), target=targets(m, 128256, 17))),
-            "vocabulary": ((32768, 65536, 131072, 262144), lambda v: dict(x=T((4096, 2048)), w=T((v, 2048), _small), target=targets(4096, v, 17))),
+            "tokens": (
+                (1024, 2048, 4096, 8192),
+                lambda m: dict(x=T((m, 4096)), w=T((128256, 4096), _small), target=targets(m, 128256, 17)),
+            ),
+            "vocabulary": (
+                (32768, 65536, 131072, 262144),
+                lambda v: dict(x=T((4096, 2048)), w=T((v, 2048), _small), target=targets(4096, v, 17)),
+            ),
         },
     ),
     "linear_logprobs": Measured(
         cases=[
             Case(
                 "llama-3.2-1b",
-                dict(x=T((8192, 2048)), w=T((128256, 2048), _small), target=targets(8192, 128256, 17), return_entropy=True),
+                dict(
+                    x=T((8192, 2048)),
+                    w=T((128256, 2048), _small),
+                    target=targets(8192, 128256, 17),
+                    return_entropy=True,
+                ),
                 gpu=True,
                 timed=True,
             )

@@ -45,7 +45,12 @@ MEASURED = {
             "torch": lambda x, alpha, gamma, beta=None: torch.tanh(alpha * x) * gamma + (0.0 if beta is None else beta),
             "upstream": lambda functional, x, alpha, gamma, beta=None: functional.liger_dyt(x, alpha, gamma, beta),
         },
-        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), alpha=T((1,)), gamma=T((n,)), beta=T((n,))))},
+        sweeps={
+            "hidden": (
+                (1024, 2048, 4096, 8192, 16384),
+                lambda n: dict(x=T(((1 << 25) // n, n)), alpha=T((1,)), gamma=T((n,)), beta=T((n,))),
+            )
+        },
     ),
     "fused_add_rms_norm": Measured(
         cases=[
@@ -57,8 +62,8 @@ MEASURED = {
         ],
         rivals={
             "torch": _fused_add_rms_norm_torch,
-            "upstream": lambda functional, x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_fused_add_rms_norm(
-                x, residual, w, eps, offset, casting
+            "upstream": lambda functional, x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama": (
+                functional.liger_fused_add_rms_norm(x, residual, w, eps, offset, casting)
             ),
         },
         sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _fused_add_rms_norm_tensors((1 << 25) // n, n))},
@@ -66,7 +71,11 @@ MEASURED = {
     "gated_rms_norm": Measured(
         cases=[
             Case("qwen3-next-80b", _gated_rms_norm_tensors(8192, 32, 128), gpu=True),
-            Case("kimi-linear-48b", dict(_gated_rms_norm_tensors(8192, 32, 128), act="sigmoid", casting="gemma"), gpu=True),
+            Case(
+                "kimi-linear-48b",
+                dict(_gated_rms_norm_tensors(8192, 32, 128), act="sigmoid", casting="gemma"),
+                gpu=True,
+            ),
             Case("row-of-4k", _gated_rms_norm_tensors(4096, 4096), gpu=True),
         ],
         rivals={"torch": _gated_rms_norm_torch},
@@ -82,7 +91,9 @@ MEASURED = {
         ],
         rivals={
             "torch": lambda x, num_groups, w=None, b=None, *, eps=1e-5: torch.group_norm(x, num_groups, w, b, eps),
-            "upstream": lambda functional, x, num_groups, w=None, b=None, *, eps=1e-5: functional.liger_group_norm(x, w, b, x.shape[1], num_groups, eps),
+            "upstream": lambda functional, x, num_groups, w=None, b=None, *, eps=1e-5: functional.liger_group_norm(
+                x, w, b, x.shape[1], num_groups, eps
+            ),
         },
         sweeps={"side": ((16, 32, 64, 128, 256), lambda n: _group_norm_tensors(32, 8, 256, n, n))},
     ),
@@ -99,7 +110,9 @@ MEASURED = {
             "torch": lambda x, w=None, b=None, *, eps=1e-5: F.layer_norm(x, x.shape[-1:], w, b, eps),
             "upstream": lambda functional, x, w=None, b=None, *, eps=1e-5: functional.liger_layer_norm(x, w, b, eps),
         },
-        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,)), b=T((n,))))},
+        sweeps={
+            "hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,)), b=T((n,))))
+        },
     ),
     "modulated_rms_norm": Measured(
         cases=[
@@ -112,11 +125,13 @@ MEASURED = {
         ],
         rivals={
             "torch": _modulated_rms_norm_torch,
-            "upstream": lambda functional, x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_modulated_rms_norm(
-                x, w, scale, shift, eps, offset, casting
+            "upstream": lambda functional, x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama": (
+                functional.liger_modulated_rms_norm(x, w, scale, shift, eps, offset, casting)
             ),
         },
-        sweeps={"hidden": ((1024, 2048, 4096, 8192), lambda n: _modulated_rms_norm_tensors((8, (1 << 22) // n, n), (8, n)))},
+        sweeps={
+            "hidden": ((1024, 2048, 4096, 8192), lambda n: _modulated_rms_norm_tensors((8, (1 << 22) // n, n), (8, n)))
+        },
     ),
     "poly_norm": Measured(
         cases=[
@@ -124,7 +139,10 @@ MEASURED = {
             Case("row-of-28k", _poly_norm_tensors(2048, 28672), gpu=True),
             Case("row-of-16k", _poly_norm_tensors(2048, 16384), gpu=True),
         ],
-        rivals={"torch": reference, "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b.reshape(()), eps)},
+        rivals={
+            "torch": reference,
+            "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b.reshape(()), eps),
+        },
         sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _poly_norm_tensors((1 << 25) // n, n))},
     ),
     "rms_norm": Measured(
@@ -136,9 +154,15 @@ MEASURED = {
             Case("row-of-256k", dict(x=T((64, 262144)), w=T((262144,))), gpu=True),
         ],
         rivals={
-            "torch": lambda x, w=None, *, eps=1e-6, offset=0.0, casting="llama": F.rms_norm(x, x.shape[-1:], w + offset if offset else w, eps),
-            "upstream": lambda functional, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": functional.liger_rms_norm(x, w, eps, offset, casting),
-            "quack": lambda quack, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": quack.rmsnorm(x.reshape(-1, x.shape[-1]), w, eps=eps).view(x.shape),
+            "torch": lambda x, w=None, *, eps=1e-6, offset=0.0, casting="llama": F.rms_norm(
+                x, x.shape[-1:], w + offset if offset else w, eps
+            ),
+            "upstream": lambda functional, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": (
+                functional.liger_rms_norm(x, w, eps, offset, casting)
+            ),
+            "quack": lambda quack, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": quack.rmsnorm(
+                x.reshape(-1, x.shape[-1]), w, eps=eps
+            ).view(x.shape),
         },
         sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,))))},
     ),

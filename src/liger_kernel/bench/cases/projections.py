@@ -27,7 +27,19 @@ def _mlp_upstream(functional, x, gate, up, down, *, gate_multiplier=1.0, down_mu
 
 
 def _moe_torch(
-    x, gate_up, down, topk_index, topk_weight, *, gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0
+    x,
+    gate_up,
+    down,
+    topk_index,
+    topk_weight,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    act="silu",
+    interleaved=False,
+    alpha=1.0,
+    limit=None,
+    offset=0.0,
 ):
     """The experts as transformers computes them with ``experts_implementation="grouped_mm"``."""
     K = topk_index.shape[1]
@@ -39,7 +51,10 @@ def _moe_torch(
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     gated = ACTS[act](gate) if alpha == 1.0 else gate * torch.sigmoid(gate * alpha)
-    y = plus(torch._grouped_mm(gated * (up + offset if offset else up), down.mT, offs=offs), down_bias) * topk_weight.flatten()[order, None]
+    y = (
+        plus(torch._grouped_mm(gated * (up + offset if offset else up), down.mT, offs=offs), down_bias)
+        * topk_weight.flatten()[order, None]
+    )
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return y[inverse].view(*topk_index.shape, -1).sum(1).to(x.dtype)
@@ -65,7 +80,10 @@ def _lora_args(M: int, K: int, N: int, r: int, **more: T) -> dict:
 
 def _lora_moe_peft(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale=1.0):
     """The sum of weights and adapters, multiplied by transformers' ``grouped_mm``, as PEFT does."""
-    gate_up, down = torch.baddbmm(gate_up, gate_up_b, gate_up_a, alpha=scale), torch.baddbmm(down, down_b, down_a, alpha=scale)
+    gate_up, down = (
+        torch.baddbmm(gate_up, gate_up_b, gate_up_a, alpha=scale),
+        torch.baddbmm(down, down_b, down_a, alpha=scale),
+    )
     return _moe_torch(x, gate_up, down, topk_index, topk_weight)
 
 
@@ -103,7 +121,8 @@ MEASURED = {
             Case("mixtral-8x7b", _moe_routed(4096, 2, 4096, 14336, 8), gpu=True, timed=True),
             Case(
                 "gpt-oss-20b",
-                _moe_routed(8192, 4, 2880, 2880, 32) | dict(gate_up_bias=T((32, 5760)), down_bias=T((32, 2880)), **_moe_GPT_OSS),
+                _moe_routed(8192, 4, 2880, 2880, 32)
+                | dict(gate_up_bias=T((32, 5760)), down_bias=T((32, 2880)), **_moe_GPT_OSS),
                 gpu=True,
                 timed=True,
             ),

@@ -10,7 +10,9 @@ from liger_kernel.ops.residual.mhc import _ALPHAS as _mhc_ALPHAS
 
 
 def _mhc_upstream_coeffs(functional, **args):
-    return functional.liger_mhc_coeffs(**{k: v.reshape(()) if k.startswith("alpha") else v for k, v in args.items()}, allow_fp32=True)
+    return functional.liger_mhc_coeffs(
+        **{k: v.reshape(()) if k.startswith("alpha") else v for k, v in args.items()}, allow_fp32=True
+    )
 
 
 MEASURED = {
@@ -19,7 +21,11 @@ MEASURED = {
             Case("kimi", dict(v=T((8192, 8, 4096)), w_query=T((4096,)), w_norm=T((4096,))), gpu=True),
             Case("wide", dict(v=T((1024, 12, 8192)), w_query=T((8192,)), w_norm=T((8192,))), gpu=True),
         ],
-        rivals={"upstream": lambda functional, v, w_query, w_norm, *, eps=1e-6: functional.liger_attn_res(v.movedim(-2, 0), w_query, w_norm, eps)},
+        rivals={
+            "upstream": lambda functional, v, w_query, w_norm, *, eps=1e-6: functional.liger_attn_res(
+                v.movedim(-2, 0), w_query, w_norm, eps
+            )
+        },
     ),
     "mhc_coeffs": Measured(
         cases=[
@@ -36,10 +42,19 @@ MEASURED = {
         cases=[
             Case(
                 "deepseek",
-                dict(x=T((8192, 4, 4096)), f_out=T((8192, 4096)), h_post=T((8192, 4), dtype=torch.float32), h_res=T((8192, 4, 4), dtype=torch.float32)),
+                dict(
+                    x=T((8192, 4, 4096)),
+                    f_out=T((8192, 4096)),
+                    h_post=T((8192, 4), dtype=torch.float32),
+                    h_res=T((8192, 4, 4), dtype=torch.float32),
+                ),
                 gpu=True,
             )
         ],
-        rivals={"upstream": lambda functional, x, f_out, h_post, h_res: functional.liger_mhc_post_res(x, f_out, h_post, h_res)},
+        rivals={
+            "upstream": lambda functional, x, f_out, h_post, h_res: functional.liger_mhc_post_res(
+                x, f_out, h_post, h_res
+            )
+        },
     ),
 }

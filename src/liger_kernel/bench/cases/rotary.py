@@ -24,7 +24,21 @@ def _rope_upstream(functional, q, k, cos, sin, position_ids=None, *, layout="hal
 
 
 def _qk_norm_rope_upstream(
-    functional, q, k, wq, wk, cos, sin, position_ids=None, *, eps=1e-6, offset=0.0, casting="llama", layout="halves", unsqueeze_dim=1, rope_casting="fp32"
+    functional,
+    q,
+    k,
+    wq,
+    wk,
+    cos,
+    sin,
+    position_ids=None,
+    *,
+    eps=1e-6,
+    offset=0.0,
+    casting="llama",
+    layout="halves",
+    unsqueeze_dim=1,
+    rope_casting="fp32",
 ):
     if layout != "halves" or position_ids is not None or unsqueeze_dim != 1:
         raise NotImplementedError
@@ -32,7 +46,8 @@ def _qk_norm_rope_upstream(
     return functional.liger_rope(norm(q, wq), norm(k, wk), cos, sin)
 
 
-# LinkedIn's package takes tables that hold each angle twice; models make them before the call, so this is not timed
+# LinkedIn's package takes tables that hold each angle twice; models make them before the call, so
+# this is not timed
 _twice = lambda args: args | {name: torch.cat((args[name], args[name]), -1) for name in ("cos", "sin")}
 _rope_upstream.prepare = _qk_norm_rope_upstream.prepare = _twice  # type: ignore[attr-defined]  # any function may have attributes
 
@@ -41,15 +56,31 @@ MEASURED = {
     "qk_norm_rope": Measured(
         cases=[
             Case("qwen3-8b", _qk_norm_rope_qk(4, 32, 8, 2048, 128, 64, _projected), gpu=True),
-            Case("gemma3-4b", _qk_norm_rope_qk(1, 8, 4, 4096, 256, 128, _projected, offset=1.0, casting="gemma"), gpu=True),
+            Case(
+                "gemma3-4b",
+                _qk_norm_rope_qk(1, 8, 4, 4096, 256, 128, _projected, offset=1.0, casting="gemma"),
+                gpu=True,
+            ),
             Case("glm4.5-air", _qk_norm_rope_qk(1, 96, 8, 2048, 128, 32, _projected), gpu=True),
         ],
         rivals={"upstream": _qk_norm_rope_upstream},
     ),
     "rope": Measured(
         cases=[
-            Case("llama3-8b", dict(q=T_((4, 32, 2048, 128), _projected), k=T_((4, 8, 2048, 128), _projected), **_rope_angles(2048, 64)), gpu=True),
-            Case("gemma", dict(q=T_((1, 8, 1000, 256), _projected), k=T_((1, 1, 1000, 256), _projected), **_rope_angles(1000, 128)), gpu=True),
+            Case(
+                "llama3-8b",
+                dict(
+                    q=T_((4, 32, 2048, 128), _projected), k=T_((4, 8, 2048, 128), _projected), **_rope_angles(2048, 64)
+                ),
+                gpu=True,
+            ),
+            Case(
+                "gemma",
+                dict(
+                    q=T_((1, 8, 1000, 256), _projected), k=T_((1, 1, 1000, 256), _projected), **_rope_angles(1000, 128)
+                ),
+                gpu=True,
+            ),
         ],
         rivals={"upstream": _rope_upstream},
     ),

@@ -11,11 +11,15 @@ from liger_kernel.ops._core.operator import Case, T
 from liger_kernel.ops.losses.cross_entropy import targets
 
 
-def _cross_entropy_torch(logits, target, group=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+def _cross_entropy_torch(
+    logits, target, group=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options
+):
     if any(options.values()):
         raise NotImplementedError
     logits, target = logits.float().flatten(0, -2), target.flatten()
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    return F.cross_entropy(
+        logits, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
 
 
 def _linear_cross_entropy_small(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -26,11 +30,19 @@ MEASURED = {
     "vocab_parallel_cross_entropy": Measured(
         cases=[
             Case("llama3-tp8", dict(logits=T((8192, 16032)), target=targets(8192, 16032)), gpu=True),
-            Case("llama3-tp2", dict(logits=T((4096, 64128)), target=targets(4096, 64128), label_smoothing=0.1), gpu=True),
+            Case(
+                "llama3-tp2", dict(logits=T((4096, 64128)), target=targets(4096, 64128), label_smoothing=0.1), gpu=True
+            ),
         ],
         rivals={"torch": _cross_entropy_torch},
     ),
     "vocab_parallel_linear_cross_entropy": Measured(
-        cases=[Case("llama3-8b-tp8", dict(x=T((4096, 4096)), w=T((16032, 4096), _linear_cross_entropy_small), target=targets(4096, 16032)), gpu=True)]
+        cases=[
+            Case(
+                "llama3-8b-tp8",
+                dict(x=T((4096, 4096)), w=T((16032, 4096), _linear_cross_entropy_small), target=targets(4096, 16032)),
+                gpu=True,
+            )
+        ]
     ),
 }

@@ -1,6 +1,8 @@
-"""Plots of benchmark results: PNG files from the dicts that ``liger bench`` and ``liger bench step`` write.
+"""Plots of benchmark results: PNG files from the dicts that ``liger bench`` and ``liger bench
+step`` write.
 
-Every function takes such a dict and a directory, and returns the paths of the files that it wrote. Titles state the finding.
+Every function takes such a dict and a directory, and returns the paths of the files that it wrote.
+Titles state the finding.
 Variants that failed or are inaccurate are hatched and labelled as such, and never have a ratio.
 """
 

@@ -13,7 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench.rows import OURS, Row, digits, ratio, span, speedup, status, times, usable, variant_label, with_ours
+from liger_kernel.bench.rows import (
+    OURS,
+    Row,
+    digits,
+    ratio,
+    span,
+    speedup,
+    status,
+    times,
+    usable,
+    variant_label,
+    with_ours,
+)
 from liger_kernel.train.files import export
 
 Data = dict[str, Any]
@@ -21,7 +33,10 @@ Data = dict[str, Any]
 INK, QUIET, FAINT, WHITE = "#24292f", "#8c959f", "#e4e8ec", "#ffffff"
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "hatch.linewidth": 0.8}
 STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), QUIET)
-STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False) | {"axes.titlelocation": "left", "axes.titlesize": 9}
+STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False) | {
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+}
 COLOURS = {
     "ours": "#0a7d6c",
     "ours+compile": "#4aa395",
@@ -47,28 +62,51 @@ COLOURS = {
     "stock": "#b6bec8",
 }
 MAIN_RIVALS = ("upstream", "compile", "eager", "stock")
-CUT = 4.0  # a bar that is so many times as long as the next shorter one is cut, or the others would be too short to compare
+# a bar that is so many times as long as the next shorter one is cut, or the others would be too
+# short to compare
+CUT = 4.0
 VISIBLE = 0.02  # a spread below this is not wider than a line
 
 
 @contextlib.contextmanager
 def _figure(path: Path, width: float, height: float, title: str, subtitle: str, note: str) -> Iterator[Any]:
-    """A figure of ``height`` inches plus its text, saved to ``path`` at the end. The layout is automatic; global settings do not change."""
+    """A figure of ``height`` inches plus its text, saved to ``path`` at the end. The layout is
+    automatic; global settings do not change."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib") from None
-    lines, smaller = textwrap.wrap(title, int((width - 0.3) / 0.091)), textwrap.wrap(subtitle, int((width - 0.3) / 0.072))
+    lines, smaller = (
+        textwrap.wrap(title, int((width - 0.3) / 0.091)),
+        textwrap.wrap(subtitle, int((width - 0.3) / 0.072)),
+    )
     above, below = 0.16 + 0.2 * len(lines) + 0.17 * len(smaller) + 0.12, 0.3
     total = height + above + below
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, total), dpi=160)
         FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained", rect=(0.01, below / total, 0.98, height / total), w_pad=0.06, h_pad=0.05, hspace=0.0, wspace=0.03)
-        figure.text(0.12 / width, 1 - 0.13 / total, "\n".join(lines), fontsize=11, fontweight="bold", va="top", linespacing=1.25)
-        figure.text(0.12 / width, 1 - (0.18 + 0.2 * len(lines)) / total, "\n".join(smaller), fontsize=8.5, color=QUIET, va="top", linespacing=1.3)
+        figure.set_layout_engine(
+            "constrained",
+            rect=(0.01, below / total, 0.98, height / total),
+            w_pad=0.06,
+            h_pad=0.05,
+            hspace=0.0,
+            wspace=0.03,
+        )
+        figure.text(
+            0.12 / width, 1 - 0.13 / total, "\n".join(lines), fontsize=11, fontweight="bold", va="top", linespacing=1.25
+        )
+        figure.text(
+            0.12 / width,
+            1 - (0.18 + 0.2 * len(lines)) / total,
+            "\n".join(smaller),
+            fontsize=8.5,
+            color=QUIET,
+            va="top",
+            linespacing=1.3,
+        )
         figure.text(0.12 / width, 0.1 / total, note, fontsize=7.5, color=QUIET, va="bottom")
         yield figure
         picture = io.BytesIO()
@@ -91,7 +129,8 @@ def _order(rows: Iterable[Row]) -> list[str]:
 
 
 def _limit(values: Iterable[float | None], mark: float = 0.0) -> float:
-    """Where the longest bar ends: at the largest value, or before it if the others would otherwise be too short to compare."""
+    """Where the longest bar ends: at the largest value, or before it if the others would
+    otherwise be too short to compare."""
     known = sorted(value for value in values if value)
     limit = max([*known[-1:], mark]) or 1.0
     for shorter, longer in itertools.pairwise(known[(len(known) - 1) // 2 :]):
@@ -123,7 +162,9 @@ def _bars(path: Path, lines: list[list[_Panel]], title: str, words: str, note: s
     every = [(panel, row) for line in lines for panel in line for row, _ in panel.pairs]
     spread = any(panel.name == "device_ms" and (row.get("device_spread") or 0.0) > VISIBLE for panel, row in every)
     cut = any((_value(row, panel.name) or 0.0) > panel.limit for panel, row in every)
-    words += ("; whiskers: interquartile range, where above 2 %" if spread else "") + ("; bars with a gap are cut" if cut else "")
+    words += ("; whiskers: interquartile range, where above 2 %" if spread else "") + (
+        "; bars with a gap are cut" if cut else ""
+    )
     heights, columns = [len(line[0].pairs) for line in lines], len(lines[0])
     width = {1: 7.0, 2: 9.5}.get(columns, 12.0)
     with _figure(path, width, 0.2 * sum(heights) + 0.34 * len(heights), title, words, note) as figure:
@@ -139,18 +180,34 @@ def _panel(axes: Any, inches: float, panel: _Panel, named: bool) -> None:
     for y, (row, mine) in enumerate(panel.pairs):
         value, colour, right = _value(row, panel.name), _colour(row["variant"]), usable(row)
         end = length = min(value, limit) if value is not None else 0.025 * limit
-        look = {"color": colour} if right else {"facecolor": WHITE, "edgecolor": colour, "hatch": "//////", "linewidth": 1.0}
+        look = (
+            {"color": colour}
+            if right
+            else {"facecolor": WHITE, "edgecolor": colour, "hatch": "//////", "linewidth": 1.0}
+        )
         axes.barh(y, length, height=0.74, **look)
         spread = (row.get("device_spread") or 0.0) if panel.name == "device_ms" and right else 0.0
         if value is not None and value > limit:
-            axes.plot([0.955 * limit, 0.97 * limit], [y + 0.5, y - 0.5], color=WHITE, linewidth=2.2, solid_capstyle="butt")
+            axes.plot(
+                [0.955 * limit, 0.97 * limit], [y + 0.5, y - 0.5], color=WHITE, linewidth=2.2, solid_capstyle="butt"
+            )
         elif value is not None and spread > VISIBLE:
             end = min(value * (1 + spread / 2), max(limit, value))
-            axes.plot([max(0.0, value * (1 - spread / 2)), end], [y, y], color=INK, linewidth=0.9, solid_capstyle="butt")
+            axes.plot(
+                [max(0.0, value * (1 - spread / 2)), end], [y, y], color=INK, linewidth=0.9, solid_capstyle="butt"
+            )
         if floor and 0.98 * end < floor < 1.15 * end:
             end = floor  # keep the text clear of the line
         ink, weight = _words_of(row["variant"]) if right else (QUIET, "normal")
-        axes.text(end + 0.02 * limit, y, bar_label(row, mine, panel.name), va="center", fontsize=8, color=ink, fontweight=weight)
+        axes.text(
+            end + 0.02 * limit,
+            y,
+            bar_label(row, mine, panel.name),
+            va="center",
+            fontsize=8,
+            color=ink,
+            fontweight=weight,
+        )
     if floor:
         axes.plot([floor, floor], [-0.5, len(panel.pairs) - 0.5], color=INK, linewidth=1.1, linestyle=(0, (3, 2)))
     axes.set(xlim=(0, limit / (1 - 1.65 / inches)), xticks=[])  # 1.65 inches for text
@@ -182,7 +239,11 @@ def bar_label(row: Row, ours: Row | None, name: str) -> str:
     shown = f"{value:,.0f}" if name in ("tokens_per_s", "peak_mb") else digits(100 * value if name == "mfu" else value)
     against = speedup(row, ours) if name == "tokens_per_s" else ratio(row, ours, name) if name != "mfu" else None
     floor = row.get("percent_of_floor") if name == "device_ms" and row["variant"] == OURS else None
-    return f"{shown} {unit}" + (f"   {times(against)}" if against else "") + (f"   {floor:.0f} % of floor" if floor else "")
+    return (
+        f"{shown} {unit}"
+        + (f"   {times(against)}" if against else "")
+        + (f"   {floor:.0f} % of floor" if floor else "")
+    )
 
 
 def finding(rows: Iterable[Row], name: str) -> str:
@@ -190,7 +251,10 @@ def finding(rows: Iterable[Row], name: str) -> str:
     pairs = with_ours(rows)
     broken = [row for row, _ in pairs if row["variant"] == OURS and not usable(row)]
     if broken:
-        return f"ours is {status(broken[0]).split(':')[0]} in {len(broken)} of {sum(row['variant'] == OURS for row, _ in pairs)} cases"
+        return (
+            f"ours is {status(broken[0]).split(':')[0]} in {len(broken)} of "
+            f"{sum(row['variant'] == OURS for row, _ in pairs)} cases"
+        )
     parts = []
     what = "speed" if name == "device_ms" else "memory"
     for rival in [*MAIN_RIVALS, *(other for other in COLOURS if other not in (*MAIN_RIVALS, OURS))]:
@@ -198,7 +262,9 @@ def finding(rows: Iterable[Row], name: str) -> str:
         found = [value if what == "speed" else 1 / value for row, ours in mine if (value := ratio(row, ours, name))]
         free = what == "memory" and any(row.get(name) == 0 < (ours.get(name) or 0) for row, ours in mine)
         if found or free:
-            parts.append(f"{variant_label(rival)} needs none" if free else f"{span(found)} the {what} of {variant_label(rival)}")
+            parts.append(
+                f"{variant_label(rival)} needs none" if free else f"{span(found)} the {what} of {variant_label(rival)}"
+            )
     first, of, rest = ", ".join(parts[:3]).partition(f" the {what} of ")
     return first + of + (rest.replace(of, " of ") if of else "") if parts else "no variant to compare with"
 
@@ -222,9 +288,20 @@ def _lines(axes: Any, rows: list[Row], name: str, sweep: str) -> None:
             markersize=5 if front else 3.5,
             zorder=3 if front else 2,
         )
-        axes.plot(*zip(*wrong) if wrong else ([], []), color=_colour(variant), linestyle="none", marker="o", markersize=4.5, markerfacecolor=WHITE)
+        axes.plot(
+            *zip(*wrong) if wrong else ([], []),
+            color=_colour(variant),
+            linestyle="none",
+            marker="o",
+            markersize=4.5,
+            markerfacecolor=WHITE,
+        )
         if good or wrong:
-            words = variant_label(variant) + (f", failed at {min(failed):,}" if failed else "") + (", hollow: inaccurate" if wrong else "")
+            words = (
+                variant_label(variant)
+                + (f", failed at {min(failed):,}" if failed else "")
+                + (", hollow: inaccurate" if wrong else "")
+            )
             ends.append((*(good or wrong)[-1], words, variant))
     floor = sorted({(row["x"], row["floor_ms"]) for row in rows if row.get("floor_ms")}) if name == "device_ms" else []
     if floor:
@@ -240,7 +317,14 @@ def _lines(axes: Any, rows: list[Row], name: str, sweep: str) -> None:
     axes.minorticks_off()
     axes.set_xlim(xs[0] / 1.1, xs[-1] * 1.1)
     low, high = axes.get_ylim()
-    axes.set_yticks([tick for power in range(-6, 9) for digit in ((1, 2, 5) if high < 300 * low else (1,)) if low <= (tick := digit * 10.0**power) <= high])
+    axes.set_yticks(
+        [
+            tick
+            for power in range(-6, 9)
+            for digit in ((1, 2, 5) if high < 300 * low else (1,))
+            if low <= (tick := digit * 10.0**power) <= high
+        ]
+    )
     axes.yaxis.set_major_formatter(_plain)
     axes.set_xlabel(sweep)
     _end_labels(axes, ends)
@@ -251,7 +335,8 @@ def _plain(value: float, _: Any = None) -> str:
 
 
 def _end_labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Label each line at the right margin, and move labels apart that would overlap. ``ends``: (x, y, text, variant)."""
+    """Label each line at the right margin, and move labels apart that would overlap. ``ends``:
+    (x, y, text, variant)."""
     low, high = axes.get_ylim()
     ends = sorted(ends, key=lambda end: end[1])
     scale = math.log if axes.get_yscale() == "log" else float
@@ -262,7 +347,9 @@ def _end_labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
             if short > 0:
                 places[i], places[i + 1] = places[i] - short, places[i + 1] + short
     for place, (_, _, words, variant) in zip(places, ends):
-        look: dict[str, Any] = dict(va="center", fontsize=8, color=_dark(_colour(variant)) if variant else INK, fontweight=_words_of(variant)[1])
+        look: dict[str, Any] = dict(
+            va="center", fontsize=8, color=_dark(_colour(variant)) if variant else INK, fontweight=_words_of(variant)[1]
+        )
         axes.annotate(words, (1.0, place), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points", **look)
 
 

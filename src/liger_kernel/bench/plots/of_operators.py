@@ -8,7 +8,23 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench.plots.drawing import FAINT, INK, QUIET, WHITE, Data, _bars, _colour, _figure, _lines, _names, _order, _Panel, _path, _plain, finding
+from liger_kernel.bench.plots.drawing import (
+    FAINT,
+    INK,
+    QUIET,
+    WHITE,
+    Data,
+    _bars,
+    _colour,
+    _figure,
+    _lines,
+    _names,
+    _order,
+    _Panel,
+    _path,
+    _plain,
+    finding,
+)
 from liger_kernel.bench.rows import MODES, OURS, Row, digits, hardware_line, key, usable, variant_label, with_ours
 
 
@@ -27,7 +43,8 @@ def time_bars(data: Data, out: Path | str) -> list[Path]:
 
 
 def memory_bars(data: Data, out: Path | str) -> list[Path]:
-    """Peak memory in addition to the inputs per case: ``memory-OP-DTYPE.png``; no file if memory could not be measured."""
+    """Peak memory in addition to the inputs per case: ``memory-OP-DTYPE.png``; no file if memory
+    could not be measured."""
     return _operator_bars(data, out, "memory", "peak_mb")
 
 
@@ -44,13 +61,19 @@ def _operator_bars(data: Data, out: Path | str, kind: str, name: str) -> list[Pa
         judged = [row for row in rows if row["mode"] == modes[-1]]
         what = "device time" if name == "device_ms" else "peak memory beyond the inputs, results and gradients included"
         floors = any(row.get("floor_ms") for row in rows) and name == "device_ms"
-        words = f"{what}, {dtype}{f', {MODES[modes[0]]}' if len(modes) == 1 else ''}; x: multiples of ours" + ("; dashed: the floor" if floors else "")
+        words = f"{what}, {dtype}{f', {MODES[modes[0]]}' if len(modes) == 1 else ''}; x: multiples of ours" + (
+            "; dashed: the floor" if floors else ""
+        )
         title = f"{op}: {finding(judged, name)}" + (f" ({MODES[modes[-1]]})" if len(modes) > 1 else "")
         lines: list[list[_Panel]] = []
         for case in cases:
             lines.append([])
             for mode in modes:
-                pairs = {row["variant"]: (row, ours) for row, ours in with_ours(rows) if (row["case"], row["mode"]) == (case, mode)}
+                pairs = {
+                    row["variant"]: (row, ours)
+                    for row, ours in with_ours(rows)
+                    if (row["case"], row["mode"]) == (case, mode)
+                }
                 shown = [pairs.get(variant, ({"variant": variant}, None)) for variant in present[case]]
                 floor = next((row["floor_ms"] for row, _ in shown if row.get("floor_ms")), None) if floors else None
                 heading = f"{case}, {MODES[mode]}" if len(modes) > 1 else f"{case}   {_shapes(shown)}"
@@ -66,7 +89,8 @@ def _shapes(shown: Iterable[tuple[Row, Row | None]]) -> str:
 
 
 def sweeps(data: Data, out: Path | str) -> list[Path]:
-    """Time and memory against tokens or vocabulary, for the rows of a ``sweep``: ``tokens-OP-DTYPE-MODE.png``."""
+    """Time and memory against tokens or vocabulary, for the rows of a ``sweep``:
+    ``tokens-OP-DTYPE-MODE.png``."""
     paths = []
     swept = [row for row in data["rows"] if row.get("sweep")]
     for identity in dict.fromkeys((row["sweep"], row["op"], row["dtype"], row["mode"]) for row in swept):
@@ -75,7 +99,11 @@ def sweeps(data: Data, out: Path | str) -> list[Path]:
         measures = [name for name in ("device_ms", "peak_mb") if any(row.get(name) for row in rows)]
         if len({row["x"] for row in rows}) < 2 or not measures:
             continue
-        largest = max(row["x"] for row in rows if row["variant"] == OURS) if any(row["variant"] == OURS for row in rows) else max(row["x"] for row in rows)
+        largest = (
+            max(row["x"] for row in rows if row["variant"] == OURS)
+            if any(row["variant"] == OURS for row in rows)
+            else max(row["x"] for row in rows)
+        )
         judged = [row for row in rows if row["x"] == largest]
         parts = [finding(judged, name) for name in measures]
         where = f"{largest:,} tokens" if sweep == "tokens" else f"{sweep} {largest:,}"
@@ -90,7 +118,8 @@ def sweeps(data: Data, out: Path | str) -> list[Path]:
 
 
 def _with_x(rows: list[Row]) -> list[Row]:
-    """The rows with ``x``. If they have none, it is the one dimension in which their shapes differ."""
+    """The rows with ``x``. If they have none, it is the one dimension in which their shapes
+    differ."""
     if all(row.get("x") is not None for row in rows):
         return rows
     dims = [[dim for shape in (row.get("shape") or {}).values() for dim in shape or ()] for row in rows]
@@ -99,15 +128,20 @@ def _with_x(rows: list[Row]) -> list[Row]:
 
 
 def roofline(data: Data, out: Path | str) -> list[Path]:
-    """TFLOP/s against FLOPs per byte for the largest case of every operator, below the measured roof: ``roofline.png``."""
+    """TFLOP/s against FLOPs per byte for the largest case of every operator, below the measured
+    roof: ``roofline.png``."""
     meta = data.get("meta", {})
-    drawn = [row for row in data["rows"] if usable(row) and row.get("tflop_s") and row.get("flops") and row.get("bytes")]
+    drawn = [
+        row for row in data["rows"] if usable(row) and row.get("tflop_s") and row.get("flops") and row.get("bytes")
+    ]
     groups: dict[tuple[str, str], list[Row]] = {}
     for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in drawn):
         rows = [row for row in drawn if (row["op"], row["dtype"]) == (op, dtype) and not row.get("sweep")]
         if rows:
             mode = max((row["mode"] for row in rows), key=lambda mode: list(MODES).index(mode))
-            largest = key(max((row for row in rows if row["mode"] == mode), key=lambda row: (row["bytes"], row["flops"])))
+            largest = key(
+                max((row for row in rows if row["mode"] == mode), key=lambda row: (row["bytes"], row["flops"]))
+            )
             groups[op, dtype] = [row for row in rows if key(row) == largest]
     if not groups or not meta.get("copy_tb_s"):
         return []
@@ -115,10 +149,18 @@ def roofline(data: Data, out: Path | str) -> list[Path]:
     bandwidth, several = meta["copy_tb_s"], len({dtype for _, dtype in groups}) > 1
     roof = lambda x: min(peak, x * bandwidth)
     reached = lambda row: 100 * row["tflop_s"] / roof(_intensity(row))
-    named = {op + (f" {dtype}" if several else ""): rows for (op, dtype), rows in sorted(groups.items(), key=lambda group: _intensity(group[1][0]))}
+    named = {
+        op + (f" {dtype}" if several else ""): rows
+        for (op, dtype), rows in sorted(groups.items(), key=lambda group: _intensity(group[1][0]))
+    }
     ours = [reached(row) for rows in named.values() for row in rows if row["variant"] == OURS]
-    title = "Roofline" + (f": ours reaches {min(ours):.0f}–{max(ours):.0f} % of what the machine can do" if len(ours) > 1 else "")
-    words = "largest case of each operator; the roof: copy bandwidth and rate of a large GEMM, both measured; right: the same dots in percent of the roof"
+    title = "Roofline" + (
+        f": ours reaches {min(ours):.0f}–{max(ours):.0f} % of what the machine can do" if len(ours) > 1 else ""
+    )
+    words = (
+        "largest case of each operator; the roof: copy bandwidth and rate of a large GEMM, both measured; right: "
+        "the same dots in percent of the roof"
+    )
     path = _path(out, "roofline")
     with _figure(path, 12.0, max(4.6, 0.24 * len(named) + 0.8), title, words, hardware_line(meta)) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.9, 1.0))
@@ -133,7 +175,10 @@ def _intensity(row: Row) -> float:
 
 def _roof(figure: Any, axes: Any, named: dict[str, list[Row]], peak: float, bandwidth: float) -> None:
     rows, ridge = [row for group in named.values() for row in group], peak / bandwidth
-    high, names = 4 * max(max(map(_intensity, rows)), ridge), 0.2 + 0.075 * max(map(len, named))  # inches for names to the left of the first dot
+    high, names = (
+        4 * max(max(map(_intensity, rows)), ridge),
+        0.2 + 0.075 * max(map(len, named)),
+    )  # inches for names to the left of the first dot
     share = min(0.5, names / 6.2)
     low = min(math.exp((math.log(min(map(_intensity, rows))) - share * math.log(high)) / (1 - share)), ridge / 20)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(row["tflop_s"] for row in rows) / 2, 5 * peak))
@@ -155,7 +200,16 @@ def _roof(figure: Any, axes: Any, named: dict[str, list[Row]], peak: float, band
     along = (end - start) / math.hypot(*(end - start))
     anchor = axes.transData.inverted().transform(start + 0.75 * (end - start) + 6 * along[::-1] * (-1, 1))
     angle = math.degrees(math.atan2(along[1], along[0]))
-    axes.text(*anchor, f"copy {digits(bandwidth)} TB/s", rotation=angle, rotation_mode="anchor", ha="center", va="bottom", fontsize=8, color=QUIET)
+    axes.text(
+        *anchor,
+        f"copy {digits(bandwidth)} TB/s",
+        rotation=angle,
+        rotation_mode="anchor",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+        color=QUIET,
+    )
     axes.text(1.1 * ridge, 1.1 * peak, f"GEMM {digits(peak)} TFLOP/s", fontsize=8, color=QUIET)
     dots = [(_intensity(group[0]), max(row["tflop_s"] for row in group), name) for name, group in named.items()]
     _label_dots(figure, axes, dots, lambda x: min(peak, x * bandwidth))
@@ -163,7 +217,16 @@ def _roof(figure: Any, axes: Any, named: dict[str, list[Row]], peak: float, band
 
 def _dot(axes: Any, x: float, y: float, variant: str) -> None:
     front = variant == OURS
-    axes.scatter(x, y, s=64 if front else 30, color=_colour(variant), edgecolor=WHITE, linewidth=0.8, zorder=5 if front else 4, clip_on=False)
+    axes.scatter(
+        x,
+        y,
+        s=64 if front else 30,
+        color=_colour(variant),
+        edgecolor=WHITE,
+        linewidth=0.8,
+        zorder=5 if front else 4,
+        clip_on=False,
+    )
 
 
 def _percent_of_roof(axes: Any, named: dict[str, list[Row]], reached: Callable[[Row], float]) -> None:
@@ -172,13 +235,18 @@ def _percent_of_roof(axes: Any, named: dict[str, list[Row]], reached: Callable[[
         for row in rows:
             _dot(axes, reached(row), y, row["variant"])
     axes.axvline(100, color=INK, linewidth=1.2, zorder=1)
-    axes.set(xlim=(0, max(104, 1.03 * max(reached(row) for rows in named.values() for row in rows))), xlabel="% of the roof")
+    axes.set(
+        xlim=(0, max(104, 1.03 * max(reached(row) for rows in named.values() for row in rows))), xlabel="% of the roof"
+    )
     _names(axes, list(named))
     axes.spines["bottom"].set_visible(True)
 
 
-def _label_dots(figure: Any, axes: Any, dots: Sequence[tuple[float, float, str]], roof: Callable[[float], float]) -> None:
-    """Put names like stairs above the roof, to the left of vertical lines from the dots, so that nothing crosses. Names without space are omitted."""
+def _label_dots(
+    figure: Any, axes: Any, dots: Sequence[tuple[float, float, str]], roof: Callable[[float], float]
+) -> None:
+    """Put names like stairs above the roof, to the left of vertical lines from the dots, so that
+    nothing crosses. Names without space are omitted."""
     from matplotlib.transforms import Bbox
 
     renderer = figure.canvas.get_renderer()
@@ -191,12 +259,20 @@ def _label_dots(figure: Any, axes: Any, dots: Sequence[tuple[float, float, str]]
         for up in range(20, 600, 3):
             side = max(-3.0, bounds.x0 + 3 - size.x0)
             box = size.translated(side, above + up - foot[1])
-            if not any(box.padded(2).overlaps(other) for other in taken) and not any(box.padded(-1).overlaps(line) for line in lines if line.x0 != foot[0]):
+            if not any(box.padded(2).overlaps(other) for other in taken) and not any(
+                box.padded(-1).overlaps(line) for line in lines if line.x0 != foot[0]
+            ):
                 break
         if box.y1 > bounds.y1:
             label.remove()
             continue
         label.set_position(axes.transData.inverted().transform((box.x1, (box.y0 + box.y1) / 2)))
-        axes.plot([x, x], [y, axes.transData.inverted().transform((foot[0], (box.y0 + box.y1) / 2))[1]], color=QUIET, linewidth=0.6, zorder=2)
+        axes.plot(
+            [x, x],
+            [y, axes.transData.inverted().transform((foot[0], (box.y0 + box.y1) / 2))[1]],
+            color=QUIET,
+            linewidth=0.6,
+            zorder=2,
+        )
         taken.append(box)
         lines.append(Bbox([[foot[0], foot[1]], [foot[0] + 1, box.y0]]))

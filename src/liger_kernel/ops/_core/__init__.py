@@ -1,1 +1,2 @@
-"""The declaration of operators, their launches and configurations, and functions that kernels share."""
+"""The declaration of operators, their launches and configurations, and functions that kernels
+share."""

@@ -1,4 +1,5 @@
-"""Launch configurations: the committed table first, then a heuristic. Nothing tunes itself during training."""
+"""Launch configurations: the committed table first, then a heuristic. Nothing tunes itself
+during training."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TUNED = Path(__file__).parent / "tuned"  # sm90.json, gfx942.json ...: {"rms_nor
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of ``block_m`` rows and ``block_n`` columns, its warps, and for persistent kernels the programs per processor and pipeline depth."""
+    """A tile of ``block_m`` rows and ``block_n`` columns, its warps, and for persistent kernels
+    the programs per processor and pipeline depth."""
 
     block_m: int
     block_n: int
@@ -60,7 +62,8 @@ def _forget() -> None:
 
 @functools.cache
 def arch() -> str:
-    """The architecture of the current device, such as ``sm90`` or ``gfx942``; ``cpu`` without a GPU."""
+    """The architecture of the current device, such as ``sm90`` or ``gfx942``; ``cpu`` without a
+    GPU."""
     if _target:
         return _target[0]
     if not torch.cuda.is_available():
@@ -80,7 +83,11 @@ def processors() -> int:
     """The number of streaming multiprocessors of the current device."""
     if _target:
         return _target[1]
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if torch.cuda.is_available() else 4
+    return (
+        torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        if torch.cuda.is_available()
+        else 4
+    )
 
 
 def shared_memory() -> int:
@@ -95,15 +102,33 @@ def max_warps() -> int:
 
 
 @functools.cache
-def tile(op: str, n: int, itemsize: int, *, elements: int, per_thread: int = 16, max_block_n: int = 1 << 20, pipelined: int = 0) -> Tile:
-    """The tile of kernel ``op`` for rows of ``n`` columns: about ``elements`` values per program and ``per_thread`` values per thread.
+def tile(
+    op: str,
+    n: int,
+    itemsize: int,
+    *,
+    elements: int,
+    per_thread: int = 16,
+    max_block_n: int = 1 << 20,
+    pipelined: int = 0,
+) -> Tile:
+    """The tile of kernel ``op`` for rows of ``n`` columns: about ``elements`` values per program
+    and ``per_thread`` values per thread.
 
-    ``pipelined``: the number of tensors that a kernel with a loop over tiles streams through shared memory, in up to three stages (AMD: two) if they fit.
+    ``pipelined``: the number of tensors that a kernel with a loop over tiles streams through shared
+    memory, in up to three stages (AMD: two) if they fit.
     """
     if found := _table(arch()).get(f"{op}/{itemsize}/{n}"):
         return Tile(**found)
     block_n = min(next_power_of_2(n), max_block_n)
     block_m = max(1, elements // block_n)
-    warps = min(max_warps(), max(4 if block_m * block_n >= 2048 else 1, next_power_of_2(cdiv(block_m * block_n, 32 * per_thread))))
-    stages = min(2 if arch().startswith("gfx") else 3, max(1, shared_memory() // (block_m * block_n * itemsize * pipelined))) if pipelined else 1
+    warps = min(
+        max_warps(),
+        max(4 if block_m * block_n >= 2048 else 1, next_power_of_2(cdiv(block_m * block_n, 32 * per_thread))),
+    )
+    stages = (
+        min(2 if arch().startswith("gfx") else 3, max(1, shared_memory() // (block_m * block_n * itemsize * pipelined)))
+        if pipelined
+        else 1
+    )
     return Tile(block_m, block_n, warps, stages=stages)

@@ -1,4 +1,5 @@
-"""Repairs Triton's interpreter (``TRITON_INTERPRET=1``) while it runs a kernel of ours; ``tl.py`` imports this only then.
+"""Repairs Triton's interpreter (``TRITON_INTERPRET=1``) while it runs a kernel of ours; ``tl.py``
+imports this only then.
 
 The interpreter runs kernels in numpy, which has no bf16. It hands bit patterns of bf16 to integer
 arithmetic, truncates where a GPU rounds, and passes float arguments and loop indices as Python
@@ -50,7 +51,8 @@ def _down(h: TensorHandle) -> TensorHandle:
 
 
 def _in_fp32(compute, *, rounds: bool):
-    """``compute`` with bf16 operands in fp32; ``rounds``: the result becomes bf16, unlike comparisons and sums in fp32."""
+    """``compute`` with bf16 operands in fp32; ``rounds``: the result becomes bf16, unlike
+    comparisons and sums in fp32."""
 
     def wrapped(self, *operands):
         bf16 = any(isinstance(h, TensorHandle) and _is_bf16(h) for h in operands)
@@ -66,7 +68,13 @@ def _cast(stock):
     def cast_impl(self, src, dst_type):
         if _is_bf16(src):
             up = _up(src)
-            return src if dst_type.scalar == tl.bfloat16 else up if dst_type.scalar == tl.float32 else stock(self, up, dst_type)
+            return (
+                src
+                if dst_type.scalar == tl.bfloat16
+                else up
+                if dst_type.scalar == tl.float32
+                else stock(self, up, dst_type)
+            )
         if dst_type.scalar == tl.bfloat16:
             return _down(TensorHandle(src.data.astype(np.float32), tl.float32))
         return stock(self, src, dst_type)
@@ -125,13 +133,16 @@ def _language(stock):
     def patch_lang_core(lang, scope):
         stock(lang, scope)
         count = lang.range
-        scope.set_attr(lang, "range", lambda *args, **kwargs: (interpreter._implicit_cvt(i) for i in count(*args, **kwargs)))
+        scope.set_attr(
+            lang, "range", lambda *args, **kwargs: (interpreter._implicit_cvt(i) for i in count(*args, **kwargs))
+        )
 
     return patch_lang_core
 
 
 def _tensor(stock):
-    """Scalars are arrays of one element, which numpy 2.4 no longer converts to int, as Triton 3.6 still asks it to."""
+    """Scalars are arrays of one element, which numpy 2.4 no longer converts to int, as Triton
+    3.6 still asks it to."""
 
     def patch_lang_tensor(tensor, scope):
         stock(tensor, scope)
@@ -170,7 +181,9 @@ def _repairs() -> list[tuple[Any, str, Any]]:
     # where tl.maximum meets NaN, the other number; so from Triton 3.8 on
     for name, least in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
         found.append((B, name, _in_fp32(lambda self, a, b, least=least: self.binary_op(a, b, least), rounds=True)))
-    found.append((B, "get_bf16", lambda self, value: TensorHandle(to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)))
+    found.append(
+        (B, "get_bf16", lambda self, value: TensorHandle(to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16))
+    )
     of_module = (("_implicit_cvt", _argument), ("_patch_lang_core", _language), ("_patch_lang_tensor", _tensor))
     return found + [(interpreter, name, change(getattr(interpreter, name))) for name, change in of_module]
 

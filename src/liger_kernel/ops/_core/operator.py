@@ -39,7 +39,10 @@ OPS: dict[str, Op] = {}
 NAMESPACE = "liger"
 _LIB = torch.library.Library(NAMESPACE, "DEF")
 _LAUNCHERS: dict[str, str] = {}  # name -> module
-_KEEPING = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)  # of selective checkpointing: they have no public name
+_KEEPING = (
+    checkpoint._CachingTorchDispatchMode,
+    checkpoint._CachedTorchDispatchMode,
+)  # of selective checkpointing: they have no public name
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list, tuple}
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
 _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
@@ -60,7 +63,8 @@ _NARROW = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, tor
 
 @dataclass(frozen=True)
 class T:
-    """A tensor argument of a ``Case``: standard normal values unless ``draw(*shape, dtype=float64)`` says otherwise."""
+    """A tensor argument of a ``Case``: standard normal values unless ``draw(*shape,
+    dtype=float64)`` says otherwise."""
 
     shape: tuple[int, ...]
     draw: Callable[..., Tensor] = torch.randn
@@ -77,8 +81,9 @@ class T:
 class Case:
     """Arguments for tests or benchmarks, named after the model from which they come.
 
-    ``error`` marks a call that must raise ``ValueError`` with the operator's name, a colon and that text. ``gpu`` marks shapes of real models, too large for
-    the interpreter. ``timed`` marks shapes that are only measured, because smaller shapes test the same kernels as well.
+    ``error`` marks a call that must raise ``ValueError`` with the operator's name, a colon and that
+    text. ``gpu`` marks shapes of real models, too large for the interpreter. ``timed`` marks shapes
+    that are only measured, because smaller shapes test the same kernels as well.
     """
 
     name: str
@@ -88,19 +93,22 @@ class Case:
     timed: bool = False
 
     def make(self, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Any]:
-        # for devices that are not initialised yet, torch.manual_seed records the stack, which takes longer than drawing the values
+        # for devices that are not initialised yet, torch.manual_seed records the stack, which takes
+        # longer than drawing the values
         (torch.default_generator if device == "cpu" else torch).manual_seed(seed)
         return {k: v.make(dtype, device) if isinstance(v, T) else v for k, v in self.args.items()}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The least work of an operator: bytes read and written once, elementwise operations, and matrix products (m, n, k), by direction.
+    """The least work of an operator: bytes read and written once, elementwise operations, and
+    matrix products (m, n, k), by direction.
 
     A transcendental function counts as one operation.
 
-    ``whole``: the bytes of forward and backward together if one pass can compute both; default: their sum. ``rate``: how many times as fast as products of the
-    inputs' dtype a GPU computes those of the operator, which are 2 in FP8.
+    ``whole``: the bytes of forward and backward together if one pass can compute both; default:
+    their sum. ``rate``: how many times as fast as products of the inputs' dtype a GPU computes
+    those of the operator, which are 2 in FP8.
     """
 
     forward: int
@@ -113,7 +121,11 @@ class Cost:
     def of(self, mode: str) -> tuple[int, int, list[tuple[int, int, int]]]:
         """Bytes, operations and products of "forward", "backward" or "full"."""
         at = {"forward": (0,), "backward": (1,), "full": (0, 1)}[mode]
-        moved = {"forward": self.forward, "backward": self.backward, "full": self.forward + self.backward if self.whole is None else self.whole}[mode]
+        moved = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "full": self.forward + self.backward if self.whole is None else self.whole,
+        }[mode]
         products = [g for i in at for g in self.gemms[i]]
         return moved, sum(self.flops[i] for i in at) + sum(2 * m * n * k for m, n, k in products), products
 
@@ -136,22 +148,34 @@ class Op:
 
 
 def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost]) -> Callable[[F], F]:
-    """Declare a public operator. ``reference`` has the same signature and defines the result, in any dtype, on any device.
+    """Declare a public operator. ``reference`` has the same signature and defines the result, in
+    any dtype, on any device.
 
-    A long signature is written once: a reference that only names its parameters gets the defaults and types of the public function. Its last parameter,
-    ``**how``, stands for the options that change how a result is computed, not which result.
-    ``cost`` takes a case's arguments. ``bench/cases`` has everything else that benchmarks need, such as rivals.
+    A long signature is written once: a reference that only names its parameters gets the defaults
+    and types of the public function. Its last parameter, ``**how``, stands for the options that
+    change how a result is computed, not which result.
+    ``cost`` takes a case's arguments. ``bench/cases`` has everything else that benchmarks need,
+    such as rivals.
     """
 
     def declare(fn: F) -> F:
         if not reference.__annotations__:
-            reference.__annotations__, reference.__defaults__, reference.__kwdefaults__ = fn.__annotations__, fn.__defaults__, fn.__kwdefaults__
+            reference.__annotations__, reference.__defaults__, reference.__kwdefaults__ = (
+                fn.__annotations__,
+                fn.__defaults__,
+                fn.__kwdefaults__,
+            )
         ours, theirs = inspect.signature(fn), inspect.signature(reference)
         named = [p for p in theirs.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        how = [p for p in ours.parameters.values() if p.kind is p.KEYWORD_ONLY and p not in named] if len(named) < len(theirs.parameters) else []
+        how = (
+            [p for p in ours.parameters.values() if p.kind is p.KEYWORD_ONLY and p not in named]
+            if len(named) < len(theirs.parameters)
+            else []
+        )
         if [p for p in ours.parameters.values() if p not in how] != named:
             raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
-        # the operator calls its reference by this name: what it says of DTensors costs kernels nothing
+        # the operator calls its reference by this name: what it says of DTensors costs kernels
+        # nothing
         fn.__globals__[reference.__name__] = functools.partial(attempt, fn.__name__, reference)
         OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, inspect.getdoc(fn) or "")
         return fn
@@ -160,8 +184,9 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
 
 
 def use_kernels(x: Tensor, dtype: torch.dtype | None = None, *, fusible: bool = False) -> bool:
-    """Whether kernels run on ``x``, which makes a result in ``dtype`` if that is given. The reference runs for other devices, fp64, DTensors (which PyTorch
-    splits), where ``only_pytorch``, and, inside ``torch.compile``, for operators that Inductor fuses better."""
+    """Whether kernels run on ``x``, which makes a result in ``dtype`` if that is given. The
+    reference runs for other devices, fp64, DTensors (which PyTorch splits), where ``only_pytorch``,
+    and, inside ``torch.compile``, for operators that Inductor fuses better."""
     if type(x) is not Tensor and is_sharded(x):
         return False
     if x.device.type not in _KERNEL_DEVICES or (dtype or x.dtype) not in _KERNEL_DTYPES:
@@ -190,7 +215,9 @@ def _observed() -> bool:
 def refuse_graphs(name: str, why: str) -> None:
     """Raise where ``only_pytorch``, for what consists of other operators."""
     if only_pytorch():
-        raise ValueError(f"{name}: the call must be one that PyTorch neither exports, traces nor transforms, because {why}")
+        raise ValueError(
+            f"{name}: the call must be one that PyTorch neither exports, traces nor transforms, because {why}"
+        )
 
 
 def host_can_read(x: Tensor) -> bool:
@@ -207,12 +234,14 @@ def is_fake(x: Tensor) -> bool:
 
 
 def as_index(index: Tensor) -> Tensor:
-    """Integers of any dtype in one that holds every index and ``ignore_index``: compared with a narrower dtype, -100 would wrap to a class."""
+    """Integers of any dtype in one that holds every index and ``ignore_index``: compared with a
+    narrower dtype, -100 would wrap to a class."""
     return index.long() if index.dtype in _NARROW else index
 
 
 def launcher(schema: str) -> Callable[[F], F]:
-    """Register a launcher as ``torch.ops.liger.<name>``; its body without the launches is its fake kernel."""
+    """Register a launcher as ``torch.ops.liger.<name>``; its body without the launches is its
+    fake kernel."""
 
     def register(fn):
         _LIB.define(fn.__name__ + schema)
@@ -232,7 +261,8 @@ def launcher(schema: str) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def call(*args):
-            # only code that observes or traces the call needs PyTorch's dispatcher; a kernel on plain tensors does not
+            # only code that observes or traces the call needs PyTorch's dispatcher; a kernel on
+            # plain tensors does not
             plain = not _compiling() and not _dispatch_modes() and _PLAIN.issuperset(map(type, args))
             if plain:
                 return fn(*args)
@@ -247,7 +277,8 @@ def launcher(schema: str) -> Callable[[F], F]:
 
 
 def results_are_kept() -> bool:
-    """Whether selective checkpointing may hold the result of any operator, which nobody may then write to. Results of launchers are not of this kind."""
+    """Whether selective checkpointing may hold the result of any operator, which nobody may then
+    write to. Results of launchers are not of this kind."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(mode, _KEEPING) for mode in _get_current_dispatch_mode_stack())
@@ -265,10 +296,12 @@ _ignored = 0.5  # part of the targets that do not count while launches are inter
 
 @contextlib.contextmanager
 def intercept_launches(run: Run, device: str = "meta", ignored: float = 0.5) -> Iterator[None]:
-    """Call ``run(kernel, grid, args, meta)`` instead of every launch. Kernels are compiled in this way for a device that this machine lacks.
+    """Call ``run(kernel, grid, args, meta)`` instead of every launch. Kernels are compiled in this
+    way for a device that this machine lacks.
 
-    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu". Launchers run as if these tensors were on a GPU. ``ignored``: the
-    part of a loss's targets that does not count, which only data would tell.
+    Operators then use kernels for tensors on ``device``, "meta" or, for fake tensors, "cpu".
+    Launchers run as if these tensors were on a GPU. ``ignored``: the part of a loss's targets that
+    does not count, which only data would tell.
     """
     global _intercept, _ignored
     _intercept, _ignored = run, ignored
@@ -297,7 +330,8 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Whether what is computed with ``x`` now becomes a part of a CUDA graph: nothing runs yet, and the memory of results belongs to the graph."""
+    """Whether what is computed with ``x`` now becomes a part of a CUDA graph: nothing runs yet,
+    and the memory of results belongs to the graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -310,11 +344,15 @@ if _DIRECT:
 
 
 def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    """``kernel[grid](*args, **meta)``. If the compiled kernel is known, Triton's own work per call is skipped, which is a third of the host time.
+    """``kernel[grid](*args, **meta)``. If the compiled kernel is known, Triton's own work per call
+    is skipped, which is a third of the host time.
 
-    The key is everything on which Triton specialises a kernel: constexprs and options, dtypes, and which integers are 1 or multiples of 16. Rare calls
-    go through Triton: pointers that are not multiples of 16, integers of more than 31 bits, other kinds of arguments, a profiler that hooks launches.
-    So do all calls with other releases of Triton and with AMD's compiler, which specialises on more.
+    The key is everything on which Triton specialises a kernel: constexprs and options, dtypes, and
+    which integers are 1 or multiples of 16. Rare calls
+    go through Triton: pointers that are not multiples of 16, integers of more than 31 bits, other
+    kinds of arguments, a profiler that hooks launches.
+    So do all calls with other releases of Triton and with AMD's compiler, which specialises on
+    more.
     """
     global _DIRECT
     if not _DIRECT or _hook.calls:
@@ -346,7 +384,11 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
             run(x, y, z, _stream(device), function, metadata, None, None, None, *args, *constants)
         except TypeError as error:  # raised before anything is launched
             _DIRECT = False
-            warnings.warn(f"liger_kernel: Triton {triton.__version__} starts kernels in another way ({error}); calls cost more host time", stacklevel=2)
+            warnings.warn(
+                f"liger_kernel: Triton {triton.__version__} starts kernels in another way ({error}); calls cost more "
+                "host time",
+                stacklevel=2,
+            )
             kernel[grid](*args, **meta)
     else:
         compiled = kernel[grid](*args, **meta)
@@ -355,14 +397,17 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
 
 
 def descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """``x``, whose last dim is dense, for a kernel that loads blocks of this shape by TMA. What a block has beyond x is zero."""
+    """``x``, whose last dim is dense, for a kernel that loads blocks of this shape by TMA. What
+    a block has beyond x is zero."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
-    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is. Raises ``RuntimeError`` if kernels cannot run here.
+    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is.
+    Raises ``RuntimeError`` if kernels cannot run here.
 
-    ``args``: all arguments before the constexprs, which are tensors, descriptors, integers, floats and None. ``meta``: the constexprs and options by name.
+    ``args``: all arguments before the constexprs, which are tensors, descriptors, integers, floats
+    and None. ``meta``: the constexprs and options by name.
     """
     if tracing(x):
         return
@@ -373,7 +418,10 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
     device = x.get_device()
     if device < 0:
         if x.device.type not in _KERNEL_DEVICES:
-            raise RuntimeError(f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, which has a reference")
+            raise RuntimeError(
+                f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, "
+                "which has a reference"
+            )
         _start(device, kernel, grid, (x, *args), meta)
     elif device == torch.cuda.current_device():
         _start(device, kernel, grid, (x, *args), meta)
@@ -383,7 +431,8 @@ def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
 
 
 def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
-    """Run ``backward`` in the dtypes of the forward, whatever the state of autocast in its caller is."""
+    """Run ``backward`` in the dtypes of the forward, whatever the state of autocast in its
+    caller is."""
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
         return backward(ctx, *grads)
     device = next((g.device.type for g in grads if g is not None), "meta")
@@ -397,7 +446,8 @@ def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, 
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Make a Function's ``backward`` raise if its gradients are differentiated. (torch's own treats them as constants if the upstream gradient is constant.)"""
+    """Make a Function's ``backward`` raise if its gradients are differentiated. (torch's own
+    treats them as constants if the upstream gradient is constant.)"""
 
     @functools.wraps(backward)
     def once(ctx, *grads):
@@ -407,9 +457,12 @@ def once_differentiable(backward: Callable) -> Callable:
             outs = _without_autocast(backward, ctx, grads)
         if torch.compiler.is_compiling():
             return outs
-        # torch.autograd.grad runs only nodes between its outputs and its inputs: without edges to the inputs, it would skip this node
+        # torch.autograd.grad runs only nodes between its outputs and its inputs: without edges to
+        # the inputs, it would skip this node
         inputs = [*(None if d is None else d.detach().requires_grad_() for d in outs), *leaves(ctx)]
-        fail = torch._C._functions.DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs))
+        fail = torch._C._functions.DelayedError(
+            b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs)
+        )
         refused = fail(*inputs)
         return refused[: len(outs)] if len(inputs) > 1 else refused
 
@@ -417,18 +470,22 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, list[Any]]:
-    """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to the inputs that are not None: for losses without autograd."""
+    """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to the
+    inputs that are not None: for losses without autograd."""
     own = [t if t is None else t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
         found = fn(*own)
         loss = found[0] if isinstance(found, tuple) else found
         grads = iter(torch.autograd.grad(loss.sum(), [t for t in own if t is not None]))
-    without = tuple(t.detach() if isinstance(t, Tensor) else t for t in found) if isinstance(found, tuple) else found.detach()
+    without = (
+        tuple(t.detach() if isinstance(t, Tensor) else t for t in found) if isinstance(found, tuple) else found.detach()
+    )
     return without, [t if t is None else next(grads) for t in own]
 
 
 def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """The leaf tensors below ``node`` of an autograd graph, except those at or below the nodes ``beyond``."""
+    """The leaf tensors below ``node`` of an autograd graph, except those at or below the nodes
+    ``beyond``."""
     seen, todo = set(beyond), [node]
     while todo:
         node = todo.pop()
@@ -441,12 +498,14 @@ def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
 
 
 def acc(dtype: torch.dtype) -> torch.dtype:
-    """The accumulation dtype: fp32 for 16 bits, otherwise unchanged, so that references also run in fp64."""
+    """The accumulation dtype: fp32 for 16 bits, otherwise unchanged, so that references also run
+    in fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """The new, contiguous ``y`` in another shape, but not as a view: users may write to what a Function returns, and autograd refuses that for views."""
+    """The new, contiguous ``y`` in another shape, but not as a view: users may write to what a
+    Function returns, and autograd refuses that for views."""
     return y.view(shape) if torch.compiler.is_compiling() or results_are_kept() else y.resize_(shape)
 
 
@@ -456,7 +515,8 @@ def swapped(y: Tensor) -> Tensor:
 
 
 def computed(x: Tensor) -> Tensor:
-    """``x``; of the logits of a patched model, which are computed when somebody needs them, their ``value()``. For autograd they are no tensor before."""
+    """``x``; of the logits of a patched model, which are computed when somebody needs them,
+    their ``value()``. For autograd they are no tensor before."""
     return x if type(x) is Tensor else getattr(x, "value", lambda: x)()
 
 

@@ -9,7 +9,8 @@ from liger_kernel.ops._core.operator import intercepted, on_gpu
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
-    """total (M, N) (+)= a (M, K) b (K, N), accumulated in the dtype of ``total``: on a GPU by the tensor cores, without a copy of the product."""
+    """total (M, N) (+)= a (M, K) b (K, N), accumulated in the dtype of ``total``: on a GPU by
+    the tensor cores, without a copy of the product."""
     if total.dtype == a.dtype:
         torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
     elif not on_gpu(a):

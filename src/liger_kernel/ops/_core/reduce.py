@@ -1,4 +1,5 @@
-"""Second stages shared by operators: a deterministic column sum, and scaling by a number that is on the device."""
+"""Second stages shared by operators: a deterministic column sum, and scaling by a number that is
+on the device."""
 
 from __future__ import annotations
 
@@ -16,12 +17,17 @@ def _column_sum(x_ptr, y_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
     total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for start in range(0, P, BLOCK_P):
         row = start + tl.arange(0, BLOCK_P)
-        total += tl.load(x_ptr + row[:, None].to(tl.int64) * N + col[None, :], mask=(row[:, None] < P) & (col[None, :] < N), other=0.0)
+        total += tl.load(
+            x_ptr + row[:, None].to(tl.int64) * N + col[None, :],
+            mask=(row[:, None] < P) & (col[None, :] < N),
+            other=0.0,
+        )
     tl.store(y_ptr + col, tl.sum(total, axis=0).to(y_ptr.dtype.element_ty), mask=col < N)
 
 
 def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of (P, N) fp32 ``partials`` over P in a fixed order, as (N,) of ``dtype``: one launch. Called by launchers."""
+    """Sum of (P, N) fp32 ``partials`` over P in a fixed order, as (N,) of ``dtype``: one launch.
+    Called by launchers."""
     P, N = partials.shape
     y = partials.new_empty(N, dtype=dtype)
     launch(_column_sum, (cdiv(N, 32),), partials, y, P, N, BLOCK_P=32, BLOCK_N=32, num_warps=4)
@@ -31,7 +37,8 @@ def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
 @jit
 def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
     s = tl.load(s_ptr).to(tl.float32)
-    # the common case, ``loss.backward()``, costs a launch and no traffic; so does a number that was divided and multiplied by
+    # the common case, ``loss.backward()``, costs a launch and no traffic; so does a number that was
+    # divided and multiplied by
     if (tl.abs(s - 1.0) <= 2e-7) == 0:  # NaN, too
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
             offset = start + tl.arange(0, BLOCK)
@@ -41,7 +48,8 @@ def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
 
 @launcher("(Tensor(a!) x, Tensor s) -> ()")
 def scale_(x: Tensor, s: Tensor) -> None:
-    """x *= s, but 0 stays 0 even if ``s`` is not finite: without contributing tokens there is no gradient, even if a sum was divided by 0 tokens."""
+    """x *= s, but 0 stays 0 even if ``s`` is not finite: without contributing tokens there is no
+    gradient, even if a sum was divided by 0 tokens."""
     if use_kernels(x):
         programs = min(cdiv(x.numel(), 8192), 8 * config.processors())
         launch(_scale, (programs,), x, s, x.numel(), BLOCK=8192, num_warps=8)
@@ -51,17 +59,21 @@ def scale_(x: Tensor, s: Tensor) -> None:
 
 
 def divided(g: Tensor, norm: Tensor | None) -> Tensor:
-    """The upstream gradient ``g`` of a mean that the forward has not yet divided by the 0-dim ``norm``. Without rows, gradients are 0 and stay 0."""
+    """The upstream gradient ``g`` of a mean that the forward has not yet divided by the 0-dim
+    ``norm``. Without rows, gradients are 0 and stay 0."""
     return g if norm is None else g / norm.where(norm != 0, 1)
 
 
 def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, ...]:
     """``grads`` times the 0-dim ``s``, in place if this backward is their last use.
 
-    Our forward computed and saved them. With a retained graph, they stay unscaled for the next backward.
+    Our forward computed and saved them. With a retained graph, they stay unscaled for the next
+    backward.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return tuple(None if g is None else (g.to(acc(g.dtype)) * s.to(acc(g.dtype))).to(g.dtype).where(g != 0, 0) for g in grads)
+        return tuple(
+            None if g is None else (g.to(acc(g.dtype)) * s.to(acc(g.dtype))).to(g.dtype).where(g != 0, 0) for g in grads
+        )
     for g in grads:
         if g is not None:
             scale_(g, s)

@@ -1,4 +1,5 @@
-"""Whether a backward may overwrite a tensor that its forward saved: one that it made itself, and that nobody else can see."""
+"""Whether a backward may overwrite a tensor that its forward saved: one that it made itself, and
+that nobody else can see."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from typing import Any
 import torch
 
 CHECKPOINT = "torch.utils.checkpoint"
-# Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor, a copy, or a recomputed tensor
+# Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor,
+# a copy, or a recomputed tensor
 HARMLESS = {"", __name__, "liger_kernel.memory", "liger_kernel.offloading", "torch.autograd.graph", CHECKPOINT}
 
 
 def saving_hooks() -> tuple[tuple[Any, Any] | None, str]:
-    """The present saved-tensor hooks and the name of their Python module, or None and an empty name."""
+    """The present saved-tensor hooks and the name of their Python module, or None and an empty
+    name."""
     hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # in no stub
     return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
 

@@ -1,4 +1,5 @@
-"""Operators on rows of DTensors: every rank computes its own rows, and nothing is gathered (sequence parallelism: arXiv:2205.05198)."""
+"""Operators on rows of DTensors: every rank computes its own rows, and nothing is gathered
+(sequence parallelism: arXiv:2205.05198)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether ``x`` is a DTensor, by the name of its class: few programs use DTensors, and importing the class takes long."""
+    """Whether ``x`` is a DTensor, by the name of its class: few programs use DTensors, and
+    importing the class takes long."""
     return type(x).__name__ == "DTensor"
 
 
@@ -20,7 +22,8 @@ def has_split_rows(x: Any) -> bool:
 
 
 def attempt(name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``fn(...)`` of the operator ``name``. Where it fails and was given DTensors, ``ValueError`` says what to give instead."""
+    """``fn(...)`` of the operator ``name``. Where it fails and was given DTensors,
+    ``ValueError`` says what to give instead."""
     if torch.compiler.is_compiling():
         return fn(*args, **kwargs)
     try:
@@ -35,7 +38,8 @@ def attempt(name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def own_part(x: Any, grad_placements: Any) -> Tensor:
-    """``x.to_local(grad_placements=...)`` of a DTensor, which keeps these placements under ``torch.compile``, too.
+    """``x.to_local(grad_placements=...)`` of a DTensor, which keeps these placements under
+    ``torch.compile``, too.
 
     AOTAutograd makes a view that leaves its graph anew from the view's base, and knows nothing of
     placements: the gradients of ranks would not be summed. A copy is no view.
@@ -45,7 +49,8 @@ def own_part(x: Any, grad_placements: Any) -> Tensor:
 
 
 def on_own_rows(fn: Callable[..., Tensor], x: Any, *weights: Tensor | None, **options: Any) -> Tensor | None:
-    """``fn(x, *weights, **options)`` of a DTensor x (..., N) with whole rows; None if rows are split. Gradients of weights (N,) are summed over ranks."""
+    """``fn(x, *weights, **options)`` of a DTensor x (..., N) with whole rows; None if rows are
+    split. Gradients of weights (N,) are summed over ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = x.device_mesh, x.placements
@@ -60,4 +65,6 @@ def on_own_rows(fn: Callable[..., Tensor], x: Any, *weights: Tensor | None, **op
         return own_part(w.redistribute(placements=[Replicate()] * mesh.ndim), terms)
 
     y = fn(x.to_local(), *map(local, weights), **options)
-    return DTensor.from_local(y, mesh, placements, run_check=False, shape=x.shape, stride=torch.empty(x.shape, device="meta").stride())
+    return DTensor.from_local(
+        y, mesh, placements, run_check=False, shape=x.shape, stride=torch.empty(x.shape, device="meta").stride()
+    )

@@ -23,12 +23,30 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
     HAS_TRITON = False
 
 
-# Integers that change with the batch, and numbers that users choose: a kernel is not compiled again if one of these is 1 or a multiple of 16. Others
-# are not in this list, because loads are wide only if Triton knows that widths and strides are such multiples.
+# Integers that change with the batch, and numbers that users choose: a kernel is not compiled again
+# if one of these is 1 or a multiple of 16. Others
+# are not in this list, because loads are wide only if Triton knows that widths and strides are such
+# multiples.
 VARYING = (
-    "M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index", "cos_batch", "sin_batch", "pos_batch",
+    "M",
+    "M0",
+    "M1",
+    "M2",
+    "M3",
+    "T",
+    "L",
+    "R",
+    "P",
+    "tokens",
+    "n_tokens",
+    "programs",
+    "splits",
+    "ignore_index",
+    "cos_batch",
+    "sin_batch",
+    "pos_batch",
     "label_stride",
-)  # fmt: skip  # a list of names
+)  # a list of names
 jit: Callable[..., Any] = functools.partial(triton.jit, do_not_specialize=VARYING)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRET:
@@ -45,7 +63,8 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / use the hardware's: off by two units in the last place or more, always in the same direction,
+# Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / use the hardware's: off by two units in the
+# last place or more, always in the same direction,
 # so that the errors do not average out in long sums and iterations.
 
 
@@ -66,7 +85,8 @@ def add_exactly(total, x, lost):
 
 @jit
 def rsqrt(x):
-    """1 / sqrt(x) to one and a half units in the last place. tl.rsqrt, to two units on either side, does for one norm; scores add the errors of many."""
+    """1 / sqrt(x) to one and a half units in the last place. tl.rsqrt, to two units on either
+    side, does for one norm; scores add the errors of many."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
 
 
@@ -74,7 +94,9 @@ def rsqrt(x):
 def exp(x):
     """exp(x) to a unit in the last place; tl.exp loses what x log2(e) is rounded by, |x| units."""
     n = tl.floor(x * 1.4426950408889634 + 0.5)
-    r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln 2 in two parts, the first of so few bits that its product is exact (Cody and Waite)
+    r = (
+        x - n * 0.693359375
+    ) + n * 2.12194440e-4  # ln 2 in two parts, the first of so few bits that its product is exact (Cody and Waite)
     return tl.where(tl.abs(x) < 87.0, tl.exp2(r * 1.4426950408889634) * tl.exp2(n), tl.exp(x))
 
 
@@ -86,7 +108,8 @@ def exp_of(x, PRECISE: tl.constexpr):
 
 @jit
 def log(x):
-    """log(x) to a unit in the last place: a series in s = (m - 1) / (m + 1), where x = m 2^k and m is within sqrt(2) of 1 (as in FreeBSD's libm)."""
+    """log(x) to a unit in the last place: a series in s = (m - 1) / (m + 1), where x = m 2^k and
+    m is within sqrt(2) of 1 (as in FreeBSD's libm)."""
     bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     k = ((bits >> 23) - 127).to(tl.float32)
     f = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0

@@ -1,11 +1,16 @@
-"""Gated linear unit: ``y = act(gate) * up``, the product of a gated MLP's two projections (Shazeer, arXiv:2002.05202).
+"""Gated linear unit: ``y = act(gate) * up``, the product of a gated MLP's two projections (Shazeer,
+arXiv:2002.05202).
 
-Shapes: gate, up, y (..., I). Packed: gate (..., 2 I) holds gate and up side by side, and neither is copied.
+Shapes: gate, up, y (..., I). Packed: gate (..., 2 I) holds gate and up side by side, and neither is
+copied.
 
-act(gate) is rounded to the dtype of gate before the product, as in models that write ``act_fn(gate) * up``.
+act(gate) is rounded to the dtype of gate before the product, as in models that write ``act_fn(gate)
+* up``.
 
-What models add, in this order: ``gate * gate_multiplier``, rounded (Falcon-H1); gate at most ``limit``, up within +-limit (DeepSeek-V4, GLM-5); with
-``alpha`` act(alpha gate) / alpha, which for silu is gate sigmoid(alpha gate), and up + ``offset`` (gpt-oss); the product times ``down_multiplier``.
+What models add, in this order: ``gate * gate_multiplier``, rounded (Falcon-H1); gate at most
+``limit``, up within +-limit (DeepSeek-V4, GLM-5); with ``alpha`` act(alpha gate) / alpha, which for
+silu is gate sigmoid(alpha gate), and up + ``offset`` (gpt-oss); the product times
+``down_multiplier``.
 """
 
 from __future__ import annotations
@@ -18,7 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
 
 ACTS = {
@@ -33,7 +51,9 @@ ACTS = {
 FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
 
 
-def reference(gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alpha=1.0, offset=0.0, down_multiplier=1.0):
+def reference(
+    gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alpha=1.0, offset=0.0, down_multiplier=1.0
+):
     if up is None:
         gate, up = gate.chunk(2, -1)
     if gate_multiplier != 1:
@@ -41,7 +61,9 @@ def reference(gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alp
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     h = gate.to(acc(gate.dtype))
-    h = ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha  # with the same strides: with others, PyTorch's gelu differs in the last bit
+    h = (
+        ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha
+    )  # with the same strides: with others, PyTorch's gelu differs in the last bit
     y = h.to(gate.dtype) * (up + offset if offset else up)
     return y if down_multiplier == 1 else y * down_multiplier
 
@@ -53,7 +75,8 @@ def _inverse(x, PRECISE: tl.constexpr):
 
 @jit
 def act_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
-    """act(x) and its derivative, in fp32; silu as PyTorch's kernels compute it, so that values rounded to bf16 are the same. ``PRECISE``: for fp32 data."""
+    """act(x) and its derivative, in fp32; silu as PyTorch's kernels compute it, so that values
+    rounded to bf16 are the same. ``PRECISE``: for fp32 data."""
     if ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y = x * cdf
@@ -89,7 +112,8 @@ def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
 
 @jit
 def _largest(x, tops_ptr, TOPS: tl.constexpr):
-    """Add the largest finite |x| of a tile to one of ``TOPS`` maxima: so many, because atomics on one address wait for each other."""
+    """Add the largest finite |x| of a tile to one of ``TOPS`` maxima: so many, because atomics
+    on one address wait for each other."""
     size = tl.abs(x)
     size = tl.where(size < float("inf"), size, 0.0)
     tl.atomic_max(tops_ptr + tl.program_id(0) % TOPS, tl.max(tl.max(size, 1), 0), sem="relaxed")
@@ -97,10 +121,29 @@ def _largest(x, tops_ptr, TOPS: tl.constexpr):
 
 @jit
 def _fwd(
-    gate_ptr, up_ptr, y_ptr, tops_ptr, M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
-    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """``tops``: (TOPS,) zeros that get the largest values of y; with TOPS 0 they are not searched."""
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    tops_ptr,
+    M,
+    N,
+    gate_stride,
+    up_stride,
+    y_stride,
+    gate_multiplier,
+    limit,
+    alpha,
+    offset,
+    down_multiplier,
+    ACT: tl.constexpr,
+    SCALED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """``tops``: (TOPS,) zeros that get the largest values of y; with TOPS 0 they are not
+    searched."""
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -126,13 +169,40 @@ def _fwd(
 
 @jit
 def _bwd(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, tops_ptr, M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    gate_multiplier, limit, alpha, offset, down_multiplier, ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
-    NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr, NEED_Y: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded all of its tile before it stores.
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    y_ptr,
+    tops_ptr,
+    M,
+    N,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    gate_multiplier,
+    limit,
+    alpha,
+    offset,
+    down_multiplier,
+    ACT: tl.constexpr,
+    SCALED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    NEED_DGATE: tl.constexpr,
+    NEED_DUP: tl.constexpr,
+    NEED_Y: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded
+    all of its tile before it stores.
 
-    ``tops``: (3, TOPS) zeros that get the largest values of y, dgate and dup; with TOPS 0 they are not searched.
+    ``tops``: (3, TOPS) zeros that get the largest values of y, dgate and dup; with TOPS 0 they are
+    not searched.
     """
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -206,10 +276,14 @@ class Form(NamedTuple):
 
 
 @functools.cache
-def _arguments(gate_multiplier: float, limit: float | None, alpha: float, offset: float, down_multiplier: float) -> tuple[tuple[float, ...], dict[str, bool]]:
+def _arguments(
+    gate_multiplier: float, limit: float | None, alpha: float, offset: float, down_multiplier: float
+) -> tuple[tuple[float, ...], dict[str, bool]]:
     """A ``Form`` as the kernels take it: arguments and constexprs."""
     scaled = (gate_multiplier, alpha, offset, down_multiplier) != (1, 1, 0, 1)
-    return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(SCALED=scaled, CLAMPED=limit is not None)
+    return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(
+        SCALED=scaled, CLAMPED=limit is not None
+    )
 
 
 @launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> Tensor")
@@ -218,19 +292,43 @@ def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
 
 
 def glu_into(tops: Tensor | None, gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
-    """The forward for a launcher. ``tops`` (TOPS,), zeros in fp32, gets the largest finite sizes in parts of the output."""
+    """The forward for a launcher. ``tops`` (TOPS,), zeros in fp32, gets the largest finite sizes
+    in parts of the output."""
     M, N = gate.shape
     y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
     many = 0 if tops is None else TOPS
-    launch(_fwd, grid, gate, up, y, tops, M, N, gate.stride(0), up.stride(0), N, *numbers, ACT=act, **flags, TOPS=many, **tile)
+    launch(
+        _fwd,
+        grid,
+        gate,
+        up,
+        y,
+        tops,
+        M,
+        N,
+        gate.stride(0),
+        up.stride(0),
+        N,
+        *numbers,
+        ACT=act,
+        **flags,
+        TOPS=many,
+        **tile,
+    )
     return y
 
 
-@launcher(f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {FORM}) -> (Tensor dgate, Tensor dup)")
-def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Any) -> tuple[Tensor, Tensor]:
-    """dgate and dup; those that are not needed are empty; ``packed``: both side by side in the first, the second empty."""
+@launcher(
+    f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {FORM}) -> (Tensor "
+    "dgate, Tensor dup)"
+)
+def glu_bwd(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Any
+) -> tuple[Tensor, Tensor]:
+    """dgate and dup; those that are not needed are empty; ``packed``: both side by side in the
+    first, the second empty."""
     M, N = gate.shape
     dgate = gate.new_empty(M, 2 * N) if packed else gate.new_empty((M, N) if need_dgate else (0, 0))
     dup = up.new_empty((M, N) if need_dup and not packed else (0, 0))
@@ -243,10 +341,14 @@ def glu_bwd(dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_d
     return dgate, dup
 
 
-def glu_bwd_(dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any, tops: Tensor | None = None) -> None:
-    """Overwrite gate and up with dgate and dup and, if needed, dy with the output of the forward. The calling launcher must own all three.
+def glu_bwd_(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any, tops: Tensor | None = None
+) -> None:
+    """Overwrite gate and up with dgate and dup and, if needed, dy with the output of the forward.
+    The calling launcher must own all three.
 
-    ``tops`` (3, TOPS), zeros in fp32, gets the largest finite sizes in parts of that output, of dgate and of dup.
+    ``tops`` (3, TOPS), zeros in fp32, gets the largest finite sizes in parts of that output, of
+    dgate and of dup.
     """
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
@@ -293,13 +395,19 @@ def _wide(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("deepseek-v4", dict(gate=T((3, 80), _wide), up=None, limit=5.0)),
         Case("falcon-h1", dict(gate=T((5, 64)), up=T((5, 64)), gate_multiplier=0.37, down_multiplier=1.9)),
         Case("one", dict(gate=T((1, 1)), up=T((1, 1)))),
-        Case("integers", dict(gate=T((2, 4), dtype=torch.int64), up=T((2, 4))), error="gate must be floating point, got torch.int64"),
+        Case(
+            "integers",
+            dict(gate=T((2, 4), dtype=torch.int64), up=T((2, 4))),
+            error="gate must be floating point, got torch.int64",
+        ),
         Case(
             "bad-act",
             dict(gate=T((2, 4)), up=T((2, 4)), act="swish2"),
             error="act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'",
         ),
-        Case("bad-limit", dict(gate=T((2, 4)), up=T((2, 4)), limit=0.0), error="limit must be positive or None, got 0.0"),
+        Case(
+            "bad-limit", dict(gate=T((2, 4)), up=T((2, 4)), limit=0.0), error="limit must be positive or None, got 0.0"
+        ),
         Case("bad-alpha", dict(gate=T((2, 4)), up=T((2, 4)), alpha=-1.0), error="alpha must be positive, got -1.0"),
         Case("bad-shapes", dict(gate=T((2, 4)), up=T((2, 5))), error="up must have shape (2, 4), got (2, 5)"),
         Case("odd-width", dict(gate=T((2, 5)), up=None), error="packed gate must have an even last dim, got 5"),
@@ -311,12 +419,20 @@ def _wide(*shape: int, dtype: torch.dtype) -> Tensor:
     ),
 )
 def glu(
-    gate: Tensor, up: Tensor | None = None, *, act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
-    offset: float = 0.0, down_multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    act: str = "silu",
+    gate_multiplier: float = 1.0,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    offset: float = 0.0,
+    down_multiplier: float = 1.0,
+) -> Tensor:
     """``act(gate) * up``, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.
 
-    gate, up (..., I) in fp32, fp16, bf16 or fp64, any strides; or gate (..., 2 I) and no up, for projections that are one packed matrix.
+    gate, up (..., I) in fp32, fp16, bf16 or fp64, any strides; or gate (..., 2 I) and no up, for
+    projections that are one packed matrix.
     gpt-oss: ``limit=7.0, alpha=1.702, offset=1.0``.
     """
     if not gate.is_floating_point():
@@ -338,7 +454,8 @@ def glu(
 
 
 class LigerSiLUMulFunction:
-    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)``: ``silu(a gate_multiplier) b down_multiplier``."""
+    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)``: ``silu(a gate_multiplier) b
+    down_multiplier``."""
 
     @staticmethod
     def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
@@ -354,7 +471,8 @@ class LigerGELUMulFunction:
 
 
 class LigerFusedGateUpSiLUMulFunction:
-    """``apply(y, in_place=False)``: ``silu(gate) up`` of y (..., 2 I), gate and up side by side; ``in_place`` is accepted and ignored."""
+    """``apply(y, in_place=False)``: ``silu(gate) up`` of y (..., 2 I), gate and up side by side;
+    ``in_place`` is accepted and ignored."""
 
     @staticmethod
     def apply(y: Tensor, in_place: bool = False) -> Tensor:
@@ -384,7 +502,8 @@ def geglu_backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_fused_gate_up_forward(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Without autograd: y (..., 2 I) for ``swiglu_fused_gate_up_backward``, and ``silu(gate) up`` of its halves."""
+    """Without autograd: y (..., 2 I) for ``swiglu_fused_gate_up_backward``, and ``silu(gate)
+    up`` of its halves."""
     gate, up = rows_of(y).chunk(2, -1)
     return y, glu_fwd(gate, up, "silu", *Form()).view(*y.shape[:-1], -1)
 

@@ -1,4 +1,5 @@
-"""Squared ReLU: ``y = max(x, 0)^2``, in fp32, rounded once (So et al., arXiv:2109.08668). x of any shape, y like x."""
+"""Squared ReLU: ``y = max(x, 0)^2``, in fp32, rounded once (So et al., arXiv:2109.08668). x of
+any shape, y like x."""
 
 from __future__ import annotations
 
@@ -6,7 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 BLOCK = 2048  # values per program, 16 per thread: as in glu, memory bandwidth is the only limit

@@ -1,10 +1,13 @@
-"""Multi-token attention: causal attention weights mixed over neighbouring queries, keys and heads (Golovneva et al., arXiv:2504.00927).
+"""Multi-token attention: causal attention weights mixed over neighbouring queries, keys and heads
+(Golovneva et al., arXiv:2504.00927).
 
     y = mask_0(conv2d(softmax(mask_-inf(scores)), weight) + bias)
 
-Shapes: scores (B, C, L, L), weight (C', C / groups, kh, kw), bias (C',), y (B, C', L', L').  Masks keep what is on or below the diagonal.
+Shapes: scores (B, C, L, L), weight (C', C / groups, kh, kw), bias (C',), y (B, C', L', L').  Masks
+keep what is on or below the diagonal.
 
-Sparsemax may replace softmax. Both read a row only up to the diagonal. Where their outputs are zero, so are their gradients: no second mask is needed.
+Sparsemax may replace softmax. Both read a row only up to the diagonal. Where their outputs are
+zero, so are their gradients: no second mask is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    use_kernels,
+)
 from liger_kernel.ops.attention.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.ops.attention.sparsemax import reference as sparsemax_reference
 from liger_kernel.ops.attention.sparsemax import sparsemax_bwd, sparsemax_fwd
@@ -32,15 +45,28 @@ def _pair(size: Size) -> list[int]:
     return [size, size] if isinstance(size, int) else list(size)
 
 
-SCHEMA = "(Tensor dy, Tensor p, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, bool sparse, bool[] needed)"
+SCHEMA = (
+    "(Tensor dy, Tensor p, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, bool sparse, "
+    "bool[] needed)"
+)
 
 
 @launcher(f"{SCHEMA} -> (Tensor dscores, Tensor dweight, Tensor dbias)")
 def multi_token_attention_bwd(
-    dy: Tensor, p: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int, sparse: bool, needed: list[bool]
+    dy: Tensor,
+    p: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    sparse: bool,
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of scores, weight and bias; gradients that are not needed are empty."""
-    grads = torch.ops.aten.convolution_backward(dy.tril(), p, weight, weight.shape[:1], stride, padding, dilation, False, [0, 0], groups, needed)
+    grads = torch.ops.aten.convolution_backward(
+        dy.tril(), p, weight, weight.shape[:1], stride, padding, dilation, False, [0, 0], groups, needed
+    )
     dp, dweight, dbias = (g if need else p.new_empty(0) for g, need in zip(grads, needed))
     if needed[0]:
         dp = (sparsemax_bwd if sparse else softmax_bwd)(rows_of(dp), rows_of(p)).view(p.shape)
@@ -48,7 +74,8 @@ def multi_token_attention_bwd(
 
 
 class LigerMultiTokenAttentionFunction(torch.autograd.Function):
-    """``apply(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False)``."""
+    """``apply(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1,
+    sparse=False)``."""
 
     @staticmethod
     def forward(ctx, scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, sparse=False):
@@ -56,7 +83,9 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
         ctx.save_for_backward(p, weight)
         ctx.conv, ctx.sparse = (_pair(stride), _pair(padding), _pair(dilation), groups), sparse
         y = F.conv2d(p, weight, bias, *ctx.conv)
-        return y.tril() if torch.compiler.is_compiling() else y.tril_()  # torch.compile of PyTorch 2.11 loses the gradient of tril_
+        return (
+            y.tril() if torch.compiler.is_compiling() else y.tril_()
+        )  # torch.compile of PyTorch 2.11 loses the gradient of tril_
 
     @staticmethod
     @once_differentiable
@@ -66,13 +95,30 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
         return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None, None
 
 
-def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, **_) -> Cost:
+def _cost(
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    **_,
+) -> Cost:
     B, L = scores.shape[0], scores.shape[-1]
-    out = [(L + 2 * p - d * (k - 1) - 1) // s + 1 for s, p, d, k in zip(_pair(stride), _pair(padding), _pair(dilation), weight.shape[2:])]
+    out = [
+        (L + 2 * p - d * (k - 1) - 1) // s + 1
+        for s, p, d, k in zip(_pair(stride), _pair(padding), _pair(dilation), weight.shape[2:])
+    ]
     product = (B * out[0] * out[1], weight.shape[0], weight[0].numel())
     flops = (4 * scores.numel(), 4 * scores.numel())
     y = B * weight.shape[0] * out[0] * out[1] * scores.itemsize
-    return Cost(nbytes(scores, weight, bias) + y, nbytes(scores, scores, weight, weight, bias) + y, flops=flops, gemms=([product], [product, product]))
+    return Cost(
+        nbytes(scores, weight, bias) + y,
+        nbytes(scores, scores, weight, weight, bias) + y,
+        flops=flops,
+        gemms=([product], [product, product]),
+    )
 
 
 @op(
@@ -80,11 +126,28 @@ def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride:
     cases=[
         Case("mta", dict(scores=T((2, 3, 17, 17)), weight=T((3, 3, 3, 3)), bias=T((3,)), padding=1)),
         Case("sparse", dict(scores=T((1, 2, 12, 12)), weight=T((2, 2, 3, 3)), bias=T((2,)), padding=1, sparse=True)),
-        Case("grouped", dict(scores=T((1, 4, 9, 9)), weight=T((6, 2, 3, 5)), stride=(2, 1), padding=(2, 4), dilation=(1, 2), groups=2)),
+        Case(
+            "grouped",
+            dict(
+                scores=T((1, 4, 9, 9)), weight=T((6, 2, 3, 5)), stride=(2, 1), padding=(2, 4), dilation=(1, 2), groups=2
+            ),
+        ),
         Case("one-token", dict(scores=T((3, 2, 1, 1)), weight=T((2, 2, 1, 1)), bias=T((2,)))),
-        Case("bad-scores", dict(scores=T((3, 4, 5)), weight=T((3, 3, 1, 1))), error="scores must have shape (B, C, L, L), got (3, 4, 5)"),
-        Case("bad-weight", dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3)), groups=2), error="weight must have shape (C', 2, kh, kw), got (4, 4, 3, 3)"),
-        Case("bad-bias", dict(scores=T((1, 4, 5, 5)), weight=T((2, 4, 3, 3)), bias=T((4,))), error="bias must have shape (2,), got (4,)"),
+        Case(
+            "bad-scores",
+            dict(scores=T((3, 4, 5)), weight=T((3, 3, 1, 1))),
+            error="scores must have shape (B, C, L, L), got (3, 4, 5)",
+        ),
+        Case(
+            "bad-weight",
+            dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3)), groups=2),
+            error="weight must have shape (C', 2, kh, kw), got (4, 4, 3, 3)",
+        ),
+        Case(
+            "bad-bias",
+            dict(scores=T((1, 4, 5, 5)), weight=T((2, 4, 3, 3)), bias=T((4,))),
+            error="bias must have shape (2,), got (4,)",
+        ),
         Case(
             "bad-dtype",
             dict(scores=T((1, 4, 5, 5)), weight=T((4, 4, 3, 3), dtype=torch.float64)),
@@ -94,10 +157,18 @@ def _cost(scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride:
     cost=_cost,
 )
 def multi_token_attention(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Size = 1, padding: Size = 0, dilation: Size = 1, groups: int = 1,
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
     sparse: bool = False,
-) -> Tensor:  # fmt: skip
-    """Causal softmax, or sparsemax, of scores (B, C, L, L), then ``F.conv2d`` with weight (C', C / groups, kh, kw), then zero above the diagonal.
+) -> Tensor:
+    """Causal softmax, or sparsemax, of scores (B, C, L, L), then ``F.conv2d`` with weight (C', C /
+    groups, kh, kw), then zero above the diagonal.
 
     All tensors have one dtype, which is autocast's if it is on.
     """
@@ -108,12 +179,21 @@ def multi_token_attention(
         dtype = torch.get_autocast_dtype(device)
         scores, weight, bias = scores.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if weight.ndim != 4 or weight.shape[1] * groups != scores.shape[1]:
-        raise ValueError(f"multi_token_attention: weight must have shape (C', {scores.shape[1] // groups}, kh, kw), got {tuple(weight.shape)}")
+        raise ValueError(
+            f"multi_token_attention: weight must have shape (C', {scores.shape[1] // groups}, kh, kw), got "
+            f"{tuple(weight.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"multi_token_attention: bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+        raise ValueError(
+            f"multi_token_attention: bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
+        )
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None and p.dtype != scores.dtype:
-            raise ValueError(f"multi_token_attention: {name} must have the dtype of scores, {scores.dtype}, got {p.dtype}")
+            raise ValueError(
+                f"multi_token_attention: {name} must have the dtype of scores, {scores.dtype}, got {p.dtype}"
+            )
     if not use_kernels(scores, fusible=not sparse) or not scores.numel():
-        return reference(scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse)
+        return reference(
+            scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse
+        )
     return LigerMultiTokenAttentionFunction.apply(scores, weight, bias, stride, padding, dilation, groups, sparse)

@@ -1,16 +1,20 @@
-"""Neighbourhood attention in one dimension: a query sees the keys at most ``kernel_size // 2`` steps of ``dilation`` away (arXiv:2504.16922).
+"""Neighbourhood attention in one dimension: a query sees the keys at most ``kernel_size // 2``
+steps of ``dilation`` away (arXiv:2504.16922).
 
     o_t = sum_w p_tw v_(t + w dilation),   p_t = softmax over w of scale q_t . k_(t + w dilation),   |w| <= kernel_size // 2
 
-Shapes: q, k, v, o (B, H, T, D).  There are no keys before the first and after the last, so queries at the borders see fewer keys.
+Shapes: q, k, v, o (B, H, T, D).  There are no keys before the first and after the last, so queries
+at the borders see fewer keys.
 
-A program holds a block of queries and loops over w. It reads the rows of k and v once for each w, from the cache. In the backward, dq gathers from the keys
-of a query, and dk and dv from the queries of a key, so no sum is accumulated in memory.
+A program holds a block of queries and loops over w. It reads the rows of k and v once for each w,
+from the cache. In the backward, dq gathers from the keys of a query, and dk and dv from the queries
+of a key, so no sum is accumulated in memory.
 
-p is exp(s - top) * share: the largest score and the inverse of the sum are stored separately. Their lse would be rounded relative to its own size, an error
-of p. All kernels multiply q k by the scale last, so the scores in the backward are bit-identical to the forward's.
-``bench/cases/attention.py`` has the shapes of real models and the rivals.
-"""
+p is exp(s - top) * share: the largest score and the inverse of the sum are stored separately. Their
+lse would be rounded relative to its own size, an error of p. All kernels multiply q k by the scale
+last, so the scores in the backward are bit-identical to the forward's. ``bench/cases/attention.py``
+has the shapes of real models and the rivals.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -20,19 +24,35 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; the reference computes larger heads
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
+) -> Tensor:
     dtype, length, reach = acc(q.dtype), q.shape[2], kernel_size // 2 * dilation
     at = torch.arange(length, device=q.device)[:, None] + torch.arange(-reach, reach + 1, dilation, device=q.device)
     inside = (at >= 0) & (at < length)
     at = at.clamp(0, length - 1)
-    scores = (q.to(dtype)[..., None, :] * k.to(dtype)[:, :, at]).sum(-1) * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale)
+    scores = (q.to(dtype)[..., None, :] * k.to(dtype)[:, :, at]).sum(-1) * (
+        max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    )
     p = torch.softmax(scores.masked_fill(~inside, -float("inf")), -1)
     return (p[..., None] * v.to(dtype)[:, :, at]).sum(-2).to(q.dtype)
 
@@ -54,15 +74,40 @@ def _rows(ptr, row, stride, col, D, T):
 
 @jit
 def _score(q, k, scale, inside):
-    """The same bits in every kernel: what is chosen here cannot share a rounding with what is subtracted after it."""
+    """The same bits in every kernel: what is chosen here cannot share a rounding with what is
+    subtracted after it."""
     return tl.where(inside, tl.sum(q * k, axis=1) * scale, -float("inf"))
 
 
 @jit
 def _fwd(
-    q_ptr, k_ptr, v_ptr, o_ptr, top_ptr, share_ptr, T, H, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale, kernel_size, dilation,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    top_ptr,
+    share_ptr,
+    T,
+    H,
+    D,
+    qb,
+    qh,
+    qt,
+    kb,
+    kh,
+    kt,
+    vb,
+    vh,
+    vt,
+    ob,
+    oh,
+    ot,
+    scale,
+    kernel_size,
+    dilation,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
     t = first + tl.arange(0, BLOCK_T)
@@ -84,16 +129,50 @@ def _fwd(
         top = new
     total = tl.where(t < T, total, 1.0)
     mask = (t < T)[:, None] & (col < D)[None, :]
-    tl.store(o_ptr + b * ob + h * oh + t[:, None] * ot + col[None, :], (o / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        o_ptr + b * ob + h * oh + t[:, None] * ot + col[None, :],
+        (o / total[:, None]).to(o_ptr.dtype.element_ty),
+        mask=mask,
+    )
     tl.store(top_ptr + (b * H + h) * T + t, top, mask=t < T)
     tl.store(share_ptr + (b * H + h) * T + t, 1.0 / total, mask=t < T)
 
 
 @jit
 def _bwd_dq(
-    do_ptr, q_ptr, k_ptr, v_ptr, top_ptr, share_ptr, dq_ptr, mean_ptr, T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale,
-    kernel_size, dilation, NEED_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    top_ptr,
+    share_ptr,
+    dq_ptr,
+    mean_ptr,
+    T,
+    H,
+    D,
+    gb,
+    gh,
+    gt,
+    qb,
+    qh,
+    qt,
+    kb,
+    kh,
+    kt,
+    vb,
+    vh,
+    vt,
+    ob,
+    oh,
+    ot,
+    scale,
+    kernel_size,
+    dilation,
+    NEED_DQ: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """The mean of do . v under p, which dk needs, too; then dq."""
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
@@ -126,9 +205,41 @@ def _bwd_dq(
 
 @jit
 def _bwd_dkv(
-    do_ptr, q_ptr, k_ptr, v_ptr, top_ptr, share_ptr, mean_ptr, dk_ptr, dv_ptr, T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale,
-    kernel_size, dilation, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    top_ptr,
+    share_ptr,
+    mean_ptr,
+    dk_ptr,
+    dv_ptr,
+    T,
+    H,
+    D,
+    gb,
+    gh,
+    gt,
+    qb,
+    qh,
+    qt,
+    kb,
+    kh,
+    kt,
+    vb,
+    vh,
+    vt,
+    ob,
+    oh,
+    ot,
+    scale,
+    kernel_size,
+    dilation,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
     j = first + tl.arange(0, BLOCK_T)
@@ -162,37 +273,98 @@ def _bwd_dkv(
 def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
     # 16 values of each tensor per thread, for up to five tensors; not measured
     c = config.tile(kernel, q.shape[3], q.itemsize, elements=2048, per_thread=16)
-    return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), dict(BLOCK_T=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+    return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), dict(
+        BLOCK_T=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps
+    )
 
 
-@launcher("(Tensor q, Tensor k, Tensor v, int kernel_size, int dilation, float scale) -> (Tensor o, Tensor top, Tensor share)")
-def neighborhood_attention_fwd(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    o, top, share = new_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+@launcher(
+    "(Tensor q, Tensor k, Tensor v, int kernel_size, int dilation, float scale) -> (Tensor o, Tensor top, Tensor share)"
+)
+def neighborhood_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    o, top, share = (
+        new_like(q),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+    )
     if not tracing(q):
         grid, tile = _grid("neighborhood_attention_fwd", q)
         strides = [s for t in (q, k, v, o) for s in t.stride()[:3]]
-        launch(_fwd, grid, q, k, v, o, top, share, q.shape[2], q.shape[1], q.shape[3], *strides, scale, kernel_size, dilation, **tile)
+        launch(
+            _fwd,
+            grid,
+            q,
+            k,
+            v,
+            o,
+            top,
+            share,
+            q.shape[2],
+            q.shape[1],
+            q.shape[3],
+            *strides,
+            scale,
+            kernel_size,
+            dilation,
+            **tile,
+        )
     return o, top, share
 
 
 @launcher(
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor top, Tensor share, int kernel_size, int dilation, float scale, bool[] needed)"
+    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor top, Tensor share, int kernel_size, int dilation, float scale, "
+    "bool[] needed)"
     " -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 def neighborhood_attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, share: Tensor, kernel_size: int, dilation: int, scale: float, needed: list[bool]
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    top: Tensor,
+    share: Tensor,
+    kernel_size: int,
+    dilation: int,
+    scale: float,
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; gradients that are not needed are empty."""
     dq, dk, dv = (new_like(q, need) for need in needed)
     if not tracing(q):
         like = next(d for d, need in zip((dq, dk, dv), needed) if need)
-        common = (q.shape[2], q.shape[1], q.shape[3], *(s for t in (do, q, k, v, like) for s in t.stride()[:3]), scale, kernel_size, dilation)
+        common = (
+            q.shape[2],
+            q.shape[1],
+            q.shape[3],
+            *(s for t in (do, q, k, v, like) for s in t.stride()[:3]),
+            scale,
+            kernel_size,
+            dilation,
+        )
         grid, tile = _grid("neighborhood_attention_bwd", q)
         mean = torch.empty_like(top)
         if needed[0] or needed[1]:
             launch(_bwd_dq, grid, do, q, k, v, top, share, dq, mean, *common, NEED_DQ=needed[0], **tile)
         if needed[1] or needed[2]:
-            launch(_bwd_dkv, grid, do, q, k, v, top, share, mean, dk, dv, *common, NEED_DK=needed[1], NEED_DV=needed[2], **tile)
+            launch(
+                _bwd_dkv,
+                grid,
+                do,
+                q,
+                k,
+                v,
+                top,
+                share,
+                mean,
+                dk,
+                dv,
+                *common,
+                NEED_DK=needed[1],
+                NEED_DV=needed[2],
+                **tile,
+            )
     return dq, dk, dv
 
 
@@ -236,13 +408,19 @@ def _qkv(*shape: int) -> dict[str, T]:
         Case("bad-dilation", dict(**_qkv(1, 1, 4, 8), dilation=0), error="dilation must be positive, got 0"),
     ],
     cost=lambda q, k, v, *, kernel_size=7, **_: Cost(
-        nbytes(q, k, v, q), nbytes(q, q, k, k, v, v, q), flops=(4 * kernel_size * q.numel(), 10 * kernel_size * q.numel())
+        nbytes(q, k, v, q),
+        nbytes(q, q, k, k, v, v, q),
+        flops=(4 * kernel_size * q.numel(), 10 * kernel_size * q.numel()),
     ),
 )
-def neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None) -> Tensor:
-    """Attention of q to the ``kernel_size`` keys around it, ``dilation`` apart, fewer at the borders; all (B, H, T, D), any strides.
+def neighborhood_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
+) -> Tensor:
+    """Attention of q to the ``kernel_size`` keys around it, ``dilation`` apart, fewer at the
+    borders; all (B, H, T, D), any strides.
 
-    q, k and v have one dtype: fp32, fp16, bf16 or fp64; returns a tensor like q. ``scale`` defaults to ``D ** -0.5``. Memory grows with T, not T squared.
+    q, k and v have one dtype: fp32, fp16, bf16 or fp64; returns a tensor like q. ``scale`` defaults
+    to ``D ** -0.5``. Memory grows with T, not T squared.
     """
     if q.ndim != 4 or not q.is_floating_point():
         raise ValueError(f"neighborhood_attention: q must have shape (B, H, T, D), got {tuple(q.shape)}")
@@ -260,13 +438,24 @@ def neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int 
 
 
 def fused_neighborhood_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None, return_lse: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    scale: float | None = None,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor, tuple[()]]:
-    """Without autograd: the output, the weights (B, H, T, T) computed by PyTorch, zero outside the neighbourhood, and () for the unused settings."""
+    """Without autograd: the output, the weights (B, H, T, T) computed by PyTorch, zero outside
+    the neighbourhood, and () for the unused settings."""
     q, k, at = query.float(), key.float(), torch.arange(query.shape[2], device=query.device)
     far = at[None] - at[:, None]
     inside = (far.abs() <= kernel_size // 2 * dilation) & (far % dilation == 0)
     scores = (q @ k.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     weights = scores.masked_fill(~inside, -float("inf")).softmax(-1).to(query.dtype)
     with torch.no_grad():
-        return neighborhood_attention(query, key, value, kernel_size=kernel_size, dilation=dilation, scale=scale), weights.detach(), ()
+        return (
+            neighborhood_attention(query, key, value, kernel_size=kernel_size, dilation=dilation, scale=scale),
+            weights.detach(),
+            (),
+        )

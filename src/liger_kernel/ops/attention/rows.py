@@ -1,4 +1,5 @@
-"""Launches of softmax and sparsemax over rows x (M, N). A program holds several short rows in registers; a longer row has its own program with a loop."""
+"""Launches of softmax and sparsemax over rows x (M, N). A program holds several short rows in
+registers; a longer row has its own program with a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MAX_N_BWD = 16384  # the same for two tensors
 
 
 def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, elements: int) -> Tensor:
-    """y of x. ``causal``: in square matrices, only the columns up to the diagonal count, and the others are zero."""
+    """y of x. ``causal``: in square matrices, only the columns up to the diagonal count, and the
+    others are zero."""
     M, N = x.shape
     y = x.new_empty(M, N)
     if tracing(x):
@@ -30,8 +32,11 @@ def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, ele
     return y
 
 
-def launch_bwd(short: Any, long: Any, dy: Tensor, y: Tensor, name: str, sweep: Callable[[int, int], tuple[int, int]]) -> Tensor:
-    """dx. ``sweep(N, bytes of a number)``: the largest block of a long row, and its values per thread."""
+def launch_bwd(
+    short: Any, long: Any, dy: Tensor, y: Tensor, name: str, sweep: Callable[[int, int], tuple[int, int]]
+) -> Tensor:
+    """dx. ``sweep(N, bytes of a number)``: the largest block of a long row, and its values per
+    thread."""
     M, N = y.shape
     dx = y.new_empty(M, N)
     if tracing(y):

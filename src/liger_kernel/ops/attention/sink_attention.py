@@ -1,23 +1,30 @@
-"""Causal attention in which each head has a sink, a learned score of a key without a value (Xiao et al., arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
+"""Causal attention in which each head has a sink, a learned score of a key without a value (Xiao et
+al., arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
 
     o_t = sum_j p_tj v_j,   p_tj = exp(s_tj) / (exp(sink) + sum_i exp(s_ti)),   s_tj = scale q_t . k_j,   over the keys j that token t sees
 
-Shapes: q, o (B, H, T, D), k, v (B, H / G, T, D), sinks (H,), valid, first (B, T).  G: the heads that share keys and values.
+Shapes: q, o (B, H, T, D), k, v (B, H / G, T, D), sinks (H,), valid, first (B, T).  G: the heads
+that share keys and values.
 
-A token sees the keys j <= t that are ``valid``, less than ``window`` tokens before it, and not before its ``first`` key, where its document begins. So masks of
-every pair of tokens never exist: each kernel derives them from positions, and leaves out blocks of keys that nobody in a block of queries sees. The running sum
-of the softmax begins with the sink instead of zero (Dao et al., arXiv:2205.14135), so a token without keys gets zero.
+A token sees the keys j <= t that are ``valid``, less than ``window`` tokens before it, and not
+before its ``first`` key, where its document begins. So masks of every pair of tokens never exist:
+each kernel derives them from positions, and leaves out blocks of keys that nobody in a block of
+queries sees. The running sum of the softmax begins with the sink instead of zero (Dao et al.,
+arXiv:2205.14135), so a token without keys gets zero.
 
-The forward saves o and lse, the logarithm of the denominator. With delta_t = <do_t, o_t>, as the sink's value is zero:
+The forward saves o and lse, the logarithm of the denominator. With delta_t = <do_t, o_t>, as the
+sink's value is zero:
 
     ds_tj = p_tj (<do_t, v_j> - delta_t),   dsink = -sum_t exp(sink - lse_t) delta_t
 
-If delta came from an o that is rounded to 16 bits, the ds_tj of a token would all be wrong in one direction, and dq and dk would have up to 2.3 times the error
-of eager attention, which sums p_tj <do_t, v_j> itself. So the forward saves a byte more of each o: what rounding took away, ``lost``.
+If delta came from an o that is rounded to 16 bits, the ds_tj of a token would all be wrong in one
+direction, and dq and dk would have up to 2.3 times the error of eager attention, which sums p_tj
+<do_t, v_j> itself. So the forward saves a byte more of each o: what rounding took away, ``lost``.
 
-The backward computes p again in two kernels, one for blocks of keys and one for blocks of queries, so no sum is added to in memory, and equal inputs give equal
-bits. ``bench/cases/attention.py`` has the shapes of real models and the rivals.
-"""
+The backward computes p again in two kernels, one for blocks of keys and one for blocks of queries,
+so no sum is added to in memory, and equal inputs give equal bits. ``bench/cases/attention.py`` has
+the shapes of real models and the rivals.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -28,7 +35,19 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
@@ -62,8 +81,9 @@ def visible(B: int, length: int, device: Any, window: int | None, valid: Tensor 
 
 
 # In kernels, R is the number of pairs of a row and a head, or a head of keys.
-# Scores of 16-bit data are in units of log 2, because exp2 is what GPUs compute. In fp32, lse would be rounded relative to its own size, an error of p, so
-# there ``lse`` is the largest score, and ``share`` the inverse of the sum
+# Scores of 16-bit data are in units of log 2, because exp2 is what GPUs compute. In fp32, lse would
+# be rounded relative to its own size, an error of p, so there ``lse`` is the largest score, and
+# ``share`` the inverse of the sum
 LOG2E = math.log2(math.e)
 PER_E = tl.constexpr(LOG2E)
 
@@ -95,8 +115,20 @@ def _columns(ptr, row, stride, col, T, D, EVEN_D: tl.constexpr):
 
 
 @jit
-def _seen(t, j, T, window, first, valid_ptr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr):
-    """Which keys j the tokens t see. ``MASKED``: some keys may lie behind a token, or behind all of them."""
+def _seen(
+    t,
+    j,
+    T,
+    window,
+    first,
+    valid_ptr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):
+    """Which keys j the tokens t see. ``MASKED``: some keys may lie behind a token, or behind all
+    of them."""
     seen = t >= 0
     if MASKED:
         seen &= (j <= t) & (t < T)
@@ -111,7 +143,8 @@ def _seen(t, j, T, window, first, valid_ptr, MASKED: tl.constexpr, HAS_WINDOW: t
 
 @jit
 def _keys(first_ptr, start_t, t, T, window, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For a block of tokens: the first block of keys that they see, the first whose keys are not before all of them, and the first key of each token."""
+    """For a block of tokens: the first block of keys that they see, the first whose keys are not
+    before all of them, and the first key of each token."""
     begin = tl.minimum(start_t, 0)
     if HAS_WINDOW:
         begin = tl.maximum(begin, start_t - window + 1)
@@ -134,16 +167,43 @@ def _sink(sink_ptr, h, PRECISE: tl.constexpr):
 
 @jit
 def _fwd_step(
-    q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window, MASKED: tl.constexpr, EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One block of keys: the largest score so far, the sum of exponentials, and the sum of values."""
+    q,
+    top,
+    total,
+    o,
+    start,
+    t,
+    first,
+    k_ptr,
+    v_ptr,
+    valid_ptr,
+    T,
+    D,
+    kt,
+    vt,
+    unit,
+    window,
+    MASKED: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of keys: the largest score so far, the sum of exponentials, and the sum of
+    values."""
     j = start + tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_D)
     k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
     s = tl.dot(q, k, input_precision=PRECISION) * unit
     if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
-        s = tl.where(_seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID), s, -float("inf"))
+        s = tl.where(
+            _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID),
+            s,
+            -float("inf"),
+        )
     new = tl.maximum(top, tl.max(s, 1))
     p = _exp(s - new[:, None], q.dtype == tl.float32)
     shrink = _exp(top - new, q.dtype == tl.float32)
@@ -163,16 +223,51 @@ def _lost(exact, o):
 @jit
 def _found(o, lost):
     """o before it was rounded, as exact as ``lost`` is."""
-    low: tl.constexpr = 8 if o.dtype == tl.bfloat16 else 5  # bits of fp32 that are not saved, whose middle stands for all
-    return (o.to(tl.float32).to(tl.int32, bitcast=True) + (lost.to(tl.int32) << low) + (1 << (low - 1))).to(tl.float32, bitcast=True)
+    low: tl.constexpr = (
+        8 if o.dtype == tl.bfloat16 else 5
+    )  # bits of fp32 that are not saved, whose middle stands for all
+    return (o.to(tl.float32).to(tl.int32, bitcast=True) + (lost.to(tl.int32) << low) + (1 << (low - 1))).to(
+        tl.float32, bitcast=True
+    )
 
 
 @jit
 def _fwd(
-    q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, lost_ptr, T, R, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
-    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sink_ptr,
+    first_ptr,
+    valid_ptr,
+    o_ptr,
+    lse_ptr,
+    share_ptr,
+    lost_ptr,
+    T,
+    R,
+    H,
+    G,
+    D,
+    qb,
+    qh,
+    qt,
+    kb,
+    kh,
+    kt,
+    vb,
+    vh,
+    vt,
+    unit,
+    window,
+    EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     # the last tokens begin, which see the most keys; programs that share keys run side by side
     start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
@@ -183,7 +278,9 @@ def _fwd(
     k_ptr += b * kb + h // G * kh
     v_ptr += b * vb + h // G * vh
     q = _rows(q_ptr + b * qb + h * qh, t.to(tl.int64), qt, col, T, D, EVEN_D)
-    begin, whole, first = _keys(first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N)
+    begin, whole, first = _keys(
+        first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N
+    )
     if HAS_VALID:
         valid_ptr += b * T
     top = tl.zeros((BLOCK_M,), tl.float32) + _sink(sink_ptr, h, PRECISE)
@@ -213,10 +310,27 @@ def _fwd(
 
 @jit
 def _delta(
-    do_ptr, o_ptr, sink_ptr, lse_ptr, share_ptr, lost_ptr, delta_ptr, dsink_ptr, T, R, H, D, gb, gh, gt, NEED_SINK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """<do, o> of each token and head, and the part of a block of tokens in the gradient of the sinks."""
+    do_ptr,
+    o_ptr,
+    sink_ptr,
+    lse_ptr,
+    share_ptr,
+    lost_ptr,
+    delta_ptr,
+    dsink_ptr,
+    T,
+    R,
+    H,
+    D,
+    gb,
+    gh,
+    gt,
+    NEED_SINK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """<do, o> of each token and head, and the part of a block of tokens in the gradient of the
+    sinks."""
     PRECISE: tl.constexpr = o_ptr.dtype.element_ty == tl.float32
     block = tl.program_id(0) // R
     b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
@@ -241,15 +355,41 @@ def _delta(
 
 @jit
 def _dq_step(
-    q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window, MASKED: tl.constexpr, EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    q,
+    do,
+    lse,
+    share,
+    delta,
+    dq,
+    start,
+    t,
+    first,
+    k_ptr,
+    v_ptr,
+    valid_ptr,
+    T,
+    D,
+    kt,
+    vt,
+    unit,
+    window,
+    MASKED: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     j = start + tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_D)
     k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
     p = _p(tl.dot(q, k, input_precision=PRECISION) * unit, lse[:, None], share[:, None], q.dtype == tl.float32)
     if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
-        p = tl.where(_seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID), p, 0.0)
+        p = tl.where(
+            _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID), p, 0.0
+        )
     v = _columns(v_ptr, j.to(tl.int64), vt, col, T, D, EVEN_D)
     ds = p * (tl.dot(do, v, input_precision=PRECISION) - delta[:, None])
     return tl.dot(ds.to(q.dtype), tl.trans(k), dq, input_precision=PRECISION)
@@ -257,10 +397,45 @@ def _dq_step(
 
 @jit
 def _bwd_dq(
-    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, lse_ptr, share_ptr, delta_ptr, dq_ptr, T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt,
-    vb, vh, vt, unit, scale, window, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    first_ptr,
+    valid_ptr,
+    lse_ptr,
+    share_ptr,
+    delta_ptr,
+    dq_ptr,
+    T,
+    R,
+    H,
+    G,
+    D,
+    gb,
+    gh,
+    gt,
+    qb,
+    qh,
+    qt,
+    kb,
+    kh,
+    kt,
+    vb,
+    vh,
+    vt,
+    unit,
+    scale,
+    window,
+    EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Over the same keys as the forward."""
     start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
     b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
@@ -276,7 +451,9 @@ def _bwd_dq(
     if q_ptr.dtype.element_ty == tl.float32:
         share = tl.load(share_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
     delta = tl.load(delta_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
-    begin, whole, first = _keys(first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N)
+    begin, whole, first = _keys(
+        first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N
+    )
     if HAS_VALID:
         valid_ptr += b * T
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -291,12 +468,17 @@ def _bwd_dq(
             True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
-    tl.store(dq_ptr + at, (dq * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty), mask=(t < T)[:, None] & (col < D)[None, :])
+    tl.store(
+        dq_ptr + at,
+        (dq * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty),
+        mask=(t < T)[:, None] & (col < D)[None, :],
+    )
 
 
 @jit
 def _add_dot(total, a, b, lost, PRECISION: tl.constexpr):
-    """total + a b. In fp32, a sum over the tokens of all heads of a group would lose four times as much as one over those of a head, so nothing is lost."""
+    """total + a b. In fp32, a sum over the tokens of all heads of a group would lose four times
+    as much as one over those of a head, so nothing is lost."""
     if a.dtype == tl.float32:
         return add_exactly(total, tl.dot(a, b, input_precision=PRECISION), lost)
     else:
@@ -305,11 +487,40 @@ def _add_dot(total, a, b, lost, PRECISION: tl.constexpr):
 
 @jit
 def _dkv_step(
-    k, v, dk, dv, lost_k, lost_v, start, j, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr, T, D, qt, gt, unit, window, MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One block of queries. All matrices of pairs are (keys, queries), so that products take them from registers."""
+    k,
+    v,
+    dk,
+    dv,
+    lost_k,
+    lost_v,
+    start,
+    j,
+    seen_j,
+    q_ptr,
+    do_ptr,
+    first_ptr,
+    lse_ptr,
+    share_ptr,
+    delta_ptr,
+    T,
+    D,
+    qt,
+    gt,
+    unit,
+    window,
+    MASKED: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of queries. All matrices of pairs are (keys, queries), so that products take
+    them from registers."""
     t = start + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     q = _columns(q_ptr, t.to(tl.int64), qt, col, T, D, EVEN_D)
@@ -338,11 +549,51 @@ def _dkv_step(
 
 @jit
 def _bwd_dkv(
-    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, stop_ptr, lse_ptr, share_ptr, delta_ptr, dk_ptr, dv_ptr, T, R, H, G, D, gb, gh, gt,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """For a block of keys, which the heads of a group share: one loop over the blocks of queries of all of these heads.
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    first_ptr,
+    valid_ptr,
+    stop_ptr,
+    lse_ptr,
+    share_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    T,
+    R,
+    H,
+    G,
+    D,
+    gb,
+    gh,
+    gt,
+    qb,
+    qh,
+    qt,
+    kb,
+    kh,
+    kt,
+    vb,
+    vh,
+    vt,
+    unit,
+    scale,
+    window,
+    EVEN_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """For a block of keys, which the heads of a group share: one loop over the blocks of queries of
+    all of these heads.
 
     ``stop``: the end of the tokens that see a block of keys, as far as ``first`` says.
     """
@@ -376,18 +627,74 @@ def _bwd_dkv(
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh, do_ptr + head * gh, first_ptr,
-            lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt, gt, unit, window,
-            True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
+            k,
+            v,
+            dk,
+            dv,
+            lost_k,
+            lost_v,
+            begin + i % steps * BLOCK_M,
+            j,
+            seen_j,
+            q_ptr + head * qh,
+            do_ptr + head * gh,
+            first_ptr,
+            lse_ptr + head * T,
+            share_ptr + head * T,
+            delta_ptr + head * T,
+            T,
+            D,
+            qt,
+            gt,
+            unit,
+            window,
+            True,
+            EVEN_D,
+            HAS_WINDOW,
+            HAS_FIRST,
+            HAS_VALID,
+            NEED_DK,
+            NEED_DV,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_D,
+        )
     steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh, do_ptr + head * gh, first_ptr,
-            lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt, gt, unit, window,
-            False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
+            k,
+            v,
+            dk,
+            dv,
+            lost_k,
+            lost_v,
+            whole + i % steps * BLOCK_M,
+            j,
+            seen_j,
+            q_ptr + head * qh,
+            do_ptr + head * gh,
+            first_ptr,
+            lse_ptr + head * T,
+            share_ptr + head * T,
+            delta_ptr + head * T,
+            T,
+            D,
+            qt,
+            gt,
+            unit,
+            window,
+            False,
+            EVEN_D,
+            HAS_WINDOW,
+            HAS_FIRST,
+            HAS_VALID,
+            NEED_DK,
+            NEED_DV,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_D,
+        )
     at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
     mask = (j < T)[:, None] & (col < D)[None, :]
     if NEED_DK:
@@ -396,19 +703,25 @@ def _bwd_dkv(
         tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-# kernel -> width of heads -> queries and keys of a block, warps and stages. H200, 4 x 2048 of gpt-oss-20b, forward and both backward kernels: 0.413, 0.473 and
-# 0.963 ms; with its window of 128 tokens 0.157, 0.192 and 0.271 by NARROW, 0.201, 0.192 and 0.318 without it
+# kernel -> width of heads -> queries and keys of a block, warps and stages. H200, 4 x 2048 of
+# gpt-oss-20b, forward and both backward kernels: 0.413, 0.473 and 0.963 ms; with its window of 128
+# tokens 0.157, 0.192 and 0.271 by NARROW, 0.201, 0.192 and 0.318 without it
 TILES = {
     "fwd": {64: (128, 64, 8, 3), 128: (128, 128, 8, 3), 256: (64, 64, 4, 2)},
     "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 1)},
     "dkv": {64: (32, 128, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 1)},
 }
-NARROW = {"fwd": (64, 64, 4, 3), "dq": (64, 64, 4, 3), "dkv": (64, 64, 4, 2)}  # for windows of up to this many tokens, in heads of up to 128 columns
+NARROW = {
+    "fwd": (64, 64, 4, 3),
+    "dq": (64, 64, 4, 3),
+    "dkv": (64, 64, 4, 2),
+}  # for windows of up to this many tokens, in heads of up to 128 columns
 NARROW_WINDOW = 512
 
 
 def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
-    """The meta parameters of a kernel: the table's, or the largest below them whose blocks fit into shared memory."""
+    """The meta parameters of a kernel: the table's, or the largest below them whose blocks fit
+    into shared memory."""
     block_d, amd = max(16, next_power_of_2(q.shape[3])), config.arch().startswith("gfx")
     if config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=16, BLOCK_D=block_d, num_warps=4, num_stages=1)
@@ -421,11 +734,14 @@ def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
     while _held(kernel, m, n, stages) * block_d * q.itemsize > config.shared_memory() and min(m, n) > 16:
         stages, m, n = (stages - 1, m, n) if stages > 1 else (1, m // 2, n) if m > n else (1, m, n // 2)
     tf32 = q.itemsize == 4 and not amd and torch.get_float32_matmul_precision() != "highest"
-    return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=n, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
+    return dict(
+        PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=n, BLOCK_D=block_d, num_warps=warps, num_stages=stages
+    )
 
 
 def _held(kernel: str, m: int, n: int, stages: int) -> int:
-    """Rows in shared memory: those of a program's own block, and of the blocks that it walks over."""
+    """Rows in shared memory: those of a program's own block, and of the blocks that it walks
+    over."""
     own, walked = {"fwd": (m, 2 * n), "dq": (2 * m, 2 * n), "dkv": (2 * n, 2 * m)}[kernel]
     return own + stages * walked
 
@@ -452,16 +768,28 @@ def _stops(first: Tensor, block: int) -> Tensor:
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale) -> (Tensor o, Tensor lse, Tensor share, Tensor lost)"
+    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale) -> (Tensor "
+    "o, Tensor lse, Tensor share, Tensor lost)"
 )
 def sink_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None, first: Tensor | None, valid: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    window: int | None,
+    first: Tensor | None,
+    valid: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, and what the backward needs: ``lse`` (B, H, T); in fp32 ``share`` (B, H, T), in 16 bits ``lost`` of o's shape, and of these the other one is empty."""
+    """o, and what the backward needs: ``lse`` (B, H, T); in fp32 ``share`` (B, H, T), in 16 bits
+    ``lost`` of o's shape, and of these the other one is empty."""
     B, H, length, D = q.shape
     o, lse = new_like(q), q.new_empty(B, H, length, dtype=torch.float32)
     precise = q.dtype == torch.float32
-    share, lost = lse.new_empty(lse.shape if precise else 0), q.new_empty((B, length, H, D) if not precise else 0, dtype=torch.int8)
+    share, lost = (
+        lse.new_empty(lse.shape if precise else 0),
+        q.new_empty((B, length, H, D) if not precise else 0, dtype=torch.int8),
+    )
     if not tracing(q):
         tile = _tile("fwd", q, window)
         strides = [s for t in (q, k, v) for s in t.stride()[:3]]
@@ -472,13 +800,26 @@ def sink_attention_fwd(
 
 
 @launcher(
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse, Tensor share, Tensor lost, int? window, Tensor? first, Tensor? valid,"
+    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse, Tensor share, Tensor lost, int? "
+    "window, Tensor? first, Tensor? valid,"
     " float scale, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
 def sink_attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, o: Tensor, lse: Tensor, share: Tensor, lost: Tensor, window: int | None, first: Tensor | None,
-    valid: Tensor | None, scale: float, needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    share: Tensor,
+    lost: Tensor,
+    window: int | None,
+    first: Tensor | None,
+    valid: Tensor | None,
+    scale: float,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients; those that are not ``needed`` are empty."""
     (B, H, length, D), G = q.shape, q.shape[1] // k.shape[1]
     (dq, dk, dv), blocks = (new_like(t, need) for t, need in zip((q, k, v), needed)), cdiv(length, ROWS)
@@ -486,7 +827,24 @@ def sink_attention_bwd(
     if not tracing(q):
         delta, wide = torch.empty_like(lse), max(16, next_power_of_2(D))
         tile = dict(NEED_SINK=needed[3], BLOCK_M=ROWS, BLOCK_D=wide, num_warps=4)
-        launch(_delta, (blocks * B * H,), do, o, sinks, lse, share, lost, delta, parts, length, B * H, H, D, *do.stride()[:3], **tile)
+        launch(
+            _delta,
+            (blocks * B * H,),
+            do,
+            o,
+            sinks,
+            lse,
+            share,
+            lost,
+            delta,
+            parts,
+            length,
+            B * H,
+            H,
+            D,
+            *do.stride()[:3],
+            **tile,
+        )
         strides, saved = [s for t in (do, q, k, v) for s in t.stride()[:3]], (lse, share, delta)
         how, flags = (_unit(q, scale), scale, window or 0), _flags(q, window, first, valid)
         if needed[0]:
@@ -497,7 +855,25 @@ def sink_attention_bwd(
             tile = _tile("dkv", q, window) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
             grid, sizes = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), (length, B * H // G, H, G, D)
             stops = None if first is None else _stops(first, tile["BLOCK_N"])
-            launch(_bwd_dkv, grid, do, q, k, v, first, valid, stops, *saved, dk, dv, *sizes, *strides, *how, **flags, **tile)
+            launch(
+                _bwd_dkv,
+                grid,
+                do,
+                q,
+                k,
+                v,
+                first,
+                valid,
+                stops,
+                *saved,
+                dk,
+                dv,
+                *sizes,
+                *strides,
+                *how,
+                **flags,
+                **tile,
+            )
     return dq, dk, dv, parts.sum((0, 1)).to(sinks.dtype)
 
 
@@ -522,7 +898,15 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
 
 
 def _cost(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    window: int | None = None,
+    valid: Tensor | None = None,
+    first: Tensor | None = None,
+    **_: Any,
 ) -> Cost:
     (B, H, length, D), seen = q.shape, min(q.shape[2], window or q.shape[2])
     pairs = B * H * (seen * (seen + 1) // 2 + (length - seen) * seen)  # products are over the pairs that see each other
@@ -543,7 +927,8 @@ def _ends(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _beginnings(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Documents that begin at every seventh token, the one after the first in the middle of a block."""
+    """Documents that begin at every seventh token, the one after the first in the middle of a
+    block."""
     return torch.arange(shape[1]).div(7, rounding_mode="floor").mul(7).expand(*shape).contiguous()
 
 
@@ -557,16 +942,46 @@ _SMALL = _heads(1, 2, 1, 4, 8)
         Case("gpt-oss-window", dict(**_heads(1, 2, 1, 90, 64), window=17)),
         Case("padded", dict(**_heads(3, 2, 2, 37, 16), valid=T((3, 37), _ends, dtype=torch.bool))),
         Case("packed", dict(**_heads(2, 4, 2, 50, 24), first=T((2, 50), _beginnings, dtype=torch.int64), scale=0.5)),
-        Case("odd", dict(**_heads(1, 3, 1, 33, 20), window=5, valid=T((1, 33), _ends, dtype=torch.bool), first=T((1, 33), _beginnings, dtype=torch.int32))),
+        Case(
+            "odd",
+            dict(
+                **_heads(1, 3, 1, 33, 20),
+                window=5,
+                valid=T((1, 33), _ends, dtype=torch.bool),
+                first=T((1, 33), _beginnings, dtype=torch.int32),
+            ),
+        ),
         Case("one-token", dict(**_heads(3, 2, 2, 1, 8))),
-        Case("bad-q", _SMALL | dict(q=T((2, 4, 8))), error="q must have shape (B, H, T, D), got torch.float32 (2, 4, 8)"),
-        Case("bad-k", _SMALL | dict(k=T((1, 1, 5, 8))), error="k must have shape (1, H / G, 4, 8) and dtype torch.float32, got torch.float32 (1, 1, 5, 8)"),
+        Case(
+            "bad-q", _SMALL | dict(q=T((2, 4, 8))), error="q must have shape (B, H, T, D), got torch.float32 (2, 4, 8)"
+        ),
+        Case(
+            "bad-k",
+            _SMALL | dict(k=T((1, 1, 5, 8))),
+            error="k must have shape (1, H / G, 4, 8) and dtype torch.float32, got torch.float32 (1, 1, 5, 8)",
+        ),
         Case("bad-groups", _heads(1, 3, 2, 4, 8), error="k must have a number of heads that divides q's, 3, got 2"),
-        Case("bad-v", _SMALL | dict(v=T((1, 2, 4, 8))), error="v must have k's shape and dtype, (1, 1, 4, 8) torch.float32, got (1, 2, 4, 8) torch.float32"),
-        Case("bad-sinks", _SMALL | dict(sinks=T((3,))), error="sinks must be floating point of shape (2,), got torch.float32 (3,)"),
+        Case(
+            "bad-v",
+            _SMALL | dict(v=T((1, 2, 4, 8))),
+            error="v must have k's shape and dtype, (1, 1, 4, 8) torch.float32, got (1, 2, 4, 8) torch.float32",
+        ),
+        Case(
+            "bad-sinks",
+            _SMALL | dict(sinks=T((3,))),
+            error="sinks must be floating point of shape (2,), got torch.float32 (3,)",
+        ),
         Case("bad-window", dict(**_SMALL, window=0), error="window must be positive or None, got 0"),
-        Case("bad-first", dict(**_SMALL, first=T((1, 4))), error="first must be integers of shape (1, 4), got torch.float32 (1, 4)"),
-        Case("bad-valid", dict(**_SMALL, valid=T((4,), dtype=torch.bool)), error="valid must be bool of shape (1, 4), got torch.bool (4,)"),
+        Case(
+            "bad-first",
+            dict(**_SMALL, first=T((1, 4))),
+            error="first must be integers of shape (1, 4), got torch.float32 (1, 4)",
+        ),
+        Case(
+            "bad-valid",
+            dict(**_SMALL, valid=T((4,), dtype=torch.bool)),
+            error="valid must be bool of shape (1, 4), got torch.bool (4,)",
+        ),
     ],
     cost=_cost,
 )
@@ -574,11 +989,14 @@ def sink_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *,
     window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention with a learned score for each head that only adds to the softmax's denominator. Returns (B, H, T, D) like q, (B, T, H, D) in memory.
+    """Causal attention with a learned score for each head that only adds to the softmax's
+    denominator. Returns (B, H, T, D) like q, (B, T, H, D) in memory.
 
-    q (B, H, T, D), k and v (B, H / G, T, D): one dtype, which is autocast's if it is on; any strides. sinks (H,): any floating dtype. A token sees itself and
-    the tokens before it: with ``window`` the last ``window`` of these, with ``first`` (B, T), integers, those from its first key on, with ``valid`` (B, T),
-    bool, those that are valid. A token that sees none gives zero. ``scale`` defaults to ``D ** -0.5``. Differentiable in q, k, v and sinks. Memory grows with T
+    q (B, H, T, D), k and v (B, H / G, T, D): one dtype, which is autocast's if it is on; any
+    strides. sinks (H,): any floating dtype. A token sees itself and the tokens before it: with
+    ``window`` the last ``window`` of these, with ``first`` (B, T), integers, those from its first
+    key on, with ``valid`` (B, T), bool, those that are valid. A token that sees none gives zero.
+    ``scale`` defaults to ``D ** -0.5``. Differentiable in q, k, v and sinks. Memory grows with T
     where kernels run (D up to 256), and with T squared where PyTorch operations do.
     """
     name = "sink_attention"
@@ -589,17 +1007,25 @@ def sink_attention(
     if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
     if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (B, length, D) or k.dtype != q.dtype:
-        raise ValueError(f"{name}: k must have shape ({B}, H / G, {length}, {D}) and dtype {q.dtype}, got {k.dtype} {tuple(k.shape)}")
+        raise ValueError(
+            f"{name}: k must have shape ({B}, H / G, {length}, {D}) and dtype {q.dtype}, got {k.dtype} {tuple(k.shape)}"
+        )
     if H and (not k.shape[1] or H % k.shape[1]):
         raise ValueError(f"{name}: k must have a number of heads that divides q's, {H}, got {k.shape[1]}")
     if v.shape != k.shape or v.dtype != k.dtype:
-        raise ValueError(f"{name}: v must have k's shape and dtype, {tuple(k.shape)} {k.dtype}, got {tuple(v.shape)} {v.dtype}")
+        raise ValueError(
+            f"{name}: v must have k's shape and dtype, {tuple(k.shape)} {k.dtype}, got {tuple(v.shape)} {v.dtype}"
+        )
     if sinks.shape != (H,) or not sinks.is_floating_point():
-        raise ValueError(f"{name}: sinks must be floating point of shape ({H},), got {sinks.dtype} {tuple(sinks.shape)}")
+        raise ValueError(
+            f"{name}: sinks must be floating point of shape ({H},), got {sinks.dtype} {tuple(sinks.shape)}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"{name}: window must be positive or None, got {window}")
     if first is not None and (first.shape != (B, length) or first.is_floating_point() or first.dtype == torch.bool):
-        raise ValueError(f"{name}: first must be integers of shape ({B}, {length}), got {first.dtype} {tuple(first.shape)}")
+        raise ValueError(
+            f"{name}: first must be integers of shape ({B}, {length}), got {first.dtype} {tuple(first.shape)}"
+        )
     if valid is not None and (valid.shape != (B, length) or valid.dtype != torch.bool):
         raise ValueError(f"{name}: valid must be bool of shape ({B}, {length}), got {valid.dtype} {tuple(valid.shape)}")
     scale = max(D, 1) ** -0.5 if scale is None else scale

@@ -1,11 +1,14 @@
-"""Softmax: ``y_i = exp(x_i) / sum_j exp(x_j)`` along one dim, computed in fp32 and counted from the largest x.
+"""Softmax: ``y_i = exp(x_i) / sum_j exp(x_j)`` along one dim, computed in fp32 and counted from the
+largest x.
 
-Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.  The gradient is ``dx = y * (dy - sum_j dy_j y_j)``, of y as returned.
+Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.  The gradient is ``dx =
+y * (dy - sum_j dy_j y_j)``, of y as returned.
 
-A short row is held in registers. A longer row is read twice. The second sweep goes backwards from the end of the first, which is still in the L2 cache.
+A short row is held in registers. A longer row is read twice. The second sweep goes backwards from
+the end of the first, which is still in the L2 cache.
 
-Inside ``torch.compile``, Inductor computes short rows, because it fuses softmax with neighbouring operations. Longer rows use the kernel: Inductor would
-read them from DRAM again.
+Inside ``torch.compile``, Inductor computes short rows, because it fuses softmax with neighbouring
+operations. Longer rows use the kernel: Inductor would read them from DRAM again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import div, exp_of, jit, tl
 from liger_kernel.ops.attention.rows import MAX_N, check, launch_bwd, launch_fwd
 
@@ -24,7 +38,8 @@ def reference(x: Tensor, *, dim: int = -1) -> Tensor:
 
 @jit
 def _over(e, total, PRECISE: tl.constexpr):
-    """e / total. In fp32 each to the last bit: a rounded 1 / total would move a whole row's sum away from 1."""
+    """e / total. In fp32 each to the last bit: a rounded 1 / total would move a whole row's sum
+    away from 1."""
     return div(e, total) if PRECISE else e * (1.0 / total)
 
 
@@ -46,7 +61,9 @@ def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
     """The sum of exp(x - shift) over a row."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
-        x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf"), eviction_policy="evict_last").to(
+            tl.float32
+        )
         total += exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32)
     return tl.sum(total, axis=0)
 
@@ -66,7 +83,9 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
     if (total > 1e30) | (total < 1e-30):  # that was too far from the others: from the largest of all
         top = tl.full((BLOCK,), -float("inf"), tl.float32)
         for start in range(0, end, BLOCK):
-            top = tl.maximum(top, tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf")).to(tl.float32))
+            top = tl.maximum(
+                top, tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf")).to(tl.float32)
+            )
         shift = tl.max(top, axis=0)
         total = _total(x_ptr, end, shift, lane, BLOCK)
     blocks = tl.cdiv(N, BLOCK)
@@ -97,15 +116,21 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
     lane = tl.arange(0, BLOCK)
     dot = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
-        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        dot += dy * tl.load(y_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
+        dot += dy * tl.load(y_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
     total = tl.sum(dot, axis=0)
     blocks = tl.cdiv(N, BLOCK)
     for i in range(0, blocks):
         col = (blocks - 1 - i) * BLOCK + lane
         dy = tl.load(dy_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
         y = tl.load(y_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(dx_ptr + col, (y * (dy - total)).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
+        tl.store(
+            dx_ptr + col, (y * (dy - total)).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first"
+        )
 
 
 @launcher("(Tensor x, bool causal) -> Tensor")
@@ -158,7 +183,8 @@ class LigerSoftmaxFunction(torch.autograd.Function):
 def softmax(x: Tensor, *, dim: int = -1) -> Tensor:
     """Softmax along ``dim``, as in torch: a row with only -inf gives NaN.
 
-    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length. Returns a new tensor of x's shape and dtype.
+    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length. Returns a new tensor
+    of x's shape and dtype.
     """
     check("softmax", x, dim)
     if not x.ndim or not use_kernels(x, fusible=x.shape[dim] <= MAX_N):

@@ -1,4 +1,5 @@
-"""Sparsemax: the point of the simplex nearest to x, ``y = max(x - tau, 0)`` with tau such that y sums to 1 (Martins and Astudillo, arXiv:1602.02068).
+"""Sparsemax: the point of the simplex nearest to x, ``y = max(x - tau, 0)`` with tau such that y
+sums to 1 (Martins and Astudillo, arXiv:1602.02068).
 
 Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.
 
@@ -6,11 +7,14 @@ tau needs no sort: from the left, Newton's steps on the convex ``sum_i max(x_i -
 
     tau  <-  (sum of the x_i > tau,  -  1) / (number of these)
 
-and never pass the root. The set of x_i > tau only shrinks, and when it stays the same, tau is exact. They start at max(x) - 1. All values are relative to
-max(x), so errors are small compared with the largest y. Quotients are correctly rounded, because an x equal to tau must not count. The gradient
+and never pass the root. The set of x_i > tau only shrinks, and when it stays the same, tau is
+exact. They start at max(x) - 1. All values are relative to max(x), so errors are small compared
+with the largest y. Quotients are correctly rounded, because an x equal to tau must not count. The
+gradient
 is ``dx = dy - mean(dy over y > 0)`` where y > 0, else 0.
 
-A short row is held in registers. A longer row is read once for the largest x, once for each step, and once to write y.
+A short row is held in registers. A longer row is read once for the largest x, once for each step,
+and once to write y.
 """
 
 from __future__ import annotations
@@ -19,13 +23,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import div, jit, tl
 from liger_kernel.ops.attention.rows import check, launch_bwd, launch_fwd
 
 
 def reference(x: Tensor, *, dim: int = -1) -> Tensor:
-    """Sparsemax by sorting: the support is the k largest x, for the largest k with ``k x_k > sum of these - 1``."""
+    """Sparsemax by sorting: the support is the k largest x, for the largest k with ``k x_k > sum
+    of these - 1``."""
     if not x.numel():
         return x.clone()
     z = x.to(acc(x.dtype)).movedim(dim, -1) if x.ndim else x.to(acc(x.dtype))[None]
@@ -70,7 +87,9 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
     lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, end, BLOCK):
-        x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(
+            x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last"
+        ).to(tl.float32)
         top = tl.maximum(top, x)
     largest = tl.max(top, axis=0)
     tau = -1.0
@@ -80,7 +99,9 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
         counts = tl.zeros((BLOCK,), tl.int32)
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, end, BLOCK):
-            x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+            x = tl.load(
+                x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last"
+            ).to(tl.float32)
             z = x - largest
             out = (z <= tau) | (start + lane >= end)
             counts += tl.where(out, 0, 1)
@@ -91,10 +112,14 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
         shrinks = (count < before).to(tl.int32)
         before = count
     for start in range(0, N, BLOCK):
-        x = tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(
+            x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_first"
+        ).to(tl.float32)
         z = x - largest
         y = tl.where(z <= tau, 0.0, z - tau)
-        tl.store(y_ptr + start + lane, y.to(y_ptr.dtype.element_ty), mask=start + lane < N, eviction_policy="evict_first")
+        tl.store(
+            y_ptr + start + lane, y.to(y_ptr.dtype.element_ty), mask=start + lane < N, eviction_policy="evict_first"
+        )
 
 
 @jit
@@ -105,7 +130,11 @@ def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr
     inside = tl.load(y_ptr + row[:, None] * y_stride + col[None, :], mask=mask, other=0.0).to(tl.float32) != 0.0
     dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     mean = div(tl.sum(tl.where(inside, dy, 0.0), axis=1), tl.sum(tl.where(inside, 1.0, 0.0), axis=1))
-    tl.store(dx_ptr + row[:, None] * N + col[None, :], tl.where(inside, dy - mean[:, None], 0.0).to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        dx_ptr + row[:, None] * N + col[None, :],
+        tl.where(inside, dy - mean[:, None], 0.0).to(dx_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @jit
@@ -119,7 +148,9 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         y = tl.load(y_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
         counts += tl.where(y != 0.0, 1, 0)
         sums += tl.where(y != 0.0, dy, 0.0)
     mean = tl.div_rn(tl.sum(sums, axis=0), tl.sum(counts, axis=0).to(tl.float32))
@@ -128,7 +159,12 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
         col = (blocks - 1 - i) * BLOCK + lane
         y = tl.load(y_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
         dy = tl.load(dy_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(dx_ptr + col, tl.where(y != 0.0, dy - mean, 0.0).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
+        tl.store(
+            dx_ptr + col,
+            tl.where(y != 0.0, dy - mean, 0.0).to(dx_ptr.dtype.element_ty),
+            mask=col < N,
+            eviction_policy="evict_first",
+        )
 
 
 @launcher("(Tensor x, bool causal) -> Tensor")
@@ -178,7 +214,8 @@ class LigerSparsemaxFunction(torch.autograd.Function):
 def sparsemax(x: Tensor, *, dim: int = -1) -> Tensor:
     """Euclidean projection of x onto the simplex along ``dim``.
 
-    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length; -inf gives 0, a row with only -inf gives NaN. Returns a new tensor like x.
+    x in fp32, fp16, bf16 or fp64, any shape and strides, rows of any length; -inf gives 0, a row
+    with only -inf gives NaN. Returns a new tensor like x.
     """
     check("sparsemax", x, dim)
     if not x.ndim or not use_kernels(x):

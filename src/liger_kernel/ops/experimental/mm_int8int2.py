@@ -1,6 +1,8 @@
-"""Products of int8 activations and ternary weights packed four to a byte, as BitNet has them (Ma et al., arXiv:2402.17764). Integers, hence exact.
+"""Products of int8 activations and ternary weights packed four to a byte, as BitNet has them (Ma et
+al., arXiv:2402.17764). Integers, hence exact.
 
-Shapes: a (M, K) int8, weights (K, N) in {-1, 0, 1}, packed (K / 4, N) uint8: bits 2 i and 2 i + 1 of row r hold row i K / 4 + r, plus one.
+Shapes: a (M, K) int8, weights (K, N) in {-1, 0, 1}, packed (K / 4, N) uint8: bits 2 i and 2 i + 1
+of row r hold row i K / 4 + r, plus one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _TILE = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64)
 
 
 def pack_weights(intweights: Tensor, bits: int = 2) -> Tensor:
-    """(K, ...) integers in {-1, 0, 1} as (ceil(K / 4), ...) uint8; rows that a K of no multiple of 4 lacks read back as -1."""
+    """(K, ...) integers in {-1, 0, 1} as (ceil(K / 4), ...) uint8; rows that a K of no multiple
+    of 4 lacks read back as -1."""
     if bits != 2:
         raise ValueError(f"pack_weights: bits must be 2, got {bits}")
     rows = cdiv(intweights.shape[0], _A_BYTE)
@@ -35,16 +38,24 @@ def unpack_weights(packed: Tensor, bits: int = 2) -> Tensor:
 
 
 @jit
-def _matmul(a_ptr, packed_ptr, c_ptr, M, N, Q, a_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _matmul(
+    a_ptr, packed_ptr, c_ptr, M, N, Q, a_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, Q, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        w = tl.load(packed_ptr + k[:, None].to(tl.int64) * N + col[None, :], mask=(k < Q)[:, None] & (col < N)[None, :], other=0)
+        w = tl.load(
+            packed_ptr + k[:, None].to(tl.int64) * N + col[None, :], mask=(k < Q)[:, None] & (col < N)[None, :], other=0
+        )
         for i in tl.static_range(4):  # a byte is read once
-            a = tl.load(a_ptr + row[:, None] * a_stride + i * Q + k[None, :], mask=(row < M)[:, None] & (k < Q)[None, :], other=0)
+            a = tl.load(
+                a_ptr + row[:, None] * a_stride + i * Q + k[None, :],
+                mask=(row < M)[:, None] & (k < Q)[None, :],
+                other=0,
+            )
             c = tl.dot(a, ((w >> (2 * i)) & 3).to(tl.int8) - 1, c, out_dtype=tl.int32)
     tl.store(c_ptr + row[:, None] * N + col[None, :], c, mask=(row < M)[:, None] & (col < N)[None, :])
 
@@ -55,7 +66,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.ndim != 2 or a.dtype != torch.int8:
         raise ValueError(f"matmul: a must be int8 of shape (M, K), got {a.dtype} {tuple(a.shape)}")
     if b.ndim != 2 or b.dtype != torch.uint8 or b.shape[0] * _A_BYTE != a.shape[1]:
-        raise ValueError(f"matmul: b must be uint8 of shape ({a.shape[1] / _A_BYTE:g}, N), got {b.dtype} {tuple(b.shape)}")
+        raise ValueError(
+            f"matmul: b must be uint8 of shape ({a.shape[1] / _A_BYTE:g}, N), got {b.dtype} {tuple(b.shape)}"
+        )
     c = a.new_empty(a.shape[0], b.shape[1], dtype=torch.int32)
     if not use_kernels(torch.empty(0, device=a.device)):
         return (a.double() @ unpack_weights(b).double()).to(torch.int32)  # fp64 holds every such sum

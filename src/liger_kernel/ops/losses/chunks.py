@@ -1,10 +1,13 @@
-"""The chunk loop of every loss of a linear head. For each chunk of tokens: one GEMM computes logits into a reused buffer, the loss replaces them by their
-gradient, and one GEMM each computes dx and dw.
+"""The chunk loop of every loss of a linear head. For each chunk of tokens: one GEMM computes logits
+into a reused buffer, the loss replaces them by their gradient, and one GEMM each computes dx and
+dw.
 
-Shapes: x (M, H), w (V, H), logits z (M, V). Apart from the gradients, nothing larger than one chunk of logits is stored.
+Shapes: x (M, H), w (V, H), logits z (M, V). Apart from the gradients, nothing larger than one chunk
+of logits is stored.
 
-A head may have a term of low rank, thin xa (M, R) and wb (V, R):  z = x w^T + xa wb^T.  That is a head with adapters: xa = s x A^T, wb = B, with several
-adapters side by side. Neither w + s B A nor its gradient is stored. x and A get their gradients from dxa, outside the loop.
+A head may have a term of low rank, thin xa (M, R) and wb (V, R):  z = x w^T + xa wb^T.  That is a
+head with adapters: xa = s x A^T, wb = B, with several adapters side by side. Neither w + s B A nor
+its gradient is stored. x and A get their gradients from dxa, outside the loop.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ Body = Callable[[Tensor, slice, Tensor | None], "Tensor | None"]
 
 
 def rounded_sums(M: int, V: int) -> int:
-    """The most chunks that are summed in a 16-bit dw. Each addition is rounded: k equal chunks have up to sqrt((k + 1) / 2) times the error of one product.
+    """The most chunks that are summed in a 16-bit dw. Each addition is rounded: k equal chunks have
+    up to sqrt((k + 1) / 2) times the error of one product.
 
-    A row of dw has this error if it changes in every chunk; with many more classes than tokens, most rows do not. RMS error relative to PyTorch's on an H200:
-    16384 tokens, 32000 classes, 6 chunks 2.04; 8192 and 128256, 4 chunks 1.22, 8 chunks 1.26 (largest error 1.91); 8192 and 151936, 8 chunks 1.17.
+    A row of dw has this error if it changes in every chunk; with many more classes than tokens,
+    most rows do not. RMS error relative to PyTorch's on an H200: 16384 tokens, 32000 classes, 6
+    chunks 2.04; 8192 and 128256, 4 chunks 1.22, 8 chunks 1.26 (largest error 1.91); 8192 and
+    151936, 8 chunks 1.17.
     More chunks than this are summed in fp32.
     """
     return 8 if 12 * M <= V else 6 if 4 * M <= V else 5
@@ -35,11 +41,14 @@ def rounded_sums(M: int, V: int) -> int:
 def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool, frozen: bool = False) -> int:
     """Tokens per chunk. The remainder of M is a smaller chunk, which comes first.
 
-    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512. For a 16-bit w, as many tokens as are needed to sum dw in
-    ``rounded_sums`` chunks, or a quarter of the number of w's columns, so that the logits take a quarter of dw's memory, unless fp32 sums with chunks of
-    1024 take less. In that case, and for an fp32 w: an eighth of the tokens and at most 1 GiB. For a ``frozen`` w, which has no dw: 1024. CPU: a buffer
+    GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512.
+    For a 16-bit w, as many tokens as are needed to sum dw in ``rounded_sums`` chunks, or a quarter
+    of the number of w's columns, so that the logits take a quarter of dw's memory, unless fp32 sums
+    with chunks of 1024 take less. In that case, and for an fp32 w: an eighth of the tokens and at
+    most 1 GiB. For a ``frozen`` w, which has no dw: 1024. CPU: a buffer
     of 64 MiB.
-    H200, 8192 x 4096 x 128256: chunks of 1024 41.0 ms and 1.38 GB, of 1536 40.8 and 1.51, of 2048 40.9 and 1.64.
+    H200, 8192 x 4096 x 128256: chunks of 1024 41.0 ms and 1.38 GB, of 1536 40.8 and 1.51, of 2048
+    40.9 and 1.64.
     """
     few = -(-M // rounded_sums(M, V))
     if not on_gpu:
@@ -54,7 +63,8 @@ def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool, frozen:
 
 
 def chunks_of(M: int, step: int) -> list[slice]:
-    """The rows of each chunk. The remainder comes first, because the last summand is rounded least often."""
+    """The rows of each chunk. The remainder comes first, because the last summand is rounded
+    least often."""
     first = M % step
     return [slice(0, first)] * (first > 0) + [slice(start, start + step) for start in range(first, M, step)]
 
@@ -81,14 +91,19 @@ def chunk_gradients(
     xa: Tensor | None = None,
     wb: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """The loop: it calls ``body(z, rows, dz)`` for each chunk of logits. Returns dx, dw and (in fp32) dbias; they are empty if ``need`` says so.
+    """The loop: it calls ``body(z, rows, dz)`` for each chunk of logits. Returns dx, dw and (in
+    fp32) dbias; they are empty if ``need`` says so.
 
-    With ``xa`` and ``wb``, ``need`` has two more entries, and the loop also returns dxa and (in fp32) dwb, or None if they are not needed.
+    With ``xa`` and ``wb``, ``need`` has two more entries, and the loop also returns dxa and (in
+    fp32) dwb, or None if they are not needed.
 
-    ``body`` writes the gradient of the logits to ``dz``: z itself, another buffer with ``fp32_logits``, or None if no gradient is needed. If it returns a
-    0-dim tensor, the gradients of all earlier chunks are multiplied by it.
-    ``kept`` (n,): the rows of x that count. The loop then runs over these, ``rows`` are positions among them, and the other rows of dx are zero.
-    In fp16, sums over all tokens that are not scaled yet overflow, so dw is also fp32 then. With ``dw_into``, dw is added to that tensor.
+    ``body`` writes the gradient of the logits to ``dz``: z itself, another buffer with
+    ``fp32_logits``, or None if no gradient is needed. If it returns a 0-dim tensor, the gradients
+    of all earlier chunks are multiplied by it.
+    ``kept`` (n,): the rows of x that count. The loop then runs over these, ``rows`` are positions
+    among them, and the other rows of dx are zero.
+    In fp16, sums over all tokens that are not scaled yet overflow, so dw is also fp32 then. With
+    ``dw_into``, dw is added to that tensor.
     """
     (H, V), M = (x.shape[1], w.shape[0]), x.shape[0] if kept is None else kept.shape[0]
     need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
@@ -145,15 +160,19 @@ def chunk_gradients(
 
 
 def values(options: Any) -> tuple[Any, ...]:
-    """The field values of a dataclass. (``dataclasses.astuple`` copies them, which ``torch.compile`` can trace only with some releases of Python.)"""
+    """The field values of a dataclass. (``dataclasses.astuple`` copies them, which
+    ``torch.compile`` can trace only with some releases of Python.)"""
     return tuple(getattr(options, name) for name in options.__dataclass_fields__)
 
 
 class Kept:
-    """The rows with targets that count. The device finds them, and the host need not wait for their number if this object was made early.
+    """The rows with targets that count. The device finds them, and the host need not wait for their
+    number if this object was made early.
 
-    ``Kept(target)`` enqueues a few small kernels and an asynchronous copy. ``rows()`` waits for that copy, which has finished long before if a model's
-    forward ran in between. target: any shape, flattened. ``group``: also count the rows of every ``group`` consecutive targets (a sequence).
+    ``Kept(target)`` enqueues a few small kernels and an asynchronous copy. ``rows()`` waits for
+    that copy, which has finished long before if a model's forward ran in between. target: any
+    shape, flattened. ``group``: also count the rows of every ``group`` consecutive targets (a
+    sequence).
     """
 
     def __init__(self, target: Tensor, ignore_index: int = -100, group: int | None = None):
@@ -166,12 +185,15 @@ class Kept:
             self._counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
             self._counts.copy_(counts, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(counts.device))  # which is not the current device's where that is another
+            self._event.record(
+                torch.cuda.current_stream(counts.device)
+            )  # which is not the current device's where that is another
         else:
             self._counts = counts
 
     def counts(self) -> list[int]:
-        """The number of rows that count in each group, which is given if only shapes are computed."""
+        """The number of rows that count in each group, which is given if only shapes are
+        computed."""
         if intercepted():
             return [counted(self.total // self._counts.numel())] * self._counts.numel()
         if self._event is not None:
@@ -180,6 +202,7 @@ class Kept:
         return self._counts.tolist()
 
     def rows(self, least_gain: float = 0.02) -> Tensor | None:
-        """The indices of the rows that count (n,), ascending; None if omitting the other rows would save less than ``least_gain`` of the work."""
+        """The indices of the rows that count (n,), ascending; None if omitting the other rows
+        would save less than ``least_gain`` of the work."""
         n = sum(self.counts())
         return None if n > (1 - least_gain) * self.total else self._order[:n]

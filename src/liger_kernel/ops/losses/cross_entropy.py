@@ -10,7 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, as_index, computed, launcher, nbytes, once_differentiable, op, rows_of, use_kernels, with_gradients
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    as_index,
+    computed,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    use_kernels,
+    with_gradients,
+)
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, reference, row_kernel
 
@@ -19,8 +32,11 @@ from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, 
     f"(Tensor z, Tensor target, Tensor? class_weight, Tensor? num_items, bool need_dz, {LOSS_SCHEMA}) -> "
     "(Tensor loss, Tensor z_loss, Tensor predicted, Tensor lse, Tensor? norm, Tensor dz)"
 )
-def cross_entropy_fwd(z: Tensor, target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, need_dz: bool, *numbers):
-    """Return the results, and with ``need_dz`` the gradient for an upstream gradient of 1 from the same launch, which is empty otherwise."""
+def cross_entropy_fwd(
+    z: Tensor, target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, need_dz: bool, *numbers
+):
+    """Return the results, and with ``need_dz`` the gradient for an upstream gradient of 1 from
+    the same launch, which is empty otherwise."""
     s = Loss(*numbers)
     out = Rows.empty(target, s)
     norm = normaliser(target, class_weight, s, num_items)
@@ -29,20 +45,28 @@ def cross_entropy_fwd(z: Tensor, target: Tensor, class_weight: Tensor | None, nu
     return *out.reduced(norm, s.reduction), out.predicted, out.lse, norm, dz
 
 
-@launcher(f"(Tensor g, Tensor z, Tensor target, Tensor? class_weight, Tensor lse, Tensor? norm, {LOSS_SCHEMA}) -> Tensor dz")
-def cross_entropy_bwd(g: Tensor, z: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, norm: Tensor | None, *numbers) -> Tensor:
+@launcher(
+    f"(Tensor g, Tensor z, Tensor target, Tensor? class_weight, Tensor lse, Tensor? norm, {LOSS_SCHEMA}) -> Tensor dz"
+)
+def cross_entropy_bwd(
+    g: Tensor, z: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, norm: Tensor | None, *numbers
+) -> Tensor:
     dz = z.new_empty(z.shape)
-    row_kernel(z, target, Loss(*numbers), class_weight=class_weight, dz=dz, norm=norm, g=g.expand(target.shape), lse=lse)
+    row_kernel(
+        z, target, Loss(*numbers), class_weight=class_weight, dz=dz, norm=norm, g=g.expand(target.shape), lse=lse
+    )
     return dz
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """``apply(logits, target, class_weight, num_items, gradient_in_forward, *fields of Loss)`` -> loss, z-loss, predicted classes."""
+    """``apply(logits, target, class_weight, num_items, gradient_in_forward, *fields of Loss)``
+    -> loss, z-loss, predicted classes."""
 
     @staticmethod
     def forward(ctx, logits, target, class_weight, num_items, gradient_in_forward, *numbers):
         z, s = rows_of(logits), Loss(*numbers)
-        # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them
+        # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches
+        # them
         now = gradient_in_forward and s.reduction != "none" and z.dtype != torch.float16
         loss, z_loss, predicted, lse, norm, dz = cross_entropy_fwd(z, target, class_weight, num_items, now, *numbers)
         ctx.now, ctx.numbers = now, numbers
@@ -112,9 +136,19 @@ def _rows(M: int, V: int, ignored: int = 3, **options: Any) -> dict[str, Any]:
         ),
         Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
         Case("bad-weight", _rows(3, 5, class_weight=T((4,))), error="class_weight must have shape (5,), got (4,)"),
-        Case("bad-reduction", _rows(3, 5, reduction="avg"), error="reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
-        Case("integers", dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)), error="logits must be floating point, got torch.int64"),
-        Case("3d", dict(logits=T((3, 5, 2)), target=targets(3, 5)), error="logits must have shape (M, V), got (3, 5, 2)"),
+        Case(
+            "bad-reduction",
+            _rows(3, 5, reduction="avg"),
+            error="reduction must be one of ('mean', 'sum', 'none'), got 'avg'",
+        ),
+        Case(
+            "integers",
+            dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
+            error="logits must be floating point, got torch.int64",
+        ),
+        Case(
+            "3d", dict(logits=T((3, 5, 2)), target=targets(3, 5)), error="logits must have shape (M, V), got (3, 5, 2)"
+        ),
     ],
     # a loss that leaves its gradient behind needs one pass to read and one to write
     cost=lambda logits, target, class_weight=None, **_: Cost(
@@ -142,10 +176,14 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Cross entropy of logits (M, V) and class indices (M,). The logits do not change.
 
-    Returns the fp32 loss, 0-dim or (M,) with ``reduction="none"``; with ``stats`` also the z-loss that it contains and the predicted
-    classes (M,) int64, -1 where ignored, both without gradient. ``class_weight`` (V,) gets no gradient. With ``gradient_in_forward`` (not
-    for "none" and fp16), the forward also computes the gradient, in two passes over memory instead of three. If the upstream gradient is
-    not 1, the gradient is multiplied and rounded once more. A target outside [0, V) gives NaN, or raises ``ValueError`` with
+    Returns the fp32 loss, 0-dim or (M,) with ``reduction="none"``; with ``stats`` also the z-loss
+    that it contains and the predicted
+    classes (M,) int64, -1 where ignored, both without gradient. ``class_weight`` (V,) gets no
+    gradient. With ``gradient_in_forward`` (not
+    for "none" and fp16), the forward also computes the gradient, in two passes over memory instead
+    of three. If the upstream gradient is
+    not 1, the gradient is multiplied and rounded once more. A target outside [0, V) gives NaN, or
+    raises ``ValueError`` with
     ``LIGER_CHECKS=1`` in the environment.
     """
     logits = computed(logits)
@@ -157,14 +195,19 @@ def cross_entropy(
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     num_items = items(num_items, logits)
     if not use_kernels(logits):
-        return reference(logits, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
+        return reference(
+            logits, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers))
+        )
     now = gradient_in_forward and logits.requires_grad and torch.is_grad_enabled()
     out = CrossEntropyFunction.apply(logits, target, class_weight, num_items, now, *numbers, False, False)
     return out if stats else out[0]
 
 
-def published(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accuracy: bool, predictions: bool) -> tuple[Tensor | None, ...]:
-    """Loss, z-loss, token accuracy and predicted classes, if requested, from the result of an operator (with ``stats`` if any of them was requested)."""
+def published(
+    found: Any, target: Tensor, ignore_index: int, z_loss: bool, accuracy: bool, predictions: bool
+) -> tuple[Tensor | None, ...]:
+    """Loss, z-loss, token accuracy and predicted classes, if requested, from the result of an
+    operator (with ``stats`` if any of them was requested)."""
     if not (z_loss or accuracy or predictions):
         return found, None, None, None
     loss, z, predicted = found
@@ -174,14 +217,23 @@ def published(found: Any, target: Tensor, ignore_index: int, z_loss: bool, accur
 
 
 class LigerCrossEntropyFunction:
-    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None if not requested. The logits are not overwritten."""
+    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None if not requested.
+    The logits are not overwritten."""
 
     @staticmethod
     def apply(
-        _input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0,
-        reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
+        _input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
         options = dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, stats=any(asked))
         found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, **options)
@@ -189,15 +241,37 @@ class LigerCrossEntropyFunction:
 
 
 def cross_entropy_forward(
-    _input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str,
-    softcap: float | None, return_z_loss: bool, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Without autograd: loss, z-loss, token accuracy and predicted classes, None if not requested, and the gradient to ``_input``, which stays as it is."""
-    rest = target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens
+    _input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    lse_square_scale: float,
+    label_smoothing: float,
+    reduction: str,
+    softcap: float | None,
+    return_z_loss: bool,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Without autograd: loss, z-loss, token accuracy and predicted classes, None if not
+    requested, and the gradient to ``_input``, which stays as it is."""
+    rest = (
+        target,
+        weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+    )
     found, (dx,) = with_gradients(lambda x: LigerCrossEntropyFunction.apply(x, *rest), _input)
     return *found, dx
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient that ``cross_entropy_forward`` returned last, ``_input``, times that of the loss, or of each row's, as a new tensor."""
+    """The gradient that ``cross_entropy_forward`` returned last, ``_input``, times that of the
+    loss, or of each row's, as a new tensor."""
     return _input * (grad_output[:, None] if grad_output.ndim else grad_output)

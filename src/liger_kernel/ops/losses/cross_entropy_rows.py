@@ -1,21 +1,28 @@
-"""Cross entropy of logits and class indices, with everything language models add to it; one row kernel, also used by the fused linear losses.
+"""Cross entropy of logits and class indices, with everything language models add to it; one row
+kernel, also used by the fused linear losses.
 
-Shapes: logits (M, V), target (M,) int64, class_weight (V,).  With z = softcap * tanh(logit_scale * logits / softcap), or
-z = logit_scale * logits, lse = logsumexp(z), e = label_smoothing and w = class_weight (else 1), a row's loss is
+Shapes: logits (M, V), target (M,) int64, class_weight (V,).  With z = softcap * tanh(logit_scale *
+logits / softcap), or z = logit_scale * logits, lse = logsumexp(z), e = label_smoothing and w =
+class_weight (else 1), a row's loss is
 
     w_y (1 - e) (lse - z_y)  +  e / V * sum_j w_j (lse - z_j)  +  z_loss * lse^2
 
-(label smoothing: Szegedy et al., arXiv:1512.00567, as in torch; z-loss: PaLM, arXiv:2204.02311), and with ``token_scaling`` that times the
-detached probability of y (dynamic fine-tuning, arXiv:2508.05629). Its gradient with respect to z_j, for p = softmax(z), is
+(label smoothing: Szegedy et al., arXiv:1512.00567, as in torch; z-loss: PaLM, arXiv:2204.02311),
+and with ``token_scaling`` that times the
+detached probability of y (dynamic fine-tuning, arXiv:2508.05629). Its gradient with respect to z_j,
+for p = softmax(z), is
 
     p_j (w_y (1 - e) + e / V * sum_i w_i + 2 z_loss lse)  -  [j = y] w_y (1 - e)  -  e / V * w_j
 
-Rows whose target is ``ignore_index`` have loss and gradient 0; a target outside [0, V) makes its row's loss and gradient NaN.
-"mean" divides by the number of targets not ignored, or by the sum of their class weights, as torch does (0 targets: NaN), or by ``num_items``,
+Rows whose target is ``ignore_index`` have loss and gradient 0; a target outside [0, V) makes its
+row's loss and gradient NaN.
+"mean" divides by the number of targets not ignored, or by the sum of their class weights, as torch
+does (0 targets: NaN), or by ``num_items``,
 the number of tokens in all micro-batches of a step.
 
-``cross_entropy`` is the operator on given logits; ``linear_cross_entropy``, ``linear_logprobs``, ``linear_loss`` and distillation make the logits chunk by
-chunk, and hand each chunk to ``row_kernel``. Shapes of real models and rivals: ``bench/cases/losses.py``.
+``cross_entropy`` is the operator on given logits; ``linear_cross_entropy``, ``linear_logprobs``,
+``linear_loss`` and distillation make the logits chunk by chunk, and hand each chunk to
+``row_kernel``. Shapes of real models and rivals: ``bench/cases/losses.py``.
 """
 
 from __future__ import annotations
@@ -35,14 +42,31 @@ from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def reference(logits, target, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, **how):
-    """The loss in plain PyTorch; with ``stats`` also the z-loss in it and the most likely classes. NaN for a target outside [0, V)."""
+def reference(
+    logits,
+    target,
+    class_weight,
+    *,
+    ignore_index,
+    reduction,
+    label_smoothing,
+    z_loss,
+    logit_scale,
+    softcap,
+    token_scaling,
+    stats,
+    num_items,
+    **how,
+):
+    """The loss in plain PyTorch; with ``stats`` also the z-loss in it and the most likely
+    classes. NaN for a target outside [0, V)."""
     z = logits.to(acc(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     V = z.shape[-1]
     if is_sharded(z) and has_split_rows(z) and num_items is None and not (z_loss or token_scaling or stats):
-        # whose operators know classes that are spread over ranks, in loss_parallel without gathering them
+        # whose operators know classes that are spread over ranks, in loss_parallel without
+        # gathering them
         return F.cross_entropy(z, target.long(), class_weight, None, ignore_index, None, reduction, label_smoothing)
     valid, inside = target != ignore_index, (target >= 0) & (target < V)
     y = target.where(inside, 0)
@@ -66,7 +90,8 @@ def reference(logits, target, class_weight, *, ignore_index, reduction, label_sm
 
 @dataclass(frozen=True)
 class Loss:
-    """The numbers that define a row's loss, apart from its tensors. The row kernel and the linear losses pass them on."""
+    """The numbers that define a row's loss, apart from its tensors. The row kernel and the
+    linear losses pass them on."""
 
     ignore_index: int = -100
     reduction: str = "mean"
@@ -82,7 +107,8 @@ class Loss:
 
 # The same numbers in a launcher's schema, in the order of the fields of ``Loss``.
 LOSS_SCHEMA = (
-    "int ignore_index, str reduction, float label_smoothing, float z_loss, float logit_scale, float? softcap, bool token_scaling, bool stats, "
+    "int ignore_index, str reduction, float label_smoothing, float z_loss, float logit_scale, float? softcap, bool "
+    "token_scaling, bool stats, "
     "bool with_entropy, bool with_mean"
 )
 
@@ -104,7 +130,18 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def _logits(z_ptr, bias_ptr, col, mask, scale, cap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, EVICT: tl.constexpr):
+def _logits(
+    z_ptr,
+    bias_ptr,
+    col,
+    mask,
+    scale,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    EVICT: tl.constexpr,
+):
     """Transformed logits; and tanh, for the derivative of the softcap."""
     z = tl.load(z_ptr + col, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if HAS_BIAS:
@@ -126,10 +163,27 @@ def _finite(x):
 
 @jit
 def _sums(
-    z_ptr, bias_ptr, w_ptr, V, shift, logit_scale, cap, lane, HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
-    SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A row's sums over classes of e = exp(z - shift), e (z - shift), w z and z, and the class of the largest z; what no flag asks for is 0."""
+    z_ptr,
+    bias_ptr,
+    w_ptr,
+    V,
+    shift,
+    logit_scale,
+    cap,
+    lane,
+    HAS_W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    STATS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row's sums over classes of e = exp(z - shift), e (z - shift), w z and z, and the class
+    of the largest z; what no flag asks for is 0."""
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     wz = tl.zeros((BLOCK,), tl.float32)
@@ -156,24 +210,69 @@ def _sums(
     none = tl.cast(0.0, tl.float32)
     best = tl.min(tl.where(top == tl.max(top, axis=0), at, V), axis=0) if STATS else tl.cast(0, tl.int32)
     return (
-        tl.sum(total, axis=0), tl.sum(weighted, axis=0) if ENTROPY else none, tl.sum(wz, axis=0) if SMOOTH else none, tl.sum(zs, axis=0) if MEAN else none,
+        tl.sum(total, axis=0),
+        tl.sum(weighted, axis=0) if ENTROPY else none,
+        tl.sum(wz, axis=0) if SMOOTH else none,
+        tl.sum(zs, axis=0) if MEAN else none,
         best,
-    )  # fmt: skip
+    )
 
 
 @jit
 def _rows(
-    z_ptr, target_ptr, dz_ptr, w_ptr, w_sum_ptr, bias_ptr, norm_ptr, g_ptr, g_entropy_ptr, lse_in_ptr, entropy_in_ptr,
-    loss_ptr, z_loss_ptr, lse_ptr, predicted_ptr, entropy_ptr, mean_ptr,
-    V, z_stride, dz_stride, target_stride, g_stride, g_entropy_stride, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
-    HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, SMOOTH: tl.constexpr, DFT: tl.constexpr,
-    STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr, HAS_GE: tl.constexpr, HAS_LSE: tl.constexpr,
-    NEED_LOSS: tl.constexpr, NEED_DZ: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row a program: a sweep for lse and loss (unless lse is given), and one that writes dz, where z is or elsewhere.
+    z_ptr,
+    target_ptr,
+    dz_ptr,
+    w_ptr,
+    w_sum_ptr,
+    bias_ptr,
+    norm_ptr,
+    g_ptr,
+    g_entropy_ptr,
+    lse_in_ptr,
+    entropy_in_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    lse_ptr,
+    predicted_ptr,
+    entropy_ptr,
+    mean_ptr,
+    V,
+    z_stride,
+    dz_stride,
+    target_stride,
+    g_stride,
+    g_entropy_stride,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    logit_scale,
+    softcap,
+    HAS_W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    DFT: tl.constexpr,
+    STATS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_G: tl.constexpr,
+    HAS_GE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    NEED_LOSS: tl.constexpr,
+    NEED_DZ: tl.constexpr,
+    PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: a sweep for lse and loss (unless lse is given), and one that writes dz,
+    where z is or elsewhere.
 
-    The first sweep keeps sums for each lane, reduced once a row. The second goes back from where the first ended and finds most
-    of the row in the L2 cache. With logits of 32 bits lse has two parts, high and low: rounded to one number of the size of the largest logit it
+    The first sweep keeps sums for each lane, reduced once a row. The second goes back from where
+    the first ended and finds most
+    of the row in the L2 cache. With logits of 32 bits lse has two parts, high and low: rounded to
+    one number of the size of the largest logit it
     would be the largest error of all.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -215,13 +314,35 @@ def _rows(
             low = (both - lse.to(tl.float64)).to(tl.float32)
             if HAS_GE:
                 entropy = tl.load(entropy_in_ptr + row)
-            tl.debug_barrier()  # with no sweep before, a warp may still be waiting for z_y when another one overwrites it
+            # with no sweep before, a warp may still be waiting for z_y when another one overwrites
+            # it
+            tl.debug_barrier()
         else:
-            # numbers are counted from the largest of the first block, or from 0 if that has none; should that not suit the rest, from the largest of all
-            z, _ = _logits(z_ptr, bias_ptr, lane, lane < V, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_last")
+            # numbers are counted from the largest of the first block, or from 0 if that has none;
+            # should that not suit the rest, from the largest of all
+            z, _ = _logits(
+                z_ptr, bias_ptr, lane, lane < V, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_last"
+            )
             lse = _finite(tl.max(tl.where(lane < V, z, -float("inf")), axis=0))
             row_total, weighted, wz_sum, z_sum, best = _sums(
-                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, PRECISE, BLOCK
+                z_ptr,
+                bias_ptr,
+                w_ptr,
+                V,
+                lse,
+                logit_scale,
+                cap,
+                lane,
+                HAS_W,
+                HAS_BIAS,
+                HAS_SCALE,
+                HAS_CAP,
+                SMOOTH,
+                STATS,
+                MEAN,
+                ENTROPY,
+                PRECISE,
+                BLOCK,
             )
             far = (row_total == float("inf")) | (row_total < 1e-30)
             if ENTROPY:  # a difference of sums, which loses what they have in common: of e^87 and 87 e^87, everything
@@ -229,11 +350,39 @@ def _rows(
             if far:
                 top = tl.full((BLOCK,), -float("inf"), tl.float32)
                 for start in range(0, V, BLOCK):
-                    z, _ = _logits(z_ptr, bias_ptr, start + lane, start + lane < V, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
+                    z, _ = _logits(
+                        z_ptr,
+                        bias_ptr,
+                        start + lane,
+                        start + lane < V,
+                        logit_scale,
+                        cap,
+                        HAS_BIAS,
+                        HAS_SCALE,
+                        HAS_CAP,
+                        "",
+                    )
                     top = tl.maximum(top, tl.where(start + lane < V, z, -float("inf")))
                 lse = _finite(tl.max(top, axis=0))
                 row_total, weighted, wz_sum, z_sum, best = _sums(
-                    z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, cap, lane, HAS_W, HAS_BIAS, HAS_SCALE, HAS_CAP, SMOOTH, STATS, MEAN, ENTROPY, PRECISE, BLOCK
+                    z_ptr,
+                    bias_ptr,
+                    w_ptr,
+                    V,
+                    lse,
+                    logit_scale,
+                    cap,
+                    lane,
+                    HAS_W,
+                    HAS_BIAS,
+                    HAS_SCALE,
+                    HAS_CAP,
+                    SMOOTH,
+                    STATS,
+                    MEAN,
+                    ENTROPY,
+                    PRECISE,
+                    BLOCK,
                 )
             low = log(row_total)
             if ENTROPY:
@@ -282,13 +431,19 @@ def _rows(
             for i in range(0, blocks):
                 col = (blocks - 1 - i) * BLOCK + lane
                 mask = col < V
-                z, t = _logits(z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_first")
+                z, t = _logits(
+                    z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_first"
+                )
                 slope = spread
                 if HAS_GE:
                     slope += ge * ((lse - tl.maximum(z, -3e38)) - (entropy - low))
-                dz = (exp_of((z - lse) - low, True) if PRECISE else tl.exp2(z * _LOG2E - lse * _LOG2E)) * slope  # one instruction less
+                dz = (
+                    exp_of((z - lse) - low, True) if PRECISE else tl.exp2(z * _LOG2E - lse * _LOG2E)
+                ) * slope  # one instruction less
                 if SMOOTH:
-                    dz -= factor * smooth * (tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if HAS_W else 1.0)
+                    dz -= (
+                        factor * smooth * (tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if HAS_W else 1.0)
+                    )
                 if HAS_CAP:
                     dz *= 1.0 - t * t
                 tl.store(dz_ptr + col, dz.to(dz_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -307,7 +462,8 @@ def _rows(
 
 @dataclass
 class Rows:
-    """Per-row results, each (M,): fp32 loss, z-loss, entropy (if requested) and mean logit; int64 predicted class (both only with ``stats``)."""
+    """Per-row results, each (M,): fp32 loss, z-loss, entropy (if requested) and mean logit;
+    int64 predicted class (both only with ``stats``)."""
 
     loss: Tensor
     z_loss: Tensor
@@ -320,7 +476,14 @@ class Rows:
     def empty(cls, target: Tensor, s: Loss, dtype: torch.dtype = torch.float32, rows: int | None = None) -> Rows:
         M = target.shape[0] if rows is None else rows
         new = lambda n, dtype=dtype: target.new_empty(n, dtype=dtype)
-        return cls(new(M), new(M), new(M, torch.float64), new(M if s.stats else 0, torch.int64), new(M if s.entropy else 0), new(M if s.mean else 0))
+        return cls(
+            new(M),
+            new(M),
+            new(M, torch.float64),
+            new(M if s.stats else 0, torch.int64),
+            new(M if s.entropy else 0),
+            new(M if s.mean else 0),
+        )
 
     def fields(self) -> tuple[Tensor, ...]:
         return (self.loss, self.z_loss, self.lse, self.predicted, self.entropy, self.mean)
@@ -329,7 +492,8 @@ class Rows:
         return Rows(*(t[rows] for t in self.fields()))
 
     def among(self, kept: Tensor, M: int) -> Rows:
-        """The results of all M rows: these for the ``kept`` rows; the other rows are ignored ones."""
+        """The results of all M rows: these for the ``kept`` rows; the other rows are ignored
+        ones."""
         spread = lambda t, fill=0: t.new_full((M,), fill).index_copy_(0, kept, t) if len(t) == len(kept) else t
         found = [spread(t) for t in self.fields()]
         found[3] = spread(self.predicted, -1)
@@ -344,12 +508,27 @@ class Rows:
 
 
 def row_kernel(
-    z: Tensor, target: Tensor, loss: Loss, *, class_weight=None, bias=None, out=None, dz=None, norm=None, g=None, g_entropy=None, lse=None, entropy=None
+    z: Tensor,
+    target: Tensor,
+    loss: Loss,
+    *,
+    class_weight=None,
+    bias=None,
+    out=None,
+    dz=None,
+    norm=None,
+    g=None,
+    g_entropy=None,
+    lse=None,
+    entropy=None,
 ) -> None:
-    """The row kernel over logits z (M, V): per-row results into ``out`` (``Rows``), the gradient into ``dz``, which may be z itself.
+    """The row kernel over logits z (M, V): per-row results into ``out`` (``Rows``), the gradient
+    into ``dz``, which may be z itself.
 
-    The gradient is that of sum(g * loss + g_entropy * entropy) / norm, for ``g`` and ``g_entropy`` (M,) and a 0-dim ``norm``. ``lse`` of an
-    earlier call (and ``entropy``, if its gradient is requested) saves the first sweep. ``bias`` (V,) is added to z first. Launchers call this;
+    The gradient is that of sum(g * loss + g_entropy * entropy) / norm, for ``g`` and ``g_entropy``
+    (M,) and a 0-dim ``norm``. ``lse`` of an
+    earlier call (and ``entropy``, if its gradient is requested) saves the first sweep. ``bias``
+    (V,) is added to z first. Launchers call this;
     without kernels, it computes the same in torch.
     """
     if tracing(z) or not z.shape[0]:
@@ -359,9 +538,14 @@ def row_kernel(
     M, V = z.shape
     class_weight, bias = (None if t is None else t.contiguous() for t in (class_weight, bias))
     weight_sum = None if class_weight is None else class_weight.float().sum()
-    # H200, out of place, 8192 x 128256 bf16: 1318 us with 32 warps, 1431 to 1493 with 8 or 16 and pipelined loads (two passes at copy speed: 987)
-    more = z.itemsize == 4 or loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean  # registers
-    c = config.tile("cross_entropy", V, z.itemsize, elements=1, max_block_n=4096 if more else 8192, per_thread=8)  # one row a program
+    # H200, out of place, 8192 x 128256 bf16: 1318 us with 32 warps, 1431 to 1493 with 8 or 16 and
+    # pipelined loads (two passes at copy speed: 987)
+    more = (
+        z.itemsize == 4 or loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean
+    )  # registers
+    c = config.tile(
+        "cross_entropy", V, z.itemsize, elements=1, max_block_n=4096 if more else 8192, per_thread=8
+    )  # one row a program
     none = z  # a pointer for arguments that a flag switches off
     given = lambda t: none if t is None else t
     stride = lambda t: 0 if t is None else t.stride(0)
@@ -369,10 +553,27 @@ def row_kernel(
     tensors = target, *map(given, (dz, class_weight, weight_sum, bias, norm, g, g_entropy, lse, entropy))
     results = o.loss, o.z_loss, o.lse, o.predicted, o.entropy, o.mean
     strides = V, z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy)
-    numbers = loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.logit_scale, 1.0 if loss.softcap is None else loss.softcap
-    has = dict(HAS_W=class_weight is not None, HAS_BIAS=bias is not None, HAS_SCALE=loss.logit_scale != 1.0, HAS_CAP=loss.softcap is not None)
+    numbers = (
+        loss.ignore_index,
+        loss.label_smoothing,
+        loss.z_loss,
+        loss.logit_scale,
+        1.0 if loss.softcap is None else loss.softcap,
+    )
+    has = dict(
+        HAS_W=class_weight is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=loss.logit_scale != 1.0,
+        HAS_CAP=loss.softcap is not None,
+    )
     has |= dict(HAS_NORM=norm is not None, HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_LSE=lse is not None)
-    flags = dict(SMOOTH=loss.label_smoothing != 0.0, DFT=loss.token_scaling, STATS=loss.stats, MEAN=loss.mean, ENTROPY=loss.entropy)
+    flags = dict(
+        SMOOTH=loss.label_smoothing != 0.0,
+        DFT=loss.token_scaling,
+        STATS=loss.stats,
+        MEAN=loss.mean,
+        ENTROPY=loss.entropy,
+    )
     flags |= dict(NEED_LOSS=out is not None, NEED_DZ=dz is not None, PRECISE=z.dtype == torch.float32)
     launch(_rows, (M,), z, *tensors, *results, *strides, *numbers, **has, **flags, **c.row)
     return None
@@ -380,7 +581,8 @@ def row_kernel(
 
 @dataclass
 class Terms:
-    """The terms of the formula, each (M,) or 0-dim, from the log-sum-exp of rows in fp64 and the logit of their target."""
+    """The terms of the formula, each (M,) or 0-dim, from the log-sum-exp of rows in fp64 and the
+    logit of their target."""
 
     valid: Tensor
     known: Tensor  # whether the target is in [0, V)
@@ -403,7 +605,8 @@ class Terms:
         return cls(target != s.ignore_index, known, lse, low, z_y, on, s.label_smoothing / V, w.expand(V).sum(), factor)
 
     def losses(self, s: Loss, out: Rows, wz: Tensor | None) -> None:
-        """Fill loss and z-loss of ``out``. wz: the sum over classes of weight times logit, for label smoothing."""
+        """Fill loss and z-loss of ``out``. wz: the sum over classes of weight times logit, for
+        label smoothing."""
         row, z_term = self.on * ((self.lse - self.z_y) + self.low).clamp(min=0), s.z_loss * self.lse * self.lse
         if wz is not None:
             row += self.smooth * (self.w_sum * self.lse - wz)
@@ -411,14 +614,26 @@ class Terms:
         out.z_loss.copy_((self.factor * z_term).where(self.valid, 0))
 
     def slopes(self, s: Loss, norm: Tensor | None, g: Tensor | None) -> tuple[Tensor, Tensor, Tensor | float]:
-        """What multiplies the gradient of a row, what p is multiplied by in it, and the scale that both include apart from the row's own factors."""
+        """What multiplies the gradient of a row, what p is multiplied by in it, and the scale
+        that both include apart from the row's own factors."""
         scale = s.logit_scale / (1 if norm is None else norm.to(self.lse.dtype))
         factor = self.factor * scale * (1 if g is None else g)
         return factor, factor * (self.on + self.smooth * self.w_sum + 2 * s.z_loss * self.lse), scale
 
 
 def _rows_in_torch(
-    z: Tensor, target: Tensor, s: Loss, class_weight: Tensor | None, bias: Tensor | None, out: Rows | None, dz: Tensor | None, norm, g, g_entropy, lse, entropy
+    z: Tensor,
+    target: Tensor,
+    s: Loss,
+    class_weight: Tensor | None,
+    bias: Tensor | None,
+    out: Rows | None,
+    dz: Tensor | None,
+    norm,
+    g,
+    g_entropy,
+    lse,
+    entropy,
 ) -> None:
     V = z.shape[-1]
     a, t = transformed(z, bias, s)
@@ -445,7 +660,9 @@ def _rows_in_torch(
         factor, spread, scale = terms.slopes(s, norm, g)
         slope = spread[:, None]
         if g_entropy is not None:
-            slope = slope + (scale * g_entropy)[:, None] * (terms.lse[:, None] - a.clamp(min=-3e38) - (entropy - terms.low)[:, None])
+            slope = slope + (scale * g_entropy)[:, None] * (
+                terms.lse[:, None] - a.clamp(min=-3e38) - (entropy - terms.low)[:, None]
+            )
         p = log_p().exp_().mul_(slope)
         p.scatter_add_(-1, y, -(factor * terms.on)[:, None])
         if terms.smooth:
@@ -464,7 +681,8 @@ def transformed(z: Tensor, bias: Tensor | None, s: Loss) -> tuple[Tensor, Tensor
 
 
 def statistics(z: Tensor, target: Tensor, s: Loss) -> tuple[Tensor, Tensor]:
-    """Entropy, which is differentiable, and mean of the logits z (M, V) of each row, by PyTorch's operators; empty unless ``s`` asks for them."""
+    """Entropy, which is differentiable, and mean of the logits z (M, V) of each row, by
+    PyTorch's operators; empty unless ``s`` asks for them."""
     a, valid = transformed(z, None, s)[0], target != s.ignore_index
     log_p = a.log_softmax(-1).clamp(min=-3e38)
     poison = a.new_ones(()).where(~valid | ((target >= 0) & (target < z.shape[-1])), float("nan"))
@@ -472,11 +690,21 @@ def statistics(z: Tensor, target: Tensor, s: Loss) -> tuple[Tensor, Tensor]:
     return entropy, a.mean(-1).where(valid, 0).detach() if s.mean else a.new_empty(0)
 
 
-def check(name: str, logits_shape: tuple[int, int], target: Tensor, class_weight: Tensor | None, reduction: str, ignore_index: int = -100) -> Tensor:
-    """Return ``target`` in a dtype that kernels read. Raise ``ValueError`` for arguments that have no meaning for losses of (M, V) logits."""
+def check(
+    name: str,
+    logits_shape: tuple[int, int],
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return ``target`` in a dtype that kernels read. Raise ``ValueError`` for arguments that
+    have no meaning for losses of (M, V) logits."""
     M, V = logits_shape
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise ValueError(f"{name}: target must hold class indices, got {target.dtype} (class probabilities are not supported)")
+        raise ValueError(
+            f"{name}: target must hold class indices, got {target.dtype} (class probabilities are not supported)"
+        )
     if target.shape != (M,):
         raise ValueError(f"{name}: target must have shape ({M},), got {tuple(target.shape)}")
     if class_weight is not None and class_weight.shape != (V,):

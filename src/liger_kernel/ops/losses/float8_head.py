@@ -1,21 +1,31 @@
-"""The three products of a linear head and its cross entropy in FP8, in blocks of classes. ``linear_cross_entropy`` with ``fp8`` calls this.
+"""The three products of a linear head and its cross entropy in FP8, in blocks of classes.
+``linear_cross_entropy`` with ``fp8`` calls this.
 
-Shapes: x (M, H), w (V, H), target (M,); a block has N of the V classes, z (M, N) are its logits. Every product has all M tokens.
+Shapes: x (M, H), w (V, H), target (M,); a block has N of the V classes, z (M, N) are its logits.
+Every product has all M tokens.
 
-1. For each block: cast its rows of w to e4m3, multiply z = x8 w8^T, and keep of each row of z its largest value and sum of exponentials, and the logit of
-   the target. After the last block, the log-sum-exp and the loss of each row are known.
-2. For each block: dz in e5m2, in rows and transposed, in one pass. p <= 1 bounds |dz| by numbers of rows, so its scale needs no pass over dz.
+1. For each block: cast its rows of w to e4m3, multiply z = x8 w8^T, and keep of each row of z its
+   largest value and sum of exponentials, and the logit of the target. After the last block, the
+   log-sum-exp and the loss of each row are known.
+2. For each block: dz in e5m2, in rows and transposed, in one pass. p <= 1 bounds |dz| by numbers of
+   rows, so its scale needs no pass over dz.
    dx += dz8 w8 and dw = dz8^T x8, where w8 is cast transposed.
 
-dz of the target, p_y - 1, is as large as all others of its row together, and is alone in dx and dw what FP8 would round most: it is 0 in dz8, and its
-terms dz_y w_y and dz_y x are computed in the dtype of x. This halves the error of both gradients.
+dz of the target, p_y - 1, is as large as all others of its row together, and is alone in dx and dw
+what FP8 would round most: it is 0 in dz8, and its terms dz_y w_y and dz_y x are computed in the
+dtype of x. This halves the error of both gradients.
 
-Step 2 needs the logits again. The memory of dw is free until step 2 writes it, block by block: step 1 stores there 8 bits for each logit z of a block,
-the rounded 8 log2(e) (top - z), top the largest of its row. p = exp(z - lse) is then off by up to 4 %, half of what rounding to e5m2 does, and 255 means 0.
-dw has room for H itemsize(w) tokens; logits of further ones, of a frozen w, and of a backward that runs later (``reduction="none"``) are multiplied again.
+Step 2 needs the logits again. The memory of dw is free until step 2 writes it, block by block: step
+1 stores there 8 bits for each logit z of a block,
+the rounded 8 log2(e) (top - z), top the largest of its row. p = exp(z - lse) is then off by up to 4
+%, half of what rounding to e5m2 does, and 255 means 0. dw has room for H itemsize(w) tokens; logits
+of further ones, of a frozen w, and of a backward that runs later (``reduction="none"``) are
+multiplied again.
 
-Why blocks of classes: memory. The loop over tokens of ``chunks`` would hold both casts of w (2 V H bytes) beside dw and the logits of a chunk, and FP8
-products do not add to their output, so that each chunk would read and write dw once more. 8192 x 4096 x 128256, H200 (bf16 744, FP8 1350 TFLOP/s,
+Why blocks of classes: memory. The loop over tokens of ``chunks`` would hold both casts of w (2 V H
+bytes) beside dw and the logits of a chunk, and FP8 products do not add to their output, so that
+each chunk would read and write dw once more. 8192 x 4096 x 128256, H200 (bf16 744, FP8 1350
+TFLOP/s,
 4.2 TB/s), estimated from bytes and operations:
 
     bf16, chunks of 1024 tokens                                       3 x 11.6 ms + 5 ms      1.4 GB
@@ -24,7 +34,8 @@ products do not add to their output, so that each chunk would read and write dw 
     blocks of classes, logits multiplied again                        25.5 + 4                1.4
     blocks of classes, 8 bits a logit in the memory of dw             19.1 + 4                1.4
 
-A cast of w takes a few percent of the products' time, and to keep it from call to call would take V H bytes from everything else: it is made anew.
+A cast of w takes a few percent of the products' time, and to keep it from call to call would take V
+H bytes from everything else: it is made anew.
 """
 
 from __future__ import annotations
@@ -44,14 +55,18 @@ from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _quan
 from liger_kernel.ops.projections.float8_training import RECIPES, Cast, Recipe, amax_of, casts
 from liger_kernel.ops.token_embedding import embedding_bwd
 
-HEAD_RECIPES = ("tensorwise", "rowwise")  # the scales of x and w in z: one each (w: one a block), or one for each row. Gradients have one scale a tensor
+HEAD_RECIPES = (
+    "tensorwise",
+    "rowwise",
+)  # the scales of x and w in z: one each (w: one a block), or one for each row. Gradients have one scale a tensor
 STEPS = 8 * math.log2(math.e)  # of a stored logit, in 1
 TOP = 2.0**15  # what the bound of |dz| becomes in e5m2, which holds up to 1.75 times that
 ROWS = 4096  # tokens of a product for dx: its result is a tensor of its own before it is added
 
 
 def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> None:
-    """Raise ``ValueError`` for a recipe that a head does not have, and for what it cannot be combined with: arguments that are neither None nor False."""
+    """Raise ``ValueError`` for a recipe that a head does not have, and for what it cannot be
+    combined with: arguments that are neither None nor False."""
     if fp8 is None:
         return
     if fp8 not in HEAD_RECIPES:
@@ -62,16 +77,44 @@ def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> N
         raise ValueError(f"{name}: {why}")
     for argument, value in unsupported.items():
         if value is not None and value is not False:
-            raise ValueError(f"{name}: {argument} must be {'False' if value is True else 'None'} with fp8, got {'True' if value is True else 'a tensor'}")
+            raise ValueError(
+                f"{name}: {argument} must be {'False' if value is True else 'None'} with fp8, got "
+                f"{'True' if value is True else 'a tensor'}"
+            )
 
 
 @jit
 def _stats(
-    z_ptr, bias_ptr, w_ptr, target_ptr, codes_ptr, top_ptr, total_ptr, weighted_ptr, wz_ptr, sum_ptr, best_ptr, z_y_ptr,
-    N, R, first, z_stride, ignore_index, logit_scale, softcap,
-    HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, SMOOTH: tl.constexpr, STATS: tl.constexpr,
-    MEAN: tl.constexpr, ENTROPY: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    bias_ptr,
+    w_ptr,
+    target_ptr,
+    codes_ptr,
+    top_ptr,
+    total_ptr,
+    weighted_ptr,
+    wz_ptr,
+    sum_ptr,
+    best_ptr,
+    z_y_ptr,
+    N,
+    R,
+    first,
+    z_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    STATS: tl.constexpr,
+    MEAN: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A row of a block a program. Of the first ``R`` rows it also stores the logits, in 8 bits."""
     row = tl.program_id(0).to(tl.int64)
     logit_scale, cap = tl.cast(logit_scale, tl.float32), tl.cast(softcap, tl.float32)
@@ -106,12 +149,46 @@ def _stats(
 
 @jit
 def _gradient(
-    z_ptr, top_ptr, bias_ptr, w_ptr, target_ptr, lse_ptr, spread_ptr, smooth_ptr, ge_ptr, entropy_ptr, factor_ptr, d_ptr, dt_ptr, db_ptr, z_y_ptr,
-    M, N, first, last, z_stride, d_stride, dt_stride, ignore_index, logit_scale, softcap,
-    HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, SMOOTH: tl.constexpr, HAS_GE: tl.constexpr, STORED: tl.constexpr,
-    D: tl.constexpr, DT: tl.constexpr, DB: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dz of a tile, times a factor, in rows and transposed; zeros up to ``d_stride`` classes and row ``last``. Column sums of each tile's dz in fp32."""
+    z_ptr,
+    top_ptr,
+    bias_ptr,
+    w_ptr,
+    target_ptr,
+    lse_ptr,
+    spread_ptr,
+    smooth_ptr,
+    ge_ptr,
+    entropy_ptr,
+    factor_ptr,
+    d_ptr,
+    dt_ptr,
+    db_ptr,
+    z_y_ptr,
+    M,
+    N,
+    first,
+    last,
+    z_stride,
+    d_stride,
+    dt_stride,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    HAS_GE: tl.constexpr,
+    STORED: tl.constexpr,
+    D: tl.constexpr,
+    DT: tl.constexpr,
+    DB: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dz of a tile, times a factor, in rows and transposed; zeros up to ``d_stride`` classes and
+    row ``last``. Column sums of each tile's dz in fp32."""
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
@@ -130,7 +207,9 @@ def _gradient(
         z *= tl.cast(logit_scale, tl.float32)
         if HAS_CAP:
             z = tanh(z / cap) * cap
-        tl.store(z_y_ptr + row[:, None] + 0 * col[None, :], z, mask=inside & (col[None, :] == (target - first)[:, None]))
+        tl.store(
+            z_y_ptr + row[:, None] + 0 * col[None, :], z, mask=inside & (col[None, :] == (target - first)[:, None])
+        )
     if HAS_GE:
         ge = tl.load(ge_ptr + row, mask=row < M, other=0.0)[:, None]
         slope += ge * ((lse - tl.maximum(z, -3e38)) - tl.load(entropy_ptr + row, mask=row < M, other=0.0)[:, None])
@@ -147,7 +226,11 @@ def _gradient(
         tl.store(db_ptr + tl.program_id(0).to(tl.int64) * N + col, tl.sum(dz, axis=0), mask=col < N)
     factor = tl.load(factor_ptr)
     if D:
-        tl.store(d_ptr + row[:, None] * d_stride + col[None, :], _quantized(dz, factor, d_ptr), mask=(row < M)[:, None] & (col < d_stride)[None, :])
+        tl.store(
+            d_ptr + row[:, None] * d_stride + col[None, :],
+            _quantized(dz, factor, d_ptr),
+            mask=(row < M)[:, None] & (col < d_stride)[None, :],
+        )
     if DT:
         q = _quantized_t(dz, factor, dt_ptr)
         tl.store(dt_ptr + col[:, None] * dt_stride + row[None, :], q, mask=(col < N)[:, None] & (row < last)[None, :])
@@ -167,12 +250,18 @@ class Block:
         return slice(self.first, self.first + self.N)
 
     def flags(self, s: Loss) -> dict[str, bool]:
-        return dict(HAS_W=self.class_weight is not None, HAS_BIAS=self.bias is not None, HAS_CAP=s.softcap is not None, SMOOTH=s.label_smoothing != 0)
+        return dict(
+            HAS_W=self.class_weight is not None,
+            HAS_BIAS=self.bias is not None,
+            HAS_CAP=s.softcap is not None,
+            SMOOTH=s.label_smoothing != 0,
+        )
 
 
 @dataclass
 class Stats:
-    """What step 1 finds of each block and row, (blocks, M), and the logit of the target (M,). Empty where the loss does not need it."""
+    """What step 1 finds of each block and row, (blocks, M), and the logit of the target (M,).
+    Empty where the loss does not need it."""
 
     top: Tensor
     total: Tensor  # sum of exp(z - top)
@@ -187,7 +276,9 @@ class Stats:
         M = target.shape[0]
         new = lambda wanted=True, dtype=torch.float32: target.new_zeros((blocks, M if wanted else 0), dtype=dtype)
         z_y = target.new_full((M,), float("nan"), dtype=torch.float32)
-        return cls(new(), new(), new(s.entropy), new(s.label_smoothing != 0), new(s.mean), new(s.stats, torch.int64), z_y)
+        return cls(
+            new(), new(), new(s.entropy), new(s.label_smoothing != 0), new(s.mean), new(s.stats, torch.int64), z_y
+        )
 
     def fields(self, i: int) -> tuple[Tensor, ...]:
         """Those of a block, as the kernel has them."""
@@ -217,14 +308,33 @@ class Stats:
 
 
 def _stats_of(z: Tensor, block: Block, i: int, found: Stats, target: Tensor, s: Loss, codes: Tensor | None) -> None:
-    """Fill row i of ``found`` from the logits z (M, N or more) of a block, and ``codes`` (R, N) from those of the first R tokens."""
+    """Fill row i of ``found`` from the logits z (M, N or more) of a block, and ``codes`` (R, N)
+    from those of the first R tokens."""
     R = 0 if codes is None else codes.shape[0]
     if use_kernels(z):
         tensors = (z if t is None else t for t in (block.bias, block.class_weight, target, codes, *found.fields(i)))
-        numbers = block.N, R, block.first, z.stride(0), s.ignore_index, s.logit_scale, 1.0 if s.softcap is None else s.softcap
+        numbers = (
+            block.N,
+            R,
+            block.first,
+            z.stride(0),
+            s.ignore_index,
+            s.logit_scale,
+            1.0 if s.softcap is None else s.softcap,
+        )
         has = block.flags(s) | dict(HAS_SCALE=s.logit_scale != 1.0, STATS=s.stats, MEAN=s.mean, ENTROPY=s.entropy)
         size = next_power_of_2(block.N)
-        launch(_stats, (z.shape[0],), z, *tensors, *numbers, **has, STEPS=STEPS, BLOCK=size, num_warps=min(16, max(1, size // 512)))
+        launch(
+            _stats,
+            (z.shape[0],),
+            z,
+            *tensors,
+            *numbers,
+            **has,
+            STEPS=STEPS,
+            BLOCK=size,
+            num_warps=min(16, max(1, size // 512)),
+        )
         return
     a, y = transformed(z[:, : block.N], block.bias, s)[0], target - block.first
     mine = (y >= 0) & (y < block.N)
@@ -270,10 +380,19 @@ class Slopes:
 
     def __getitem__(self, rows: slice) -> Slopes:
         some = lambda t: None if t is None else t[rows]
-        return Slopes(self.lse[rows], self.spread[rows], self.smooth[rows], self.on[rows], some(self.ge), some(self.entropy), self.bound)
+        return Slopes(
+            self.lse[rows],
+            self.spread[rows],
+            self.smooth[rows],
+            self.on[rows],
+            some(self.ge),
+            some(self.entropy),
+            self.bound,
+        )
 
     def dz(self, z: Tensor, w: Tensor | float, s: Loss) -> Tensor:
-        """The gradient with respect to z (M, N), logits after scale and softcap of classes that are not the target, with class weights w."""
+        """The gradient with respect to z (M, N), logits after scale and softcap of classes that
+        are not the target, with class weights w."""
         slope, z = self.spread[:, None], z.clamp(min=-3e38)
         if self.ge is not None and self.entropy is not None:
             slope = slope + self.ge[:, None] * ((self.lse[:, None] - z) - self.entropy[:, None])
@@ -294,7 +413,8 @@ def _gradient_of(
     z: Tensor, top: Tensor | None, block: Block, slopes: Slopes, target: Tensor, s: Loss,
     d: Tensor | None, dt: Tensor | None, db: Tensor | None, z_y: Tensor,
 ) -> None:  # fmt: skip  # what the gradient is made of, where it goes
-    """Fill ``d`` (M, N or more) and ``dt`` (N, M or more), and add to ``db`` (N,), from the logits z of a block or, with ``top`` (M,), from 8 bits of each.
+    """Fill ``d`` (M, N or more) and ``dt`` (N, M or more), and add to ``db`` (N,), from the logits
+    z of a block or, with ``top`` (M,), from 8 bits of each.
 
     From z it also fills the logits of the targets of the block, ``z_y``.
     """
@@ -304,9 +424,24 @@ def _gradient_of(
         grid = cdiv(rows, 64), cdiv(width, 128)
         sums = None if db is None else slopes.lse.new_empty(grid[0], block.N)
         of_rows = slopes.lse, slopes.spread, slopes.smooth, slopes.ge, slopes.entropy
-        tensors = (z if t is None else t for t in (top, block.bias, block.class_weight, target, *of_rows, factor, d, dt, sums, z_y))
-        numbers = M, block.N, block.first, rows, z.stride(0), width, 0 if dt is None else dt.stride(0), s.ignore_index, s.logit_scale
-        has = block.flags(s) | dict(HAS_GE=slopes.ge is not None, STORED=top is not None, D=d is not None, DT=dt is not None, DB=db is not None)
+        tensors = (
+            z if t is None else t
+            for t in (top, block.bias, block.class_weight, target, *of_rows, factor, d, dt, sums, z_y)
+        )
+        numbers = (
+            M,
+            block.N,
+            block.first,
+            rows,
+            z.stride(0),
+            width,
+            0 if dt is None else dt.stride(0),
+            s.ignore_index,
+            s.logit_scale,
+        )
+        has = block.flags(s) | dict(
+            HAS_GE=slopes.ge is not None, STORED=top is not None, D=d is not None, DT=dt is not None, DB=db is not None
+        )
         tile = dict(STEPS=STEPS, BLOCK_M=64, BLOCK_N=128, num_warps=8)
         launch(_gradient, grid, z, *tensors, *numbers, 1.0 if s.softcap is None else s.softcap, **has, **tile)
         if db is not None and sums is not None:
@@ -320,7 +455,9 @@ def _gradient_of(
         z_y.copy_(a.gather(1, at)[:, 0].where(mine, z_y))
     else:
         a = (top.where(top != -float("inf"), 0)[:, None] - z.float() / STEPS).masked_fill(z == 255, -float("inf"))
-    dz = slopes.dz(a, 1.0 if block.class_weight is None else block.class_weight.float(), s).where((target != s.ignore_index)[:, None], 0)
+    dz = slopes.dz(a, 1.0 if block.class_weight is None else block.class_weight.float(), s).where(
+        (target != s.ignore_index)[:, None], 0
+    )
     dz.scatter_(1, at, dz.gather(1, at).where(~mine[:, None], 0))
     q = (dz * factor).where(dz.isfinite(), float("nan")).to(E5).view(torch.uint8)
     for t, values in ((d, q), (dt, q.t())):
@@ -331,13 +468,15 @@ def _gradient_of(
 
 
 def _padded(t: Tensor, rows: bool = True) -> Tensor:
-    """``t`` with sizes that are multiples of 16, as FP8 products need them; with ``rows=False`` only the second."""
+    """``t`` with sizes that are multiples of 16, as FP8 products need them; with ``rows=False``
+    only the second."""
     more = (0, -t.shape[1] % 16, 0, -t.shape[0] % 16 if rows else 0)
     return F.pad(t, more) if any(more) else t
 
 
 def _casts(t: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> tuple[Cast, Cast]:
-    """Casts of t (M, N), by rows with the recipe's scales, and by columns, transposed, with one scale. One that is not requested is anything."""
+    """Casts of t (M, N), by rows with the recipe's scales, and by columns, transposed, with one
+    scale. One that is not requested is anything."""
     none, powers_of_2 = Cast(t, t), recipe.powers_of_2
     if not recipe.by_rows:
         by_rows, by_columns = casts(t, E4, amax_of(t, False), powers_of_2, rows=rows, columns=columns)
@@ -347,25 +486,35 @@ def _casts(t: Tensor, recipe: Recipe, *, rows: bool, columns: bool) -> tuple[Cas
     return by_rows or none, by_columns or none
 
 
-def classes_of_a_block(M: int, V: int, H: int, itemsize: int, rows: int, stored: int, need_dx: bool, dw: Tensor | None, least: int) -> int:
-    """So many, at least ``least``, that what exists at a time apart from dx and dw takes the memory of ``rows`` tokens of logits."""
-    free = rows * V * itemsize - M * H * (1 + (dw is not None)) - need_dx * min(M, ROWS) * H * itemsize  # casts of x, and a product for dx
+def classes_of_a_block(
+    M: int, V: int, H: int, itemsize: int, rows: int, stored: int, need_dx: bool, dw: Tensor | None, least: int
+) -> int:
+    """So many, at least ``least``, that what exists at a time apart from dx and dw takes the
+    memory of ``rows`` tokens of logits."""
+    free = (
+        rows * V * itemsize - M * H * (1 + (dw is not None)) - need_dx * min(M, ROWS) * H * itemsize
+    )  # casts of x, and a product for dx
     of_dw = 0 if dw is None or stored else H * dw.itemsize  # a product that is added
     # in step 1 logits and a cast of w; in step 2 logits that are not stored, dz, casts of w
-    each = max(M * itemsize + H, (M - stored) * itemsize + M * (need_dx + (dw is not None)) + H * (need_dx + (stored < M)) + of_dw)
+    each = max(
+        M * itemsize + H,
+        (M - stored) * itemsize + M * (need_dx + (dw is not None)) + H * (need_dx + (stored < M)) + of_dw,
+    )
     n = min(max(free // each, least), 8192)  # one program has a row of a block
     return n // 128 * 128 if n > 128 else n
 
 
 def _add_outer(total: Tensor, index: Tensor, scale: Tensor, x: Tensor) -> None:
-    """Add ``scale`` (M,) times x (M, H) to the rows ``index`` (M,) of ``total``: those of one index are summed in fp32 and rounded once, in a fixed order."""
+    """Add ``scale`` (M,) times x (M, H) to the rows ``index`` (M,) of ``total``: those of one
+    index are summed in fp32 and rounded once, in a fixed order."""
     M = index.shape[0]
     ordered, at = index.sort(stable=True)
     new = torch.ones_like(ordered, dtype=torch.bool)
     new[1:] = ordered[1:] != ordered[:-1]
     run = new.cumsum(0) - 1
     of_token = torch.empty_like(run).scatter_(0, at, run)
-    # only the device knows how many sums there are: what is left over repeats the first one, and writes the same number to the same place
+    # only the device knows how many sums there are: what is left over repeats the first one, and
+    # writes the same number to the same place
     slot = torch.arange(M, device=index.device)
     slot = slot.where(slot <= run[-1], 0)
     rows = torch.zeros_like(index).scatter_(0, run, ordered)[slot]
@@ -374,7 +523,9 @@ def _add_outer(total: Tensor, index: Tensor, scale: Tensor, x: Tensor) -> None:
         if use_kernels(terms):
             terms = embedding_bwd(terms, of_token, M, None)
         else:
-            terms = terms.new_zeros(terms.shape, dtype=acc(terms.dtype)).index_add_(0, of_token, terms.to(acc(terms.dtype)))
+            terms = terms.new_zeros(terms.shape, dtype=acc(terms.dtype)).index_add_(
+                0, of_token, terms.to(acc(terms.dtype))
+            )
         terms = terms.index_select(0, slot).to(total.dtype)
         part.index_copy_(0, rows, terms.add_(part.index_select(0, rows)))
 
@@ -400,7 +551,10 @@ class _Head:
     def __post_init__(self) -> None:
         V, of = self.w.shape[0], lambda t, first: None if t is None else t[first : first + self.step]
         firsts = range(0, V, self.step)
-        self.blocks = [Block(first, min(self.step, V - first), of(self.bias, first), of(self.class_weight, first)) for first in firsts]
+        self.blocks = [
+            Block(first, min(self.step, V - first), of(self.bias, first), of(self.class_weight, first))
+            for first in firsts
+        ]
         self.x8, self.x8_t = _casts(_padded(self.x, rows=False), self.recipe, rows=True, columns=self.dw is not None)
 
     def codes(self, b: Block) -> Tensor | None:
@@ -444,10 +598,20 @@ class _Head:
         some = lambda rows: (slopes[rows], self.target[rows], self.s, None if d is None else d[rows])
         if codes is not None and found is not None:
             rows = slice(0, self.stored)
-            _gradient_of(codes, found.top[i, rows], b, *some(rows), dt if dt is None or self.stored == M else dt[:, rows], db, z_y[rows])
+            _gradient_of(
+                codes,
+                found.top[i, rows],
+                b,
+                *some(rows),
+                dt if dt is None or self.stored == M else dt[:, rows],
+                db,
+                z_y[rows],
+            )
         if self.stored < M:
             rows = slice(self.stored, M)
-            z = product(self.x8.values[rows], self.x8.scale[rows] if self.recipe.by_rows else self.x8.scale, *w8, x.dtype)
+            z = product(
+                self.x8.values[rows], self.x8.scale[rows] if self.recipe.by_rows else self.x8.scale, *w8, x.dtype
+            )
             _gradient_of(z, None, b, *some(rows), None if dt is None else dt[:, self.stored :], db, z_y[rows])
             del z
         scale = slopes.bound / TOP
@@ -472,17 +636,36 @@ def _parts(M: int, step: int) -> list[slice]:
 
 
 def head_gradients(
-    x: Tensor, w: Tensor, target: Tensor, s: Loss, fp8: str, need: tuple[bool, ...], *, bias: Tensor | None = None, class_weight: Tensor | None = None,
-    out: Rows | None = None, norm=None, lse=None, g=None, g_entropy=None, entropy=None, chunk_rows: int | None = None, dw_into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # the loss, what it depends on, how it is computed
-    """dx, dw and (in fp32) dbias of the losses of rows, divided by the 0-dim ``norm`` or times ``g`` (M,); empty if ``need`` says so.
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    s: Loss,
+    fp8: str,
+    need: tuple[bool, ...],
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    out: Rows | None = None,
+    norm=None,
+    lse=None,
+    g=None,
+    g_entropy=None,
+    entropy=None,
+    chunk_rows: int | None = None,
+    dw_into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # the loss, what it depends on, how it is computed
+    """dx, dw and (in fp32) dbias of the losses of rows, divided by the 0-dim ``norm`` or times
+    ``g`` (M,); empty if ``need`` says so.
 
-    With ``out``, step 1 fills it. Without, ``lse`` (M,) is that of an earlier call. ``chunk_rows``: the memory is that of so many tokens' logits.
+    With ``out``, step 1 fills it. Without, ``lse`` (M,) is that of an earlier call. ``chunk_rows``:
+    the memory is that of so many tokens' logits.
     """
     (M, H), V = x.shape, w.shape[0]
     need_dx, need_dw, need_db = need[:3]
     dx = x.new_empty((M, H) if need_dx else 0)
-    dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=acc(w.dtype) if w.dtype == torch.float16 else w.dtype)
+    dw = w.new_empty(
+        (V, H) if need_dw and dw_into is None else 0, dtype=acc(w.dtype) if w.dtype == torch.float16 else w.dtype
+    )
     db = x.new_zeros(V if need_db else 0, dtype=torch.float32)
     if tracing(x):
         return dx, dw, db
@@ -490,18 +673,25 @@ def head_gradients(
         return dx, dw.zero_(), db
     bias, class_weight = (None if t is None else t.contiguous() for t in (bias, class_weight))
     as_rows = chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x), frozen=not need_dw)
-    # dw needs all tokens at a time; without it, their casts need not take more than a quarter of the memory
+    # dw needs all tokens at a time; without it, their casts need not take more than a quarter of
+    # the memory
     for rows in _parts(M, M if need_dw else max(ROWS, as_rows * V * x.itemsize // (4 * H))):
         of = lambda t, rows=rows: t if t is None else t[rows].contiguous()
         n = rows.stop - rows.start
         total = (dw if dw_into is None else dw_into) if need_dw else None
         stored = min(n, H * dw.itemsize) if dw.numel() and out is not None else 0
-        step = classes_of_a_block(n, V, H, x.itemsize, min(n, as_rows), stored, need_dx, total, 1024 if chunk_rows is None else 16)
+        step = classes_of_a_block(
+            n, V, H, x.itemsize, min(n, as_rows), stored, need_dx, total, 1024 if chunk_rows is None else 16
+        )
         grads = dx[rows] if need_dx else None, total, db if need_db else None, dw_into is None
         head = _Head(x[rows], w, of(target).long(), s, RECIPES[fp8], bias, class_weight, *grads, step, stored)
         found = None if out is None else head.losses(out[rows])
         if any(need):
-            z_y, of_rows = (torch.zeros_like(of(lse).float()), of(lse)) if found is None or out is None else (found.z_y, out.lse[rows])
+            z_y, of_rows = (
+                (torch.zeros_like(of(lse).float()), of(lse))
+                if found is None or out is None
+                else (found.z_y, out.lse[rows])
+            )
             terms = Terms.of(s, head.target, V, class_weight, of_rows, z_y)
             head.gradients(Slopes.of(terms, s, V, class_weight, norm, of(g), of(g_entropy), of(entropy)), found)
     return dx, dw, db

@@ -1,26 +1,30 @@
-"""Policy-gradient losses of sampled completions (GRPO and its variants), as formulas over per-token log-probabilities, and also from logits.
+"""Policy-gradient losses of sampled completions (GRPO and its variants), as formulas over per-token
+log-probabilities, and also from logits.
 
-Shapes: log-probabilities, mask (B, T); advantages A (B,), (B, 1) or (B, T); logits (B, T + 1, V), of which the last position predicts nothing.
+Shapes: log-probabilities, mask (B, T); advantages A (B,), (B, 1) or (B, T); logits (B, T + 1, V),
+of which the last position predicts nothing.
 
-r is the ratio of a token's probability to its probability at sampling time. With importance sampling at the level of the sequence, r is the geometric mean of
-these ratios over the sequence (GSPO, arXiv:2507.18071). With [x] for a detached x, a token's loss is
+r is the ratio of a token's probability to its probability at sampling time. With importance
+sampling at the level of the sequence, r is the geometric mean of these ratios over the sequence
+(GSPO, arXiv:2507.18071). With [x] for a detached x, a token's loss is
 
     grpo, bnpo, dr_grpo, dapo, luspo    -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
     cispo                               -[min(r, epsilon_high)] A log p
     sapo                                -A sigmoid(t (r - 1)) 4 / t, with t for A > 0 or for A <= 0
     vespo                               -[W^k exp(l (1 - W))] A log p, W the product of a sequence's ratios, k and l for A >= 0 or for A < 0
 
-The last three use only ratios of tokens. (delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo: arXiv:2511.20347; vespo: arXiv:2602.10693.) All are
-multiplied by ``vllm_is_ratio``, which corrects for an engine that samples with other probabilities (vespo: it is part of W). Added is beta times the
-estimate exp(d) - d - 1 of the divergence from a reference policy, d = log p_ref - log p, itself times r with ``use_bias_correction_kl`` (arXiv:2512.02556).
-The sum over tokens is divided by
+The last three use only ratios of tokens. (delta: arXiv:2505.07291; cispo: arXiv:2506.13585; sapo:
+arXiv:2511.20347; vespo: arXiv:2602.10693.) All are multiplied by ``vllm_is_ratio``, which corrects
+for an engine that samples with other probabilities (vespo: it is part of W). Added is beta times
+the estimate exp(d) - d - 1 of the divergence from a reference policy, d = log p_ref - log p, itself
+times r with ``use_bias_correction_kl`` (arXiv:2512.02556). The sum over tokens is divided by
 
     grpo, sapo            B and the tokens of the sequence (arXiv:2402.03300)
     bnpo                  the tokens of the batch
     dapo, cispo, vespo    the tokens a rank has on average, or ``num_items_in_batch``, those of all ranks, by the number of ranks (arXiv:2503.14476)
     dr_grpo               B * max_completion_length (arXiv:2503.20783)
     luspo                 B (arXiv:2602.05261)
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,9 +39,14 @@ from liger_kernel.ops._core.operator import acc, computed
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-OF_TOKENS = ("cispo", "sapo", "vespo")  # defined only for ratios of tokens; vespo computes the ratio of a sequence from them itself
+OF_TOKENS = (
+    "cispo",
+    "sapo",
+    "vespo",
+)  # defined only for ratios of tokens; vespo computes the ratio of a sequence from them itself
 LOSS_TYPES = (*CLIPPED, *OF_TOKENS)
-# the target of masked tokens; not -100, so that a -100 at a token that is not masked is out of range and gives NaN
+# the target of masked tokens; not -100, so that a -100 at a token that is not masked is out of
+# range and gives NaN
 IGNORED = 1 - 2**31
 
 
@@ -63,22 +72,31 @@ class Policy:
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"grpo_loss: loss_type must be one of {LOSS_TYPES}, got {self.loss_type!r}")
         if self.importance_sampling_level not in ("token", "sequence"):
-            raise ValueError(f"grpo_loss: importance_sampling_level must be 'token' or 'sequence', got {self.importance_sampling_level!r}")
+            raise ValueError(
+                "grpo_loss: importance_sampling_level must be 'token' or 'sequence', got "
+                f"{self.importance_sampling_level!r}"
+            )
         if self.importance_sampling_level == "sequence" and self.loss_type in OF_TOKENS:
-            raise ValueError(f"grpo_loss: importance_sampling_level must be 'token' for loss_type {self.loss_type!r}, got 'sequence'")
+            raise ValueError(
+                f"grpo_loss: importance_sampling_level must be 'token' for loss_type {self.loss_type!r}, got 'sequence'"
+            )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"grpo_loss: {name} must be positive, got {getattr(self, name)}")
 
 
 def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Unbiased, never negative estimate of KL(q || p) from a sample of q (Schulman, "Approximating KL divergence", 2020)."""
+    """Unbiased, never negative estimate of KL(q || p) from a sample of q (Schulman,
+    "Approximating KL divergence", 2020)."""
     d = log_p - log_q
     return torch.expm1(d) - d
 
 
-def clip_coef_fn(coef: Tensor, epsilon_low: float, epsilon_high: float, loss_type: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The clipped ratio (cispo: detached, and clipped only from above), and masks of the ratios below and above the bounds."""
+def clip_coef_fn(
+    coef: Tensor, epsilon_low: float, epsilon_high: float, loss_type: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The clipped ratio (cispo: detached, and clipped only from above), and masks of the ratios
+    below and above the bounds."""
     if loss_type == "cispo":
         return coef.detach().clamp(max=epsilon_high), torch.zeros_like(coef, dtype=torch.bool), coef > epsilon_high
     low, high = 1 - epsilon_low, 1 + epsilon_high
@@ -102,7 +120,8 @@ def get_gamma_weights(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    """VESPO's weights W^k exp(l (1 - W)), without gradient: (B, 1), or (B, T) if the advantages (B, 1) or (B, T) are.
+    """VESPO's weights W^k exp(l (1 - W)), without gradient: (B, 1), or (B, T) if the advantages (B,
+    1) or (B, T) are.
 
     Logarithms are clamped between log(1e-8) and 20; those of single tokens also from below at -20.
     """
@@ -119,7 +138,8 @@ def get_gamma_weights(
 
 
 def unmasked(mask: Tensor, t: Tensor | None, fill: float = 0.0) -> Tensor | None:
-    """``t`` (B, T) with ``fill`` where the mask is 0; (B,) and (B, 1) unchanged. Without gradient."""
+    """``t`` (B, T) with ``fill`` where the mask is 0; (B,) and (B, 1) unchanged. Without
+    gradient."""
     return t if t is None else t.detach() if t.shape != mask.shape else t.detach().masked_fill(mask == 0, fill)
 
 
@@ -138,10 +158,13 @@ def token_losses(
     vllm_is_ratio: Tensor | None = None,
     phi_seq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Each token's loss, divergence (None without beta or reference) and whether its ratio was clipped (None for sapo and vespo).
+    """Each token's loss, divergence (None without beta or reference) and whether its ratio was
+    clipped (None for sapo and vespo).
 
-    Results are (B, T), or (B, 1) if all tokens of a sequence share them. Multiply them by the mask: they mean nothing where it is 0, but all tensors must be
-    finite there (``unmasked``). ``old_logp`` None: the tokens were sampled with these probabilities. ``phi_seq``: VESPO's weights, if known.
+    Results are (B, T), or (B, 1) if all tokens of a sequence share them. Multiply them by the mask:
+    they mean nothing where it is 0, but all tensors must be finite there (``unmasked``).
+    ``old_logp`` None: the tokens were sampled with these probabilities. ``phi_seq``: VESPO's
+    weights, if known.
     """
     A, correction = _column(advantages, logp), _column(vllm_is_ratio, logp)
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp.to(logp.dtype))
@@ -155,15 +178,21 @@ def token_losses(
         gain = sapo_loss_fn(r, t) * A
     elif p.loss_type == "vespo":
         if phi_seq is None:
-            phi_seq = get_gamma_weights(A, log_ratio, mask, correction, p.vespo_k_pos, p.vespo_lambda_pos, p.vespo_k_neg, p.vespo_lambda_neg)
+            phi_seq = get_gamma_weights(
+                A, log_ratio, mask, correction, p.vespo_k_pos, p.vespo_lambda_pos, p.vespo_k_neg, p.vespo_lambda_neg
+            )
         gain = phi_seq * A * logp
     else:
-        inside, low, high = clip_coef_fn(r if p.delta is not None else r.detach(), p.epsilon_low, p.epsilon_high, p.loss_type)
+        inside, low, high = clip_coef_fn(
+            r if p.delta is not None else r.detach(), p.epsilon_low, p.epsilon_high, p.loss_type
+        )
         if p.loss_type == "cispo":
             gain, clipped = inside * A * logp, high & (A > 0)
         else:
             free, bound = (r if p.delta is None else r.clamp(max=p.delta)) * A, inside * A
-            clipped = bound < free  # without delta, this holds only outside the bounds, where the clipped ratio has no gradient
+            clipped = (
+                bound < free
+            )  # without delta, this holds only outside the bounds, where the clipped ratio has no gradient
             gain = torch.where(clipped, bound, free)
             if p.delta is not None:
                 clipped = clipped & torch.where(A < 0, low, high)
@@ -181,10 +210,13 @@ def token_count(mask: Tensor) -> Tensor:
     return mask.sum(dtype=acc(mask.dtype) if mask.is_floating_point() else torch.float32).clamp(min=1)
 
 
-def normaliser(loss_type: str, mask: Tensor, max_completion_length: int | None = None, num_items: Tensor | float | None = None) -> Tensor | int:
+def normaliser(
+    loss_type: str, mask: Tensor, max_completion_length: int | None = None, num_items: Tensor | float | None = None
+) -> Tensor | int:
     """The divisor of the sum over the batch's tokens. The host does not wait for the device.
 
-    Call it once per step with the mask of the whole batch: dapo, cispo and vespo without ``num_items`` sum over all ranks of ``torch.distributed``.
+    Call it once per step with the mask of the whole batch: dapo, cispo and vespo without
+    ``num_items`` sum over all ranks of ``torch.distributed``.
     """
     sequences = max(mask.shape[0], 1)
     if loss_type in ("grpo", "sapo", "luspo"):
@@ -205,7 +237,8 @@ def normaliser(loss_type: str, mask: Tensor, max_completion_length: int | None =
 
 
 def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Tensor:
-    """The contribution of these sequences to the loss: their tokens' ``losses`` (B, T), divided by the ``normaliser`` ``n`` of the whole batch."""
+    """The contribution of these sequences to the loss: their tokens' ``losses`` (B, T), divided
+    by the ``normaliser`` ``n`` of the whole batch."""
     losses = losses * mask
     if loss_type in ("grpo", "sapo"):
         losses = losses.sum(-1) / mask.sum(-1).clamp(min=1)
@@ -213,16 +246,27 @@ def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Te
 
 
 def _reduce_grpo_loss(
-    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None, num_items_in_batch: Tensor | float | None = None
+    per_token_loss: Tensor,
+    completion_mask: Tensor | None,
+    loss_type: str,
+    max_completion_length: int | None,
+    num_items_in_batch: Tensor | float | None = None,
 ) -> Tensor:
-    """The loss of a whole batch from its tokens' losses (B, T), under the name of LinkedIn's package. ``max_completion_length`` defaults to T."""
+    """The loss of a whole batch from its tokens' losses (B, T), under the name of LinkedIn's
+    package. ``max_completion_length`` defaults to T."""
     mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask.to(per_token_loss.dtype)
-    n = normaliser(loss_type, mask, per_token_loss.shape[1] if max_completion_length is None else max_completion_length, num_items_in_batch)
+    n = normaliser(
+        loss_type,
+        mask,
+        per_token_loss.shape[1] if max_completion_length is None else max_completion_length,
+        num_items_in_batch,
+    )
     return reduced(per_token_loss, mask, loss_type, n)
 
 
 def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tensor | None) -> Tensor:
-    """Differentiable log-probabilities (B, T) in fp32. The kernel runs on all rows of the logits, so that these need no copy without the last position."""
+    """Differentiable log-probabilities (B, T) in fp32. The kernel runs on all rows of the
+    logits, so that these need no copy without the last position."""
     if logits.ndim != 3 or logits.shape[1] < 1:
         raise ValueError(f"grpo_loss: logits must have shape (B, T + 1, V), got {tuple(logits.shape)}")
     if not temperature > 0:
@@ -234,24 +278,31 @@ def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tenso
     last = lambda t: t[:, t.shape[1] - T :]
     target = input_ids.new_full((B, T + 1), IGNORED, dtype=torch.int64)
     target[:, :T] = last(input_ids) if mask is None else last(input_ids).where(last(mask) != 0, IGNORED)
-    nll = cross_entropy(logits.reshape(-1, V), target.view(-1), reduction="none", logit_scale=1 / temperature, ignore_index=IGNORED)
+    nll = cross_entropy(
+        logits.reshape(-1, V), target.view(-1), reduction="none", logit_scale=1 / temperature, ignore_index=IGNORED
+    )
     return -nll.view(B, T + 1)[:, :T]
 
 
 @torch.no_grad()
-def fused_selective_log_softmax(logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None) -> Tensor:
-    """fp32 log-probabilities (B, T) of ``input_ids`` (B, T) under logits (B, T + 1, V) / temperature, without gradient, 0 where the mask (B, T) is.
+def fused_selective_log_softmax(
+    logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
+) -> Tensor:
+    """fp32 log-probabilities (B, T) of ``input_ids`` (B, T) under logits (B, T + 1, V) /
+    temperature, without gradient, 0 where the mask (B, T) is.
 
-    If ids and mask are longer, their last T positions count. One kernel reads the logits once and does not change them; no length makes it compile again.
+    If ids and mask are longer, their last T positions count. One kernel reads the logits once and
+    does not change them; no length makes it compile again.
     """
     return _logprobs(logits, input_ids, temperature, mask)
 
 
 class GrpoLossFunction:
-    """``apply`` -> loss, divergence (None if beta is 0), clipped: (B, T) each, or reduced to their mean.
+    """``apply`` -> loss, divergence (None if beta is 0), clipped: (B, T) each, or reduced to their
+    mean.
 
-    This is not an autograd Function itself: the cross entropy kernel computes the gradient in a new tensor. ``inplace`` has no effect, because the logits
-    belong to the caller.
+    This is not an autograd Function itself: the cross entropy kernel computes the gradient in a new
+    tensor. ``inplace`` has no effect, because the logits belong to the caller.
     """
 
     @staticmethod
@@ -281,18 +332,41 @@ class GrpoLossFunction:
         *vespo: float,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         p = Policy(
-            loss_type, importance_sampling_level, beta, eps_low, eps_high, delta, use_bias_correction_kl, sapo_temperature_pos, sapo_temperature_neg, *vespo
+            loss_type,
+            importance_sampling_level,
+            beta,
+            eps_low,
+            eps_high,
+            delta,
+            use_bias_correction_kl,
+            sapo_temperature_pos,
+            sapo_temperature_neg,
+            *vespo,
         )
         if beta != 0 and ref_logp is None:
             raise ValueError("grpo_loss: ref_logp must be given unless beta is 0, got None")
         logp = _logprobs(logits, completion_ids, temperature, completion_mask)
-        mask = torch.ones_like(logp) if completion_mask is None else completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
-        given = (unmasked(mask, advantages), unmasked(mask, ref_logp), unmasked(mask, old_logp), unmasked(mask, vllm_is_ratio, 1.0))
+        mask = (
+            torch.ones_like(logp)
+            if completion_mask is None
+            else completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
+        )
+        given = (
+            unmasked(mask, advantages),
+            unmasked(mask, ref_logp),
+            unmasked(mask, old_logp),
+            unmasked(mask, vllm_is_ratio, 1.0),
+        )
         loss, kl, clipped = token_losses(p, logp, mask, *given, phi_seq)
         kl, clipped = None if kl is None else kl * mask, torch.zeros_like(mask) if clipped is None else clipped * mask
         if not reduce:
             return loss * mask, kl, clipped
-        n = normaliser(loss_type, mask, mask.shape[1] if max_completion_length is None else max_completion_length, num_items_in_batch)
+        n = normaliser(
+            loss_type,
+            mask,
+            mask.shape[1] if max_completion_length is None else max_completion_length,
+            num_items_in_batch,
+        )
         tokens = token_count(mask)
         return reduced(loss, mask, loss_type, n), None if kl is None else kl.sum() / tokens, clipped.sum() / tokens
 
@@ -324,14 +398,24 @@ def triton_grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple:
-    """Losses, divergences (None if beta is 0) and whether clipped, (B, T) each, of logits (B, T + 1, V), differentiable in these.
+    """Losses, divergences (None if beta is 0) and whether clipped, (B, T) each, of logits (B, T +
+    1, V), differentiable in these.
 
-    completion_ids (B, T), advantages (B,) or (B, T), old_logp and ref_logp (B, T). With ``reduce``: the loss, and the list of the mean divergence (unless
-    beta is 0) and the share of clipped tokens. ``max_completion_length`` None is T. ``inplace`` has no effect: the logits stay as they are.
+    completion_ids (B, T), advantages (B,) or (B, T), old_logp and ref_logp (B, T). With ``reduce``:
+    the loss, and the list of the mean divergence (unless beta is 0) and the share of clipped
+    tokens. ``max_completion_length`` None is T. ``inplace`` has no effect: the logits stay as they
+    are.
     """
     vespo = (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
     tensors = computed(logits), old_logp, ref_logp, completion_ids, advantages, completion_mask
     numbers = temperature, beta, eps_low, eps_high, inplace, loss_type, max_completion_length, reduce
-    form = importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl
+    form = (
+        importance_sampling_level,
+        sapo_temperature_pos,
+        sapo_temperature_neg,
+        vllm_is_ratio,
+        delta,
+        use_bias_correction_kl,
+    )
     loss, *metrics = GrpoLossFunction.apply(*tensors, *numbers, *form, num_items_in_batch, None, *vespo)
     return (loss, [m for m in metrics if m is not None]) if reduce else (loss, *metrics)

@@ -1,12 +1,18 @@
-"""Cross entropy of ``x w^T + bias`` without ever storing all logits: a loop over chunks of tokens (arXiv:2410.10989).
+"""Cross entropy of ``x w^T + bias`` without ever storing all logits: a loop over chunks of tokens
+(arXiv:2410.10989).
 
-Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (which has the formula) on the logits. A head with adapters has
-the logits x w^T + xa wb^T + bias: xa (M, R) is the thin product with the hidden states, which gets a gradient as x does, and wb (V, R) multiplies it.
+Shapes: x (M, H), w (V, H), bias (V,), target (M,). The loss is that of ``cross_entropy`` (which has
+the formula) on the logits. A head with adapters has the logits x w^T + xa wb^T + bias: xa (M, R) is
+the thin product with the hidden states, which gets a gradient as x does, and wb (V, R) multiplies
+it.
 
-For each chunk, one GEMM computes logits into a reused buffer, the row kernel replaces them by their gradient, and one GEMM each computes dx and
-dw. All of this happens in the forward, where w is whole (ZeRO-3 and FSDP gather it for the forward). The backward only multiplies by the upstream
-gradient. That is 6 M H V floating-point operations. With ``reduction="none"``, the upstream gradient is a vector that only the backward knows. The
-backward uses the logits of the forward if there was only one chunk; otherwise it computes them again (8 M H V).
+For each chunk, one GEMM computes logits into a reused buffer, the row kernel replaces them by their
+gradient, and one GEMM each computes dx and
+dw. All of this happens in the forward, where w is whole (ZeRO-3 and FSDP gather it for the
+forward). The backward only multiplies by the upstream gradient. That is 6 M H V floating-point
+operations. With ``reduction="none"``, the upstream gradient is a vector that only the backward
+knows. The backward uses the logits of the forward if there was only one chunk; otherwise it
+computes them again (8 M H V).
 """
 
 from __future__ import annotations
@@ -21,13 +27,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.impl import only_ours
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, host_can_read, launcher, nbytes, on_gpu, once_differentiable, only_pytorch, op, rows_of, tracing
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    host_can_read,
+    launcher,
+    nbytes,
+    on_gpu,
+    once_differentiable,
+    only_pytorch,
+    op,
+    rows_of,
+    tracing,
+)
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, logits, values
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
-from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, row_kernel, statistics
+from liger_kernel.ops.losses.cross_entropy_rows import (
+    LOSS_SCHEMA,
+    Loss,
+    Rows,
+    check,
+    normaliser,
+    row_kernel,
+    statistics,
+)
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
 from liger_kernel.ops.projections.adapted import Projection
@@ -35,28 +63,56 @@ from liger_kernel.ops.projections.float8_training import RECIPES, float8_trained
 from liger_kernel.ops.projections.linear import linears
 
 
-def all_logits(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None, wb: Tensor | None, fp8: str | None) -> Tensor:
-    """Those of a reference. With ``fp8``: of a linear layer that is trained in FP8, and of an exact one in fp64, which is the truth for both."""
+def all_logits(
+    x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None, wb: Tensor | None, fp8: str | None
+) -> Tensor:
+    """Those of a reference. With ``fp8``: of a linear layer that is trained in FP8, and of an
+    exact one in fp64, which is the truth for both."""
     if fp8 is not None and x.dtype != torch.float64:
         H, V = -x.shape[1] % 16, -w.shape[0] % 16
-        z = linears(F.pad(x, (0, H)), [Projection(float8_trained(F.pad(w, (0, H, 0, V)), RECIPES[fp8]))])[0][:, : len(w)]
+        z = linears(F.pad(x, (0, H)), [Projection(float8_trained(F.pad(w, (0, H, 0, V)), RECIPES[fp8]))])[0][
+            :, : len(w)
+        ]
         return z if bias is None else z + bias
     z = F.linear(x, w, bias)
     return z if xa is None else z + F.linear(xa, wb)
 
 
 def reference(
-    x, w, target, bias, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats, num_items, compact,
-    xa, wb, fp8, **how,
-):  # fmt: skip  # tensors, the loss, how it is computed
+    x,
+    w,
+    target,
+    bias,
+    class_weight,
+    *,
+    ignore_index,
+    reduction,
+    label_smoothing,
+    z_loss,
+    logit_scale,
+    softcap,
+    token_scaling,
+    stats,
+    num_items,
+    compact,
+    xa,
+    wb,
+    fp8,
+    **how,
+):  # tensors, the loss, how it is computed
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     if fp8 is not None and compact:  # the scale of x is that of the rows that are left
         x = x.masked_fill((target == ignore_index)[:, None], 0)
     z = all_logits(x, w, bias, xa, wb, fp8)
-    return cross_entropy_reference(z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers)))
+    return cross_entropy_reference(
+        z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers))
+    )
 
 
-_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, {LOSS_SCHEMA}, bool fp32_logits, str? fp8"
+_IN = (
+    "Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, "
+    f"{LOSS_SCHEMA}, bool fp32_logits, str? fp8"
+)
 _NEED = "bool need_dx, bool need_dw, bool need_db, bool need_dxa, bool need_dwb"
 _CHUNKS = f"ScalarType? accum_dtype, int? chunk_rows, {_NEED}"
 _GRADS = "Tensor dx, Tensor dw, Tensor db, Tensor? dxa, Tensor? dwb"
@@ -65,7 +121,8 @@ _N = len(Loss.__dataclass_fields__)
 
 
 def _launcher_without_into(schema: str):
-    """``launcher``, but calls with ``dw_into`` run as plain Python: a registered operator cannot both return and write tensors."""
+    """``launcher``, but calls with ``dw_into`` run as plain Python: a registered operator cannot
+    both return and write tensors."""
 
     def register(fn):
         registered = launcher(schema)(fn)
@@ -80,7 +137,8 @@ def _launcher_without_into(schema: str):
 
 
 def _divides_later(x: Tensor, dw_into: Tensor | None) -> bool:
-    """fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides, if they are not in a buffer then."""
+    """fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches
+    them: the backward divides, if they are not in a buffer then."""
     return x.dtype == torch.float16 and dw_into is None
 
 
@@ -109,10 +167,16 @@ def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: in
 def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Run the forward chunk by chunk, including the gradients."""
     s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
-    norm, y, out = normaliser(target, class_weight, s, num_items), _of(target, kept), Rows.empty(_of(target, kept), s, acc(x.dtype))
+    norm, y, out = (
+        normaliser(target, class_weight, s, num_items),
+        _of(target, kept),
+        Rows.empty(_of(target, kept), s, acc(x.dtype)),
+    )
     divisor = None if _divides_later(x, dw_into) else norm
     if fp8 is not None:
-        given = dict(bias=bias, class_weight=class_weight, out=out, norm=divisor, chunk_rows=chunk_rows, dw_into=dw_into)
+        given = dict(
+            bias=bias, class_weight=class_weight, out=out, norm=divisor, chunk_rows=chunk_rows, dw_into=dw_into
+        )
         grads = _whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept)
         return *_results(out, norm, s, kept, x.shape[0]), *_five(grads)
 
@@ -125,13 +189,24 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *re
 
 
 @_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> ({_GRADS})")
-def linear_cross_entropy_bwd(g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
+def linear_cross_entropy_bwd(
+    g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None
+):
     """Compute the chunks again, for per-token upstream gradients."""
     s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
     y, g = _of(target, kept), _of(g, kept)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
     if fp8 is not None:
-        given = dict(bias=bias, class_weight=class_weight, lse=lse, g=g, g_entropy=ge, entropy=h, chunk_rows=chunk_rows, dw_into=dw_into)
+        given = dict(
+            bias=bias,
+            class_weight=class_weight,
+            lse=lse,
+            g=g,
+            g_entropy=ge,
+            entropy=h,
+            chunk_rows=chunk_rows,
+            dw_into=dw_into,
+        )
         return _five(_whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept))
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
@@ -147,19 +222,37 @@ def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb,
     """Compute one chunk and keep its logits, for per-token upstream gradients."""
     s, (fp32_logits, _) = Loss(*rest[:_N]), rest[_N:]
     y, x_k = _of(target, kept), _of(x, kept)
-    out, z = Rows.empty(y, s, acc(x.dtype)), x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
+    out, z = (
+        Rows.empty(y, s, acc(x.dtype)),
+        x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype),
+    )
     if not tracing(x):
         logits(z, x_k, w, _of(xa, kept), wb)
         row_kernel(z, y, s, class_weight=class_weight, bias=bias, out=out)
     return *_results(out, None, s, kept, x.shape[0]), z
 
 
-@_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, {_NEED}) -> ({_GRADS})")
-def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
+@_launcher_without_into(
+    f"(Tensor g, Tensor g_entropy, Tensor z, Tensor lse, Tensor entropy, {_IN}, {_NEED}) -> ({_GRADS})"
+)
+def linear_cross_entropy_one_bwd(
+    g, g_entropy, z, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None
+):
     s, (_, _, need_dx, need_dw, need_db, need_dxa, need_dwb) = Loss(*rest[:_N]), rest[_N:]
     x_k, dz = _of(x, kept), z.new_empty(z.shape, dtype=x.dtype)
     ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
-    row_kernel(z, _of(target, kept), s, class_weight=class_weight, bias=bias, dz=dz, g=_of(g, kept), lse=lse, g_entropy=ge, entropy=h)
+    row_kernel(
+        z,
+        _of(target, kept),
+        s,
+        class_weight=class_weight,
+        bias=bias,
+        dz=dz,
+        g=_of(g, kept),
+        lse=lse,
+        g_entropy=ge,
+        entropy=h,
+    )
     whole = lambda d, like: d if kept is None else torch.zeros_like(like).index_copy_(0, kept, d)
     dx = whole(torch.mm(dz, w), x) if need_dx else x.new_empty(0)
     dw, db = w.new_empty(0), x.new_empty(0)
@@ -175,7 +268,8 @@ def linear_cross_entropy_one_bwd(g, g_entropy, z, lse, entropy, x, w, target, bi
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the loop, apart from the loss. ``need``: which gradients are needed: x, w, bias, and also xa and wb if an operator has these."""
+    """Options of the loop, apart from the loss. ``need``: which gradients are needed: x, w,
+    bias, and also xa and wb if an operator has these."""
 
     need: tuple[bool, ...]
     accum_dtype: torch.dtype | None = None
@@ -186,7 +280,8 @@ class Options:
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, Loss, Options)`` -> loss, z-loss, predicted classes, entropy, mean logit."""
+    """``apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, Loss, Options)`` ->
+    loss, z-loss, predicted classes, entropy, mean logit."""
 
     @staticmethod
     def forward(ctx, x, w, target, bias, class_weight, num_items, kept, xa, wb, s, o):
@@ -195,7 +290,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if any(o.need) and not o.need[1] and not o.chunk_rows and o.fp8 is None:
             o = dataclasses.replace(o, chunk_rows=auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=True))
         ctx.s, ctx.o = s, o
-        fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(o.need)
+        fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(
+            o.need
+        )
         ctx.kind = "done" if s.reduction != "none" else "one" if fits and o.fp8 is None else "again"
         inputs = (x, w, target, bias, class_weight, kept, xa, wb, *numbers, o.fp32_logits, o.fp8)
         if ctx.kind == "one":
@@ -204,11 +301,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         else:
             need = (False,) * 5 if ctx.kind == "again" else o.need
             into = o.dw_into if need[1] else None
-            *found, lse, norm, dx, dw, db, dxa, dwb = linear_cross_entropy_fwd(*inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into)
+            *found, lse, norm, dx, dw, db, dxa, dwb = linear_cross_entropy_fwd(
+                *inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into
+            )
             later = norm if _divides_later(x, into) else None
-            ctx.save_for_backward(*((lse, found[3], *inputs[:8]) if ctx.kind == "again" else (dx, dw, db, dxa, dwb, later)))
+            ctx.save_for_backward(
+                *((lse, found[3], *inputs[:8]) if ctx.kind == "again" else (dx, dw, db, dxa, dwb, later))
+            )
         loss, z_loss, predicted, entropy, mean = found
-        ctx.mark_non_differentiable(z_loss, predicted, mean, *(() if s.reduction == "none" and s.entropy else (entropy,)))
+        ctx.mark_non_differentiable(
+            z_loss, predicted, mean, *(() if s.reduction == "none" and s.entropy else (entropy,))
+        )
         return loss, z_loss, predicted, entropy, mean
 
     @staticmethod
@@ -233,7 +336,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _only_one_(total: Tensor, g: Tensor) -> None:
-    """A gradient for an upstream gradient of 1 was added to ``total``. If ``g`` is not 1, set ``total`` to NaN, so that the mistake shows."""
+    """A gradient for an upstream gradient of 1 was added to ``total``. If ``g`` is not 1, set
+    ``total`` to NaN, so that the mistake shows."""
     total.view(-1)[0].add_(torch.where(g == 1, 0.0, float("nan")).to(total.dtype))
 
 
@@ -241,7 +345,9 @@ def _head(M: int, H: int, V: int, ignored: int = 3, **options: Any) -> dict[str,
     return dict(x=T((M, H)), w=T((V, H)), target=targets(M, V, ignored), **options)
 
 
-def _cost(x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, fp8=None, **_) -> Cost:
+def _cost(
+    x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, fp8=None, **_
+) -> Cost:
     (M, H), V = x.shape, w.shape[0]
     M = int((target != ignore_index).sum()) if compact else M
     R = 0 if xa is None else xa.shape[1]
@@ -285,21 +391,66 @@ _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))
         Case("all-ignored", _head(3, 16, 20, 1, reduction="sum")),
         Case("fp8", _head(48, 32, 80, fp8="tensorwise")),
         Case("fp8-blocks", _head(64, 32, 160, bias=T((160,)), fp8="rowwise", chunk_rows=30, z_loss=1e-2)),
-        Case("fp8-none", _head(48, 32, 80, fp8="tensorwise", reduction="none", softcap=4.0, label_smoothing=0.1, compact=True, stats=True)),
+        Case(
+            "fp8-none",
+            _head(
+                48,
+                32,
+                80,
+                fp8="tensorwise",
+                reduction="none",
+                softcap=4.0,
+                label_smoothing=0.1,
+                compact=True,
+                stats=True,
+            ),
+        ),
         Case(
             "integers",
             dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
             error="x and w must be floating point, got torch.int64 and torch.float32",
         ),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (V, 8), got (10, 6)"),
+        Case(
+            "bad-width",
+            dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)),
+            error="w must have shape (V, 8), got (10, 6)",
+        ),
         Case("bad-bias", _head(4, 8, 10, bias=T((4,))), error="bias must have shape (10,), got (4,)"),
-        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="target must have shape (4,), got (5,)"),
-        Case("half-lora", _head(4, 8, 10, xa=T((4, 2))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and None"),
-        Case("bad-rank", _head(4, 8, 10, xa=T((4, 2)), wb=T((10, 3))), error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and (10, 3)"),
-        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="x must have shape (M, H), got (2, 4, 8)"),
-        Case("bad-fp8", _head(4, 16, 10, fp8="blockwise"), error="fp8 must be None or one of ('tensorwise', 'rowwise'), got 'blockwise'"),
-        Case("fp8-logits", _head(4, 16, 10, fp8="rowwise", fp32_logits=True), error="fp32_logits must be False with fp8, got True"),
-        Case("fp8-lora", _head(4, 16, 10, fp8="rowwise", xa=T((4, 2)), wb=T((10, 2))), error="xa must be None with fp8, got a tensor"),
+        Case(
+            "bad-target",
+            dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)),
+            error="target must have shape (4,), got (5,)",
+        ),
+        Case(
+            "half-lora",
+            _head(4, 8, 10, xa=T((4, 2))),
+            error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and None",
+        ),
+        Case(
+            "bad-rank",
+            _head(4, 8, 10, xa=T((4, 2)), wb=T((10, 3))),
+            error="xa and wb must have shapes (4, R) and (10, R), got (4, 2) and (10, 3)",
+        ),
+        Case(
+            "3d",
+            dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)),
+            error="x must have shape (M, H), got (2, 4, 8)",
+        ),
+        Case(
+            "bad-fp8",
+            _head(4, 16, 10, fp8="blockwise"),
+            error="fp8 must be None or one of ('tensorwise', 'rowwise'), got 'blockwise'",
+        ),
+        Case(
+            "fp8-logits",
+            _head(4, 16, 10, fp8="rowwise", fp32_logits=True),
+            error="fp32_logits must be False with fp8, got True",
+        ),
+        Case(
+            "fp8-lora",
+            _head(4, 16, 10, fp8="rowwise", xa=T((4, 2)), wb=T((10, 2))),
+            error="xa must be None with fp8, got a tensor",
+        ),
     ],
     cost=_cost,
 )
@@ -328,37 +479,66 @@ def linear_cross_entropy(
     wb: Tensor | None = None,
     fp8: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of ``x @ w.T + bias`` and class indices, in chunks of tokens; runs on any device.
+    """Cross entropy of ``x @ w.T + bias`` and class indices, in chunks of tokens; runs on any
+    device.
 
-    x (M, H), w (V, H), target (M,) int64, bias (V,), class_weight (V,); x, w and bias are promoted to one dtype, under autocast to its dtype.
-    Returns like ``cross_entropy``; ``num_items`` is what "mean" divides by instead of the number of tokens that count.
+    x (M, H), w (V, H), target (M,) int64, bias (V,), class_weight (V,); x, w and bias are promoted
+    to one dtype, under autocast to its dtype.
+    Returns like ``cross_entropy``; ``num_items`` is what "mean" divides by instead of the number of
+    tokens that count.
 
-    compact: leave ignored tokens out of all products. True waits once for their number; a ``Kept(target, ignore_index)`` made when the labels came
-    does not; ``torch.compile`` and CUDA graphs compute all tokens. ``chunk_rows`` tokens a chunk (default: ``auto_chunk_rows``). dw is summed over
-    chunks in ``accum_dtype`` (default: fp32 in fp16 and beyond 5 or 6 chunks, else w's dtype), or straight into ``dw_into`` (V, H), a ``w.grad`` or
-    ``w.main_grad`` of any dtype: then w gets no gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into``
-    becomes NaN), so that no loss scaler saves small fp16 gradients of a mean from underflow. fp32_logits: logits are not rounded to x's dtype, for
+    compact: leave ignored tokens out of all products. True waits once for their number; a
+    ``Kept(target, ignore_index)`` made when the labels came
+    does not; ``torch.compile`` and CUDA graphs compute all tokens. ``chunk_rows`` tokens a chunk
+    (default: ``auto_chunk_rows``). dw is summed over
+    chunks in ``accum_dtype`` (default: fp32 in fp16 and beyond 5 or 6 chunks, else w's dtype), or
+    straight into ``dw_into`` (V, H), a ``w.grad`` or ``w.main_grad`` of any dtype: then w gets no
+    gradient of its own, and the upstream gradient of a reduced loss must be 1 (else ``dw_into``
+    becomes NaN), so that no loss scaler saves small fp16 gradients of a mean from underflow.
+    fp32_logits: logits are not rounded to x's dtype, for
     6 bytes a logit of a chunk instead of 2.
-    xa (M, R), wb (V, R): of ``x @ w.T + xa @ wb.T + bias``, a head with adapters, in the dtype of x and w. If w needs no gradient nothing of its size exists.
-    fp8: "tensorwise" or "rowwise", the scales of x and w in the logits' product: all three products run in FP8 (``float8_head``), with at most the memory of
-    16 bits. The loss differs by about 1e-3 of itself, gradients by 2 or 3 %. The GPU must have FP8; a CPU emulates. Not with fp32_logits, xa, or
-    ``token_scaling`` of a loss that is not reduced. ``accum_dtype`` has no effect, as dw is not summed over chunks.
+    xa (M, R), wb (V, R): of ``x @ w.T + xa @ wb.T + bias``, a head with adapters, in the dtype of x
+    and w. If w needs no gradient nothing of its size exists. fp8: "tensorwise" or "rowwise", the
+    scales of x and w in the logits' product: all three products run in FP8 (``float8_head``), with
+    at most the memory of 16 bits. The loss differs by about 1e-3 of itself, gradients by 2 or 3 %.
+    The GPU must have FP8; a CPU emulates. Not with fp32_logits, xa, or ``token_scaling`` of a loss
+    that is not reduced. ``accum_dtype`` has no effect, as dw is not summed over chunks.
     """
     check_head("linear_cross_entropy", x, w, bias, chunk_rows, xa, wb)
     if dw_into is not None and (torch.compiler.is_compiling() or only_pytorch()):
-        raise ValueError("linear_cross_entropy: dw_into must be None under torch.compile and wherever PyTorch traces or transforms the call")
+        raise ValueError(
+            "linear_cross_entropy: dw_into must be None under torch.compile and wherever PyTorch traces or "
+            "transforms the call"
+        )
     if dw_into is not None and (dw_into.shape != w.shape or not dw_into.is_contiguous()):
-        raise ValueError(f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}")
+        raise ValueError(
+            f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}"
+        )
     target = check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    check_fp8("linear_cross_entropy", fp8, x, fp32_logits=fp32_logits, xa=xa, token_scaling=token_scaling and reduction == "none")
+    check_fp8(
+        "linear_cross_entropy",
+        fp8,
+        x,
+        fp32_logits=fp32_logits,
+        xa=xa,
+        token_scaling=token_scaling and reduction == "none",
+    )
     how = (compact, accum_dtype, chunk_rows, fp32_logits, dw_into, xa, wb, fp8)
     out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), *how)
     return out[:3] if stats else out[0]
 
 
-def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows: int | None, xa: Tensor | None = None, wb: Tensor | None = None) -> None:
+def check_head(
+    name: str,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    chunk_rows: int | None,
+    xa: Tensor | None = None,
+    wb: Tensor | None = None,
+) -> None:
     """Raise ``ValueError`` for arguments that have no meaning for a linear head."""
     if not (x.is_floating_point() and w.is_floating_point()):
         raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
@@ -378,11 +558,14 @@ def check_head(name: str, x: Tensor, w: Tensor, bias: Tensor | None, chunk_rows:
     M, V = x.shape[0], w.shape[0]
     if xa is None or wb is None or xa.ndim != 2 or xa.shape[0] != M or wb.shape != (V, xa.shape[1]):
         shapes = (None if t is None else tuple(t.shape) for t in (xa, wb))
-        raise ValueError(f"{name}: xa and wb must have shapes ({M}, R) and ({V}, R), got {' and '.join(map(str, shapes))}")
+        raise ValueError(
+            f"{name}: xa and wb must have shapes ({M}, R) and ({V}, R), got {' and '.join(map(str, shapes))}"
+        )
 
 
 def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in one dtype: the promoted dtype of x and w, or autocast's if it is on, as in ``F.linear``."""
+    """The tensors in one dtype: the promoted dtype of x and w, or autocast's if it is on, as in
+    ``F.linear``."""
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
@@ -396,12 +579,30 @@ def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 
 
-def apply(x, w, target, bias, class_weight, s: Loss, num_items, compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None, fp8=None):
+def apply(
+    x,
+    w,
+    target,
+    bias,
+    class_weight,
+    s: Loss,
+    num_items,
+    compact,
+    accum_dtype,
+    chunk_rows,
+    fp32_logits,
+    dw_into=None,
+    xa=None,
+    wb=None,
+    fp8=None,
+):
     """Apply ``LinearCrossEntropyFunction`` to checked arguments."""
     if only_pytorch():
         z = all_logits(x, w, bias, xa, wb, fp8)
         numbers = dict(zip(Loss.__dataclass_fields__, values(s))) | {"stats": True}
-        return *cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers), *statistics(z, target, s)
+        return *cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers), *statistics(
+            z, target, s
+        )
     kept = kept_rows(compact, target, s.ignore_index)
     options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into, fp8)
     return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, s, options)
@@ -417,14 +618,32 @@ class LigerFusedLinearCrossEntropyFunction:
 
     @staticmethod
     def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None, ignore_index: int = -100,
-        lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-        ce_impl: str | None = None, ce_mode: str | None = None, chunk_mem_const: float = 1,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        ce_impl: str | None = None,
+        ce_mode: str | None = None,
+        chunk_mem_const: float = 1,
+    ) -> tuple[Tensor | None, ...]:
         only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
         asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, accum_dtype=accum_dtype, stats=any(asked))
-        options |= dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling)
+        options: dict[str, Any] = dict(
+            ignore_index=ignore_index, reduction=reduction, accum_dtype=accum_dtype, stats=any(asked)
+        )
+        options |= dict(
+            label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling
+        )
         found = linear_cross_entropy(_input, weight, target, bias, ce_weight, **options)
         return published(found, target, ignore_index, *asked)

@@ -1,11 +1,15 @@
-"""Any loss of a linear head's log-probabilities, written as a few lines of PyTorch over per-token tensors. It costs three GEMMs.
+"""Any loss of a linear head's log-probabilities, written as a few lines of PyTorch over per-token
+tensors. It costs three GEMMs.
 
-Shapes: x (M, H), w (V, H), bias (V,), target (M,); the M = B * T rows are B groups (sequences, or pairs of them) of T consecutive tokens.
+Shapes: x (M, H), w (V, H), bias (V,), target (M,); the M = B * T rows are B groups (sequences, or
+pairs of them) of T consecutive tokens.
 
-``fn(tokens, first, last)`` gets the log-probabilities (and entropies) of groups ``first`` to ``last`` and returns what these add to the loss, a 0-dim
-tensor. For each chunk: one GEMM computes logits into a reused buffer; then come their log-probabilities, ``fn`` and its gradient by autograd, the
-gradient of the logits in place (``linear_logprobs`` has the formula), and one GEMM each for dx and dw. The backward only multiplies by the upstream
-gradient. This is DPO without a reference model:
+``fn(tokens, first, last)`` gets the log-probabilities (and entropies) of groups ``first`` to
+``last`` and returns what these add to the loss, a 0-dim tensor. For each chunk: one GEMM computes
+logits into a reused buffer; then come their log-probabilities, ``fn`` and its gradient by autograd,
+the
+gradient of the logits in place (``linear_logprobs`` has the formula), and one GEMM each for dx and
+dw. The backward only multiplies by the upstream gradient. This is DPO without a reference model:
 
     def dpo(tokens, first, last):
         chosen, rejected = tokens.logp.view(last - first, 2, -1).sum(-1).unbind(1)
@@ -27,14 +31,21 @@ from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
 from liger_kernel.ops.losses.float8_head import check_fp8
-from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, linear_cross_entropy_bwd, linear_cross_entropy_fwd, needed, promoted
+from liger_kernel.ops.losses.linear_cross_entropy import (
+    Options,
+    check_head,
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+    needed,
+    promoted,
+)
 from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The inputs of a loss, fp32 (groups, T) each, 0 where ignored: log-probabilities, entropies (None unless requested) and, without gradient, the mean
-    of the logits and the most likely class."""
+    """The inputs of a loss, fp32 (groups, T) each, 0 where ignored: log-probabilities, entropies
+    (None unless requested) and, without gradient, the mean of the logits and the most likely class."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -69,16 +80,21 @@ def linear_loss(
     wb: Tensor | None = None,
     fp8: str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum of ``fn`` over chunks, differentiable in x, w, bias, xa and wb, and the ``aux`` of ``fn``.
+    """The sum of ``fn`` over chunks, differentiable in x, w, bias, xa and wb, and the ``aux`` of
+    ``fn``.
 
-    x (M, H), w (V, H), target (M,), bias (V,), M a multiple of ``group``; groups are never divided. ``fn`` may return ``(loss, aux)``: tensors of one
-    or more dimensions are concatenated over chunks, 0-dim tensors are summed; they get no gradient. ``fn`` is differentiated only with respect to
-    log-probabilities and entropies: other tensors that it uses get no gradient. ``mean_logit``, ``predicted``: compute these fields, too. ``compact`` (a
-    bool or ``Kept(..., group=group)``) and the other options are those of ``linear_cross_entropy``.
+    x (M, H), w (V, H), target (M,), bias (V,), M a multiple of ``group``; groups are never divided.
+    ``fn`` may return ``(loss, aux)``: tensors of one
+    or more dimensions are concatenated over chunks, 0-dim tensors are summed; they get no gradient.
+    ``fn`` is differentiated only with respect to log-probabilities and entropies: other tensors
+    that it uses get no gradient. ``mean_logit``, ``predicted``: compute these fields, too.
+    ``compact`` (a bool or ``Kept(..., group=group)``) and the other options are those of
+    ``linear_cross_entropy``.
 
-    With ``whole`` or ``fp8``, for groups of more than two chunks, and under ``torch.compile``, ``fn`` is called once, with all groups, and the logits are
-    computed twice, in chunks of any rows. The forward still computes the gradients (except under ``torch.compile``), so w may be gathered only for its
-    duration.
+    With ``whole`` or ``fp8``, for groups of more than two chunks, and under ``torch.compile``,
+    ``fn`` is called once, with all groups, and the logits are computed twice, in chunks of any
+    rows. The forward still computes the gradients (except under ``torch.compile``), so w may be
+    gathered only for its duration.
     """
     if not temperature > 0:
         raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")
@@ -89,36 +105,49 @@ def linear_loss(
         raise ValueError(f"linear_loss: group must divide the {M} rows of x, got {group}")
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     s = Loss(
-        ignore_index=ignore_index, reduction="none", logit_scale=logit_scale / temperature, softcap=softcap, stats=predicted, entropy=entropy, mean=mean_logit
+        ignore_index=ignore_index,
+        reduction="none",
+        logit_scale=logit_scale / temperature,
+        softcap=softcap,
+        stats=predicted,
+        entropy=entropy,
+        mean=mean_logit,
     )
     check_fp8("linear_loss", fp8, x, fp32_logits=fp32_logits, xa=xa)
     o = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, fp8=fp8)
     if torch.compiler.is_compiling() or only_pytorch() or B == 0:
-        losses, _, best, h, mean = nll(x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8)
+        losses, _, best, h, mean = nll(
+            x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8
+        )
         loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
         return loss, tuple(a.detach() for a in aux)
     kept = counted(target, ignore_index, group, compact) if compact else None
     rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
-    loss, *aux = LinearLossFunction.apply(x, w, target, bias, xa, wb, fn, group, whole or fp8 is not None or group > 2 * rows, kept, s, o)
+    loss, *aux = LinearLossFunction.apply(
+        x, w, target, bias, xa, wb, fn, group, whole or fp8 is not None or group > 2 * rows, kept, s, o
+    )
     return loss, tuple(aux)
 
 
 def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept = True) -> Kept | None:
-    """The ``compact`` for several losses of the same targets: they are counted once, and the host waits once; None where the host must not wait."""
+    """The ``compact`` for several losses of the same targets: they are counted once, and the
+    host waits once; None where the host must not wait."""
     if not target.numel() or not host_can_read(target):
         return None
     return Kept(target, ignore_index, group) if compact is True else compact or None
 
 
 def _called(fn: Fn, B: int, group: int, s: Loss, *found: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Call ``fn`` once for all groups, with ``found``: log-probabilities, entropies, mean logits and most likely classes."""
+    """Call ``fn`` once for all groups, with ``found``: log-probabilities, entropies, mean logits
+    and most likely classes."""
     asked = (True, s.entropy, s.mean, s.stats)
     result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)
     return result if isinstance(result, tuple) else (result, ())
 
 
 class LinearLossFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, xa, wb, fn, group, whole, Kept or None, Loss, Options)`` -> loss, *aux."""
+    """``apply(x, w, target, bias, xa, wb, fn, group, whole, Kept or None, Loss, Options)`` ->
+    loss, *aux."""
 
     @staticmethod
     def forward(ctx, x, w, target, bias, xa, wb, fn, group, whole, kept, s, o):
@@ -142,7 +171,8 @@ class LinearLossFunction(torch.autograd.Function):
 def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
     """The power of two that brings the largest slope to between a half and 1, on the device.
 
-    In fp16, gradients of a mean over many tokens would underflow before a loss scaler reaches them, those of a steep loss overflow: the backward divides.
+    In fp16, gradients of a mean over many tokens would underflow before a loss scaler reaches them,
+    those of a steep loss overflow: the backward divides.
     """
     largest = slopes[0].new_zeros(())
     for t in slopes:
@@ -152,7 +182,8 @@ def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
-    """Two sweeps: first log-probabilities, then, after ``fn`` has read them all, gradients. Returns the gradients times ``_up``, ``_up``, loss and aux."""
+    """Two sweeps: first log-probabilities, then, after ``fn`` has read them all, gradients.
+    Returns the gradients times ``_up``, ``_up``, loss and aux."""
     M, index = x.shape[0], None if kept is None else kept.rows()
     inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
     losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None)
@@ -171,7 +202,8 @@ def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
 
 
 def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
-    """One sweep over chunks of whole groups; returns the same as ``_whole``. ``up`` is the smallest factor of the chunks so far."""
+    """One sweep over chunks of whole groups; returns the same as ``_whole``. ``up`` is the
+    smallest factor of the chunks so far."""
     M, V = x.shape[0], w.shape[0]
     plan, index = _plan(M, V, group, x, w, kept, o.chunk_rows)
     y = target if index is None else target.index_select(0, index)
@@ -201,7 +233,14 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
         found.append([a.detach() for a in aux])
         if dz is None:
             return None
-        picked = [torch.zeros_like(out.loss) if g is None else g.reshape(-1) if at is None else g.reshape(-1).index_select(0, at) for g in grads]
+        picked = [
+            torch.zeros_like(out.loss)
+            if g is None
+            else g.reshape(-1)
+            if at is None
+            else g.reshape(-1).index_select(0, at)
+            for g in grads
+        ]
         ratio = None
         if x.dtype == torch.float16:
             own = _up(picked, y[rows], s.ignore_index)
@@ -218,7 +257,8 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
 
 
 def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, chunk_rows: int | None):
-    """Chunks of whole groups, [((first, last), rows)], and the numbers of the rows that they count among (None: all)."""
+    """Chunks of whole groups, [((first, last), rows)], and the numbers of the rows that they
+    count among (None: all)."""
     index = None if kept is None else kept.rows()
     n = M if index is None else index.shape[0]
     rows = chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))

@@ -1,12 +1,17 @@
-"""Load of experts, and the auxiliary loss that balances it: ``E sum_e f_e P_e`` (Switch Transformer, Fedus et al., arXiv:2101.03961).
+"""Load of experts, and the auxiliary loss that balances it: ``E sum_e f_e P_e`` (Switch
+Transformer, Fedus et al., arXiv:2101.03961).
 
-f_e is the share of tokens that choose expert e (with K experts per token, the f_e add up to K), P_e the mean probability of e over tokens and layers.
+f_e is the share of tokens that choose expert e (with K experts per token, the f_e add up to K), P_e
+the mean probability of e over tokens and layers.
 
-Shapes: logits (M, E) of a router's layer, index (M, K) the experts of each token, weight (M,) what each token counts, 0 for padding.
-probs and counts (E,), in fp32:  probs_e = sum_m weight_m softmax(logits_m)_e,  counts_e = sum_m weight_m [e in index_m].
+Shapes: logits (M, E) of a router's layer, index (M, K) the experts of each token, weight (M,) what
+each token counts, 0 for padding.
+probs and counts (E,), in fp32:  probs_e = sum_m weight_m softmax(logits_m)_e,  counts_e = sum_m
+weight_m [e in index_m].
 
-The choice of experts is an argument, because it must be that of ``torch.topk``, ties included. From it and the logits, one pass gives both sums. Nothing
-of shape (M, E) is stored: the backward computes the softmax again, from the logits, which the router keeps anyway.
+The choice of experts is an argument, because it must be that of ``torch.topk``, ties included. From
+it and the logits, one pass gives both sums. Nothing of shape (M, E) is stored: the backward
+computes the softmax again, from the logits, which the router keeps anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, as_index, launch, launcher, nbytes, once_differentiable, op, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    as_index,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
 
@@ -36,7 +53,9 @@ def reference(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> tu
 @jit
 def _probabilities(logits_ptr, row, col, M, E, stride):
     """Softmax of some rows, in fp32; 0 in columns that do not exist."""
-    x = tl.load(logits_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < E)[None, :], other=0.0)
+    x = tl.load(
+        logits_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < E)[None, :], other=0.0
+    )
     x = tl.where((col < E)[None, :], x.to(tl.float32), float("-inf"))
     e = exp_of(x - tl.max(x, axis=1)[:, None], logits_ptr.dtype.element_ty == tl.float32)
     return div(e, tl.sum(e, axis=1)[:, None])
@@ -44,9 +63,20 @@ def _probabilities(logits_ptr, row, col, M, E, stride):
 
 @jit
 def _fwd(
-    logits_ptr, index_ptr, weight_ptr, probs_ptr, counts_ptr, M, E, logits_stride, index_stride, HAS_WEIGHT: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    index_ptr,
+    weight_ptr,
+    probs_ptr,
+    counts_ptr,
+    M,
+    E,
+    logits_stride,
+    index_stride,
+    HAS_WEIGHT: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     counts = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -69,8 +99,17 @@ def _fwd(
 
 @jit
 def _bwd(
-    dprobs_ptr, logits_ptr, weight_ptr, dlogits_ptr, M, E, logits_stride, HAS_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dprobs_ptr,
+    logits_ptr,
+    weight_ptr,
+    dlogits_ptr,
+    M,
+    E,
+    logits_stride,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     g = tl.load(dprobs_ptr + col, mask=col < E, other=0.0)[None, :]
@@ -88,7 +127,22 @@ def expert_load_fwd(logits: Tensor, index: Tensor, weight: Tensor | None) -> tup
     c = config.tile("expert_load_fwd", E, logits.itemsize, elements=2048)
     programs = max(1, min(4 * config.processors() * c.per_sm, cdiv(M, c.block_m)))
     probs, counts = (logits.new_empty(programs, E, dtype=torch.float32) for _ in range(2))
-    launch(_fwd, (programs,), logits, index, weight, probs, counts, M, E, logits.stride(0), index.stride(0), HAS_WEIGHT=weight is not None, K=K, **c.tile)
+    launch(
+        _fwd,
+        (programs,),
+        logits,
+        index,
+        weight,
+        probs,
+        counts,
+        M,
+        E,
+        logits.stride(0),
+        index.stride(0),
+        HAS_WEIGHT=weight is not None,
+        K=K,
+        **c.tile,
+    )
     return column_sum(probs, torch.float32), column_sum(counts, torch.float32)
 
 
@@ -97,7 +151,19 @@ def expert_load_bwd(dprobs: Tensor, logits: Tensor, weight: Tensor | None) -> Te
     M, E = logits.shape
     dlogits = logits.new_empty(M, E)
     c = config.tile("expert_load_bwd", E, logits.itemsize, elements=2048)
-    launch(_bwd, (cdiv(M, c.block_m),), dprobs, logits, weight, dlogits, M, E, logits.stride(0), HAS_WEIGHT=weight is not None, **c.tile)
+    launch(
+        _bwd,
+        (cdiv(M, c.block_m),),
+        dprobs,
+        logits,
+        weight,
+        dlogits,
+        M,
+        E,
+        logits.stride(0),
+        HAS_WEIGHT=weight is not None,
+        **c.tile,
+    )
     return dlogits
 
 
@@ -144,20 +210,45 @@ def _tensors(M: int, E: int, K: int, *, padded: bool = False) -> dict[str, T]:
         Case("odd", _tensors(5, 13, 3, padded=True)),
         Case("one-expert", _tensors(9, 1, 1)),
         Case("no-expert", dict(_tensors(9, 6, 2), index=T((9, 2), _some_invalid, dtype=torch.int64))),
-        Case("skewed", dict(_tensors(33, 8, 2), index=T((33, 2), lambda *shape, dtype: torch.arange(2).expand(shape), dtype=torch.int64))),
+        Case(
+            "skewed",
+            dict(
+                _tensors(33, 8, 2),
+                index=T((33, 2), lambda *shape, dtype: torch.arange(2).expand(shape), dtype=torch.int64),
+            ),
+        ),
         Case("many-experts", _tensors(3, MAX_E + 5, 2)),
-        Case("bad-logits", dict(_tensors(4, 8, 2), logits=T((1, 4, 8))), error="logits must have shape (M, E), got (1, 4, 8)"),
-        Case("bad-index", dict(_tensors(4, 8, 2), index=T((4, 2))), error="index must be integers of shape (4, K), got torch.float32 (4, 2)"),
-        Case("bad-weight", dict(_tensors(4, 8, 2), weight=T((5,), grad=False)), error="weight must have shape (4,), got (5,)"),
-        Case("integers", dict(_tensors(4, 8, 2), logits=T((4, 8), dtype=torch.int64)), error="logits must be floating point, got torch.int64"),
+        Case(
+            "bad-logits",
+            dict(_tensors(4, 8, 2), logits=T((1, 4, 8))),
+            error="logits must have shape (M, E), got (1, 4, 8)",
+        ),
+        Case(
+            "bad-index",
+            dict(_tensors(4, 8, 2), index=T((4, 2))),
+            error="index must be integers of shape (4, K), got torch.float32 (4, 2)",
+        ),
+        Case(
+            "bad-weight",
+            dict(_tensors(4, 8, 2), weight=T((5,), grad=False)),
+            error="weight must have shape (4,), got (5,)",
+        ),
+        Case(
+            "integers",
+            dict(_tensors(4, 8, 2), logits=T((4, 8), dtype=torch.int64)),
+            error="logits must be floating point, got torch.int64",
+        ),
     ],
-    cost=lambda logits, index, weight=None: Cost(nbytes(logits, index, weight), nbytes(logits, weight, logits), flops=(5 * logits.numel(), 8 * logits.numel())),
+    cost=lambda logits, index, weight=None: Cost(
+        nbytes(logits, index, weight), nbytes(logits, weight, logits), flops=(5 * logits.numel(), 8 * logits.numel())
+    ),
 )
 def expert_load(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The sums over tokens of the experts' probabilities, and how many tokens chose each expert.
 
-    logits (M, E) in fp32, fp16, bf16 or fp64; index (M, K) integers, those outside 0 ... E - 1 counting for no expert; weight (M,) without gradient, or None
-    for ones. Returns probs (E,), and counts (E,), exact and without gradient, both in fp32 (fp64 for logits in fp64).
+    logits (M, E) in fp32, fp16, bf16 or fp64; index (M, K) integers, those outside 0 ... E - 1
+    counting for no expert; weight (M,) without gradient, or None for ones. Returns probs (E,), and
+    counts (E,), exact and without gradient, both in fp32 (fp64 for logits in fp64).
     """
     if not logits.is_floating_point():
         raise ValueError(f"expert_load: logits must be floating point, got {logits.dtype}")
@@ -165,7 +256,9 @@ def expert_load(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> 
         raise ValueError(f"expert_load: logits must have shape (M, E), got {tuple(logits.shape)}")
     M = len(logits)
     if index.is_floating_point() or index.dtype == torch.bool or index.ndim != 2 or len(index) != M:
-        raise ValueError(f"expert_load: index must be integers of shape ({M}, K), got {index.dtype} {tuple(index.shape)}")
+        raise ValueError(
+            f"expert_load: index must be integers of shape ({M}, K), got {index.dtype} {tuple(index.shape)}"
+        )
     if weight is not None and weight.shape != (M,):
         raise ValueError(f"expert_load: weight must have shape ({M},), got {tuple(weight.shape)}")
     index = as_index(index)
@@ -175,9 +268,11 @@ def expert_load(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> 
 
 
 def load_balancing_loss(logits: Sequence[Tensor], top_k: int, mask: Tensor | None = None) -> Tensor:
-    """The auxiliary loss of the layers with these router logits (tokens, E), each token choosing the ``top_k`` largest softmax values.
+    """The auxiliary loss of the layers with these router logits (tokens, E), each token choosing
+    the ``top_k`` largest softmax values.
 
-    ``mask``, with an element for each token, is 0 for padding. The choice is made in the dtype of the logits. Returns a number in fp32.
+    ``mask``, with an element for each token, is 0 for padding. The choice is made in the dtype of
+    the logits. Returns a number in fp32.
     """
     device, E = logits[0].device, logits[0].shape[-1]
     weight = None if mask is None else mask.reshape(-1).to(device=device, dtype=torch.float32)

@@ -1,7 +1,10 @@
-"""Dynamic tanh, a replacement for a norm: ``y = tanh(alpha * x) * gamma + beta``, in fp32, rounded once (Zhu et al., arXiv:2503.10622).
+"""Dynamic tanh, a replacement for a norm: ``y = tanh(alpha * x) * gamma + beta``, in fp32, rounded
+once (Zhu et al., arXiv:2503.10622).
 
-Shapes: x (..., N), alpha of one element, gamma (N,), beta (N,), y like x.  M = product of the leading dims.  With t = tanh(alpha x) and
-s = (1 - t^2) gamma dy, dx = alpha s, dalpha = sum x s, dgamma = sum over rows of t dy, dbeta = sum over rows of dy.
+Shapes: x (..., N), alpha of one element, gamma (N,), beta (N,), y like x.  M = product of the
+leading dims.  With t = tanh(alpha x) and
+s = (1 - t^2) gamma dy, dx = alpha s, dalpha = sum x s, dgamma = sum over rows of t dy, dbeta = sum
+over rows of dy.
 """
 
 from __future__ import annotations
@@ -10,7 +13,20 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, jit, tanh, tanh_slope, tl
 
@@ -82,16 +98,38 @@ def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Ten
     M, N = x.shape
     y = x.new_empty(M, N)
     c = config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
-    launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), x, alpha, gamma, beta, y, M, N, x.stride(0), HAS_BETA=beta is not None, **c.tile)
+    launch(
+        _fwd,
+        (cdiv(M, c.block_m) * cdiv(N, c.block_n),),
+        x,
+        alpha,
+        gamma,
+        beta,
+        y,
+        M,
+        N,
+        x.stride(0),
+        HAS_BETA=beta is not None,
+        **c.tile,
+    )
     return y
 
 
 @launcher(
-    "(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool need_dx, bool need_dalpha, bool need_dgamma, bool need_dbeta) -> "
+    "(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool need_dx, bool need_dalpha, bool "
+    "need_dgamma, bool need_dbeta) -> "
     "(Tensor dx, Tensor dalpha, Tensor dgamma, Tensor dbeta)"
 )
 def dyt_bwd(
-    dy: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None, need_dx: bool, need_dalpha: bool, need_dgamma: bool, need_dbeta: bool
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    need_dx: bool,
+    need_dalpha: bool,
+    need_dgamma: bool,
+    need_dbeta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients; gradients that are not needed are empty."""
     M, N = x.shape
@@ -103,7 +141,25 @@ def dyt_bwd(
     a = x.new_empty(programs * blocks if need_dalpha else 0, dtype=torch.float64)
     g, b = partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
     needs = dict(NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta)
-    launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, M, N, dy.stride(0), x.stride(0), **needs, STAGES=c.stages, **c.tile)
+    launch(
+        _bwd,
+        (programs * blocks,),
+        dy,
+        x,
+        alpha,
+        gamma,
+        dx,
+        a,
+        g,
+        b,
+        M,
+        N,
+        dy.stride(0),
+        x.stride(0),
+        **needs,
+        STAGES=c.stages,
+        **c.tile,
+    )
     summed = lambda need, partials, like: column_sum(partials, like.dtype) if need else x.new_empty(0)
     dalpha = a.sum().to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)
     return dx, dalpha, summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)
@@ -123,7 +179,12 @@ class LigerDyTFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, alpha, gamma, beta = ctx.saved_tensors
         dx, dalpha, dgamma, dbeta = dyt_bwd(rows_of(dy), x, alpha, gamma, beta, *ctx.needs_input_grad)
-        found = dx.view(dy.shape) if dx.numel() == dy.numel() else dx, dalpha.view(alpha.shape) if dalpha.numel() else dalpha, dgamma, dbeta
+        found = (
+            dx.view(dy.shape) if dx.numel() == dy.numel() else dx,
+            dalpha.view(alpha.shape) if dalpha.numel() else dalpha,
+            dgamma,
+            dbeta,
+        )
         return tuple(d if need else None for d, need in zip(found, ctx.needs_input_grad))
 
 
@@ -135,18 +196,43 @@ class LigerDyTFunction(torch.autograd.Function):
         Case("odd", dict(x=T((5, 123)), alpha=T((1,)), gamma=T((123,)), beta=T((123,)))),
         Case("one-column", dict(x=T((5, 1)), alpha=T((1,)), gamma=T((1,)), beta=T((1,)))),
         Case("two-blocks", dict(x=T((19, 2100)), alpha=T((1,)), gamma=T((2100,)), beta=T((2100,)))),
-        Case("fp32-weights", dict(x=T((6, 40)), alpha=T((1,), dtype=torch.float32), gamma=T((40,), dtype=torch.float32), beta=T((40,), dtype=torch.float32))),
-        Case("bad-alpha", dict(x=T((4, 8)), alpha=T((2,)), gamma=T((8,))), error="alpha must have one element, got shape (2,)"),
-        Case("bad-gamma", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((4,))), error="gamma must have shape (8,), got (4,)"),
-        Case("bad-beta", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((8,)), beta=T((1,))), error="beta must have shape (8,), got (1,)"),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64), alpha=T((1,)), gamma=T((8,))), error="x must be floating point, got torch.int64"),
+        Case(
+            "fp32-weights",
+            dict(
+                x=T((6, 40)),
+                alpha=T((1,), dtype=torch.float32),
+                gamma=T((40,), dtype=torch.float32),
+                beta=T((40,), dtype=torch.float32),
+            ),
+        ),
+        Case(
+            "bad-alpha",
+            dict(x=T((4, 8)), alpha=T((2,)), gamma=T((8,))),
+            error="alpha must have one element, got shape (2,)",
+        ),
+        Case(
+            "bad-gamma", dict(x=T((4, 8)), alpha=T((1,)), gamma=T((4,))), error="gamma must have shape (8,), got (4,)"
+        ),
+        Case(
+            "bad-beta",
+            dict(x=T((4, 8)), alpha=T((1,)), gamma=T((8,)), beta=T((1,))),
+            error="beta must have shape (8,), got (1,)",
+        ),
+        Case(
+            "integers",
+            dict(x=T((4, 8), dtype=torch.int64), alpha=T((1,)), gamma=T((8,))),
+            error="x must be floating point, got torch.int64",
+        ),
     ],
-    cost=lambda x, alpha, gamma, beta=None: Cost(nbytes(x, x, gamma, beta), nbytes(x, x, x, gamma, gamma, beta), flops=(4 * x.numel(), 10 * x.numel())),
+    cost=lambda x, alpha, gamma, beta=None: Cost(
+        nbytes(x, x, gamma, beta), nbytes(x, x, x, gamma, gamma, beta), flops=(4 * x.numel(), 10 * x.numel())
+    ),
 )
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
     """``tanh(alpha * x) * gamma + beta`` over the last dim.
 
-    x (..., N) in fp32, fp16, bf16 or fp64, any strides; alpha () or (1,); gamma (N,); beta (N,) or None. Returns a tensor of x's shape and dtype.
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; alpha () or (1,); gamma (N,); beta (N,) or
+    None. Returns a tensor of x's shape and dtype.
     """
     if not x.is_floating_point():
         raise ValueError(f"dyt: x must be floating point, got {x.dtype}")

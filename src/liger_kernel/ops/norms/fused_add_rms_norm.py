@@ -1,14 +1,19 @@
-"""RMSNorm of a sum: ``s = x + residual``, ``y = rms_norm(s, w)``, returned as (y, s); ``casting`` and ``offset`` as in ``rms_norm``.
+"""RMSNorm of a sum: ``s = x + residual``, ``y = rms_norm(s, w)``, returned as (y, s); ``casting``
+and ``offset`` as in ``rms_norm``.
 
-Without a residual, s is x. If a model uses both x and its norm, the norm's backward adds both gradients.
+Without a residual, s is x. If a model uses both x and its norm, the norm's backward adds both
+gradients.
 
 Shapes: x, residual, y, s (..., N), w (N,).  M = product of the leading dims.
 
-s has the promoted dtype of x and residual. y is the norm of the rounded s, so the next layer adds to exactly the value that was normalised.
-x and residual have the same gradient: ``ds`` of the sum plus the gradient through the norm. It is computed and written once.
+s has the promoted dtype of x and residual. y is the norm of the rounded s, so the next layer adds
+to exactly the value that was normalised.
+x and residual have the same gradient: ``ds`` of the sum plus the gradient through the norm. It is
+computed and written once.
 
-Rows too wide for the registers of one program are read twice, in blocks of columns. ``rms_norm`` of such rows calls this operator without a residual.
-``bench/cases/norms.py`` has the shapes of real models and the rivals.
+Rows too wide for the registers of one program are read twice, in blocks of columns. ``rms_norm`` of
+such rows calls this operator without a residual. ``bench/cases/norms.py`` has the shapes of real
+models and the rivals.
 """
 
 from __future__ import annotations
@@ -19,7 +24,19 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.norms.rows import CASTING, scaled_rows
@@ -30,7 +47,13 @@ BWD_N = 8192  # columns of dy, ds, s, the weight and its gradient that one progr
 
 
 def reference(
-    x: Tensor, residual: Tensor | None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor,
+    residual: Tensor | None,
+    w: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
 ) -> tuple[Tensor, Tensor]:
     s = x if residual is None else x + residual
     return rms_norm_reference(s, w, eps=eps, offset=offset, casting=casting), s
@@ -105,7 +128,10 @@ def _bwd_mean(
         g = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         s = tl.load(s_ptr + row[:, None] * s_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         if HAS_W:
-            g = g * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
+            g = (
+                g
+                * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
+            )
         total += tl.sum(g * (s * rstd), axis=1)
     tl.store(mean_ptr + row, total / N, mask=row < M)
 
@@ -144,50 +170,94 @@ def _bwd(
         tl.store(dw_ptr + program.to(tl.int64) * N + col, tl.sum(dw, axis=0), mask=col < N)
 
 
-@launcher("(Tensor x, Tensor? residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)")
-def fused_add_rms_norm_fwd(x: Tensor, residual: Tensor | None, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor, Tensor]:
+@launcher(
+    "(Tensor x, Tensor? residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)"
+)
+def fused_add_rms_norm_fwd(
+    x: Tensor, residual: Tensor | None, w: Tensor | None, eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, s (empty without a residual), and 1/rms of s."""
     M, N = x.shape
     s = x.new_empty(0) if residual is None else x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = s.new_empty(M, N, dtype=s.dtype if w is None or casting == "gemma" else torch.promote_types(s.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
     wide = N > FWD_N
-    c = config.tile("fused_add_rms_norm_fwd", N, s.itemsize, elements=4096, per_thread=32, max_block_n=8192 if wide else FWD_N)
+    c = config.tile(
+        "fused_add_rms_norm_fwd", N, s.itemsize, elements=4096, per_thread=32, max_block_n=8192 if wide else FWD_N
+    )
     numbers = M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset
     flags = dict(HAS_W=w is not None, HAS_R=residual is not None, CASTING=casting)
     launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, *numbers, **flags, **c.tile)
     return y, s, rstd
 
 
-@launcher("(Tensor dy, Tensor? ds, Tensor s, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)")
+@launcher(
+    "(Tensor dy, Tensor? ds, Tensor s, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor "
+    "dx, Tensor dw)"
+)
 def fused_add_rms_norm_bwd(
-    dy: Tensor, ds: Tensor | None, s: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool
+    dy: Tensor,
+    ds: Tensor | None,
+    s: Tensor,
+    w: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    need_dx: bool,
+    need_dw: bool,
 ) -> tuple[Tensor, Tensor]:
     """dx, which is dresidual, and dw; gradients that are not needed are empty."""
     M, N = s.shape
     wide = N > BWD_N
-    c = config.tile("fused_add_rms_norm_bwd", N, s.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=3, max_block_n=2048 if wide else BWD_N)
+    c = config.tile(
+        "fused_add_rms_norm_bwd",
+        N,
+        s.itemsize,
+        elements=4096 if wide else 8192,
+        per_thread=32,
+        pipelined=3,
+        max_block_n=2048 if wide else BWD_N,
+    )
     blocks = cdiv(N, c.block_n) if wide else 1
     programs = max(1, min(config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
     dx = s.new_empty((M, N) if need_dx else 0)
     partials = s.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)
     if wide and need_dx:
-        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, M, N, dy.stride(0), s.stride(0), offset, HAS_W=w is not None, **c.tile)
+        launch(
+            _bwd_mean,
+            (cdiv(M, c.block_m),),
+            dy,
+            s,
+            w,
+            rstd,
+            mean,
+            M,
+            N,
+            dy.stride(0),
+            s.stride(0),
+            offset,
+            HAS_W=w is not None,
+            **c.tile,
+        )
     numbers = M, N, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0), offset
-    flags = dict(HAS_W=w is not None, HAS_DS=ds is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+    flags = dict(
+        HAS_W=w is not None, HAS_DS=ds is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages
+    )
     launch(_bwd, (programs, blocks), dy, ds, s, w, rstd, mean, dx, partials, *numbers, **flags, **c.tile)
     return dx, column_sum(partials, w.dtype) if need_dw else s.new_empty(0)
 
 
 class LigerFusedAddRMSNormFunction(torch.autograd.Function):
-    """``apply(x, residual or None, w, eps, offset=0.0, casting_mode="llama", in_place=False)``; the last is accepted and ignored."""
+    """``apply(x, residual or None, w, eps, offset=0.0, casting_mode="llama", in_place=False)``;
+    the last is accepted and ignored."""
 
     @staticmethod
     def forward(ctx, x, residual, w, eps, offset=0.0, casting_mode="llama", in_place=False):
         ctx.set_materialize_grads(False)
         w = w if w is None else w.contiguous()
-        y, s, rstd = fused_add_rms_norm_fwd(rows_of(x), None if residual is None else rows_of(residual), w, eps, offset, casting_mode)
+        y, s, rstd = fused_add_rms_norm_fwd(
+            rows_of(x), None if residual is None else rows_of(residual), w, eps, offset, casting_mode
+        )
         ctx.save_for_backward(x if residual is None else s, w, rstd)
         ctx.offset, ctx.dtypes = offset, (x.dtype, x.dtype if residual is None else residual.dtype)
         return shaped(y, x.shape), x.view_as(x) if residual is None else shaped(s, x.shape)
@@ -202,8 +272,11 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
             ds = rows_of(ds) if ds is not None and need_dx else None
             dx, dw = fused_add_rms_norm_bwd(rows_of(dy), ds, rows_of(s), w, rstd, ctx.offset, need_dx, need_dw)
             dx = dx.view(dy.shape) if need_dx else None
-        # One tensor for both, as for a plain sum, never two views of one: autograd adds in place to a tensor without another owner, and keeps it
-        each = [None if dx is None or not need else dx.to(dtype) for need, dtype in zip((need_x, need_residual), ctx.dtypes)]
+        # One tensor for both, as for a plain sum, never two views of one: autograd adds in place to
+        # a tensor without another owner, and keeps it
+        each = [
+            None if dx is None or not need else dx.to(dtype) for need, dtype in zip((need_x, need_residual), ctx.dtypes)
+        ]
         return *each, dw if need_dw else None, None, None, None, None
 
 
@@ -228,20 +301,42 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("wide", _tensors(2, FWD_N + 77)),
         Case("wide-gemma", dict(_tensors(3, FWD_N + 77), residual=None, offset=1.0, casting="gemma")),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="w must have shape (8,), got (4,)"),
-        Case("bad-residual", dict(_tensors(4, 8), residual=T((1, 8))), error="residual must have shape (4, 8), got (1, 8)"),
-        Case("bad-casting", dict(_tensors(4, 8), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("integers", dict(_tensors(4, 8), residual=T((4, 8), dtype=torch.int64)), error="residual must be floating point, got torch.int64"),
+        Case(
+            "bad-residual",
+            dict(_tensors(4, 8), residual=T((1, 8))),
+            error="residual must have shape (4, 8), got (1, 8)",
+        ),
+        Case(
+            "bad-casting",
+            dict(_tensors(4, 8), casting="bf16"),
+            error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'",
+        ),
+        Case(
+            "integers",
+            dict(_tensors(4, 8), residual=T((4, 8), dtype=torch.int64)),
+            error="residual must be floating point, got torch.int64",
+        ),
     ],
     cost=lambda x, residual, w=None, **_: Cost(
-        nbytes(x, x, w) + (0 if residual is None else nbytes(residual, x)), nbytes(x, x, x, x, w, w), flops=(5 * x.numel(), 11 * x.numel())
+        nbytes(x, x, w) + (0 if residual is None else nbytes(residual, x)),
+        nbytes(x, x, x, x, w, w),
+        flops=(5 * x.numel(), 11 * x.numel()),
     ),
 )
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor | None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor,
+    residual: Tensor | None,
+    w: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(s), s)`` with ``s = x + residual``, over the last dim. Without a residual, s is x itself.
+    """``(rms_norm(s), s)`` with ``s = x + residual``, over the last dim. Without a residual, s is x
+    itself.
 
-    x and residual (..., N), of one shape, in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. s has their promoted dtype.
+    x and residual (..., N), of one shape, in fp32, fp16, bf16 or fp64, any strides; w (N,) or None.
+    s has their promoted dtype.
     """
     for name, t in (("x", x), ("residual", residual)):
         if t is not None and not t.is_floating_point():
@@ -265,17 +360,34 @@ def rms_norm_of_sum(s: Tensor, w: Tensor | None, *, eps: float, offset: float, c
     return shaped(y, s.shape)
 
 
-def fused_add_rms_norm_forward(X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: str) -> tuple[Any, ...]:
-    """Without autograd: y, the sum, its 1/rms, three unused numbers, and ``casting_mode``, for ``fused_add_rms_norm_backward``."""
-    y, s, rstd = fused_add_rms_norm_fwd(rows_of(X), rows_of(R), W if W is None else W.contiguous(), eps, offset, casting_mode)
+def fused_add_rms_norm_forward(
+    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Any, ...]:
+    """Without autograd: y, the sum, its 1/rms, three unused numbers, and ``casting_mode``, for
+    ``fused_add_rms_norm_backward``."""
+    y, s, rstd = fused_add_rms_norm_fwd(
+        rows_of(X), rows_of(R), W if W is None else W.contiguous(), eps, offset, casting_mode
+    )
     return y.view(X.shape), s.view(X.shape), rstd, 0, 0, 0, casting_mode
 
 
 def fused_add_rms_norm_backward(
-    dY: Tensor, dS_out: Tensor | None, S: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0,
-    num_warps: int = 0, num_stages: int = 0, in_place: bool = False, needs_dw: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    dY: Tensor,
+    dS_out: Tensor | None,
+    S: Tensor,
+    W: Tensor | None,
+    RSTD: Tensor,
+    offset: float,
+    casting_mode: str,
+    BLOCK_SIZE: int = 0,
+    num_warps: int = 0,
+    num_stages: int = 0,
+    in_place: bool = False,
+    needs_dw: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """dX, the same as dR, and dW, unless ``needs_dw`` is False; nothing is overwritten."""
     need_dw, ds = W is not None and needs_dw is not False, None if dS_out is None else rows_of(dS_out)
-    dx, dw = fused_add_rms_norm_bwd(rows_of(dY), ds, rows_of(S), W if W is None else W.contiguous(), RSTD, offset, True, need_dw)
+    dx, dw = fused_add_rms_norm_bwd(
+        rows_of(dY), ds, rows_of(S), W if W is None else W.contiguous(), RSTD, offset, True, need_dw
+    )
     return dx.view(dY.shape), dx.view(dY.shape), dw if need_dw else None

@@ -1,14 +1,18 @@
-"""RMSNorm times an activated gate: ``y = w * x / rms(x) * act(gate)``, y in x's dtype, as after a linear attention (Gated DeltaNet, arXiv:2412.06464).
+"""RMSNorm times an activated gate: ``y = w * x / rms(x) * act(gate)``, y in x's dtype, as after a
+linear attention (Gated DeltaNet, arXiv:2412.06464).
 
 Shapes: x, gate and y (..., N), w (N,).  M = product of the leading dims.
 
-``casting`` says where the norm is rounded before the product with act(gate), which is in fp32 and rounded once:
+``casting`` says where the norm is rounded before the product with act(gate), which is in fp32 and
+rounded once:
   llama   x_hat to x's dtype, w x_hat to the promoted dtype of x and w (Qwen3-Next)
   gemma   nowhere (Kimi-Linear)
   none    1/rms, x_hat and w x_hat
 
-With n = w x_hat and a = act(gate): dgate = dy n act'(gate), dw = sum dy a x_hat, and dx is that of a norm with the gradient dy a.
-The backward reads dy, x and gate once and recomputes the rest. ``bench/cases/norms.py`` has the shapes of real models.
+With n = w x_hat and a = act(gate): dgate = dy n act'(gate), dw = sum dy a x_hat, and dx is that of
+a norm with the gradient dy a.
+The backward reads dy, x and gate once and recomputes the rest. ``bench/cases/norms.py`` has the
+shapes of real models.
 """
 
 from __future__ import annotations
@@ -17,17 +21,34 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
 from liger_kernel.ops.norms import rows
 from liger_kernel.ops.norms.rows import CASTING, scaled_rows
 
-MAX_N = 4096  # columns of dy, x, gate, the weight and a sum that the backward holds in registers: 8192 of fp32 do not fit. The reference computes wider rows
+# columns of dy, x, gate, the weight and a sum that the backward holds in registers: 8192 of fp32 do
+# not fit. The reference computes wider rows
+MAX_N = 4096
 
 
-def reference(x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama") -> Tensor:
+def reference(
+    x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama"
+) -> Tensor:
     dtype = acc(torch.promote_types(x.dtype, gate.dtype))
     if casting == "gemma":
         n = rows.reference(x.to(acc(x.dtype)), w.to(acc(x.dtype)), eps=eps, casting=casting)
@@ -58,9 +79,27 @@ def _fwd(
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, gate_ptr, w_ptr, rstd_ptr, dx_ptr, dgate_ptr, dw_ptr, M, N, dy_stride, x_stride, gate_stride, ACT: tl.constexpr,
-    NEED_DX: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    gate_ptr,
+    w_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dgate_ptr,
+    dw_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    gate_stride,
+    ACT: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DGATE: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
@@ -94,26 +133,77 @@ def gated_rms_norm_fwd(x: Tensor, gate: Tensor, w: Tensor, eps: float, act: str,
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = config.tile("gated_rms_norm_fwd", N, x.itemsize, elements=4096)
-    launch(_fwd, (cdiv(M, c.block_m),), x, gate, w, y, rstd, M, N, x.stride(0), gate.stride(0), eps, ACT=act, CASTING=casting, **c.tile)
+    launch(
+        _fwd,
+        (cdiv(M, c.block_m),),
+        x,
+        gate,
+        w,
+        y,
+        rstd,
+        M,
+        N,
+        x.stride(0),
+        gate.stride(0),
+        eps,
+        ACT=act,
+        CASTING=casting,
+        **c.tile,
+    )
     return y, rstd
 
 
 @launcher(
-    "(Tensor dy, Tensor x, Tensor gate, Tensor w, Tensor rstd, str act, bool need_dx, bool need_dgate, bool need_dw) -> (Tensor dx, Tensor dgate, Tensor dw)"
+    "(Tensor dy, Tensor x, Tensor gate, Tensor w, Tensor rstd, str act, bool need_dx, bool need_dgate, bool need_dw) "
+    "-> (Tensor dx, Tensor dgate, Tensor dw)"
 )
 def gated_rms_norm_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, w: Tensor, rstd: Tensor, act: str, need_dx: bool, need_dgate: bool, need_dw: bool
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    w: Tensor,
+    rstd: Tensor,
+    act: str,
+    need_dx: bool,
+    need_dgate: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dgate and dw; gradients that are not needed are empty."""
     M, N = x.shape
-    # with 16 values per thread, some variants spill 150 bytes on sm80; with a pipeline, 110 on gfx942
-    c = config.tile("gated_rms_norm_bwd", N, x.itemsize, elements=2048, per_thread=8, pipelined=0 if config.arch().startswith("gfx") else 3)
+    # with 16 values per thread, some variants spill 150 bytes on sm80; with a pipeline, 110 on
+    # gfx942
+    c = config.tile(
+        "gated_rms_norm_bwd",
+        N,
+        x.itemsize,
+        elements=2048,
+        per_thread=8,
+        pipelined=0 if config.arch().startswith("gfx") else 3,
+    )
     programs = max(1, min(2 * config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx, dgate = x.new_empty((M, N) if need_dx else 0), gate.new_empty((M, N) if need_dgate else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     needs = dict(NEED_DX=need_dx, NEED_DGATE=need_dgate, NEED_DW=need_dw)
     strides = dy.stride(0), x.stride(0), gate.stride(0)
-    launch(_bwd, (programs,), dy, x, gate, w, rstd, dx, dgate, partials, M, N, *strides, ACT=act, **needs, STAGES=c.stages, **c.tile)
+    launch(
+        _bwd,
+        (programs,),
+        dy,
+        x,
+        gate,
+        w,
+        rstd,
+        dx,
+        dgate,
+        partials,
+        M,
+        N,
+        *strides,
+        ACT=act,
+        **needs,
+        STAGES=c.stages,
+        **c.tile,
+    )
     return dx, dgate, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
 
 
@@ -133,7 +223,15 @@ class GatedRMSNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         needs = ctx.needs_input_grad[:3]
         grads = gated_rms_norm_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, *needs)
-        return *(g.view(shape) if need else None for g, shape, need in zip(grads, (dy.shape, dy.shape, dy.shape[-1:]), needs)), None, None, None
+        return (
+            *(
+                g.view(shape) if need else None
+                for g, shape, need in zip(grads, (dy.shape, dy.shape, dy.shape[-1:]), needs)
+            ),
+            None,
+            None,
+            None,
+        )
 
 
 def _tensors(*shape: int) -> dict[str, T]:
@@ -153,16 +251,34 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("wide", dict(_tensors(2, MAX_N + 77), act="sigmoid")),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="w must have shape (8,), got (4,)"),
         Case("bad-gate", dict(_tensors(4, 8), gate=T((1, 8))), error="gate must have shape (4, 8), got (1, 8)"),
-        Case("bad-act", dict(_tensors(4, 8), act="swish"), error="act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish'"),
-        Case("bad-casting", dict(_tensors(4, 8), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("integers", dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
+        Case(
+            "bad-act",
+            dict(_tensors(4, 8), act="swish"),
+            error="act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish'",
+        ),
+        Case(
+            "bad-casting",
+            dict(_tensors(4, 8), casting="bf16"),
+            error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'",
+        ),
+        Case(
+            "integers",
+            dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)),
+            error="x must be floating point, got torch.int64",
+        ),
     ],
-    cost=lambda x, gate, w, **_: Cost(nbytes(x, gate, w, x), nbytes(x, x, gate, w, x, gate, w), flops=(7 * x.numel(), 16 * x.numel())),
+    cost=lambda x, gate, w, **_: Cost(
+        nbytes(x, gate, w, x), nbytes(x, x, gate, w, x, gate, w), flops=(7 * x.numel(), 16 * x.numel())
+    ),
 )
-def gated_rms_norm(x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama") -> Tensor:
-    """``rms_norm(x, w) * act(gate)`` over the last dim, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama"
+) -> Tensor:
+    """``rms_norm(x, w) * act(gate)`` over the last dim, with act silu, gelu (exact), gelu_tanh,
+    relu2 or sigmoid.
 
-    x and gate (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,). Returns a tensor of x's shape and dtype.
+    x and gate (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,). Returns a tensor of x's
+    shape and dtype.
     """
     for name, t in (("x", x), ("gate", gate)):
         if not t.is_floating_point():

@@ -1,11 +1,16 @@
-"""GroupNorm: ``y = (x - mean) / sqrt(var + eps) * w + b``, mean and variance over a group of channels, in fp32, rounded once (arXiv:1803.08494).
+"""GroupNorm: ``y = (x - mean) / sqrt(var + eps) * w + b``, mean and variance over a group of
+channels, in fp32, rounded once (arXiv:1803.08494).
 
-Shapes: x (B, C, *), w and b (C,), y like x.  G groups of K = C / G channels, D = product of the dims after C, N = K D numbers a group.
+Shapes: x (B, C, *), w and b (C,), y like x.  G groups of K = C / G channels, D = product of the
+dims after C, N = K D numbers a group.
 
-The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. A small group is held in registers and read once.
-For a larger group, each of several programs computes mean and squares of one part, these are merged, and x is read again. The backward reads dy and
-x twice: first for the sums p of dy and q of dy x_hat over each channel of a sample (dw and db are their sums over the samples); then, with means over a group,
-``dx = (w dy - mean(w p) - x_hat mean(w q)) * rstd``.
+The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. A small
+group is held in registers and read once.
+For a larger group, each of several programs computes mean and squares of one part, these are
+merged, and x is read again. The backward reads dy and
+x twice: first for the sums p of dy and q of dy x_hat over each channel of a sample (dw and db are
+their sums over the samples); then, with means over a group, ``dx = (w dy - mean(w p) - x_hat mean(w
+q)) * rstd``.
 """
 
 from __future__ import annotations
@@ -16,7 +21,18 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
@@ -25,7 +41,9 @@ SPLITS = 256  # most parts of a group, or of a channel in the backward
 BLOCK = 4096  # numbers of a part that a program reads at a time: 16 per thread, with a mean and a square for each
 
 
-def reference(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+def reference(
+    x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
     y = torch.group_norm(x.to(acc(x.dtype)), num_groups, eps=eps)
     per_channel = (-1, *[1] * (x.ndim - 2))
     if w is not None:
@@ -50,7 +68,8 @@ def _fwd(
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
-    # col // D without a division of integers: of numbers this small the quotient's error is far below half a step
+    # col // D without a division of integers: of numbers this small the quotient's error is far
+    # below half a step
     within = ((col.to(tl.float32) + 0.5) / D).to(tl.int32)
     channel = (row % G)[:, None] * K + within[None, :]
     y = h * rstd[:, None]
@@ -63,9 +82,11 @@ def _fwd(
 
 @jit
 def _parts(x_ptr, parts_ptr, N, splits, length, BLOCK: tl.constexpr):
-    """The mean of a part of a group, ``length`` numbers or what is left, and the sum of their squared distances from it.
+    """The mean of a part of a group, ``length`` numbers or what is left, and the sum of their
+    squared distances from it.
 
-    Counted from the group's first number: what is far from all of them would be rounded with each that comes in.
+    Counted from the group's first number: what is far from all of them would be rounded with each
+    that comes in.
     """
     program = tl.program_id(0).to(tl.int64)
     x_ptr += program // splits * N
@@ -129,7 +150,8 @@ def _bwd_sums(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, M, C, K, D, splits, length,
     NEED_Q: tl.constexpr, NEED_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums q and p over a part of the columns of some rows (channels of samples), ``sums`` (splits, B, q then p, C)."""
+    """Sums q and p over a part of the columns of some rows (channels of samples), ``sums``
+    (splits, B, q then p, C)."""
     row = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     part = (tl.program_id(0) % splits).to(tl.int64)
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
@@ -170,8 +192,21 @@ def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, splits, HAS_W: tl.cons
 
 @jit
 def _bwd_dx(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, M, C, K, D, HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    means_ptr,
+    dx_ptr,
+    M,
+    C,
+    K,
+    D,
+    HAS_W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     blocks = tl.cdiv(D, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -196,13 +231,16 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int]:
 
 
 def _split(rows: int, n: int, block: int) -> tuple[int, int]:
-    """The number of parts of ``n`` columns, and their length: with few rows, there are four programs per processor."""
+    """The number of parts of ``n`` columns, and their length: with few rows, there are four
+    programs per processor."""
     splits = max(1, min(SPLITS, 4 * config.processors() // max(rows, 1), cdiv(n, block)))
     return splits, max(1, cdiv(cdiv(n, splits), block)) * block
 
 
 @launcher("(Tensor x, SymInt num_groups, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
-def group_norm_fwd(x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def group_norm_fwd(
+    x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     B, C, K, D, N = _sizes(x, num_groups)
     M = B * num_groups
     y = torch.empty_like(x)
@@ -217,30 +255,104 @@ def group_norm_fwd(x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | Non
         launch(_parts, (M * splits,), x, found, N, splits, length, BLOCK=BLOCK, num_warps=8)
         launch(_merge, (M,), x, found, mean, rstd, N, splits, length, eps, SPLITS=SPLITS, num_warps=1)
         c = config.tile("group_norm_apply", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
-        launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), x, w, b, mean, rstd, y, B * C, C, K, D, **affine, **c.tile)
+        launch(
+            _apply,
+            (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),),
+            x,
+            w,
+            b,
+            mean,
+            rstd,
+            y,
+            B * C,
+            C,
+            K,
+            D,
+            **affine,
+            **c.tile,
+        )
     return y, mean, rstd
 
 
 @launcher(
-    "(Tensor dy, Tensor x, SymInt num_groups, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool need_db, ScalarType dtype) -> "
+    "(Tensor dy, Tensor x, SymInt num_groups, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool "
+    "need_db, ScalarType dtype) -> "
     "(Tensor dx, Tensor dwb)"
 )
 def group_norm_bwd(
-    dy: Tensor, x: Tensor, num_groups: int, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    w: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     B, C, K, D, N = _sizes(x, num_groups)
     M, rows, need_q, need_p = B * num_groups, B * C, need_dx or need_dw, need_dx or need_db
-    # 8 numbers per thread: each row of a thread needs a 64-bit offset, so 16 numbers take 226 registers on sm90 if channels are short
+    # 8 numbers per thread: each row of a thread needs a 64-bit offset, so 16 numbers take 226
+    # registers on sm90 if channels are short
     c = config.tile("group_norm_bwd", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
     splits, length = _split(cdiv(rows, c.block_m), D, c.block_n)
     sums = x.new_empty(splits * B, C * (need_q + need_p), dtype=torch.float32)
-    launch(_bwd_sums, (cdiv(rows, c.block_m) * splits,), dy, x, mean, rstd, sums, rows, C, K, D, splits, length, NEED_Q=need_q, NEED_P=need_p, **c.tile)
+    launch(
+        _bwd_sums,
+        (cdiv(rows, c.block_m) * splits,),
+        dy,
+        x,
+        mean,
+        rstd,
+        sums,
+        rows,
+        C,
+        K,
+        D,
+        splits,
+        length,
+        NEED_Q=need_q,
+        NEED_P=need_p,
+        **c.tile,
+    )
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     if need_dx:
         means = x.new_empty(2, M, dtype=torch.float32)
-        launch(_bwd_means, (M,), sums, w, means, M, C, num_groups, K, N, splits, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
-        launch(_bwd_dx, (cdiv(rows, c.block_m) * cdiv(D, c.block_n),), dy, x, w, mean, rstd, means, dx, rows, C, K, D, HAS_W=w is not None, **c.tile)
+        launch(
+            _bwd_means,
+            (M,),
+            sums,
+            w,
+            means,
+            M,
+            C,
+            num_groups,
+            K,
+            N,
+            splits,
+            HAS_W=w is not None,
+            BLOCK_K=128,
+            num_warps=1,
+        )
+        launch(
+            _bwd_dx,
+            (cdiv(rows, c.block_m) * cdiv(D, c.block_n),),
+            dy,
+            x,
+            w,
+            mean,
+            rstd,
+            means,
+            dx,
+            rows,
+            C,
+            K,
+            D,
+            HAS_W=w is not None,
+            **c.tile,
+        )
     if not (need_dw or need_db):
         return dx, x.new_empty(0, dtype=dtype)
     dwb = column_sum(sums, dtype)
@@ -248,7 +360,8 @@ def group_norm_bwd(
 
 
 class LigerGroupNormFunction(torch.autograd.Function):
-    """``apply(x, w, b, num_channels, num_groups, eps)``; w and b may be None, and the channels are x's."""
+    """``apply(x, w, b, num_channels, num_groups, eps)``; w and b may be None, and the channels
+    are x's."""
 
     @staticmethod
     def forward(ctx, x, w, b, num_channels, num_groups, eps):
@@ -268,7 +381,14 @@ class LigerGroupNormFunction(torch.autograd.Function):
         dtype = torch.promote_types(w_dtype, b_dtype) if w_dtype else x.dtype
         dx, dwb = group_norm_bwd(dy.contiguous(), x, ctx.num_groups, w, mean, rstd, need_dx, need_dw, need_db, dtype)
         C = x.shape[1]
-        return dx if need_dx else None, dwb[:C].to(w_dtype) if need_dw else None, dwb[-C:].to(b_dtype) if need_db else None, None, None, None
+        return (
+            dx if need_dx else None,
+            dwb[:C].to(w_dtype) if need_dw else None,
+            dwb[-C:].to(b_dtype) if need_db else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -294,14 +414,23 @@ def _tensors(num_groups: int, *shape: int) -> dict:
         Case("bad-weight", dict(_tensors(2, 2, 4, 5), w=T((5,))), error="w must have shape (4,), got (5,)"),
         Case("bad-bias", dict(_tensors(2, 2, 4, 5), b=T((1, 4))), error="b must have shape (4,), got (1, 4)"),
         Case("vector", dict(x=T((4,)), num_groups=2), error="x must have shape (B, C, ...), got (4,)"),
-        Case("integers", dict(x=T((2, 4), dtype=torch.int64), num_groups=2), error="x must be floating point, got torch.int64"),
+        Case(
+            "integers",
+            dict(x=T((2, 4), dtype=torch.int64), num_groups=2),
+            error="x must be floating point, got torch.int64",
+        ),
     ],
-    cost=lambda x, num_groups, w=None, b=None, **_: Cost(nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())),
+    cost=lambda x, num_groups, w=None, b=None, **_: Cost(
+        nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())
+    ),
 )
-def group_norm(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+def group_norm(
+    x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
     """Group normalisation over the second dim, as ``F.group_norm``.
 
-    x (B, C, ...) in fp32, fp16, bf16 or fp64, any strides; w and b (C,) or None, in any floating dtype. Returns a tensor of x's shape and dtype,
+    x (B, C, ...) in fp32, fp16, bf16 or fp64, any strides; w and b (C,) or None, in any floating
+    dtype. Returns a tensor of x's shape and dtype,
     which is contiguous if a kernel computes it.
     """
     if not x.is_floating_point():
@@ -318,19 +447,33 @@ def group_norm(x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | 
     return LigerGroupNormFunction.apply(x, w, b, x.shape[1], num_groups, eps)
 
 
-def group_norm_forward(X: Tensor, num_channels: int, num_groups: int, W: Tensor | None, B: Tensor | None, eps: float) -> tuple[Any, ...]:
-    """Without autograd: y, x, mean and 1/std of each group for ``group_norm_backward``, and one unused number."""
+def group_norm_forward(
+    X: Tensor, num_channels: int, num_groups: int, W: Tensor | None, B: Tensor | None, eps: float
+) -> tuple[Any, ...]:
+    """Without autograd: y, x, mean and 1/std of each group for ``group_norm_backward``, and one
+    unused number."""
     X = X.contiguous()
-    y, *stats = group_norm_fwd(X, num_groups, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps)
+    y, *stats = group_norm_fwd(
+        X, num_groups, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps
+    )
     mean, rstd = (s.view(X.shape[0], num_groups) for s in stats)
     return y, X, mean, rstd, 0
 
 
 def group_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor | None, B: Tensor | None, Mean: Tensor, RSTD: Tensor, num_channels: int, num_groups: int
+    dY: Tensor,
+    X: Tensor,
+    W: Tensor | None,
+    B: Tensor | None,
+    Mean: Tensor,
+    RSTD: Tensor,
+    num_channels: int,
+    num_groups: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dX, dW and dB; dW is None if W is, and dB if B is."""
     need_dw, need_db, C = W is not None, B is not None, X.shape[1]
     stats, w = (Mean.reshape(-1), RSTD.reshape(-1)), W if W is None else W.contiguous()
-    dx, dwb = group_norm_bwd(dY.contiguous(), X.contiguous(), num_groups, w, *stats, True, need_dw, need_db, torch.float32)
+    dx, dwb = group_norm_bwd(
+        dY.contiguous(), X.contiguous(), num_groups, w, *stats, True, need_dw, need_db, torch.float32
+    )
     return dx, None if W is None else dwb[:C].to(W.dtype), None if B is None else dwb[-C:].to(B.dtype)

@@ -1,8 +1,10 @@
-"""LayerNorm: ``y = (x - mean(x)) / sqrt(var(x) + eps) * w + b``, computed in fp32 and rounded once, to x's dtype (Ba et al., arXiv:1607.06450).
+"""LayerNorm: ``y = (x - mean(x)) / sqrt(var(x) + eps) * w + b``, computed in fp32 and rounded once,
+to x's dtype (Ba et al., arXiv:1607.06450).
 
 Shapes: x (..., N), w and b (N,), y like x.  M = product of the leading dims.
 
-The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. Rows too wide for the registers of one program are read
+The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. Rows too
+wide for the registers of one program are read
 twice, in blocks of columns.
 """
 
@@ -15,18 +17,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
-# Columns that a program holds. Forward: a row in fp32. Backward: a row of dy and x, the weight and two sums, which fill a processor's registers
+# Columns that a program holds. Forward: a row in fp32. Backward: a row of dy and x, the weight and
+# two sums, which fill a processor's registers
 FWD_N, BWD_N = 16384, 8192
 
 
 def reference(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     h = acc(x.dtype)
-    return F.layer_norm(x.to(h), x.shape[-1:], w if w is None else w.to(h), b if b is None else b.to(h), eps).to(x.dtype)
+    return F.layer_norm(x.to(h), x.shape[-1:], w if w is None else w.to(h), b if b is None else b.to(h), eps).to(
+        x.dtype
+    )
 
 
 @jit
@@ -92,7 +110,8 @@ def _bwd_means(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, M, N, dy_stride, x_stride,
     HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The means over a row that dx needs, of g = dy w and of g x_hat, for rows wider than a block."""
+    """The means over a row that dx needs, of g = dy w and of g x_hat, for rows wider than a
+    block."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
@@ -112,9 +131,27 @@ def _bwd_means(
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride, HAS_W: tl.constexpr, WIDE: tl.constexpr,
-    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    means_ptr,
+    dx_ptr,
+    dwb_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    HAS_W: tl.constexpr,
+    WIDE: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if HAS_W:
@@ -161,28 +198,93 @@ def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) ->
     wide = N > FWD_N
     c = config.tile("layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N)
     launch(
-        _fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, x.stride(0), eps, HAS_W=w is not None, HAS_B=b is not None, **c.tile
+        _fwd_wide if wide else _fwd,
+        (cdiv(M, c.block_m),),
+        x,
+        w,
+        b,
+        y,
+        mean,
+        rstd,
+        M,
+        N,
+        x.stride(0),
+        eps,
+        HAS_W=w is not None,
+        HAS_B=b is not None,
+        **c.tile,
     )
     return y, mean, rstd
 
 
-@launcher("(Tensor dy, Tensor x, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool need_db, ScalarType dtype) -> (Tensor dx, Tensor dwb)")
+@launcher(
+    "(Tensor dy, Tensor x, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool need_db, ScalarType "
+    "dtype) -> (Tensor dx, Tensor dwb)"
+)
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N
-    c = config.tile("layer_norm_bwd", N, x.itemsize, elements=4096 if wide else 8192, per_thread=32, pipelined=2, max_block_n=2048 if wide else BWD_N)
+    c = config.tile(
+        "layer_norm_bwd",
+        N,
+        x.itemsize,
+        elements=4096 if wide else 8192,
+        per_thread=32,
+        pipelined=2,
+        max_block_n=2048 if wide else BWD_N,
+    )
     blocks = cdiv(N, c.block_n) if wide else 1
     programs = max(1, min(config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, N * (need_dw + need_db), dtype=torch.float32)
     means = x.new_empty(2 * M if wide and need_dx else 0, dtype=torch.float32)
     if wide and need_dx:
-        launch(_bwd_means, (cdiv(M, c.block_m),), dy, x, w, mean, rstd, means, M, N, dy.stride(0), x.stride(0), HAS_W=w is not None, **c.tile)
+        launch(
+            _bwd_means,
+            (cdiv(M, c.block_m),),
+            dy,
+            x,
+            w,
+            mean,
+            rstd,
+            means,
+            M,
+            N,
+            dy.stride(0),
+            x.stride(0),
+            HAS_W=w is not None,
+            **c.tile,
+        )
     flags = dict(HAS_W=w is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, STAGES=c.stages)
-    launch(_bwd, (programs, blocks), dy, x, w, mean, rstd, means, dx, partials, M, N, dy.stride(0), x.stride(0), **flags, **c.tile)
+    launch(
+        _bwd,
+        (programs, blocks),
+        dy,
+        x,
+        w,
+        mean,
+        rstd,
+        means,
+        dx,
+        partials,
+        M,
+        N,
+        dy.stride(0),
+        x.stride(0),
+        **flags,
+        **c.tile,
+    )
     return dx, column_sum(partials, dtype) if need_dw or need_db else x.new_empty(0, dtype=dtype)
 
 
@@ -223,7 +325,9 @@ def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("odd", dict(x=T((7, 123)), w=T((123,)), b=T((123,)))),
         Case("many-rows", dict(x=T((301, 72)), w=T((72,)), b=T((72,)))),
         Case("large-mean", dict(x=T((6, 160), draw=_shifted), w=T((160,)), b=T((160,)))),
-        Case("two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)),  # with a small eps, only rounding error would remain
+        Case(
+            "two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)
+        ),  # with a small eps, only rounding error would remain
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32), b=T((64,), dtype=torch.float32))),
         Case("fp32-bias", dict(x=T((5, 64)), w=T((64,)), b=T((64,), dtype=torch.float32))),
         Case("wide-backward", dict(x=T((3, BWD_N + 5)), w=T((BWD_N + 5,)), b=T((BWD_N + 5,)))),
@@ -232,12 +336,15 @@ def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("bad-bias", dict(x=T((4, 8)), w=T((8,)), b=T((1, 8))), error="b must have shape (8,), got (1, 8)"),
         Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
-    cost=lambda x, w=None, b=None, **_: Cost(nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())),
+    cost=lambda x, w=None, b=None, **_: Cost(
+        nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())
+    ),
 )
 def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Layer normalisation over the last dim, as ``F.layer_norm``.
 
-    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w and b (N,) or None, of any floating dtype. Returns a tensor of x's shape and dtype.
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w and b (N,) or None, of any floating
+    dtype. Returns a tensor of x's shape and dtype.
     """
     if not x.is_floating_point():
         raise ValueError(f"layer_norm: x must be floating point, got {x.dtype}")
@@ -254,17 +361,27 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
 
 
 def layer_norm_forward(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> tuple[Any, ...]:
-    """Without autograd: y, x as rows, mean and 1/std for ``layer_norm_backward``, and two unused numbers."""
+    """Without autograd: y, x as rows, mean and 1/std for ``layer_norm_backward``, and two unused
+    numbers."""
     x = rows_of(X)
     y, mean, rstd = layer_norm_fwd(x, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps)
     return y.view(X.shape), x, mean, rstd, 0, 0
 
 
 def layer_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor | None, B: Tensor | None, Mean: Tensor, RSTD: Tensor, needs_dw: bool | None = None, needs_db: bool | None = None
+    dY: Tensor,
+    X: Tensor,
+    W: Tensor | None,
+    B: Tensor | None,
+    Mean: Tensor,
+    RSTD: Tensor,
+    needs_dw: bool | None = None,
+    needs_db: bool | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dX, and dW and dB unless they are None or not needed."""
     need_dw, need_db, N = W is not None and needs_dw is not False, B is not None and needs_db is not False, X.shape[-1]
-    dx, dwb = layer_norm_bwd(rows_of(dY), rows_of(X), W if W is None else W.contiguous(), Mean, RSTD, True, need_dw, need_db, torch.float32)
+    dx, dwb = layer_norm_bwd(
+        rows_of(dY), rows_of(X), W if W is None else W.contiguous(), Mean, RSTD, True, need_dw, need_db, torch.float32
+    )
     dw, db = dwb[:N].to(W.dtype) if need_dw else None, dwb[-N:].to(B.dtype) if need_db else None
     return dx.view(dY.shape), dw, db

@@ -1,16 +1,21 @@
-"""RMSNorm with scale and shift from a condition (AdaLN): ``y = (1 + scale) * (w + offset) * x / rms(x) + shift``, y in x's dtype (arXiv:2212.09748).
+"""RMSNorm with scale and shift from a condition (AdaLN): ``y = (1 + scale) * (w + offset) * x /
+rms(x) + shift``, y in x's dtype (arXiv:2212.09748).
 
-Shapes: x (..., N), w (N,), scale and shift (S, N), y like x.  M = product of the leading dims of x.  Each of the S rows of scale and shift applies to
+Shapes: x (..., N), w (N,), scale and shift (S, N), y like x.  M = product of the leading dims of x.
+Each of the S rows of scale and shift applies to
 R = M / S consecutive rows of x: all rows, the rows of a sample, or one row.
 
-``casting`` says which intermediate values are rounded to x's dtype before the result is; everything else is in fp32:
+``casting`` says which intermediate values are rounded to x's dtype before the result is; everything
+else is in fp32:
   llama   x_hat is rounded to x's dtype
   gemma   nowhere
   none    1/rms and x_hat are rounded to x's dtype
 
-With a_s = sum of dy x_hat over the rows of sample s: dscale_s = (w + offset) a_s, dw = sum_s (1 + scale_s) a_s. A program sums some rows of one
-sample in a fixed order; a second kernel adds the sums of a sample's programs. If each row has its own scale, the first kernel writes dscale and dshift.
-``bench/cases/norms.py`` has the shapes of real models and the rivals.
+With a_s = sum of dy x_hat over the rows of sample s: dscale_s = (w + offset) a_s, dw = sum_s (1 +
+scale_s) a_s. A program sums some rows of one
+sample in a fixed order; a second kernel adds the sums of a sample's programs. If each row has its
+own scale, the first kernel writes dscale and dshift. ``bench/cases/norms.py`` has the shapes of
+real models and the rivals.
 """
 
 from __future__ import annotations
@@ -21,16 +26,38 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.norms.rows import CASTING
 
-MAX_N = 8192  # columns of dy, x, two sums and the factors that the backward holds in registers; the reference computes wider rows
+# columns of dy, x, two sums and the factors that the backward holds in registers; the reference
+# computes wider rows
+MAX_N = 8192
 
 
 def reference(
-    x: Tensor, scale: Tensor, shift: Tensor | None = None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    w: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
 ) -> Tensor:
     dtype, N = acc(x.dtype), x.shape[-1]
     h = x.to(dtype)
@@ -66,7 +93,9 @@ def _fwd(
         h = h.to(x.dtype).to(tl.float32)
     if HAS_W:
         h = h * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
-    y = h * (1.0 + tl.load(scale_ptr + sample[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32))
+    y = h * (
+        1.0 + tl.load(scale_ptr + sample[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    )
     if HAS_SHIFT:
         y += tl.load(shift_ptr + sample[:, None] * shift_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -74,13 +103,38 @@ def _fwd(
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, scale_ptr, rstd_ptr, dx_ptr, a_ptr, b_ptr, dscale_ptr, dshift_ptr, R, N, programs, dy_stride, x_stride, scale_stride, offset,
-    HAS_W: tl.constexpr, PER_ROW: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Some rows of one sample, by one of its ``programs``: dx, and partial sums a of dy x_hat and b of dy.
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    rstd_ptr,
+    dx_ptr,
+    a_ptr,
+    b_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    R,
+    N,
+    programs,
+    dy_stride,
+    x_stride,
+    scale_stride,
+    offset,
+    HAS_W: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DSCALE: tl.constexpr,
+    NEED_DSHIFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Some rows of one sample, by one of its ``programs``: dx, and partial sums a of dy x_hat and b
+    of dy.
 
-    ``PER_ROW``: one sample of R rows that have scales of their own; dx, dscale and dshift, and partial sums a for dw.
+    ``PER_ROW``: one sample of R rows that have scales of their own; dx, dscale and dshift, and
+    partial sums a for dw.
     """
     sample = (tl.program_id(0) // programs).to(tl.int64)
     col = tl.arange(0, BLOCK_N)
@@ -107,7 +161,10 @@ def _bwd(
             if NEED_DSCALE:
                 dscale = dy * x_hat * w if HAS_W else dy * x_hat
                 tl.store(dscale_ptr + here, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
-            g = dy * (1.0 + tl.load(scale_ptr + row[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32))
+            g = dy * (
+                1.0
+                + tl.load(scale_ptr + row[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            )
             if NEED_DW:
                 a += g * x_hat
             if HAS_W:
@@ -130,9 +187,24 @@ def _bwd(
 
 @jit
 def _bwd_sample(
-    a_ptr, b_ptr, w_ptr, scale_ptr, dscale_ptr, dshift_ptr, dw_ptr, N, programs, scale_stride, offset,
-    HAS_W: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    w_ptr,
+    scale_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dw_ptr,
+    N,
+    programs,
+    scale_stride,
+    offset,
+    HAS_W: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DSCALE: tl.constexpr,
+    NEED_DSHIFT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """The sums of a sample's programs: its dscale and dshift, and its share of dw."""
     sample = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -159,27 +231,46 @@ def _bwd_sample(
         tl.store(dw_ptr + sample * N + col, total * (1.0 + scale), mask=col < N)
 
 
-@launcher("(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, str casting) -> (Tensor y, Tensor rstd)")
-def modulated_rms_norm_fwd(x: Tensor, w: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
+@launcher(
+    "(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, str casting) -> (Tensor y, Tensor "
+    "rstd)"
+)
+def modulated_rms_norm_fwd(
+    x: Tensor, w: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
-    numbers = M, N, M // max(scale.shape[0], 1), x.stride(0), scale.stride(0), 0 if shift is None else shift.stride(0), eps, offset
+    numbers = (
+        M,
+        N,
+        M // max(scale.shape[0], 1),
+        x.stride(0),
+        scale.stride(0),
+        0 if shift is None else shift.stride(0),
+        eps,
+        offset,
+    )
     flags = dict(HAS_W=w is not None, HAS_SHIFT=shift is not None, CASTING=casting)
     launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, *numbers, **flags, **c.tile)
     return y, rstd
 
 
 @launcher(
-    "(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor rstd, float offset, bool need_dx, bool need_dw, bool need_dscale, ScalarType? shift) -> "
+    "(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor rstd, float offset, bool need_dx, bool need_dw, bool "
+    "need_dscale, ScalarType? shift) -> "
     "(Tensor dx, Tensor dw, Tensor dscale, Tensor dshift)"
 )
-def modulated_rms_norm_bwd(dy, x, w, scale, rstd, offset, need_dx, need_dw, need_dscale, shift) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients, that of shift in the dtype ``shift``; gradients that are not needed are empty."""
+def modulated_rms_norm_bwd(
+    dy, x, w, scale, rstd, offset, need_dx, need_dw, need_dscale, shift
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients, that of shift in the dtype ``shift``; gradients that are not needed are
+    empty."""
     (M, N), S, need_dshift = x.shape, scale.shape[0], shift is not None
     per_row = S == M and S > 1
     samples, R = (1, M) if per_row else (S, M // max(S, 1))
-    # half of rms_norm's tile: 32 numbers per thread and a scale for each row do not fit in the registers of sm90
+    # half of rms_norm's tile: 32 numbers per thread and a scale for each row do not fit in the
+    # registers of sm90
     c = config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
     programs = max(1, min(cdiv(2 * config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m)))  # of a sample
     dx = x.new_empty((M, N) if need_dx else 0)
@@ -201,12 +292,15 @@ def modulated_rms_norm_bwd(dy, x, w, scale, rstd, offset, need_dx, need_dw, need
 
 
 class LigerModulatedRMSNormFunction(torch.autograd.Function):
-    """``apply(x, w, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True)``; the last is accepted and ignored."""
+    """``apply(x, w, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True)``; the
+    last is accepted and ignored."""
 
     @staticmethod
     def forward(ctx, x, w, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
         x2, w, scale2 = rows_of(x), w if w is None else w.contiguous(), rows_of(scale)
-        y, rstd = modulated_rms_norm_fwd(x2, w, scale2, shift if shift is None else rows_of(shift), eps, offset, casting_mode)
+        y, rstd = modulated_rms_norm_fwd(
+            x2, w, scale2, shift if shift is None else rows_of(shift), eps, offset, casting_mode
+        )
         ctx.save_for_backward(x2, w, scale2, rstd)
         ctx.offset, ctx.scale_shape = offset, scale.shape
         ctx.shift_shape, ctx.shift_dtype = (None, None) if shift is None else (shift.shape, shift.dtype)
@@ -217,20 +311,30 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, w, scale, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:4]
-        grads = modulated_rms_norm_bwd(rows_of(dy), x, w, scale, rstd, ctx.offset, *needs[:3], ctx.shift_dtype if needs[3] else None)
+        grads = modulated_rms_norm_bwd(
+            rows_of(dy), x, w, scale, rstd, ctx.offset, *needs[:3], ctx.shift_dtype if needs[3] else None
+        )
         shapes = dy.shape, w if w is None else w.shape, ctx.scale_shape, ctx.shift_shape
-        return *(g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)), None, None, None, None
+        return (
+            *(g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _check_rows(x: Tensor, scale: Tensor) -> None:
-    """Raise ``ValueError`` if a row of scale would not apply to consecutive rows of x, for example if PyTorch would broadcast it along another dim."""
+    """Raise ``ValueError`` if a row of scale would not apply to consecutive rows of x, for
+    example if PyTorch would broadcast it along another dim."""
     N, lead, rows = x.shape[-1], x.shape[:-1], scale.shape[:-1]
     while rows and rows[-1] == 1:
         rows = rows[:-1]
     flat = len(rows) == 1 and (rows[0] == lead.numel() or (len(lead) == 1 and rows[0] > 0 and lead[0] % rows[0] == 0))
     if scale.shape[-1:] != x.shape[-1:] or not (rows == lead[: len(rows)] or flat):
         raise ValueError(
-            f"modulated_rms_norm: scale must have shape ({N},) or (S, {N}) with a row a sample or a token of x {tuple(x.shape)}, got {tuple(scale.shape)}"
+            f"modulated_rms_norm: scale must have shape ({N},) or (S, {N}) with a row a sample or a token of x "
+            f"{tuple(x.shape)}, got {tuple(scale.shape)}"
         )
 
 
@@ -247,26 +351,57 @@ def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
         Case("no-shift", dict(x=T((2, 5, 64)), scale=T((2, 1, 64)), w=T((64,)), offset=1.0, casting="gemma")),
         Case("no-weight", dict(x=T((2, 19, 700)), scale=T((2, 700)), shift=T((2, 700)), casting="none")),
         Case("token-plain", dict(x=T((9, 40)), scale=T((9, 40)), shift=T((9, 40)), casting="gemma")),
-        Case("fp32-scale", dict(x=T((6, 64)), scale=T((2, 64), dtype=torch.float32), shift=T((2, 64), dtype=torch.float32), w=T((64,)))),
-        Case("one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)),  # with a small eps, only rounding error would remain
+        Case(
+            "fp32-scale",
+            dict(
+                x=T((6, 64)), scale=T((2, 64), dtype=torch.float32), shift=T((2, 64), dtype=torch.float32), w=T((64,))
+            ),
+        ),
+        Case(
+            "one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)
+        ),  # with a small eps, only rounding error would remain
         Case("bad-weight", dict(_tensors((4, 8), (8,)), w=T((4,))), error="w must have shape (8,), got (4,)"),
-        Case("bad-scale", _tensors((2, 4, 8), (4, 8)), error="scale must have shape (8,) or (S, 8) with a row a sample or a token of x (2, 4, 8), got (4, 8)"),
-        Case("bad-shift", dict(_tensors((2, 4, 8), (2, 8)), shift=T((8,))), error="shift must have shape (2, 8), got (8,)"),
-        Case("bad-casting", dict(_tensors((4, 8), (8,)), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("integers", dict(_tensors((4, 8), (8,)), scale=T((8,), dtype=torch.int64)), error="scale must be floating point, got torch.int64"),
+        Case(
+            "bad-scale",
+            _tensors((2, 4, 8), (4, 8)),
+            error="scale must have shape (8,) or (S, 8) with a row a sample or a token of x (2, 4, 8), got (4, 8)",
+        ),
+        Case(
+            "bad-shift",
+            dict(_tensors((2, 4, 8), (2, 8)), shift=T((8,))),
+            error="shift must have shape (2, 8), got (8,)",
+        ),
+        Case(
+            "bad-casting",
+            dict(_tensors((4, 8), (8,)), casting="bf16"),
+            error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'",
+        ),
+        Case(
+            "integers",
+            dict(_tensors((4, 8), (8,)), scale=T((8,), dtype=torch.int64)),
+            error="scale must be floating point, got torch.int64",
+        ),
     ],
     cost=lambda x, scale, shift=None, w=None, **_: Cost(
         nbytes(x, x, scale, shift, w), nbytes(x, x, x, scale, scale, shift, w, w), flops=(6 * x.numel(), 13 * x.numel())
     ),
 )
 def modulated_rms_norm(
-    x: Tensor, scale: Tensor, shift: Tensor | None = None, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    w: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
 ) -> Tensor:
     """``(1 + scale) * rms_norm(x, w) + shift`` over the last dim.
 
-    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. scale is (N,) or (1, N) for all rows of x, (B, N) or (B, 1, N) with B the first
-    dim of x, x's shape or (M, N) for one a row; or (S, N) for an x (M, N) of S samples of M / S rows. shift like scale, or None. Returns a tensor of x's
-    shape and dtype.
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. scale is (N,) or (1, N) for
+    all rows of x, (B, N) or (B, 1, N) with B the first dim of x, x's shape or (M, N) for one a row;
+    or (S, N) for an x (M, N) of S samples of M / S rows. shift like scale, or None. Returns a
+    tensor of x's shape and dtype.
     """
     for name, t in (("x", x), ("scale", scale), ("shift", shift)):
         if t is not None and not t.is_floating_point():
@@ -288,20 +423,47 @@ def modulated_rms_norm(
 def modulated_rms_norm_forward(
     X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> tuple[Any, ...]:
-    """Without autograd: y, 1/rms for ``modulated_rms_norm_backward``, two unused numbers, ``casting_mode``, and how many rows share a scale."""
+    """Without autograd: y, 1/rms for ``modulated_rms_norm_backward``, two unused numbers,
+    ``casting_mode``, and how many rows share a scale."""
     _check_rows(X, scale)
     x, s = rows_of(X), rows_of(scale)
-    y, rstd = modulated_rms_norm_fwd(x, W if W is None else W.contiguous(), s, None if shift is None else rows_of(shift), eps, offset, casting_mode)
+    y, rstd = modulated_rms_norm_fwd(
+        x, W if W is None else W.contiguous(), s, None if shift is None else rows_of(shift), eps, offset, casting_mode
+    )
     return y.view(X.shape), rstd, 0, 0, casting_mode, len(x) // max(len(s), 1)
 
 
 def modulated_rms_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0,
-    num_warps: int = 0, rows_per_modulation: int = 0, in_place: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    dY: Tensor,
+    X: Tensor,
+    W: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    RSTD: Tensor,
+    offset: float,
+    casting_mode: str,
+    BLOCK_SIZE: int = 0,
+    num_warps: int = 0,
+    rows_per_modulation: int = 0,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The gradients of X, W, scale and shift, if these are given; nothing is overwritten."""
     need_dw, w = W is not None, W if W is None else W.contiguous()
     dx, dw, dscale, dshift = modulated_rms_norm_bwd(
-        rows_of(dY), rows_of(X), w, rows_of(scale), RSTD, offset, True, need_dw, True, None if shift is None else shift.dtype
+        rows_of(dY),
+        rows_of(X),
+        w,
+        rows_of(scale),
+        RSTD,
+        offset,
+        True,
+        need_dw,
+        True,
+        None if shift is None else shift.dtype,
     )
-    return dx.view(X.shape), dw if need_dw else None, dscale.view(scale.shape), None if shift is None else dshift.view(shift.shape)
+    return (
+        dx.view(X.shape),
+        dw if need_dw else None,
+        dscale.view(scale.shape),
+        None if shift is None else dshift.view(shift.shape),
+    )

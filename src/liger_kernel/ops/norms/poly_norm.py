@@ -1,9 +1,12 @@
-"""PolyNorm: ``y = w0 n(x^3) + w1 n(x^2) + w2 n(x) + b`` with ``n(z) = z / sqrt(mean(z^2) + eps)``, in fp32, rounded once (arXiv:2411.03884).
+"""PolyNorm: ``y = w0 n(x^3) + w1 n(x^2) + w2 n(x) + b`` with ``n(z) = z / sqrt(mean(z^2) + eps)``,
+in fp32, rounded once (arXiv:2411.03884).
 
 Shapes: x (..., N), w (3,), b of one element, y like x.  M = product of the leading dims.
 
-x^6 overflows fp32 if |x| exceeds 2 million, so a row with numbers above 2^15 is first divided by its largest, s.  With u = x / s, n(x^p) is
-u^p / sqrt(mean(u^2p) + eps / s^2p) for any s.  With r_p for the inverse of that root, n_p = u^p r_p and m_p = mean(dy n_p):
+x^6 overflows fp32 if |x| exceeds 2 million, so a row with numbers above 2^15 is first divided by
+its largest, s.  With u = x / s, n(x^p) is
+u^p / sqrt(mean(u^2p) + eps / s^2p) for any s.  With r_p for the inverse of that root, n_p = u^p r_p
+and m_p = mean(dy n_p):
 
   dx = 1/s sum_p w_p p u^(p-1) r_p (dy - n_p m_p),   dw_p = N sum over rows of m_p,   db = sum of dy
 """
@@ -16,11 +19,25 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
-# Columns that a program holds in registers, with their powers, and in the backward also dy. A wider row is read more than once, in blocks of columns
+# Columns that a program holds in registers, with their powers, and in the backward also dy. A wider
+# row is read more than once, in blocks of columns
 FWD_N, BWD_N = 16384, 8192
 LARGE = 2.0**15
 _LARGE = tl.constexpr(LARGE)
@@ -37,7 +54,8 @@ def reference(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 @jit
 def _inverse(top):
-    """1 / s. Rounded like a division: the approximate one makes 0 of the largest numbers' inverse."""
+    """1 / s. Rounded like a division: the approximate one makes 0 of the largest numbers'
+    inverse."""
     return tl.where(top > _LARGE, tl.div_rn(tl.zeros_like(top) + 1.0, top), 1.0)
 
 
@@ -180,9 +198,23 @@ def _bwd_wide(
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
-    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    stats_ptr,
+    dx_ptr,
+    dwb_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     w0 = tl.load(w_ptr).to(tl.float32)
@@ -221,7 +253,9 @@ def _bwd(
             dx += w2 * r1 * (dy - n1 * (s1 / N)[:, None])
             dx *= inverse[:, None]
             tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    _store_sums(dwb_ptr, tl.sum(dw0, axis=0), tl.sum(dw1, axis=0), tl.sum(dw2, axis=0), tl.sum(db, axis=0), NEED_DW, NEED_DB)
+    _store_sums(
+        dwb_ptr, tl.sum(dw0, axis=0), tl.sum(dw1, axis=0), tl.sum(dw2, axis=0), tl.sum(db, axis=0), NEED_DW, NEED_DB
+    )
 
 
 @launcher("(Tensor x, Tensor w, Tensor b, float eps) -> (Tensor y, Tensor stats)")
@@ -237,21 +271,58 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
     return y, stats
 
 
-@launcher("(Tensor dy, Tensor x, Tensor w, Tensor stats, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dwb)")
-def poly_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool) -> tuple[Tensor, Tensor]:
+@launcher(
+    "(Tensor dy, Tensor x, Tensor w, Tensor stats, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dwb)"
+)
+def poly_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in fp32; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N
-    # half of rms_norm's tile: the powers of a row need twice as many registers as the weight of rms_norm and its sums
+    # half of rms_norm's tile: the powers of a row need twice as many registers as the weight of
+    # rms_norm and its sums
     c = config.tile("poly_norm_bwd", min(N, BWD_N), x.itemsize, elements=4096, pipelined=2)
     programs = max(1, min(2 * config.processors() * c.per_sm, M if wide else cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, 3 * need_dw + need_db, dtype=torch.float32)
     needs = dict(NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db)
     if wide:
-        launch(_bwd_wide, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0), **needs, BLOCK_N=2048, num_warps=8)
+        launch(
+            _bwd_wide,
+            (programs,),
+            dy,
+            x,
+            w,
+            stats,
+            dx,
+            partials,
+            M,
+            N,
+            dy.stride(0),
+            x.stride(0),
+            **needs,
+            BLOCK_N=2048,
+            num_warps=8,
+        )
     else:
-        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, M, N, dy.stride(0), x.stride(0), **needs, STAGES=c.stages, **c.tile)
+        launch(
+            _bwd,
+            (programs,),
+            dy,
+            x,
+            w,
+            stats,
+            dx,
+            partials,
+            M,
+            N,
+            dy.stride(0),
+            x.stride(0),
+            **needs,
+            STAGES=c.stages,
+            **c.tile,
+        )
     return dx, column_sum(partials, torch.float32)
 
 
@@ -273,7 +344,13 @@ class LigerPolyNormFunction(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx, dwb = poly_norm_bwd(rows_of(dy), x, w, stats, need_dx, need_dw, need_db)
         dw = dwb[:3].to(w.dtype) if need_dw else None
-        return dx.view(dy.shape) if need_dx else None, dw, dwb[-1:].view(ctx.b_shape).to(ctx.b_dtype) if need_db else None, None, None
+        return (
+            dx.view(dy.shape) if need_dx else None,
+            dw,
+            dwb[-1:].view(ctx.b_shape).to(ctx.b_dtype) if need_db else None,
+            None,
+            None,
+        )
 
 
 def _tensors(*shape: int) -> dict[str, T]:
@@ -292,14 +369,20 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("wide", _tensors(2, FWD_N + 77)),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="w must have shape (3,), got (4,)"),
         Case("bad-bias", dict(_tensors(4, 8), b=T((3,))), error="b must have one element, got shape (3,)"),
-        Case("integers", dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
+        Case(
+            "integers",
+            dict(_tensors(4, 8), x=T((4, 8), dtype=torch.int64)),
+            error="x must be floating point, got torch.int64",
+        ),
     ],
     cost=lambda x, w, b, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(14 * x.numel(), 27 * x.numel())),
 )
 def poly_norm(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """The sum of the normalised third, second and first power of x over the last dim, weighted by w[0], w[1] and w[2], plus b.
+    """The sum of the normalised third, second and first power of x over the last dim, weighted by
+    w[0], w[1] and w[2], plus b.
 
-    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (3,); b () or (1,). Returns a tensor of x's shape and dtype.
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (3,); b () or (1,). Returns a tensor of
+    x's shape and dtype.
     """
     if not x.is_floating_point():
         raise ValueError(f"poly_norm: x must be floating point, got {x.dtype}")
@@ -315,7 +398,8 @@ def poly_norm(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def poly_norm_forward(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6) -> tuple[Any, ...]:
-    """Without autograd: y, x as rows and its statistics for ``poly_norm_backward``, and two unused numbers."""
+    """Without autograd: y, x as rows and its statistics for ``poly_norm_backward``, and two
+    unused numbers."""
     x = rows_of(X)
     y, stats = poly_norm_fwd(x, W.contiguous(), B, eps)
     return y.view(X.shape), x, stats, 0, 0

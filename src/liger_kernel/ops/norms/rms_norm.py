@@ -1,6 +1,8 @@
-"""RMSNorm: ``y = x / sqrt(mean(x^2) + eps) * (w + offset)``, statistics in fp32 (Zhang and Sennrich, arXiv:1910.07467).
+"""RMSNorm: ``y = x / sqrt(mean(x^2) + eps) * (w + offset)``, statistics in fp32 (Zhang and
+Sennrich, arXiv:1910.07467).
 
-Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.  ``rows`` has the kernels, and describes ``casting``.
+Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.  ``rows`` has the kernels,
+and describes ``casting``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,19 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv
@@ -26,12 +40,31 @@ def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting
     y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
     c = config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
-    launch(_fwd, (cdiv(M, c.block_m),), x, w, y, rstd, M, N, x.stride(0), eps, offset, HAS_W=w is not None, CASTING=casting, **c.tile)
+    launch(
+        _fwd,
+        (cdiv(M, c.block_m),),
+        x,
+        w,
+        y,
+        rstd,
+        M,
+        N,
+        x.stride(0),
+        eps,
+        offset,
+        HAS_W=w is not None,
+        CASTING=casting,
+        **c.tile,
+    )
     return y, rstd
 
 
-@launcher("(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)")
-def rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
+@launcher(
+    "(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)"
+)
+def rms_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor]:
     """dx and dw; gradients that are not needed are empty."""
     M, N = x.shape
     if N > MAX_N:
@@ -47,7 +80,8 @@ def rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: 
 
 
 class LigerRMSNormFunction(torch.autograd.Function):
-    """``apply(x, w, eps, offset=0.0, casting_mode="llama", in_place=None, row_mode=None)``; the last two are accepted and ignored."""
+    """``apply(x, w, eps, offset=0.0, casting_mode="llama", in_place=None, row_mode=None)``; the
+    last two are accepted and ignored."""
 
     @staticmethod
     def forward(ctx, x, w, eps, offset=0.0, casting_mode="llama", in_place=None, row_mode=None):
@@ -66,18 +100,36 @@ class LigerRMSNormFunction(torch.autograd.Function):
         return dx.view(dy.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
 
 
-def rms_norm_forward(X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", row_mode: bool | None = None) -> tuple:
-    """Without autograd: y, x as rows and 1/rms for ``rms_norm_backward``, two unused numbers, and ``casting_mode``."""
+def rms_norm_forward(
+    X: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    row_mode: bool | None = None,
+) -> tuple:
+    """Without autograd: y, x as rows and 1/rms for ``rms_norm_backward``, two unused numbers,
+    and ``casting_mode``."""
     x, W = rows_of(X), W if W is None else W.contiguous()
     y, rstd = rms_norm_fwd(x, W, eps, offset, casting_mode)
     return y.view(X.shape), x, rstd, 0, 0, casting_mode
 
 
 def rms_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: str, BLOCK_SIZE: int = 0, num_warps: int = 0,
-    in_place: bool = False, row_mode: bool | None = None, needs_dw: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """dx and dw, unless ``needs_dw`` is False, from what ``rms_norm_forward`` returned; dY is not overwritten."""
+    dY: Tensor,
+    X: Tensor,
+    W: Tensor | None,
+    RSTD: Tensor,
+    offset: float,
+    casting_mode: str,
+    BLOCK_SIZE: int = 0,
+    num_warps: int = 0,
+    in_place: bool = False,
+    row_mode: bool | None = None,
+    needs_dw: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """dx and dw, unless ``needs_dw`` is False, from what ``rms_norm_forward`` returned; dY is
+    not overwritten."""
     need_dw = W is not None and needs_dw is not False
     dx, dw = rms_norm_bwd(rows_of(dY), rows_of(X), W if W is None else W.contiguous(), RSTD, offset, True, need_dw)
     return dx.view(dY.shape), dw if need_dw else None
@@ -99,15 +151,22 @@ def rms_norm_backward(
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
         Case("wide", dict(x=T((2, MAX_N + 77)), w=T((MAX_N + 77,)))),
         Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="w must have shape (8,), got (4,)"),
-        Case("bad-casting", dict(x=T((4, 8)), w=T((8,)), casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
+        Case(
+            "bad-casting",
+            dict(x=T((4, 8)), w=T((8,)), casting="bf16"),
+            error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'",
+        ),
         Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, w=None, **_: Cost(nbytes(x, x, w), nbytes(x, x, x, w, w), flops=(4 * x.numel(), 10 * x.numel())),
 )
-def rms_norm(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama") -> Tensor:
+def rms_norm(
+    x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+) -> Tensor:
     """Root-mean-square normalisation over the last dim.
 
-    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. Returns a tensor of x's shape.
+    x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. Returns a tensor of x's
+    shape.
     """
     if not x.is_floating_point():
         raise ValueError(f"rms_norm: x must be floating point, got {x.dtype}")

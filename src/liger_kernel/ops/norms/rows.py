@@ -1,6 +1,8 @@
-"""Rows divided by their root mean square: the formula and the kernels of ``rms_norm``, and functions that other norms of rows share.
+"""Rows divided by their root mean square: the formula and the kernels of ``rms_norm``, and
+functions that other norms of rows share.
 
-``y = x / sqrt(mean(x^2) + eps) * (w + offset)``, statistics in fp32 (Zhang and Sennrich, arXiv:1910.07467).
+``y = x / sqrt(mean(x^2) + eps) * (w + offset)``, statistics in fp32 (Zhang and Sennrich,
+arXiv:1910.07467).
 
 Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.
 
@@ -9,7 +11,8 @@ Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.
   gemma   everything in fp32, rounded once, to x's dtype
   none    no upcast: 1/rms and each product are rounded to x's dtype, the last one promoted with w
 
-A program of these kernels holds whole rows in registers. The kernels of ``fused_add_rms_norm`` without a residual compute wider rows,
+A program of these kernels holds whole rows in registers. The kernels of ``fused_add_rms_norm``
+without a residual compute wider rows,
 in blocks of columns.
 The launchers are in ``rms_norm``, which chooses between the two.
 """
@@ -26,7 +29,9 @@ CASTING = ("llama", "gemma", "none")
 MAX_N = 32768  # columns that one program holds in registers
 
 
-def reference(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama") -> Tensor:
+def reference(
+    x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+) -> Tensor:
     h = x.to(acc(x.dtype))
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     h = x * rstd.to(x.dtype) if casting == "none" else h * rstd
@@ -39,7 +44,8 @@ def reference(x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: 
 
 @jit
 def scaled_rows(h, rstd, w_ptr, col, N, offset, DTYPE: tl.constexpr, HAS_W: tl.constexpr, CASTING: tl.constexpr):
-    """Rows h of fp32 values times 1/rms and weight, rounded to their dtype where ``casting`` says so."""
+    """Rows h of fp32 values times 1/rms and weight, rounded to their dtype where ``casting``
+    says so."""
     if CASTING == "none":
         rstd = rstd.to(DTYPE).to(tl.float32)
     h = h * rstd[:, None]
@@ -72,9 +78,24 @@ def _fwd(
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, M, N, dy_stride, x_stride, offset,
-    HAS_W: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    M,
+    N,
+    dy_stride,
+    x_stride,
+    offset,
+    HAS_W: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     if HAS_W:

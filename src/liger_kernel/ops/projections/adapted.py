@@ -1,14 +1,20 @@
-"""Linear layers with low-rank adapters (LoRA, Hu et al., arXiv:2106.09685; DoRA, Liu et al., arXiv:2402.09353) as nodes of the graph.
+"""Linear layers with low-rank adapters (LoRA, Hu et al., arXiv:2106.09685; DoRA, Liu et al.,
+arXiv:2402.09353) as nodes of the graph.
 
-A projection of x (M, K) is  z = x W^T + sum_j s_j drop_j(x) A_j^T B_j^T,  A_j (r_j, K), B_j (N, r_j);  y = z + bias, or, with a magnitude m (N,),
+A projection of x (M, K) is  z = x W^T + sum_j s_j drop_j(x) A_j^T B_j^T,  A_j (r_j, K), B_j (N,
+r_j);  y = z + bias, or, with a magnitude m (N,),
 y = m / |W + s B A| * z + bias. The gradient treats the norms of the rows as constants.
 
-``Projections`` holds all projections of one input while a node runs. It stacks the A's that read x itself, so that x is read once for all of them. The
-product with a B is written first, and the large product adds to it in its epilogue. The node saves for the backward: x, the thin x A^T (M, r), the dropout
-masks, z if there is a magnitude, and the adapters in the dtype of the products if they have another. It saves no cast of x and no output of an adapter.
+``Projections`` holds all projections of one input while a node runs. It stacks the A's that read x
+itself, so that x is read once for all of them. The product with a B is written first, and the large
+product adds to it in its epilogue. The node saves for the backward: x, the thin x A^T (M, r), the
+dropout masks, z if there is a magnitude, and the adapters in the dtype of the products if they have
+another. It saves no cast of x and no output of an adapter.
 
-Dtypes: the products with W are in ``dtype``. Without autocast, adapters in 32 bits beside products in 16 bits are multiplied in 32 bits, as in PEFT. The
-thin results are then cast to 16 bits before the products that add to y and dx; in fp16, whose range they may leave, these products stay in 32 bits.
+Dtypes: the products with W are in ``dtype``. Without autocast, adapters in 32 bits beside products
+in 16 bits are multiplied in 32 bits, as in PEFT. The thin results are then cast to 16 bits before
+the products that add to y and dx; in fp16, whose range they may leave, these products stay in 32
+bits.
 """
 
 from __future__ import annotations
@@ -41,18 +47,23 @@ class Adapter:
     bias: Tensor | None = None
 
     @staticmethod
-    def scaled(a: Tensor, b: Tensor, scale: float | Tensor, dropout: float = 0.0, bias: Tensor | None = None) -> Adapter:
-        """An adapter whose scale may be a tensor: of one element, or (N,). Then it multiplies b and bias: autograd computes its gradient, and the host does not
-        wait for its value."""
+    def scaled(
+        a: Tensor, b: Tensor, scale: float | Tensor, dropout: float = 0.0, bias: Tensor | None = None
+    ) -> Adapter:
+        """An adapter whose scale may be a tensor: of one element, or (N,). Then it multiplies b and
+        bias: autograd computes its gradient, and the host does not wait for its value."""
         if not isinstance(scale, Tensor):
             return Adapter(a, b, float(scale), dropout, bias)
         by_rows = scale.reshape(-1, 1) if scale.ndim == 1 else scale
-        return Adapter(a, (b * by_rows).to(b.dtype), 1.0, dropout, bias if bias is None else (bias * scale).to(bias.dtype))
+        return Adapter(
+            a, (b * by_rows).to(b.dtype), 1.0, dropout, bias if bias is None else (bias * scale).to(bias.dtype)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear layer: its weight, bias (N,), adapters, and the magnitude (N,) if its only adapter is a DoRA adapter."""
+    """A linear layer: its weight, bias (N,), adapters, and the magnitude (N,) if its only
+    adapter is a DoRA adapter."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -61,24 +72,35 @@ class Projection:
 
     @property
     def gains(self) -> bool:
-        """Whether a node of ours helps: there are adapters, or products that PyTorch does not have."""
+        """Whether a node of ours helps: there are adapters, or products that PyTorch does not
+        have."""
         return bool(self.adapters) or self.weight.gains
 
     def tensors(self) -> list[Tensor | None]:
-        """All tensors that may have a gradient, in the order of ``Projections.weight_gradients``."""
-        return [self.weight.learnable, self.bias, self.magnitude, *(t for a in self.adapters for t in (a.a, a.b, a.bias))]
+        """All tensors that may have a gradient, in the order of
+        ``Projections.weight_gradients``."""
+        return [
+            self.weight.learnable,
+            self.bias,
+            self.magnitude,
+            *(t for a in self.adapters for t in (a.a, a.b, a.bias)),
+        ]
 
     def of(self, tensors: Sequence[Tensor | None]) -> Projection:
         """The same projection with other tensors, which come in the order of ``tensors``."""
         if all(one is other for one, other in zip(tensors, self.tensors())):
             return self
         learnable, bias, magnitude, *rest = tensors
-        adapters = tuple(dataclasses.replace(a, a=rest[3 * j], b=rest[3 * j + 1], bias=rest[3 * j + 2]) for j, a in enumerate(self.adapters))
+        adapters = tuple(
+            dataclasses.replace(a, a=rest[3 * j], b=rest[3 * j + 1], bias=rest[3 * j + 2])
+            for j, a in enumerate(self.adapters)
+        )
         return Projection(dataclasses.replace(self.weight, learnable=learnable), bias, adapters, magnitude)
 
 
 class _Stack(NamedTuple):
-    """Adapters that read the same input: several that read x, or one that reads x after its dropout. ``spans``: the stacked rows of each."""
+    """Adapters that read the same input: several that read x, or one that reads x after its
+    dropout. ``spans``: the stacked rows of each."""
 
     adapters: list[tuple[int, int]]  # projection, adapter
     spans: list[slice]
@@ -87,7 +109,8 @@ class _Stack(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where an adapter is: the index of its stack, its rows there (None if it is alone), and its number among all adapters."""
+    """Where an adapter is: the index of its stack, its rows there (None if it is alone), and its
+    number among all adapters."""
 
     stack: int
     span: slice | None
@@ -95,7 +118,8 @@ class _Place(NamedTuple):
 
 
 def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_Stack], list[list[_Place]]]:
-    """The stacks of adapters, and the places of those of each projection, from the rank and dropout of each adapter of each projection."""
+    """The stacks of adapters, and the places of those of each projection, from the rank and
+    dropout of each adapter of each projection."""
     every = [(i, j) for i, own in enumerate(adapters) for j in range(len(own))]
     plain = [(i, j) for i, j in every if not adapters[i][j][1]]
     stacks = []
@@ -103,7 +127,11 @@ def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_
         ends = list(itertools.accumulate((adapters[i][j][0] for i, j in group), initial=0))
         i, j = group[0]
         stacks.append(_Stack(group, [slice(*span) for span in itertools.pairwise(ends)], ends[-1], adapters[i][j][1]))
-    found = {at: (s, span if len(stack.adapters) > 1 else None) for s, stack in enumerate(stacks) for at, span in zip(stack.adapters, stack.spans)}
+    found = {
+        at: (s, span if len(stack.adapters) > 1 else None)
+        for s, stack in enumerate(stacks)
+        for at, span in zip(stack.adapters, stack.spans)
+    }
     numbers = itertools.count()
     return stacks, [[_Place(*found[i, j], next(numbers)) for j in range(len(own))] for i, own in enumerate(adapters)]
 
@@ -112,7 +140,8 @@ _known_layout = functools.lru_cache(256)(_layout)
 
 
 def may_overflow(dtype: torch.dtype, thin: torch.dtype) -> bool:
-    """Whether thin results may leave the range of ``dtype``, while those of PEFT, in the dtype ``thin``, do not."""
+    """Whether thin results may leave the range of ``dtype``, while those of PEFT, in the dtype
+    ``thin``, do not."""
     return dtype == torch.float16 and thin != dtype
 
 
@@ -121,9 +150,13 @@ class Projections:
 
     def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, thin: torch.dtype):
         self.projections, self.dtype, self.thin = projections, dtype, thin
-        self.adding = thin if may_overflow(dtype, thin) else dtype  # the dtype of the products of thin tensors that add to y and dx
+        self.adding = (
+            thin if may_overflow(dtype, thin) else dtype
+        )  # the dtype of the products of thin tensors that add to y and dx
         layout = _layout if torch.compiler.is_compiling() else _known_layout  # a compiler warns of caches
-        self.stacks, self.places = layout(tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections]))
+        self.stacks, self.places = layout(
+            tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections])
+        )
         self.As: list = []
         self.bs: list = []
         self.xas: list = []
@@ -138,7 +171,8 @@ class Projections:
         return self.projections[at[0]].adapters[at[1]]
 
     def _cast(self) -> None:
-        """Stack the A's, and cast the A's and B's to the dtype of their products. One copy moves everything that has another dtype or place."""
+        """Stack the A's, and cast the A's and B's to the dtype of their products. One copy moves
+        everything that has another dtype or place."""
         there, here = [], []
         self.As, self.bs = [], []
         for stack in self.stacks:
@@ -158,13 +192,15 @@ class Projections:
             torch._foreach_copy_(here, there)
 
     def open(self) -> None:
-        """Cast the adapters, and prepare the weights for many products. Call it before ``part``; there must be no dropout and no magnitude."""
+        """Cast the adapters, and prepare the weights for many products. Call it before ``part``;
+        there must be no dropout and no magnitude."""
         self._cast()
         self.projections = [dataclasses.replace(p, weight=p.weight.opened(self.dtype)) for p in self.projections]
         self.masks = [None] * len(self.As)
 
     def part(self, x: Tensor) -> Projections:
-        """The same projections of some of the rows, after their ``take(x)``. Call ``open`` first."""
+        """The same projections of some of the rows, after their ``take(x)``. Call ``open``
+        first."""
         part = copy.copy(self)
         part.xas = [x.to(self.thin) @ a.t() for a in self.As]
         return part
@@ -179,7 +215,8 @@ class Projections:
             self.masks.append(mask)
 
     def outputs(self, rows: Rows, out: Tensor | None = None) -> list[Tensor]:
-        """The y (M, N) of each projection of the rows x, in new memory, or in ``out`` if there is only one. Call ``take`` first."""
+        """The y (M, N) of each projection of the rows x, in new memory, or in ``out`` if there
+        is only one. Call ``take`` first."""
         ys: list[Tensor] = []
         self.zs, self.norms = [], []
         search((p.weight, rows) for p in self.projections)
@@ -187,7 +224,10 @@ class Projections:
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
             wide: Tensor | None = None
             for adapter, place in zip(p.adapters, self.places[i]):
-                xa, b = (as_dtype(t, self.adding) for t in (_columns(self.xas[place.stack], place.span), self.bs[place.number]))
+                xa, b = (
+                    as_dtype(t, self.adding)
+                    for t in (_columns(self.xas[place.stack], place.span), self.bs[place.number])
+                )
                 if self.adding == self.dtype:
                     y = add_product(y, xa, b.t(), adapter.scale, out)
                 else:
@@ -208,16 +248,26 @@ class Projections:
         return ys
 
     def outputs_again(self) -> list[Tensor]:
-        """The y of each projection again, in new memory, from what was saved. Every projection must have a magnitude."""
-        ys = [self._scaled(z, p.magnitude, norm) for p, z, norm in zip(self.projections, self.zs, self.norms) if p.magnitude is not None]
+        """The y of each projection again, in new memory, from what was saved. Every projection
+        must have a magnitude."""
+        ys = [
+            self._scaled(z, p.magnitude, norm)
+            for p, z, norm in zip(self.projections, self.zs, self.norms)
+            if p.magnitude is not None
+        ]
         return [added(y, _summed_bias(p)) for p, y in zip(self.projections, ys)]
 
     def _scaled(self, z: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
         return as_dtype(times_columns(z, magnitude / norm), self.dtype)
 
-    def input_kept(self, rows: Rows, x: Tensor) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
-        """What the backward needs from x, and a function that makes the rows from it: x itself, or what trained weights need. Call ``outputs`` first."""
-        trained = [p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad]
+    def input_kept(
+        self, rows: Rows, x: Tensor
+    ) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
+        """What the backward needs from x, and a function that makes the rows from it: x itself,
+        or what trained weights need. Call ``outputs`` first."""
+        trained = [
+            p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad
+        ]
         found = [] if any(self.places) else [weight.of_input(rows) for weight in trained]  # adapters need x itself
         first = found[0] if found else None
         if first is None or any(other is None or other[0] != first[0] for other in found):
@@ -227,7 +277,9 @@ class Projections:
 
         def again(saved: Sequence[Tensor | None]) -> Rows:
             x, *rest = saved
-            return Rows(torch.empty(0, dtype=dtype) if x is None else rows_of(x), made={key: weight.made_again(key, rest)})
+            return Rows(
+                torch.empty(0, dtype=dtype) if x is None else rows_of(x), made={key: weight.made_again(key, rest)}
+            )
 
         return again, [x if rows.stays else None, *tensors]
 
@@ -243,11 +295,17 @@ class Projections:
         """Put back what the forward saved: the tensors of ``kept()`` or of ``taken()``."""
         kept, many = list(kept), len(self.stacks)
         first = lambda n: [kept.pop(0) for _ in range(n)]
-        self.As, self.bs, self.xas, self.masks = first(many), first(sum(map(len, self.places))), first(many), first(many)
+        self.As, self.bs, self.xas, self.masks = (
+            first(many),
+            first(sum(map(len, self.places))),
+            first(many),
+            first(many),
+        )
         self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
     def thin_gradients(self, dy_rows: Sequence[Rows], need: Sequence[Sequence[bool]]) -> None:
-        """Compute the gradients that need the gradients of the y's but not x: those of the B's, biases and magnitudes, and of the thin x A^T."""
+        """Compute the gradients that need the gradients of the y's but not x: those of the B's,
+        biases and magnitudes, and of the thin x A^T."""
         self.dy_rows = list(dy_rows)
         dys = [rows.rows for rows in dy_rows]
         self.grads = [[None] * len(n) for n in need]
@@ -293,17 +351,29 @@ class Projections:
         dx = added(dx, wide)
         for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
             if mask is not None:
-                dx.add_(torch.ops.aten.native_dropout_backward(as_dtype(dxa, self.adding) @ as_dtype(a, self.adding), mask, 1 / (1 - stack.dropout)))
+                dx.add_(
+                    torch.ops.aten.native_dropout_backward(
+                        as_dtype(dxa, self.adding) @ as_dtype(a, self.adding), mask, 1 / (1 - stack.dropout)
+                    )
+                )
         return dx if out is None or dx is out else out.copy_(dx)
 
-    def weight_gradients(self, x: Rows, need: Sequence[Sequence[bool]], totals: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
-        """The gradient of each tensor that ``Projection.tensors`` lists, in the dtype of that tensor.
+    def weight_gradients(
+        self, x: Rows, need: Sequence[Sequence[bool]], totals: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor | None]:
+        """The gradient of each tensor that ``Projection.tensors`` lists, in the dtype of that
+        tensor.
 
-        ``totals``: for each weight, what its gradient is added to in place; then the list has None for it.
+        ``totals``: for each weight, what its gradient is added to in place; then the list has None
+        for it.
         """
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
-                seen = x.rows if mask is None else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))
+                seen = (
+                    x.rows
+                    if mask is None
+                    else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))
+                )
                 da = dxa.t() @ as_dtype(seen, self.thin)
                 for (i, j), span in zip(stack.adapters, stack.spans):
                     self.grads[i][3 + 3 * j] = da[span] if len(stack.spans) > 1 else da
@@ -330,9 +400,15 @@ class Projections:
         return flat
 
     def gradients_in_turn(
-        self, dys: list[Rows], x: Rows, need: Sequence[Sequence[bool]], need_x: bool, totals: Sequence[Tensor | None] | None = None
+        self,
+        dys: list[Rows],
+        x: Rows,
+        need: Sequence[Sequence[bool]],
+        need_x: bool,
+        totals: Sequence[Tensor | None] | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """dx and the gradients of all tensors, without adapters and magnitudes: nothing that was made of one dy is there while the next is used.
+        """dx and the gradients of all tensors, without adapters and magnitudes: nothing that was
+        made of one dy is there while the next is used.
 
         Empties ``dys``.
         """

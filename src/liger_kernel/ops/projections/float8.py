@@ -1,21 +1,27 @@
-"""Frozen weights in FP8 (e4m3: Micikevicius et al., arXiv:2209.05433). Each call casts its input to FP8, and the tensor cores multiply in FP8.
+"""Frozen weights in FP8 (e4m3: Micikevicius et al., arXiv:2209.05433). Each call casts its input to
+FP8, and the tensor cores multiply in FP8.
 
-A cast of x (M, N) is q = fp8(x * (TOP / a)) with the scale s = a / TOP, so that x is about q s. a is the largest finite |x| of the tensor, or of each row.
-TOP is the largest value of the format. With W (N, K) = W8 sw the two products of a projection are
+A cast of x (M, N) is q = fp8(x * (TOP / a)) with the scale s = a / TOP, so that x is about q s. a
+is the largest finite |x| of the tensor, or of each row. TOP is the largest value of the format.
+With W (N, K) = W8 sw the two products of a projection are
 
     per tensor ("fp8"):        y = (x8 W8^T) sx sw        x8 e4m3        dx = (dy8 W8) sdy sw            dy8 e5m2
     per row ("fp8_rowwise"):   y = (x8 W8^T) sx sw^T      x8 e4m3        dx = (d8 W8) sd,  d = dy sw^T    d8 e4m3, sx and sd (M, 1), sw (N, 1)
 
-Both multiply by the same W8. (A second cast of W by columns for dx would make dx the gradient of another function.) An infinity or NaN becomes NaN in q
-and does not change the scale. A scale is never 0 or infinite.
+Both multiply by the same W8. (A second cast of W by columns for dx would make dx the gradient of
+another function.) An infinity or NaN becomes NaN in q and does not change the scale. A scale is
+never 0 or infinite.
 
-Products use the tensor cores' own accumulation (``use_fast_accum``), forward and backward. The errors of the casts, with exact sums: a value in e4m3 is off
-by up to 1/16 of itself (2.6 % root mean square), a value in e5m2 by twice that. Relative to fp64 with the dequantised weight, for normal x and W, y is off by
-2.6 % of its root mean square, and dx by 5.3 % (e5m2) or 2.6 % (per row). W8 itself adds 2.6 % to both. Small values underflow: below
+Products use the tensor cores' own accumulation (``use_fast_accum``), forward and backward. The
+errors of the casts, with exact sums: a value in e4m3 is off by up to 1/16 of itself (2.6 % root
+mean square), a value in e5m2 by twice that. Relative to fp64 with the dequantised weight, for
+normal x and W, y is off by 2.6 % of its root mean square, and dx by 5.3 % (e5m2) or 2.6 % (per
+row). W8 itself adds 2.6 % to both. Small values underflow: below
 a / 2^18 in e4m3, below a / 2^32 in e5m2.
 
-cuBLAS multiplies FP8 only if the reduction is contiguous in both operands: y needs W8 row by row, dx needs the transpose of W8 row by row.
-"""
+cuBLAS multiplies FP8 only if the reduction is contiguous in both operands: y needs W8 row by row,
+dx needs the transpose of W8 row by row.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -26,7 +32,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, intercepted, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    acc,
+    intercepted,
+    launch,
+    launcher,
+    once_differentiable,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.weights import Rows, Weight, added
 
@@ -40,7 +55,9 @@ def reference(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -
     finite = x.isfinite()
     size = x.abs().where(finite, 0.0)
     amax = (size.amax(1, keepdim=True) if per_row else size.amax()).clamp(min=LEAST)
-    top = amax.new_full((), torch.finfo(dtype).max)  # PyTorch computes number / tensor as number * (1 / tensor), which rounds twice
+    top = amax.new_full(
+        (), torch.finfo(dtype).max
+    )  # PyTorch computes number / tensor as number * (1 / tensor), which rounds twice
     return (x * (top / amax)).where(finite, float("nan")).to(dtype), amax / top
 
 
@@ -76,8 +93,10 @@ def _quantized(x, factor, q_ptr):
 def _quantized_t(x, factor, q_ptr):
     """The transposed ``_quantized``, by conversions of its own.
 
-    One instruction converts two values. If both bytes of its result are used one by one, as a transposition does, and also in packs of four, ptxas 12.8 (of
-    Triton 3.6 and 3.7) reads one of them from a register that it does not write (MEASURED.md). Here both bytes are of the same value, and one is used.
+    One instruction converts two values. If both bytes of its result are used one by one, as a
+    transposition does, and also in packs of four, ptxas 12.8 (of Triton 3.6 and 3.7) reads one of
+    them from a register that it does not write (MEASURED.md). Here both bytes are of the same
+    value, and one is used.
     """
     x = _scaled(x, factor)
     q, _same = tl.split(tl.join(x, x).to(q_ptr.dtype.element_ty))
@@ -85,7 +104,20 @@ def _quantized_t(x, factor, q_ptr):
 
 
 @jit
-def _cast(x_ptr, tops_ptr, q_ptr, scale_ptr, M, N, stride, programs, TOP: tl.constexpr, LEAST: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+def _cast(
+    x_ptr,
+    tops_ptr,
+    q_ptr,
+    scale_ptr,
+    M,
+    N,
+    stride,
+    programs,
+    TOP: tl.constexpr,
+    LEAST: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program, tiles = tl.program_id(0), tl.cdiv(N, BLOCK)
     every = tl.arange(0, PROGRAMS)
     amax = tl.maximum(tl.max(tl.load(tops_ptr + every, mask=every < programs, other=0.0), 0), LEAST)
@@ -107,7 +139,17 @@ def _values(x_ptr, by_ptr, col, N, HAS_BY: tl.constexpr):
 
 @jit
 def _cast_rows(
-    x_ptr, by_ptr, q_ptr, scale_ptr, N, stride, TOP: tl.constexpr, LEAST: tl.constexpr, HAS_BY: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    by_ptr,
+    q_ptr,
+    scale_ptr,
+    N,
+    stride,
+    TOP: tl.constexpr,
+    LEAST: tl.constexpr,
+    HAS_BY: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
@@ -139,7 +181,10 @@ def _transpose(x_ptr, y_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 _PROGRAMS, _BLOCK = 1024, 2048  # programs, and values per step, of a cast per tensor
-_WHOLE, _PART = 16384, 4096  # the longest row that a program holds whole, and how much of a longer row it holds at a time
+_WHOLE, _PART = (
+    16384,
+    4096,
+)  # the longest row that a program holds whole, and how much of a longer row it holds at a time
 
 
 @launcher("(Tensor x, Tensor? by, ScalarType dtype, bool per_row) -> (Tensor q, Tensor scale)")
@@ -157,7 +202,23 @@ def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool)
     programs = min(M * cdiv(N, block), _PROGRAMS)
     tops = x.new_empty(programs, dtype=torch.float32)
     launch(_amax, (programs,), x, tops, M, N, x.stride(0), programs, BLOCK=block, num_warps=4)
-    launch(_cast, (programs,), x, tops, q, scale, M, N, x.stride(0), programs, TOP=top, LEAST=LEAST, PROGRAMS=_PROGRAMS, BLOCK=block, num_warps=4)
+    launch(
+        _cast,
+        (programs,),
+        x,
+        tops,
+        q,
+        scale,
+        M,
+        N,
+        x.stride(0),
+        programs,
+        TOP=top,
+        LEAST=LEAST,
+        PROGRAMS=_PROGRAMS,
+        BLOCK=block,
+        num_warps=4,
+    )
     return q, scale
 
 
@@ -179,7 +240,8 @@ CAPABILITY = 8, 9  # the compute capability from which tensor cores multiply in 
 
 
 def lacking(device: torch.device, capability: tuple[int, int] = CAPABILITY) -> str | None:
-    """The reason why a device cannot multiply in FP8. None if it can, and without a GPU, where the reference runs."""
+    """The reason why a device cannot multiply in FP8. None if it can, and without a GPU, where
+    the reference runs."""
     if device.type == "cpu" or device.type == "meta":
         return None
     found: tuple[int, int] | None = None
@@ -193,7 +255,8 @@ def lacking(device: torch.device, capability: tuple[int, int] = CAPABILITY) -> s
 
 
 def cast(x: Tensor, dtype: torch.dtype, per_row: bool, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cast x (M, N), or x times ``by`` (N,), to ``dtype``; each row is contiguous. The fp32 scale is (), or (M, 1) per row. ``ValueError`` without FP8."""
+    """Cast x (M, N), or x times ``by`` (N,), to ``dtype``; each row is contiguous. The fp32
+    scale is (), or (M, 1) per row. ``ValueError`` without FP8."""
     if why := lacking(x.device):
         raise ValueError(why)
     if not x.numel():
@@ -207,21 +270,32 @@ def transposed(w: Tensor) -> Tensor:
 
 
 def product(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = True, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip  # the operands, the result
-    """a b^T (M, N) of a (M, K) and b (N, K) in FP8, times both scales: () and (), or (M, 1) and (N, 1). ``fast``: the tensor cores' own accumulation.
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:  # the operands, the result
+    """a b^T (M, N) of a (M, K) and b (N, K) in FP8, times both scales: () and (), or (M, 1) and (N,
+    1). ``fast``: the tensor cores' own accumulation.
 
     ``out`` (M, N), contiguous, of ``dtype``: where the result goes.
     """
     if not a.shape[0] or a.is_meta or intercepted():
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
     if a.is_cuda and scale_a.ndim == 0:
-        # torch._scaled_mm(a, b.t(), scale_a, scale_b, bias, scale_result, dtype, fast): parsing names takes the host as long as the dispatcher
+        # torch._scaled_mm(a, b.t(), scale_a, scale_b, bias, scale_result, dtype, fast): parsing
+        # names takes the host as long as the dispatcher
         if out is None:
             return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, dtype, fast)
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
     if a.is_cuda:  # with scales per row, torch's product returns only bf16
-        found = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
+        found = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(
+            dtype
+        )
     else:
         wide = acc(dtype)
         with torch.autocast(a.device.type, enabled=False):
@@ -231,10 +305,12 @@ def product(
 
 @dataclass(frozen=True, eq=False)
 class Float8(Weight):
-    """``w`` (N, K) in e4m3 times ``scale``, () or (N, 1) in fp32. ``w_t``: the contiguous transpose (K, N) of ``w``; without it each backward makes one.
+    """``w`` (N, K) in e4m3 times ``scale``, () or (N, 1) in fp32. ``w_t``: the contiguous transpose
+    (K, N) of ``w``; without it each backward makes one.
 
-    Keeping the transpose costs 1 byte per weight; both together take as much memory as W in bf16. Making it reads and writes 1 byte per weight: a few
-    percent of the time of a product with 8192 rows, as much time as a product with 512 rows.
+    Keeping the transpose costs 1 byte per weight; both together take as much memory as W in bf16.
+    Making it reads and writes 1 byte per weight: a few percent of the time of a product with 8192
+    rows, as much time as a product with 512 rows.
     """
 
     accumulates: ClassVar[bool] = False  # torch's scaled product cannot add to its output
@@ -269,11 +345,15 @@ def float8(w: Tensor, scale: Tensor, w_t: Tensor | None = None) -> Float8:
 
 
 class Float8LinearFunction(torch.autograd.Function):
-    """``apply(x, bias or None, w, scale, w_t or None)``: x (..., K) times a frozen ``Float8``, without adapters. It saves no activation."""
+    """``apply(x, bias or None, w, scale, w_t or None)``: x (..., K) times a frozen ``Float8``,
+    without adapters. It saves no activation."""
 
     @staticmethod
     def forward(ctx, x, bias, w, scale, w_t):
-        ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]  # not in save_for_backward: hooks may move saved tensors to the CPU, as if they were activations
+        ctx.stored, ctx.K = (
+            (w, scale, w_t),
+            x.shape[-1],
+        )  # not in save_for_backward: hooks may move saved tensors to the CPU, as if they were activations
         y = float8(w, scale).forward(Rows(rows_of(x)), None)
         return shaped(added(y, bias), (*x.shape[:-1], y.shape[1]))
 

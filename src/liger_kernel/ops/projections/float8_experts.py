@@ -1,8 +1,11 @@
-"""The packed weights of a mixture's experts in FP8 (e4m3), made dense by one kernel for one product at a time.
+"""The packed weights of a mixture's experts in FP8 (e4m3), made dense by one kernel for one product
+at a time.
 
-W (E, N, K), or (E, K, N) if it is ``transposed``, is about q s with q in e4m3. The scale s in fp32 is (E, 1, 1), one for each expert ("fp8"), or (E, N, 1) and
-(E, 1, N), one for each output of each expert ("fp8_rowwise"). An expert is cast as the weight of a linear layer is in ``float8.py``, which has the errors.
-The products are in the dtype of x, because an expert has too few rows to gain by casts of them.
+W (E, N, K), or (E, K, N) if it is ``transposed``, is about q s with q in e4m3. The scale s in fp32
+is (E, 1, 1), one for each expert ("fp8"), or (E, N, 1) and (E, 1, N), one for each output of each
+expert ("fp8_rowwise"). An expert is cast as the weight of a linear layer is in ``float8.py``, which
+has the errors. The products are in the dtype of x, because an expert has too few rows to gain by
+casts of them.
 """
 
 from __future__ import annotations
@@ -25,8 +28,19 @@ def reference(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @jit
-def _dense_experts(q_ptr, scale_ptr, y_ptr, rows, cols, group, BY_COLUMN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """``rows`` of all experts, one after another; ``group`` of them have one scale, or with BY_COLUMN one for each column."""
+def _dense_experts(
+    q_ptr,
+    scale_ptr,
+    y_ptr,
+    rows,
+    cols,
+    group,
+    BY_COLUMN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """``rows`` of all experts, one after another; ``group`` of them have one scale, or with
+    BY_COLUMN one for each column."""
     program, tiles = tl.program_id(0), tl.cdiv(cols, BLOCK_COLS)
     row = (program // tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = (program % tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -50,12 +64,26 @@ def dense_experts(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     rows = _VALUES // cols
     group = 1 if scale.shape[1] == A else A  # where both are 1, they are the same
     grid = (cdiv(E * A, rows) * cdiv(B, cols),)
-    launch(_dense_experts, grid, q, scale, y, E * A, B, group, BY_COLUMN=scale.shape[2] > 1, BLOCK_ROWS=rows, BLOCK_COLS=cols, num_warps=4)
+    launch(
+        _dense_experts,
+        grid,
+        q,
+        scale,
+        y,
+        E * A,
+        B,
+        group,
+        BY_COLUMN=scale.shape[2] > 1,
+        BLOCK_ROWS=rows,
+        BLOCK_COLS=cols,
+        num_warps=4,
+    )
     return y
 
 
 def cast_experts(w: Tensor, per_output: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Cast w (E, N, K), or (E, K, N) if ``transposed``, to e4m3, expert by expert; the fp32 scale is (E, 1, 1), or (E, N, 1) or (E, 1, N) ``per_output``.
+    """Cast w (E, N, K), or (E, K, N) if ``transposed``, to e4m3, expert by expert; the fp32 scale
+    is (E, 1, 1), or (E, N, 1) or (E, 1, N) ``per_output``.
 
     Raises ``ValueError`` on a GPU without FP8.
     """

@@ -1,6 +1,8 @@
-"""Trained weights in FP8 (Micikevicius et al., arXiv:2209.05433): each step casts x, dy and W, and all three products of a linear layer run in FP8.
+"""Trained weights in FP8 (Micikevicius et al., arXiv:2209.05433): each step casts x, dy and W, and
+all three products of a linear layer run in FP8.
 
-With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw = dy^T x. The recipes are torchao's, and give the same results:
+With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw = dy^T x. The
+recipes are torchao's, and give the same results:
 
     recipe                scales of x and W in y      of dy and W in dx                  of dy and x in dw
     tensorwise            one each, e4m3              one each, dy e5m2                  one each, dy e5m2
@@ -8,14 +10,18 @@ With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw 
     rowwise_with_gw_hp    a row of x, a row of W      a row of dy, one of W; all e4m3    not cast: a product in x's dtype
     mxfp8_rceil           32 values that are reduced together, see ``mxfp8``; all e4m3
 
-Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the largest value of the format. All but the first recipe round s up
-to a power of two. An infinity or NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
+Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the
+largest value of the format. All but the first recipe round s up to a power of two. An infinity or
+NaN becomes NaN in q and does not change the scale. A scale is never 0 or infinite.
 
-A tensor core multiplies FP8 only if the reduction is contiguous in both operands. So one kernel reads its input once and writes a cast by rows and a transposed
-cast by columns. After the forward only the transposed cast of x stays, 1 byte per value; or x itself, if somebody else keeps or recomputes it anyway.
-The largest values of W are searched once for each step of an optimizer. Its casts are made for each product (3 bytes per weight are read and written) and not
-kept: both together would take as much memory as W in 16 bits.
-"""
+A tensor core multiplies FP8 only if the reduction is contiguous in both operands. So one kernel
+reads its input once and writes a cast by rows and a transposed cast by columns. After the forward
+only the transposed cast of x stays, 1 byte per value; or x itself, if somebody else keeps or
+recomputes it anyway.
+The largest values of W are searched once for each step of an optimizer. Its casts are made for each
+product (3 bytes per weight are read and written) and not kept: both together would take as much
+memory as W in 16 bits.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,7 +37,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
-from liger_kernel.ops.projections.float8 import CAPABILITY, E4, E5, LEAST, _quantized, _quantized_t, _size, product, transposed
+from liger_kernel.ops.projections.float8 import (
+    CAPABILITY,
+    E4,
+    E5,
+    LEAST,
+    _quantized,
+    _quantized_t,
+    _size,
+    product,
+    transposed,
+)
 from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
 from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
 from liger_kernel.ops.projections.weights import Rows, Weight, added, as_dtype
@@ -73,7 +89,8 @@ RECIPES = {
 
 
 class Amax(NamedTuple):
-    """The largest finite sizes, fp32: of each row (M,) and each column (N,), or of ``TOPS`` parts of the tensor, without columns."""
+    """The largest finite sizes, fp32: of each row (M,) and each column (N,), or of ``TOPS``
+    parts of the tensor, without columns."""
 
     rows: Tensor
     columns: Tensor | None
@@ -95,10 +112,14 @@ def _factor_and_scale(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> tu
     return factor, 1 / factor
 
 
-def reference(x: Tensor, amax: Amax, dtype: torch.dtype, powers_of_2: bool, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
+def reference(
+    x: Tensor, amax: Amax, dtype: torch.dtype, powers_of_2: bool, rows: bool, columns: bool
+) -> tuple[Cast | None, Cast | None]:
     """What ``casts`` returns."""
     wide, by_rows = x.float(), amax.columns is not None
-    nan = wide - wide  # where x is not finite. With a literal, which differs from itself, torch.compile would compute the casts anew for each weight
+    nan = wide - wide
+    # where x is not finite. With a literal, which differs from itself, torch.compile would compute
+    # the casts anew for each weight
 
     def cast(of: Tensor, transposed: bool) -> Cast:
         factor, scale = _factor_and_scale(of, dtype, powers_of_2)
@@ -108,7 +129,9 @@ def reference(x: Tensor, amax: Amax, dtype: torch.dtype, powers_of_2: bool, rows
         return Cast(q.to(dtype).contiguous(), scale.contiguous())
 
     whole = amax.rows[:, None] if by_rows else amax.rows.amax()
-    return cast(whole, False) if rows else None, cast(amax.columns if amax.columns is not None else whole, True) if columns else None
+    return cast(whole, False) if rows else None, cast(
+        amax.columns if amax.columns is not None else whole, True
+    ) if columns else None
 
 
 @jit
@@ -126,13 +149,18 @@ def _scale(amax, factor, TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl
 
 
 @jit
-def _amax(x_ptr, rows_ptr, columns_ptr, M, N, stride, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of each row and column of STEPS tiles below each other. ``rows``, ``columns``: zeros at first."""
+def _amax(
+    x_ptr, rows_ptr, columns_ptr, M, N, stride, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Of each row and column of STEPS tiles below each other. ``rows``, ``columns``: zeros at
+    first."""
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     of_columns = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS):
         row = ((tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(
+            x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0
+        ).to(tl.float32)
         size = _size(x)
         tl.atomic_max(rows_ptr + row, tl.max(size, 1), mask=row < M, sem="relaxed")
         of_columns = tl.maximum(of_columns, tl.max(size, 0))
@@ -140,14 +168,28 @@ def _amax(x_ptr, rows_ptr, columns_ptr, M, N, stride, STEPS: tl.constexpr, BLOCK
 
 
 @jit
-def _top(x_ptr, tops_ptr, M, N, stride, part, TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The largest value of part number ``part`` of x, if x has so many: of STEPS tiles below each other."""
+def _top(
+    x_ptr,
+    tops_ptr,
+    M,
+    N,
+    stride,
+    part,
+    TOPS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The largest value of part number ``part`` of x, if x has so many: of STEPS tiles below
+    each other."""
     high = tl.cdiv(M, BLOCK_M * STEPS)
     col = ((part // high) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     top = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS):
         row = (((part % high) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(
+            x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0
+        ).to(tl.float32)
         top = tl.maximum(top, tl.max(_size(x), 0))
     tl.atomic_max(tops_ptr + part % TOPS, tl.max(top, 0), sem="relaxed")
 
@@ -157,7 +199,8 @@ def _tops(
     x0_ptr, x1_ptr, x2_ptr, x3_ptr, tops_ptr, M0, M1, M2, M3, N0, N1, N2, N3, stride0, stride1, stride2, stride3,
     COUNT: tl.constexpr, TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of COUNT tensors, each in code of its own, which loads by what is known of its strides. ``tops``: (COUNT, TOPS), zeros at first."""
+    """Of COUNT tensors, each in code of its own, which loads by what is known of its strides.
+    ``tops``: (COUNT, TOPS), zeros at first."""
     part = tl.program_id(0)
     end0 = tl.cdiv(M0, BLOCK_M * STEPS) * tl.cdiv(N0, BLOCK_N)
     if part < end0:
@@ -176,10 +219,29 @@ def _tops(
 
 @jit
 def _cast_tile(
-    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, high, wide,
-    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    rows_ptr,
+    columns_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    stride,
+    stride_t,
+    high,
+    wide,
+    TOP: tl.constexpr,
+    LEAST: tl.constexpr,
+    POWERS_OF_2: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Of the tile with the number ``high`` from above and ``wide`` from the left."""
     row = (high * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     col = (wide * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -205,27 +267,90 @@ def _cast_tile(
             scale = _scale(of_columns, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
         q = _quantized_t(x, factor[None, :], qt_ptr)
-        tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
+        tl.store(
+            qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :]
+        )
 
 
 @jit
 def _casts(
-    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
-    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    rows_ptr,
+    columns_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    stride,
+    stride_t,
+    TOP: tl.constexpr,
+    LEAST: tl.constexpr,
+    POWERS_OF_2: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     _cast_tile(
-        x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, tl.program_id(0), tl.program_id(1),
-        TOP, LEAST, POWERS_OF_2, BY_ROWS, ROWS, COLUMNS, TOPS, BLOCK_M, BLOCK_N,
-    )  # fmt: skip  # tensors, sizes, how
+        x_ptr,
+        rows_ptr,
+        columns_ptr,
+        q_ptr,
+        scale_ptr,
+        qt_ptr,
+        scale_t_ptr,
+        M,
+        N,
+        stride,
+        stride_t,
+        tl.program_id(0),
+        tl.program_id(1),
+        TOP,
+        LEAST,
+        POWERS_OF_2,
+        BY_ROWS,
+        ROWS,
+        COLUMNS,
+        TOPS,
+        BLOCK_M,
+        BLOCK_N,
+    )  # tensors, sizes, how
 
 
 @jit
 def _two_casts(
-    x0_ptr, tops0_ptr, q0_ptr, qt0_ptr, scale0_ptr, x1_ptr, tops1_ptr, q1_ptr, qt1_ptr, scale1_ptr, M0, N0, stride0, M1, N1, stride1,
-    TOP0: tl.constexpr, ROWS0: tl.constexpr, COLUMNS0: tl.constexpr, TOP1: tl.constexpr, ROWS1: tl.constexpr, COLUMNS1: tl.constexpr,
-    LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x0_ptr,
+    tops0_ptr,
+    q0_ptr,
+    qt0_ptr,
+    scale0_ptr,
+    x1_ptr,
+    tops1_ptr,
+    q1_ptr,
+    qt1_ptr,
+    scale1_ptr,
+    M0,
+    N0,
+    stride0,
+    M1,
+    N1,
+    stride1,
+    TOP0: tl.constexpr,
+    ROWS0: tl.constexpr,
+    COLUMNS0: tl.constexpr,
+    TOP1: tl.constexpr,
+    ROWS1: tl.constexpr,
+    COLUMNS1: tl.constexpr,
+    LEAST: tl.constexpr,
+    POWERS_OF_2: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """``_casts`` of two tensors with one scale each."""
     part = tl.program_id(0)
     padded0, padded1 = tl.cdiv(M0, 16) * 16, tl.cdiv(M1, 16) * 16
@@ -233,15 +358,55 @@ def _two_casts(
     end0 = high0 * tl.cdiv(N0, BLOCK_N)
     if part < end0:
         _cast_tile(
-            x0_ptr, tops0_ptr, None, q0_ptr, scale0_ptr, qt0_ptr, scale0_ptr, M0, N0, stride0, padded0, part % high0, part // high0,
-            TOP0, LEAST, POWERS_OF_2, False, ROWS0, COLUMNS0, TOPS, BLOCK_M, BLOCK_N,
-        )  # fmt: skip  # as above
+            x0_ptr,
+            tops0_ptr,
+            None,
+            q0_ptr,
+            scale0_ptr,
+            qt0_ptr,
+            scale0_ptr,
+            M0,
+            N0,
+            stride0,
+            padded0,
+            part % high0,
+            part // high0,
+            TOP0,
+            LEAST,
+            POWERS_OF_2,
+            False,
+            ROWS0,
+            COLUMNS0,
+            TOPS,
+            BLOCK_M,
+            BLOCK_N,
+        )  # as above
     else:
         part -= end0
         _cast_tile(
-            x1_ptr, tops1_ptr, None, q1_ptr, scale1_ptr, qt1_ptr, scale1_ptr, M1, N1, stride1, padded1, part % high1, part // high1,
-            TOP1, LEAST, POWERS_OF_2, False, ROWS1, COLUMNS1, TOPS, BLOCK_M, BLOCK_N,
-        )  # fmt: skip  # as above
+            x1_ptr,
+            tops1_ptr,
+            None,
+            q1_ptr,
+            scale1_ptr,
+            qt1_ptr,
+            scale1_ptr,
+            M1,
+            N1,
+            stride1,
+            padded1,
+            part % high1,
+            part // high1,
+            TOP1,
+            LEAST,
+            POWERS_OF_2,
+            False,
+            ROWS1,
+            COLUMNS1,
+            TOPS,
+            BLOCK_M,
+            BLOCK_N,
+        )  # as above
 
 
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
@@ -254,10 +419,13 @@ def amax_of(x: Tensor, by_rows: bool) -> Amax:
     x = x if x.stride(1) == 1 else x.contiguous()
     M, N = x.shape
     rows, columns = x.new_zeros(M, dtype=torch.float32), x.new_zeros(N, dtype=torch.float32)
-    # H200, 8192 x 14336 bf16: 8 steps 121 us, 16 96; 16 x 256 302, 32 x 128 179: fewer threads a row
+    # H200, 8192 x 14336 bf16: 8 steps 121 us, 16 96; 16 x 256 302, 32 x 128 179: fewer threads a
+    # row
     block = min(next_power_of_2(N), 1024)
     grid = cdiv(M, 4096 // block * 16), cdiv(N, block)
-    launch(_amax, grid, x, rows, columns, M, N, x.stride(0), STEPS=16, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4)
+    launch(
+        _amax, grid, x, rows, columns, M, N, x.stride(0), STEPS=16, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4
+    )
     return Amax(rows, columns)
 
 
@@ -270,7 +438,8 @@ MOST = 4  # tensors that one launch searches
 
 
 def tops_of(xs: Sequence[Tensor]) -> list[Amax]:
-    """The largest values of up to ``MOST`` tensors (M, N) of one dtype and device, each with one scale: a launch takes the host as long as that of one."""
+    """The largest values of up to ``MOST`` tensors (M, N) of one dtype and device, each with one
+    scale: a launch takes the host as long as that of one."""
     first, count = xs[0], len(xs)
     if not use_kernels(first, fusible=True):
         return [whole_amax(_finite_size(x).amax()) for x in xs]
@@ -283,7 +452,20 @@ def tops_of(xs: Sequence[Tensor]) -> list[Amax]:
     sizes = [x.shape for x in xs]
     parts = sum(cdiv(M, high) * cdiv(N, block) for M, N in sizes)
     numbers = *(M for M, _ in sizes), *missing, *(N for _, N in sizes), *missing, *(x.stride(0) for x in xs), *missing
-    launch(_tops, (parts,), *xs, *missing, tops, *numbers, COUNT=count, TOPS=TOPS, STEPS=8, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4)
+    launch(
+        _tops,
+        (parts,),
+        *xs,
+        *missing,
+        tops,
+        *numbers,
+        COUNT=count,
+        TOPS=TOPS,
+        STEPS=8,
+        BLOCK_M=4096 // block,
+        BLOCK_N=block,
+        num_warps=4,
+    )
     return [Amax(t, None) for t in tops.unbind()]
 
 
@@ -295,7 +477,8 @@ def glu_and_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor
 
 
 def known_amax(tops: Tensor) -> dict[Hashable, Amax]:
-    """For ``Rows``: the largest values in ``TOPS`` parts, which the kernel found that made the rows."""
+    """For ``Rows``: the largest values in ``TOPS`` parts, which the kernel found that made the
+    rows."""
     return {_WHOLE: Amax(tops, None)}
 
 
@@ -305,9 +488,17 @@ def whole_amax(amax: Tensor) -> Amax:
 
 
 def casts(
-    x: Tensor, dtype: torch.dtype, amax: Amax, powers_of_2: bool, *, rows: bool, columns: bool, spare: Tensor | None = None
+    x: Tensor,
+    dtype: torch.dtype,
+    amax: Amax,
+    powers_of_2: bool,
+    *,
+    rows: bool,
+    columns: bool,
+    spare: Tensor | None = None,
 ) -> tuple[Cast | None, Cast | None]:
-    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with zeros); None for one that is not requested.
+    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with
+    zeros); None for one that is not requested.
 
     ``spare``: a tensor whose memory the casts use if it has enough.
     """
@@ -326,15 +517,27 @@ def casts(
         q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
     scale = x.new_empty((M, 1) if by_rows else (), dtype=torch.float32)
     scale_t = x.new_empty((N, 1), dtype=torch.float32) if by_rows else scale
-    # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 142 / 150 us, 4 warps 170 / 134, 64 x 128 with 8 warps 196 / 148
-    how = dict(TOP=TOP[dtype], LEAST=LEAST, POWERS_OF_2=powers_of_2, BY_ROWS=by_rows, ROWS=rows, COLUMNS=columns, TOPS=TOPS, BLOCK_M=32, BLOCK_N=128)
+    # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 142 / 150 us, 4
+    # warps 170 / 134, 64 x 128 with 8 warps 196 / 148
+    how = dict(
+        TOP=TOP[dtype],
+        LEAST=LEAST,
+        POWERS_OF_2=powers_of_2,
+        BY_ROWS=by_rows,
+        ROWS=rows,
+        COLUMNS=columns,
+        TOPS=TOPS,
+        BLOCK_M=32,
+        BLOCK_N=128,
+    )
     args = x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded
     launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), *args, **how, num_warps=4 if by_rows else 2)
     return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
 
 
 class Wanted(NamedTuple):
-    """An argument of ``two_casts``: what is cast, to what format, by which largest values, and how, as for ``casts``."""
+    """An argument of ``two_casts``: what is cast, to what format, by which largest values, and
+    how, as for ``casts``."""
 
     x: Tensor
     dtype: torch.dtype
@@ -344,9 +547,13 @@ class Wanted(NamedTuple):
 
 
 def two_casts(first: Wanted, second: Wanted, powers_of_2: bool) -> list[tuple[Cast | None, Cast | None]]:
-    """``casts`` of two tensors of one device, each with one scale, such as both operands of a product: a launch takes the host as long as that of one."""
+    """``casts`` of two tensors of one device, each with one scale, such as both operands of a
+    product: a launch takes the host as long as that of one."""
     if not use_kernels(first.x, fusible=True):
-        return [casts(x, dtype, amax, powers_of_2, rows=rows, columns=columns) for x, dtype, amax, rows, columns in (first, second)]
+        return [
+            casts(x, dtype, amax, powers_of_2, rows=rows, columns=columns)
+            for x, dtype, amax, rows, columns in (first, second)
+        ]
     tensors: list[Tensor | None] = []
     sizes: list[int] = []
     found: list[tuple[Cast | None, Cast | None]] = []
@@ -362,19 +569,36 @@ def two_casts(first: Wanted, second: Wanted, powers_of_2: bool) -> list[tuple[Ca
         sizes += M, N, x.stride(0)
         parts += cdiv(padded, 32) * cdiv(N, 128)
         found.append((None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale)))
-    how = dict(TOP0=TOP[first.dtype], ROWS0=first.rows, COLUMNS0=first.columns, TOP1=TOP[second.dtype], ROWS1=second.rows, COLUMNS1=second.columns)
+    how = dict(
+        TOP0=TOP[first.dtype],
+        ROWS0=first.rows,
+        COLUMNS0=first.columns,
+        TOP1=TOP[second.dtype],
+        ROWS1=second.rows,
+        COLUMNS1=second.columns,
+    )
     how |= dict(LEAST=LEAST, POWERS_OF_2=powers_of_2, TOPS=TOPS, BLOCK_M=32, BLOCK_N=128)
     launch(_two_casts, (parts,), *tensors, *sizes, **how, num_warps=2)  # type: ignore[arg-type]  # the first of the tensors is none that may be None
     return found
 
 
-@launcher("(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> (Tensor values, Tensor scale)")
+@launcher(
+    "(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> "
+    "(Tensor values, Tensor scale)"
+)
 def float8_transposed(
-    w: Tensor, dtype: torch.dtype, amax_rows: Tensor | None, amax_columns: Tensor | None, powers_of_2: bool, after: Tensor
+    w: Tensor,
+    dtype: torch.dtype,
+    amax_rows: Tensor | None,
+    amax_columns: Tensor | None,
+    powers_of_2: bool,
+    after: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``; without its largest values, that of ``mxfp8``. It does not read ``after``.
+    """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``; without its largest
+    values, that of ``mxfp8``. It does not read ``after``.
 
-    It is an operator of its own for torch.compile, which would otherwise compute it in the forward pass and save it: 1 byte per weight of the model.
+    It is an operator of its own for torch.compile, which would otherwise compute it in the forward
+    pass and save it: 1 byte per weight of the model.
     """
     if amax_rows is None:
         return _the(mx_casts(w.to(dtype), rows=False, columns=True)[1])
@@ -383,7 +607,8 @@ def float8_transposed(
 
 @dataclass(eq=False)
 class Kept:
-    """What was computed from a parameter. It is valid until the parameter is changed in place or ``forget`` is called, which every optimizer step does."""
+    """What was computed from a parameter. It is valid until the parameter is changed in place or
+    ``forget`` is called, which every optimizer step does."""
 
     made: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -402,7 +627,8 @@ _steps = [0]  # steps of all optimizers: some of them change parameters without 
 
 
 def forget(*_: Any) -> None:
-    """Look at every weight again at its next use. Call it after values were written outside an optimizer step and unseen by autograd (``p.data.copy_``)."""
+    """Look at every weight again at its next use. Call it after values were written outside an
+    optimizer step and unseen by autograd (``p.data.copy_``)."""
     _steps[0] += 1
 
 
@@ -414,12 +640,15 @@ def _see_optimizers() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Float8Trained(Weight):
-    """A weight in 16 or 32 bits with its three products in FP8. ``kept``: its largest values; with None, every product searches them again."""
+    """A weight in 16 or 32 bits with its three products in FP8. ``kept``: its largest values;
+    with None, every product searches them again."""
 
     accumulates: ClassVar[bool] = False
     gains: ClassVar[bool] = True
     recipe: Recipe = field(kw_only=True)
-    learns: bool = field(kw_only=True)  # whether a backward follows that needs dw; a field, because the tensors in a backward do not show it
+    learns: bool = field(
+        kw_only=True
+    )  # whether a backward follows that needs dw; a field, because the tensors in a backward do not show it
     kept: Kept | None = field(default=None, kw_only=True)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -449,7 +678,8 @@ class Float8Trained(Weight):
         return casts(x, dtype, amax, self.recipe.powers_of_2, rows=rows, columns=columns, spare=spare)
 
     def _transposed_cast(self, dtype: torch.dtype, after: Tensor, spare: Tensor | None = None) -> Cast:
-        """W cast for dx, ``after`` something that only the backward has. ``spare``: a tensor whose memory it may use."""
+        """W cast for dx, ``after`` something that only the backward has. ``spare``: a tensor
+        whose memory it may use."""
         w, recipe = self.dense(dtype).detach(), self.recipe
         rows: Tensor | None = None
         columns: Tensor | None = None
@@ -458,14 +688,22 @@ class Float8Trained(Weight):
         if torch.compiler.is_compiling() and self.learnable is not None:
             w = self.learnable.detach()  # in its own dtype, or a graph would save it in ``dtype`` as well
         if spare is not None and rows is not None and not torch.compiler.is_compiling():
-            one = _the(casts(w.to(dtype), E4, Amax(rows, columns), recipe.powers_of_2, rows=False, columns=True, spare=spare)[1])
+            one = _the(
+                casts(w.to(dtype), E4, Amax(rows, columns), recipe.powers_of_2, rows=False, columns=True, spare=spare)[
+                    1
+                ]
+            )
         else:
             one = Cast(*float8_transposed(w, dtype, rows, columns, recipe.powers_of_2, after))
         return one if recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
-    def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
+    def _casts(
+        self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool
+    ) -> tuple[Cast | None, Cast | None]:
         """The casts of x or dy, once for all weights with this recipe."""
-        make = lambda x_: self._cast_by(None if self.recipe.blocks else self._amax(x), x_, dtype, rows, columns, x.spare)
+        make = lambda x_: self._cast_by(
+            None if self.recipe.blocks else self._amax(x), x_, dtype, rows, columns, x.spare
+        )
         return x.made((name, self.recipe.name), make)
 
     def _amax(self, x: Rows) -> Amax:
@@ -475,15 +713,19 @@ class Float8Trained(Weight):
         return mx_product(*a, *b, dtype) if self.recipe.blocks else product(*a, *b, dtype, fast=fast)
 
     def _of_x(self, x: Rows) -> tuple[Cast | None, Cast | None]:
-        """The casts of x: by rows for y, and by columns for dw if a backward follows that has only them."""
+        """The casts of x: by rows for y, and by columns for dw if a backward follows that has
+        only them."""
         return self._casts("x", x, E4, True, x.learns and self.learns and self.recipe.weight_gradient and not x.stays)
 
     def _of_dy(self, dy: Rows) -> tuple[Cast | None, Cast | None]:
         """The casts of dy: by rows for dx, and by columns for dw if W learns."""
         return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
-    def _cast_together(self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]) -> tuple[Cast | None, Cast | None] | None:
-        """Cast W together with the rows that it multiplies, which then find their casts; None where either is to be cast alone. ``of_w``: rows, columns."""
+    def _cast_together(
+        self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]
+    ) -> tuple[Cast | None, Cast | None] | None:
+        """Cast W together with the rows that it multiplies, which then find their casts; None
+        where either is to be cast alone. ``of_w``: rows, columns."""
         key = name, self.recipe.name
         if self.recipe.by_rows or rows.has(key) or rows.spare is not None or torch.compiler.is_compiling():
             return None
@@ -496,13 +738,19 @@ class Float8Trained(Weight):
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         columns = x.learns and self.learns and self.recipe.weight_gradient and not x.stays
         of_w = self._cast_together("x", x, (E4, True, columns), (True, False))
-        found = self._product(_the(self._of_x(x)[0]), self._cast(x.dtype) if of_w is None else _the(of_w[0]), x.dtype, fast=True)
+        found = self._product(
+            _the(self._of_x(x)[0]), self._cast(x.dtype) if of_w is None else _the(of_w[0]), x.dtype, fast=True
+        )
         return added(found, y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
-        together = None if dy.ours else self._cast_together("dy", dy, (self.recipe.gradient, True, self.learns), (False, True))
+        together = (
+            None if dy.ours else self._cast_together("dy", dy, (self.recipe.gradient, True, self.learns), (False, True))
+        )
         one, other = self._of_dy(dy)
-        dy.remade(("dy", self.recipe.name), (None, other))  # each y has one weight, which uses the cast by rows here alone
+        dy.remade(
+            ("dy", self.recipe.name), (None, other)
+        )  # each y has one weight, which uses the cast by rows here alone
         of_dy, dead = _the(one), dy.rows if dy.ours and other is not None else None
         of_w = self._transposed_cast(dy.dtype, of_dy.scale, dead) if together is None else _the(together[1])
         found = self._product(of_dy, of_w, dy.dtype, fast=False)
@@ -511,7 +759,11 @@ class Float8Trained(Weight):
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
         if not (self.recipe.weight_gradient and x.learns and self.learns) or (x.stays and self.recipe.blocks):
             return None
-        return (("amax", self.recipe.by_rows), self._amax(x)) if x.stays else (("x", self.recipe.name), _the(self._of_x(x)[1]))
+        return (
+            (("amax", self.recipe.by_rows), self._amax(x))
+            if x.stays
+            else (("x", self.recipe.name), _the(self._of_x(x)[1]))
+        )
 
     def made_again(self, key: Hashable, tensors: Sequence[Tensor | None]) -> Any:
         one, other = tensors
@@ -536,7 +788,8 @@ class Float8Trained(Weight):
 
 @dataclass(frozen=True, eq=False)
 class Float8Gathered(Float8Trained):
-    """A weight that FSDP2 gathers in FP8, with one scale. ``cast_of`` reads its cast from ``learnable``, in which a backward finds what was gathered for it."""
+    """A weight that FSDP2 gathers in FP8, with one scale. ``cast_of`` reads its cast from
+    ``learnable``, in which a backward finds what was gathered for it."""
 
     cast_of: Callable[[Tensor], Cast] = field(kw_only=True)
 
@@ -555,12 +808,15 @@ class Float8Gathered(Float8Trained):
         values, scale = self._gathered()
         return Cast(transposed(values.contiguous()), scale)
 
-    def _cast_together(self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]) -> None:
+    def _cast_together(
+        self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]
+    ) -> None:
         return None
 
 
 def search(products: Iterable[tuple[Weight, Rows | None]]) -> None:
-    """Find the largest values of weights, and of the rows that they multiply, that casts with one scale will ask for: in one launch, not in one for each."""
+    """Find the largest values of weights, and of the rows that they multiply, that casts with
+    one scale will ask for: in one launch, not in one for each."""
     if torch.compiler.is_compiling():
         return
     of_rows: list[Rows] = []

@@ -1,7 +1,9 @@
-"""4-bit weights in the format of bitsandbytes (NF4 and FP4: Dettmers et al., arXiv:2305.14314), dequantised by one kernel.
+"""4-bit weights in the format of bitsandbytes (NF4 and FP4: Dettmers et al., arXiv:2305.14314),
+dequantised by one kernel.
 
-A byte holds two values, the first in its upper half. A value is code[half] * absmax, with one absmax for each block of ``blocksize`` values. With double
-quantisation, an absmax is itself code2[byte] * absmax2, with one absmax2 for each block of ``blocksize2``, plus an offset.
+A byte holds two values, the first in its upper half. A value is code[half] * absmax, with one
+absmax for each block of ``blocksize`` values. With double quantisation, an absmax is itself
+code2[byte] * absmax2, with one absmax2 for each block of ``blocksize2``, plus an offset.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def _dense(
     exists = block * BLOCKSIZE < n
     scale = tl.load(absmax_ptr + block, mask=exists, other=0)
     if NESTED:
-        nested = tl.load(code2_ptr + scale.to(tl.int32)) * tl.load(absmax2_ptr + block // BLOCKSIZE2, mask=exists, other=0.0)
+        nested = tl.load(code2_ptr + scale.to(tl.int32)) * tl.load(
+            absmax2_ptr + block // BLOCKSIZE2, mask=exists, other=0.0
+        )
         scale = nested + tl.load(offset_ptr)
     at = block[:, None] * (BLOCKSIZE // 2) + tl.arange(0, BLOCKSIZE // 2)[None, :]  # of a byte, half of the values
     byte = tl.load(packed_ptr + at, mask=at < bytes, other=0).to(tl.int32)
@@ -39,36 +43,79 @@ def _dense(
 _VALUES = 4096  # values per program
 
 _SCHEMA = (
-    "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, int[] shape, int blocksize, int blocksize2, ScalarType dtype)"
+    "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, int[] shape, "
+    "int blocksize, int blocksize2, ScalarType dtype)"
 )
 
 
 @launcher(f"{_SCHEMA} -> Tensor")
 def dense_four_bits(
-    packed: Tensor, absmax: Tensor, code: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, shape: list[int],
-    blocksize: int, blocksize2: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    packed: Tensor,
+    absmax: Tensor,
+    code: Tensor,
+    absmax2: Tensor | None,
+    code2: Tensor | None,
+    offset: Tensor | None,
+    shape: list[int],
+    blocksize: int,
+    blocksize2: int,
+    dtype: torch.dtype,
+) -> Tensor:
     y = packed.new_empty(shape, dtype=dtype)
     n, blocks = y.numel(), max(_VALUES // blocksize, 1)
     how = dict(NESTED=absmax2 is not None, BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCKS=blocks, num_warps=4)
-    launch(_dense, (cdiv(n, blocks * blocksize),), packed, absmax, code, absmax2, code2, offset, y, n, packed.numel(), **how)
+    launch(
+        _dense,
+        (cdiv(n, blocks * blocksize),),
+        packed,
+        absmax,
+        code,
+        absmax2,
+        code2,
+        offset,
+        y,
+        n,
+        packed.numel(),
+        **how,
+    )
     return y
 
 
 def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """The dense weight of ``packed`` and its ``QuantState``."""
     nested = state.state2
-    if use_kernels(packed, dtype) and state.dtype in (dtype, torch.float32) and packed.dtype == torch.uint8 and packed.is_contiguous():
-        absmax2, code2, offset, blocksize2 = (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
-        return dense_four_bits(packed, state.absmax, state.code, absmax2, code2, offset, list(state.shape), state.blocksize, blocksize2, dtype)
+    if (
+        use_kernels(packed, dtype)
+        and state.dtype in (dtype, torch.float32)
+        and packed.dtype == torch.uint8
+        and packed.is_contiguous()
+    ):
+        absmax2, code2, offset, blocksize2 = (
+            (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
+        )
+        return dense_four_bits(
+            packed,
+            state.absmax,
+            state.code,
+            absmax2,
+            code2,
+            offset,
+            list(state.shape),
+            state.blocksize,
+            blocksize2,
+            dtype,
+        )
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(packed, state).to(dtype)
 
 
 def four_bits(packed: Tensor, state: Any, transposed: bool = False) -> Dequantized:
-    """A weight of bitsandbytes, or the weights of experts, from its data and its ``QuantState``. ``transposed``: it is stored as (..., K, N)."""
-    packed = packed.as_subclass(Tensor)  # a plain tensor: the parameter class of bitsandbytes intercepts every operation
+    """A weight of bitsandbytes, or the weights of experts, from its data and its ``QuantState``.
+    ``transposed``: it is stored as (..., K, N)."""
+    packed = packed.as_subclass(
+        Tensor
+    )  # a plain tensor: the parameter class of bitsandbytes intercepts every operation
     *lead, N, K = state.shape
     made = functools.partial(dequantize, packed, state)
     if transposed:

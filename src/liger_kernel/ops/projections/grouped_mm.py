@@ -1,13 +1,18 @@
-"""Products of rows, sorted by group, with one matrix per group: the products of a mixture of experts, forward and backward.
+"""Products of rows, sorted by group, with one matrix per group: the products of a mixture of
+experts, forward and backward.
 
-Shapes: a (M, K); group e is its rows offs[e - 1] to offs[e]; offs (E,) int32, never read by the host. Rows from offs[-1] on belong to no group: they are
-not read, and their part of the output is not written.
+Shapes: a (M, K); group e is its rows offs[e - 1] to offs[e]; offs (E,) int32, never read by the
+host. Rows from offs[-1] on belong to no group: they are not read, and their part of the output is
+not written.
   grouped_mm     (M, N): rows of group e times b[e], with b (E, K, N)
-  grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero for an empty group
+  grouped_outer  (E, N, Q): a_e^T b_e for the rows of group e of a (M, N) and b (M, Q); zero for an
+  empty group
   grouped_sum    (E, N): sum of the rows of group e, each times its ``scale`` (M,)
 
-In bf16 on Hopper, ``grouped_tma`` computes the products of rows. The rest, and on Blackwell all, is computed in bf16 by PyTorch's grouped products, which
-are CUTLASS kernels there. In all other cases PyTorch's implementation would wait for ``offs`` on the host, so persistent Triton kernels run instead.
+In bf16 on Hopper, ``grouped_tma`` computes the products of rows. The rest, and on Blackwell all, is
+computed in bf16 by PyTorch's grouped products, which are CUTLASS kernels there. In all other cases
+PyTorch's implementation would wait for ``offs`` on the host, so persistent Triton kernels run
+instead.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.grouped_tma import aligned, place
 
-GROUP_M = 8  # tiles of rows that use a tile of columns before the next one, so that simultaneous programs find their operands in L2
+# tiles of rows that use a tile of columns before the next one, so that simultaneous programs find
+# their operands in L2
+GROUP_M = 8
 
 
 @jit
@@ -48,9 +55,25 @@ def _product(
 
 @jit
 def _mm(
-    a_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, b_stride_e, b_stride_k, b_stride_n, EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    y_ptr,
+    offs_ptr,
+    E,
+    K,
+    N,
+    b_stride_e,
+    b_stride_k,
+    b_stride_n,
+    EVEN_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     e = tl.arange(0, BLOCK_E)
     begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
     end = tl.load(offs_ptr + e, mask=e < E, other=0)
@@ -65,20 +88,60 @@ def _mm(
         a_tile = a_ptr + start.to(tl.int64) * K + row * K + k[None, :]
         b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n
         if SPAN == 0:
-            total = _product(a_tile, b_tile, 0, K, row < rows, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+            total = _product(
+                a_tile,
+                b_tile,
+                0,
+                K,
+                row < rows,
+                col < N,
+                k,
+                K,
+                b_stride_k,
+                EVEN_K,
+                PRECISION,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
         else:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for first_k in range(0, K, SPAN):
                 last_k = tl.minimum(first_k + SPAN, K)
-                total += _product(a_tile, b_tile, first_k, last_k, row < rows, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+                total += _product(
+                    a_tile,
+                    b_tile,
+                    first_k,
+                    last_k,
+                    row < rows,
+                    col < N,
+                    k,
+                    K,
+                    b_stride_k,
+                    EVEN_K,
+                    PRECISION,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
         y_tile = y_ptr + start.to(tl.int64) * N + row * N + col
         tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=(row < rows) & (col < N))
 
 
 @jit
 def _outer(
-    a_ptr, b_ptr, y_ptr, offs_ptr, E, N, Q, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    y_ptr,
+    offs_ptr,
+    E,
+    N,
+    Q,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     q_tiles = tl.cdiv(Q, BLOCK_N)
     tiles = tl.cdiv(N, BLOCK_M) * q_tiles
     for tile in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
@@ -123,8 +186,10 @@ def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M:
 def _tile(a: Tensor, b: Tensor) -> dict:
     """The meta parameters of a tile.
 
-    Derived by reasoning, not measured. 128 x 128 results and the pointers to their operands fill the registers of one program with 8 warps per processor.
-    The shared memory then holds up to four steps of 64. AMD pipelines through registers, and so do unaligned operands elsewhere: they get smaller
+    Derived by reasoning, not measured. 128 x 128 results and the pointers to their operands fill
+    the registers of one program with 8 warps per processor. The shared memory then holds up to four
+    steps of 64. AMD pipelines through registers, and so do unaligned operands elsewhere: they get
+    smaller
     tiles. So does fp32, which uses FMA units unless PyTorch may use TF32.
     """
     if config.arch() == "cpu":
@@ -134,7 +199,9 @@ def _tile(a: Tensor, b: Tensor) -> dict:
     m, k, warps = (128, 64, 8) if a.itemsize == 2 and wide else (64, 32, 4 if wide else 8)
     stages = 2 if amd or not wide else min(4, config.shared_memory() // (2 * m * k * a.itemsize))
     tf32 = a.dtype == torch.float32 and not amd and torch.get_float32_matmul_precision() != "highest"
-    return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages)
+    return dict(
+        PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages
+    )
 
 
 def _programs(tiles: int) -> tuple[int]:
@@ -161,7 +228,12 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         return y
     tile = _tile(a, b)
     grid = _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"]))
-    flags = dict(EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E))
+    flags = dict(
+        EVEN_K=K % tile["BLOCK_K"] == 0,
+        SPAN=128 if a.dtype == torch.float32 else 0,
+        GROUP_M=GROUP_M,
+        BLOCK_E=next_power_of_2(E),
+    )
     launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags, **tile)
     return y
 
@@ -176,7 +248,9 @@ def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         if tracing(a):
             return y
         tile = _tile(a, b)
-        launch(_outer, _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"])), a, b, y, offs, E, N, Q, **tile)
+        launch(
+            _outer, _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"])), a, b, y, offs, E, N, Q, **tile
+        )
     # PyTorch does not promise to write the product of an empty group
     launch(_zero_empty, (E, min(32, cdiv(N * Q, 2048))), y, offs, N * Q, BLOCK=2048, num_warps=4)
     return y
@@ -186,5 +260,7 @@ def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def grouped_sum(a: Tensor, scale: Tensor | None, offs: Tensor) -> Tensor:
     E, N = offs.shape[0], a.shape[1]
     y = a.new_empty(E, N)
-    launch(_sum, (E, cdiv(N, 64)), a, scale, y, offs, N, HAS_SCALE=scale is not None, BLOCK_M=64, BLOCK_N=64, num_warps=4)
+    launch(
+        _sum, (E, cdiv(N, 64)), a, scale, y, offs, N, HAS_SCALE=scale is not None, BLOCK_M=64, BLOCK_N=64, num_warps=4
+    )
     return y

@@ -1,14 +1,17 @@
-"""Products of rows, sorted by group, with one thin matrix per group: the products of low-rank adapters of experts, forward and backward.
+"""Products of rows, sorted by group, with one thin matrix per group: the products of low-rank
+adapters of experts, forward and backward.
 
 Letters and ``offs`` as in ``grouped_mm``; r is the rank of the adapters.
   thin_rows    (M, r): scale rows_e a[e]^T, with a (E, r, K); of rows in fp16 in fp32, because they may leave the range of fp16
   add_thin_    y (M, N) += scale t_e b[e], with t (M, r) and b (E, r, N)
   thin_outer   (E, r, N): scale t_e^T rows_e, with t (M, r); zero for an empty group
 
-``rows`` is (M, K) in the order of the groups, or, with ``order`` (M,), the tokens' rows (T, K), of which ``order // top_k`` are read. Each product reads the
-wide rows once, and the tokens' rows from the L2 cache: a copy of them in the order of the groups would cost more than the product.
-PyTorch's grouped products cannot add to their output, gather their rows, or use fewer than 128 columns of a tile, so these are Triton kernels everywhere.
-"""
+``rows`` is (M, K) in the order of the groups, or, with ``order`` (M,), the tokens' rows (T, K), of
+which ``order // top_k`` are read. Each product reads the wide rows once, and the tokens' rows from
+the L2 cache: a copy of them in the order of the groups would cost more than the product.
+PyTorch's grouped products cannot add to their output, gather their rows, or use fewer than 128
+columns of a tile, so these are Triton kernels everywhere.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def _rows(
     GATHER: tl.constexpr, ADD: tl.constexpr, EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """scale a_e b[e], added to y if ADD. There are as many programs as the groups can have tiles of rows; the last ones may have nothing to do."""
+    """scale a_e b[e], added to y if ADD. There are as many programs as the groups can have tiles
+    of rows; the last ones may have nothing to do."""
     e = tl.arange(0, BLOCK_E)
     begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
     end = tl.load(offs_ptr + e, mask=e < E, other=0)
@@ -54,12 +58,29 @@ def _rows(
         a_tile = a_ptr + _rows_of(order_ptr, row, row < stop, top_k, GATHER)[:, None] * a_stride + k[None, :]
         b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n
         if SPAN == 0:
-            total = _product(a_tile, b_tile, 0, K, here, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+            total = _product(
+                a_tile, b_tile, 0, K, here, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+            )
         else:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for first_k in range(0, K, SPAN):
                 last_k = tl.minimum(first_k + SPAN, K)
-                total += _product(a_tile, b_tile, first_k, last_k, here, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+                total += _product(
+                    a_tile,
+                    b_tile,
+                    first_k,
+                    last_k,
+                    here,
+                    col < N,
+                    k,
+                    K,
+                    b_stride_k,
+                    EVEN_K,
+                    PRECISION,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
         total *= tl.cast(scale, tl.float32)
         y_tile = y_ptr + row[:, None].to(tl.int64) * N + col
         if ADD:
@@ -90,9 +111,11 @@ def _outer(
 
 
 def _tile(a: Tensor, rows: int, cols: int, depth: int) -> dict:
-    """The meta parameters of a tile of at most ``rows`` x ``cols`` results, in steps of at most ``depth``.
+    """The meta parameters of a tile of at most ``rows`` x ``cols`` results, in steps of at most
+    ``depth``.
 
-    Derived by reasoning, not measured: memory is the only cost, so a tile is small enough for several programs per processor.
+    Derived by reasoning, not measured: memory is the only cost, so a tile is small enough for
+    several programs per processor.
     """
     amd, cpu = config.arch().startswith("gfx"), config.arch() == "cpu"
     block = lambda n, most: max(16, min(next_power_of_2(n), 32 if cpu else most))
@@ -102,14 +125,22 @@ def _tile(a: Tensor, rows: int, cols: int, depth: int) -> dict:
     return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4, num_stages=stages)
 
 
-def _launch_rows(a: Tensor, order: Tensor | None, top_k: int, b: Tensor, y: Tensor, offs: Tensor, scale: float, add: bool) -> None:
+def _launch_rows(
+    a: Tensor, order: Tensor | None, top_k: int, b: Tensor, y: Tensor, offs: Tensor, scale: float, add: bool
+) -> None:
     """y (M, N) = scale a_e b[e], with b (E, K, N)."""
     if tracing(a):  # tiles are chosen by numbers
         return
     (M, N), (E, K) = y.shape, b.shape[:2]
     tile = _tile(a, M, N, K)
     grid = max(1, cdiv(M, tile["BLOCK_M"]) + min(E, M)), cdiv(N, tile["BLOCK_N"])
-    flags = dict(GATHER=order is not None, ADD=add, EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0, BLOCK_E=next_power_of_2(E))
+    flags = dict(
+        GATHER=order is not None,
+        ADD=add,
+        EVEN_K=K % tile["BLOCK_K"] == 0,
+        SPAN=128 if a.dtype == torch.float32 else 0,
+        BLOCK_E=next_power_of_2(E),
+    )
     launch(_rows, grid, a, order, b, y, offs, E, K, N, top_k, scale, a.stride(0), *b.stride(), **flags, **tile)
 
 
@@ -127,7 +158,9 @@ def add_thin_(y: Tensor, t: Tensor, b: Tensor, offs: Tensor, scale: float) -> No
 
 
 @launcher("(Tensor t, Tensor rows, Tensor? order, SymInt top_k, Tensor offs, float scale, ScalarType dtype) -> Tensor")
-def thin_outer(t: Tensor, rows: Tensor, order: Tensor | None, top_k: int, offs: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def thin_outer(
+    t: Tensor, rows: Tensor, order: Tensor | None, top_k: int, offs: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
     (M, r), N, E = t.shape, rows.shape[1], offs.shape[0]
     y = t.new_empty(E, r, N, dtype=dtype)
     if tracing(t):

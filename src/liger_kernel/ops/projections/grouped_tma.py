@@ -1,9 +1,12 @@
-"""The grouped products of Hopper: operands come by TMA, and the product of gate_up ends with its activation. Shapes as in ``grouped_mm``.
+"""The grouped products of Hopper: operands come by TMA, and the product of gate_up ends with its
+activation. Shapes as in ``grouped_mm``.
 
-One program per processor takes tile after tile in one loop over all steps of all tiles, so that the operands of the next tile arrive while the last one is
-stored. A tile of columns for the activation holds columns of gate and the same columns of up: a thread has both halves of what it multiplies.
+One program per processor takes tile after tile in one loop over all steps of all tiles, so that the
+operands of the next tile arrive while the last one is stored. A tile of columns for the activation
+holds columns of gate and the same columns of up: a thread has both halves of what it multiplies.
 
-A tile may hold rows of the next group, or rows of no group, which may be NaN. Rows do not mix in a product, and these are not stored.
+A tile may hold rows of the next group, or rows of no group, which may be NaN. Rows do not mix in a
+product, and these are not stored.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ Form = tuple[str, bool, float, "float | None", float]  # act, interleaved, alpha
 
 @jit
 def place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Where a tile is: its group, its first row, the end of the group's rows, and its number from the left. ``last``: the sums of ``tiles`` of the groups e."""
+    """Where a tile is: its group, its first row, the end of the group's rows, and its number
+    from the left. ``last``: the sums of ``tiles`` of the groups e."""
     group = tl.sum((last <= tile).to(tl.int32), 0)
     mine = e == group
     start, stop = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
@@ -51,11 +55,33 @@ def gated(gate, up, alpha, limit, offset, HAS_LIMIT: tl.constexpr, ACT: tl.const
 
 @jit
 def _mm_tma(
-    offs_ptr, a_desc, b_desc, bias_ptr, y_ptr, h_ptr, E, N, alpha, limit, offset, K: tl.constexpr,
-    B_BY_K: tl.constexpr, HALVES: tl.constexpr, ACT: tl.constexpr, NEED_H: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    FLATTEN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """y = a b[e], or, with ``ACT``, h = a b[e] and its activation y, (M, N / 2). ``HALVES``: gate and up lie side by side, else they are interleaved."""
+    offs_ptr,
+    a_desc,
+    b_desc,
+    bias_ptr,
+    y_ptr,
+    h_ptr,
+    E,
+    N,
+    alpha,
+    limit,
+    offset,
+    K: tl.constexpr,
+    B_BY_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACT: tl.constexpr,
+    NEED_H: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y = a b[e], or, with ``ACT``, h = a b[e] and its activation y, (M, N / 2). ``HALVES``:
+    gate and up lie side by side, else they are interleaved."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2
     e = tl.arange(0, BLOCK_E)
@@ -83,7 +109,8 @@ def _mm_tma(
         rows = row < stop - start
         at_h = start.to(tl.int64) * N + row * N
         if ACT is None:
-            # by halves, which need less shared memory on the way from the layout of products to that of stores
+            # by halves, which need less shared memory on the way from the layout of products to
+            # that of stores
             one, other = h.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
             col = left + tl.arange(0, HALF)[None, :]
             tl.store(y_ptr + at_h + col, one, mask=rows & (col < N))
@@ -119,10 +146,13 @@ def _tile() -> dict[str, Any]:
 
 
 def aligned(t: Tensor) -> bool:
-    """Whether ``t`` is a row- or column-major matrix of 16-bit values, aligned to 16 bytes, as TMA and asynchronous copies require."""
+    """Whether ``t`` is a row- or column-major matrix of 16-bit values, aligned to 16 bytes, as
+    TMA and asynchronous copies require."""
     at = t.storage_offset() * t.itemsize if intercepted() else t.data_ptr()
     t = t.mT if t.stride(-2) == 1 else t
-    return at % 16 == 0 and t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and all(s % 8 == 0 for s in t.stride()[:-1])
+    return (
+        at % 16 == 0 and t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and all(s % 8 == 0 for s in t.stride()[:-1])
+    )
 
 
 def served(a: Tensor, b: Tensor) -> bool:
@@ -132,8 +162,17 @@ def served(a: Tensor, b: Tensor) -> bool:
     return hopper and dense and a.numel() > 0 and b.numel() > 0 and aligned(a) and aligned(b)
 
 
-def product(a: Tensor, b: Tensor, offs: Tensor, y: Tensor, h: Tensor | None = None, bias: Tensor | None = None, form: Form | None = None) -> None:
-    """Write a b[e] to y (M, N), all contiguous or b transposed; or, with a ``form``, its activation to y (M, N / 2), and a b[e] to h, if h is given.
+def product(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    y: Tensor,
+    h: Tensor | None = None,
+    bias: Tensor | None = None,
+    form: Form | None = None,
+) -> None:
+    """Write a b[e] to y (M, N), all contiguous or b transposed; or, with a ``form``, its activation
+    to y (M, N / 2), and a b[e] to h, if h is given.
 
     gate and up side by side need a b whose columns are dense, as in ``gate_up.mT``.
     """
@@ -147,6 +186,31 @@ def product(a: Tensor, b: Tensor, offs: Tensor, y: Tensor, h: Tensor | None = No
     else:
         b_desc = descriptor(b.mT, (1, block_n, block_k)) if by_k else descriptor(b, (1, block_k, block_n))
     tiles = (cdiv(M, c["BLOCK_M"]) + min(E, M)) * cdiv(N, block_n)
-    flags = dict(K=K, B_BY_K=by_k, HALVES=not interleaved, ACT=act, NEED_H=h is not None, HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None)
-    grid, tensors = (max(1, min(config.processors(), tiles)),), (descriptor(a, (c["BLOCK_M"], block_k)), b_desc, bias, y, h)
-    launch(_mm_tma, grid, offs, *tensors, E, N, alpha, limit or 0.0, offset, **flags, GROUP_M=8, BLOCK_E=next_power_of_2(E), **c)
+    flags = dict(
+        K=K,
+        B_BY_K=by_k,
+        HALVES=not interleaved,
+        ACT=act,
+        NEED_H=h is not None,
+        HAS_BIAS=bias is not None,
+        HAS_LIMIT=limit is not None,
+    )
+    grid, tensors = (
+        (max(1, min(config.processors(), tiles)),),
+        (descriptor(a, (c["BLOCK_M"], block_k)), b_desc, bias, y, h),
+    )
+    launch(
+        _mm_tma,
+        grid,
+        offs,
+        *tensors,
+        E,
+        N,
+        alpha,
+        limit or 0.0,
+        offset,
+        **flags,
+        GROUP_M=8,
+        BLOCK_E=next_power_of_2(E),
+        **c,
+    )

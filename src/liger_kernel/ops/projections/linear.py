@@ -1,6 +1,8 @@
-"""Linear layers of one input, with or without adapters, as one node of the graph: q, k and v together, or one layer alone.
+"""Linear layers of one input, with or without adapters, as one node of the graph: q, k and v
+together, or one layer alone.
 
-``adapted`` has the formula and says what is saved for the backward. ``weights`` says how a weight may be stored.
+``adapted`` has the formula and says what is saved for the backward. ``weights`` says how a weight
+may be stored.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def without_autocast(device: str) -> Iterator[None]:
 
 
 def dtypes_of(x: Tensor, projections: Sequence[Projection]) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of the products with the weights, and the dtype of the products with the adapters."""
+    """The dtype of the products with the weights, and the dtype of the products with the
+    adapters."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -66,7 +69,8 @@ def split(values: Sequence, projections: Sequence[Projection]) -> list[list]:
 
 
 class LinearsFunction(torch.autograd.Function):
-    """``apply(x, projections, thin dtype, *their tensors)`` returns a tuple with the y of each projection. x has the dtype of the products."""
+    """``apply(x, projections, thin dtype, *their tensors)`` returns a tuple with the y of each
+    projection. x has the dtype of the products."""
 
     @staticmethod
     def forward(ctx, x, projections, thin, *tensors):
@@ -96,13 +100,22 @@ class LinearsFunction(torch.autograd.Function):
         return dx, None, None, *node.weight_gradients(x, need)
 
 
-# Views between an attention's output and a linear layer, and the nodes that save their output for their own backward
-_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0"}
+# Views between an attention's output and a linear layer, and the nodes that save their output for
+# their own backward
+_VIEWS = {
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "AliasBackward0",
+}
 _SAVE_OUTPUT = re.compile(r"ScaledDotProduct(Flash|Efficient|Cudnn|Fused)\w*Backward0|\w*FlashAttn\w*FuncBackward")
 
 
 def stays(x: Tensor) -> bool:
-    """Whether x is kept or recomputed for the backward in any case: the output of an attention, or of a rematerialised norm or activation."""
+    """Whether x is kept or recomputed for the backward in any case: the output of an attention,
+    or of a rematerialised norm or activation."""
     node = None if torch.compiler.is_compiling() else x.grad_fn  # a compiler decides by itself what a graph saves
     if node is None:
         return False
@@ -114,7 +127,8 @@ def stays(x: Tensor) -> bool:
 
 
 def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    """y (..., N) of each projection of x (..., K), in the dtype of autocast if it is on, else in the dtype of x."""
+    """y (..., N) of each projection of x (..., K), in the dtype of autocast if it is on, else in
+    the dtype of x."""
     refuse_graphs("linears", "products in FP8 have gradients of their own")  # others do not come here then
     dtype, thin = dtypes_of(x, projections)
     return LinearsFunction.apply(as_dtype(x, dtype), tuple(projections), thin, *flat(projections))

@@ -1,13 +1,14 @@
-"""Linear layers with low-rank adapters, as operators: one layer (LoRA, Hu et al., arXiv:2106.09685; DoRA, Liu et al., arXiv:2402.09353), the layers q, k
-and v of one input, and a gated MLP.
+"""Linear layers with low-rank adapters, as operators: one layer (LoRA, Hu et al., arXiv:2106.09685;
+DoRA, Liu et al., arXiv:2402.09353), the layers q, k and v of one input, and a gated MLP.
 
-``y = x W^T + scale (x A^T) B^T``;  with a magnitude m (N,)  ``y = m / |W + scale B A| * (x W^T + scale (x A^T) B^T)``;  plus bias. The gradient treats the
-norms of the rows as constants.
+``y = x W^T + scale (x A^T) B^T``;  with a magnitude m (N,)  ``y = m / |W + scale B A| * (x W^T +
+scale (x A^T) B^T)``;  plus bias. The gradient treats the norms of the rows as constants.
 
 Shapes: x (..., K), W (N, K), A (r, K), B (N, r), y (..., N).
 
-Adapters may have another dtype than x and W. Their products then use the wider dtype, and their sum is rounded once, together with y. ``adapted`` says how
-the nodes work and what they save for the backward.
+Adapters may have another dtype than x and W. Their products then use the wider dtype, and their sum
+is rounded once, together with y. ``adapted`` says how the nodes work and what they save for the
+backward.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _check_input(op: str, x: Tensor) -> None:
 
 
 def _check(op: str, x: Tensor, shape: tuple[int | None, int], *given: tuple[str, Tensor]) -> int:
-    """Check the shapes of a weight, its a and its b, which ``given`` holds as names and values. Returns N."""
+    """Check the shapes of a weight, its a and its b, which ``given`` holds as names and values.
+    Returns N."""
     weight, a, _ = (t for _, t in given)
     N, K = weight.shape[0] if shape[0] is None and weight.ndim else shape[0], shape[1]
     rank = a.shape[0] if a.ndim else 0
@@ -87,7 +89,11 @@ def _magnitudes(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def _layer(K: int, N: int, r: int, name: str = "", dtype: torch.dtype | None = None) -> dict[str, T]:
     a, b = (f"{name}_a", f"{name}_b") if name else ("a", "b")
-    return {name or "weight": T((N, K), _scaled), a: T((r, K), _scaled, dtype=dtype), b: T((N, r), _scaled, dtype=dtype)}
+    return {
+        name or "weight": T((N, K), _scaled),
+        a: T((r, K), _scaled, dtype=dtype),
+        b: T((N, r), _scaled, dtype=dtype),
+    }
 
 
 def _qkv_args(lead: tuple[int, ...], K: int, N: int, kv: int, r: int) -> dict:
@@ -101,9 +107,14 @@ def _mlp_args(lead: tuple[int, ...], H: int, I: int, r: int) -> dict:
 
 
 def _cost_of(M: int, layers: list[tuple[Tensor, Tensor, Tensor]], moved: tuple[int, int]) -> Cost:
-    """The cost of layers (weight, a, b) with M rows. ``moved``: bytes of inputs and outputs, forward and backward."""
-    weights, adapters = (sum(nbytes(*part) for part in parts) for parts in ([(w,) for w, *_ in layers], [ab for _, *ab in layers]))
-    forward = [g for w, a, _ in layers for (N, K), r in [(w.shape, a.shape[0])] for g in ((M, N, K), (M, r, K), (M, N, r))]
+    """The cost of layers (weight, a, b) with M rows. ``moved``: bytes of inputs and outputs,
+    forward and backward."""
+    weights, adapters = (
+        sum(nbytes(*part) for part in parts) for parts in ([(w,) for w, *_ in layers], [ab for _, *ab in layers])
+    )
+    forward = [
+        g for w, a, _ in layers for (N, K), r in [(w.shape, a.shape[0])] for g in ((M, N, K), (M, r, K), (M, N, r))
+    ]
     backward = [
         g
         for w, a, _ in layers
@@ -121,7 +132,9 @@ def _cost(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, magnitude: Tensor 
     if magnitude is None:
         return cost
     forward, backward = cost.gemms
-    return dataclasses.replace(cost, gemms=([*forward, (*weight.shape, a.shape[0])], backward))  # one more product, for the norms of the rows
+    return dataclasses.replace(
+        cost, gemms=([*forward, (*weight.shape, a.shape[0])], backward)
+    )  # one more product, for the norms of the rows
 
 
 _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
@@ -132,27 +145,58 @@ _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
     cases=[
         Case("llama", dict(x=T((2, 9, 32)), scale=2.0) | _layer(32, 48, 4)),
         Case("qwen2", dict(x=T((17, 24)), bias=T((40,)), scale=0.25) | _layer(24, 40, 8)),
-        Case("dora", dict(x=T((2, 5, 16)), bias=T((24,)), magnitude=T((24,), _magnitudes), scale=0.5) | _layer(16, 24, 3)),
+        Case(
+            "dora", dict(x=T((2, 5, 16)), bias=T((24,)), magnitude=T((24,), _magnitudes), scale=0.5) | _layer(16, 24, 3)
+        ),
         Case("fp32-adapter", dict(x=T((11, 24)), scale=0.5) | _layer(24, 20, 4, dtype=torch.float32)),
         Case("odd", dict(x=T((1, 7)), scale=-1.0) | _layer(7, 5, 2)),
-        Case("integers", _LINEAR | dict(x=T((6, 8), dtype=torch.int64)), error="lora_linear: x must be floating point, got torch.int64"),
-        Case("bad-weight", _LINEAR | dict(weight=T((12, 9))), error="lora_linear: weight must have shape (N, 8), got (12, 9)"),
-        Case("rank-0", _LINEAR | dict(a=T((0, 8)), b=T((12, 0))), error="lora_linear: a must have shape (r >= 1, 8), got (0, 8)"),
+        Case(
+            "integers",
+            _LINEAR | dict(x=T((6, 8), dtype=torch.int64)),
+            error="lora_linear: x must be floating point, got torch.int64",
+        ),
+        Case(
+            "bad-weight",
+            _LINEAR | dict(weight=T((12, 9))),
+            error="lora_linear: weight must have shape (N, 8), got (12, 9)",
+        ),
+        Case(
+            "rank-0",
+            _LINEAR | dict(a=T((0, 8)), b=T((12, 0))),
+            error="lora_linear: a must have shape (r >= 1, 8), got (0, 8)",
+        ),
         Case("bad-a", _LINEAR | dict(a=T((3, 9))), error="lora_linear: a must have shape (r >= 1, 8), got (3, 9)"),
         Case("bad-b", _LINEAR | dict(b=T((12, 4))), error="lora_linear: b must have shape (12, 3), got (12, 4)"),
         Case(
-            "mixed", _LINEAR | dict(weight=T((12, 8), dtype=torch.float64)), error="lora_linear: weight must have x's dtype, torch.float32, got torch.float64"
+            "mixed",
+            _LINEAR | dict(weight=T((12, 8), dtype=torch.float64)),
+            error="lora_linear: weight must have x's dtype, torch.float32, got torch.float64",
         ),
         Case("bad-bias", _LINEAR | dict(bias=T((11,))), error="lora_linear: bias must have shape (12,), got (11,)"),
-        Case("bad-magnitude", _LINEAR | dict(magnitude=T((12, 1))), error="lora_linear: magnitude must have shape (12,), got (12, 1)"),
+        Case(
+            "bad-magnitude",
+            _LINEAR | dict(magnitude=T((12, 1))),
+            error="lora_linear: magnitude must have shape (12,), got (12, 1)",
+        ),
     ],
     cost=_cost,
 )
-def lora_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, magnitude: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """A linear layer with a LoRA adapter, or with ``magnitude`` a DoRA adapter. Differentiable in every tensor. Returns (..., N).
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    magnitude: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """A linear layer with a LoRA adapter, or with ``magnitude`` a DoRA adapter. Differentiable in
+    every tensor. Returns (..., N).
 
-    x (..., K); weight (N, K) in x's dtype, or any dtype under autocast; a (r, K), b (N, r), bias and magnitude (N,) in any floating dtype; any strides. It
-    saves x and x A^T for the backward, and with a magnitude also the result before the magnitude.
+    x (..., K); weight (N, K) in x's dtype, or any dtype under autocast; a (r, K), b (N, r), bias
+    and magnitude (N,) in any floating dtype; any strides. It saves x and x A^T for the backward,
+    and with a magnitude also the result before the magnitude.
     """
     _check_input("lora_linear", x)
     N = _check("lora_linear", x, (None, x.shape[-1]), ("weight", weight), ("a", a), ("b", b))
@@ -166,7 +210,19 @@ def lora_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, bias: Tensor
     return linears(x, [Projection(dense(weight), bias, (Adapter.scaled(a, b, scale),), magnitude)])[0]
 
 
-def _cost_qkv(x: Tensor, q: Tensor, k: Tensor, v: Tensor, q_a: Tensor, q_b: Tensor, k_a: Tensor, k_b: Tensor, v_a: Tensor, v_b: Tensor, **_: object) -> Cost:
+def _cost_qkv(
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_a: Tensor,
+    q_b: Tensor,
+    k_a: Tensor,
+    k_b: Tensor,
+    v_a: Tensor,
+    v_b: Tensor,
+    **_: object,
+) -> Cost:
     M = x.numel() // x.shape[-1]
     y = M * (q.shape[0] + k.shape[0] + v.shape[0]) * x.itemsize
     return _cost_of(M, [(q, q_a, q_b), (k, k_a, k_b), (v, v_a, v_b)], (x.nbytes + y, 2 * x.nbytes + y))
@@ -180,7 +236,11 @@ _QKV = _qkv_args((6,), 8, 12, 4, 2)
     cases=[
         Case("llama", _qkv_args((2, 9), 32, 48, 16, 4)),
         Case("odd", _qkv_args((1,), 7, 5, 3, 2)),
-        Case("integers", _QKV | dict(x=T((6, 8), dtype=torch.int64)), error="lora_qkv: x must be floating point, got torch.int64"),
+        Case(
+            "integers",
+            _QKV | dict(x=T((6, 8), dtype=torch.int64)),
+            error="lora_qkv: x must be floating point, got torch.int64",
+        ),
         Case("bad-k", _QKV | dict(k=T((4, 7))), error="lora_qkv: k must have shape (N, 8), got (4, 7)"),
         Case("bad-v-a", _QKV | dict(v_a=T((3, 7))), error="lora_qkv: v_a must have shape (r >= 1, 8), got (3, 7)"),
         Case("bad-q-b", _QKV | dict(q_b=T((12, 1))), error="lora_qkv: q_b must have shape (12, 2), got (12, 1)"),
@@ -188,9 +248,21 @@ _QKV = _qkv_args((6,), 8, 12, 4, 2)
     cost=_cost_qkv,
 )
 def lora_qkv(
-    x: Tensor, q: Tensor, k: Tensor, v: Tensor, q_a: Tensor, q_b: Tensor, k_a: Tensor, k_b: Tensor, v_a: Tensor, v_b: Tensor, *, scale: float = 1.0
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_a: Tensor,
+    q_b: Tensor,
+    k_a: Tensor,
+    k_b: Tensor,
+    v_a: Tensor,
+    v_b: Tensor,
+    *,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one input: three ``lora_linear`` as one node, which reads x once for all adapters. Their N and ranks may differ."""
+    """Queries, keys and values of one input: three ``lora_linear`` as one node, which reads x
+    once for all adapters. Their N and ranks may differ."""
     _check_input("lora_qkv", x)
     names = dict(q=(q, q_a, q_b), k=(k, k_a, k_b), v=(v, v_a, v_b))
     for name, (weight, a, b) in names.items():
@@ -202,10 +274,22 @@ def lora_qkv(
 
 
 def _cost_mlp(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor, **_: object
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_a: Tensor,
+    gate_b: Tensor,
+    up_a: Tensor,
+    up_b: Tensor,
+    down_a: Tensor,
+    down_b: Tensor,
+    **_: object,
 ) -> Cost:
     M = x.numel() // x.shape[-1]
-    return _cost_of(M, [(gate, gate_a, gate_b), (up, up_a, up_b), (down, down_a, down_b)], (nbytes(x, x), nbytes(x, x, x)))
+    return _cost_of(
+        M, [(gate, gate_a, gate_b), (up, up_a, up_b), (down, down_a, down_b)], (nbytes(x, x), nbytes(x, x, x))
+    )
 
 
 _MLP = _mlp_args((6,), 8, 12, 2)
@@ -217,21 +301,46 @@ _MLP = _mlp_args((6,), 8, 12, 2)
         Case("llama", _mlp_args((2, 9), 32, 48, 4)),
         Case("gemma", _mlp_args((17,), 24, 40, 3) | dict(act="gelu_tanh")),
         Case("odd", _mlp_args((1,), 7, 5, 2)),
-        Case("integers", _MLP | dict(x=T((6, 8), dtype=torch.int64)), error="lora_mlp: x must be floating point, got torch.int64"),
+        Case(
+            "integers",
+            _MLP | dict(x=T((6, 8), dtype=torch.int64)),
+            error="lora_mlp: x must be floating point, got torch.int64",
+        ),
         Case("bad-up", _MLP | dict(up=T((11, 8))), error="lora_mlp: up must have shape (12, 8), got (11, 8)"),
         Case("bad-down", _MLP | dict(down=T((8, 11))), error="lora_mlp: down must have shape (8, 12), got (8, 11)"),
-        Case("bad-down-a", _MLP | dict(down_a=T((2, 8))), error="lora_mlp: down_a must have shape (r >= 1, 12), got (2, 8)"),
-        Case("bad-act", _MLP | dict(act="swish2"), error="lora_mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+        Case(
+            "bad-down-a",
+            _MLP | dict(down_a=T((2, 8))),
+            error="lora_mlp: down_a must have shape (r >= 1, 12), got (2, 8)",
+        ),
+        Case(
+            "bad-act",
+            _MLP | dict(act="swish2"),
+            error="lora_mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'",
+        ),
     ],
     cost=_cost_mlp,
 )
 def lora_mlp(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor, *,
-    act: str = "silu", scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """A gated MLP of three ``lora_linear`` as one node. It saves x, the outputs of gate and up, and thin matrices for the backward.
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_a: Tensor,
+    gate_b: Tensor,
+    up_a: Tensor,
+    up_b: Tensor,
+    down_a: Tensor,
+    down_b: Tensor,
+    *,
+    act: str = "silu",
+    scale: float = 1.0,
+) -> Tensor:
+    """A gated MLP of three ``lora_linear`` as one node. It saves x, the outputs of gate and up, and
+    thin matrices for the backward.
 
-    x (..., H), gate and up (I, H), down (H, I); adapters as in ``lora_linear``; act as in ``glu``. Returns (..., H).
+    x (..., H), gate and up (I, H), down (H, I); adapters as in ``lora_linear``; act as in ``glu``.
+    Returns (..., H).
     """
     _check_input("lora_mlp", x)
     H = x.shape[-1]

@@ -1,5 +1,6 @@
-"""For the magnitude of DoRA (Liu et al., arXiv:2402.09353): the norms of the rows of w + scale b a, a matrix with scaled columns, and the sums by column of the
-elementwise product of two matrices. They compute in fp32, and the kernels store neither w + scale b a nor an fp32 copy of a matrix.
+"""For the magnitude of DoRA (Liu et al., arXiv:2402.09353): the norms of the rows of w + scale b a,
+a matrix with scaled columns, and the sums by column of the elementwise product of two matrices.
+They compute in fp32, and the kernels store neither w + scale b a nor an fp32 copy of a matrix.
 """
 
 from __future__ import annotations
@@ -61,22 +62,49 @@ def norms_of_rows(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``row_norms`` in fp32; a and b in one dtype."""
     (N, K), rank, norms = w.shape, a.shape[0], w.new_empty(w.shape[0], dtype=torch.float32)
     block = max(16, next_power_of_2(rank))
-    # by reasoning, not measured: one program for each processor of an H200 at N = 4096, a tile of a of 16 KB, and at most 50 KB of shared memory
-    tile = dict(BLOCK_N=32 if N >= 4096 and block <= 128 else 16, BLOCK_K=max(16, min(128, 16384 // (block * a.itemsize))), BLOCK_R=block)
-    launch(_row_norms, (cdiv(N, tile["BLOCK_N"]),), w, a, b, norms, N, K, rank, scale, *w.stride(), *a.stride(), *b.stride(), **tile, num_warps=4)
+    # by reasoning, not measured: one program for each processor of an H200 at N = 4096, a tile of a
+    # of 16 KB, and at most 50 KB of shared memory
+    tile = dict(
+        BLOCK_N=32 if N >= 4096 and block <= 128 else 16,
+        BLOCK_K=max(16, min(128, 16384 // (block * a.itemsize))),
+        BLOCK_R=block,
+    )
+    launch(
+        _row_norms,
+        (cdiv(N, tile["BLOCK_N"]),),
+        w,
+        a,
+        b,
+        norms,
+        N,
+        K,
+        rank,
+        scale,
+        *w.stride(),
+        *a.stride(),
+        *b.stride(),
+        **tile,
+        num_warps=4,
+    )
     return norms
 
 
 def row_norms(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """|w + scale b a| of each row (N,), in fp32 or a wider dtype; w (N, K), a (r, K), b (N, r).
 
-    The rows are added before they are squared: the square of the sum, expanded, cancels where b a leaves little of a row.
+    The rows are added before they are squared: the square of the sum, expanded, cancels where b a
+    leaves little of a row.
     """
     if use_kernels(w) and use_kernels(a) and a.shape[0] <= _RANK:
         return norms_of_rows(w, a, b, scale)
     wide, rows = torch.promote_types(acc(w.dtype), a.dtype), max(1, _CHUNK // max(1, w.shape[1]))
     a, sums = a.to(wide), (part.to(wide) for part in w.split(rows))
-    return torch.cat([torch.linalg.vector_norm(torch.addmm(s, b_s.to(wide), a, alpha=scale), dim=1) for s, b_s in zip(sums, b.split(rows))])
+    return torch.cat(
+        [
+            torch.linalg.vector_norm(torch.addmm(s, b_s.to(wide), a, alpha=scale), dim=1)
+            for s, b_s in zip(sums, b.split(rows))
+        ]
+    )
 
 
 @launcher("(Tensor x, Tensor scale) -> Tensor")
@@ -89,11 +117,26 @@ def scaled_columns(x: Tensor, scale: Tensor) -> Tensor:
 
 @launcher("(Tensor a, Tensor b) -> Tensor")
 def column_sums(a: Tensor, b: Tensor) -> Tensor:
-    """Partial sums (P, N) of ``a * b`` over the rows, in fp32; a and b (M, N) with contiguous rows."""
+    """Partial sums (P, N) of ``a * b`` over the rows, in fp32; a and b (M, N) with contiguous
+    rows."""
     M, N = a.shape
     programs = min(max(cdiv(M, _ROWS), 1), max(1024 // cdiv(N, _BLOCK), 1))
     sums = a.new_empty(programs, N, dtype=torch.float32)
-    launch(_dot_columns, (cdiv(N, _BLOCK), programs), a, b, sums, M, N, a.stride(0), b.stride(0), programs, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4)
+    launch(
+        _dot_columns,
+        (cdiv(N, _BLOCK), programs),
+        a,
+        b,
+        sums,
+        M,
+        N,
+        a.stride(0),
+        b.stride(0),
+        programs,
+        ROWS=_ROWS,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
     return sums
 
 
@@ -105,5 +148,6 @@ def dot_columns(a: Tensor, b: Tensor) -> Tensor:
 
 
 def times_columns(x: Tensor, scale: Tensor) -> Tensor:
-    """``x * scale``, computed in the wider dtype of the two and rounded once to x's dtype; x (M, N), scale (N,)."""
+    """``x * scale``, computed in the wider dtype of the two and rounded once to x's dtype; x (M,
+    N), scale (N,)."""
     return scaled_columns(x, scale) if use_kernels(x) and x.stride(1) == 1 else (x * scale).to(x.dtype)

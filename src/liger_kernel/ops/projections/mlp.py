@@ -1,11 +1,14 @@
-"""Gated MLP: ``y = down (act(gate x * gate_multiplier) * up x) * down_multiplier``, as one node of the graph (Shazeer, arXiv:2002.05202).
+"""Gated MLP: ``y = down (act(gate x * gate_multiplier) * up x) * down_multiplier``, as one node of
+the graph (Shazeer, arXiv:2002.05202).
 
 Shapes: x, y (..., H), gate, up (I, H), down (H, I).  M = product of the leading dims of x.
 
-PyTorch computes the products. The forward saves gate x and up x, and x if gate or up learn; with ``recompute``, it saves x alone. The backward needs the
-activation for the gradient of ``down``. The pass that makes the gradients of gate x and up x also writes the activation, into memory that the node owns, so
-the backward uses three buffers (M, I). Autograd of the separate operations needs five buffers and one more pass. If the graph is kept for another
-backward, or if hooks of other code have seen gate x and up x, the backward copies them first.
+PyTorch computes the products. The forward saves gate x and up x, and x if gate or up learn; with
+``recompute``, it saves x alone. The backward needs the activation for the gradient of ``down``. The
+pass that makes the gradients of gate x and up x also writes the activation, into memory that the
+node owns, so the backward uses three buffers (M, I). Autograd of the separate operations needs five
+buffers and one more pass. If the graph is kept for another backward, or if hooks of other code have
+seen gate x and up x, the backward copies them first.
 ``down_multiplier`` scales the activation, not y.
 """
 
@@ -18,7 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
@@ -30,9 +45,16 @@ from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows, as_dt
 
 
 def reference(
-    x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    *,
+    act: str = "silu",
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
     recompute: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     form = dict(act=act, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     return F.linear(glu_reference(F.linear(x, gate), None if up is None else F.linear(x, up), **form), down)
 
@@ -50,20 +72,33 @@ def projections(x: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Ten
     return x @ gate.t(), None if up is None else x @ up.t()
 
 
-def output(g: Tensor, u: Tensor | None, down: Tensor, act: str, gate_multiplier: float, down_multiplier: float) -> Tensor:
+def output(
+    g: Tensor, u: Tensor | None, down: Tensor, act: str, gate_multiplier: float, down_multiplier: float
+) -> Tensor:
     """y from the results of ``projections``."""
     return glu_fwd(*_halves(g, u), act, *_form(gate_multiplier, down_multiplier)) @ down.t()
 
 
 @launcher(
-    "(Tensor dy, Tensor? x, Tensor gate, Tensor? up, Tensor down, Tensor(a!) g, Tensor(b!)? u, bool[] need, str act, float gate_multiplier,"
+    "(Tensor dy, Tensor? x, Tensor gate, Tensor? up, Tensor down, Tensor(a!) g, Tensor(b!)? u, bool[] need, str act, "
+    "float gate_multiplier,"
     " float down_multiplier) -> (Tensor dx, Tensor dgate, Tensor dup, Tensor ddown)"
 )
 def mlp_bwd(
-    dy: Tensor, x: Tensor | None, gate: Tensor, up: Tensor | None, down: Tensor, g: Tensor, u: Tensor | None, need: list[bool],
-    act: str, gate_multiplier: float, down_multiplier: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, gate, up and down; those that are not needed are empty. Overwrites g and u."""
+    dy: Tensor,
+    x: Tensor | None,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    g: Tensor,
+    u: Tensor | None,
+    need: list[bool],
+    act: str,
+    gate_multiplier: float,
+    down_multiplier: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, gate, up and down; those that are not needed are empty. Overwrites g
+    and u."""
     need_x, need_gate, need_up, need_down = need
     form = _form(gate_multiplier, down_multiplier)
     dx, dgate, dup, ddown = (dy.new_empty(0) for _ in range(4))
@@ -86,7 +121,8 @@ def mlp_bwd(
 
 
 class LigerMLPFunction(torch.autograd.Function):
-    """``apply(x, gate, up or None, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu", recompute=False)``."""
+    """``apply(x, gate, up or None, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu",
+    recompute=False)``."""
 
     @staticmethod
     def forward(ctx, x, gate, up, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu", recompute=False):
@@ -97,7 +133,8 @@ class LigerMLPFunction(torch.autograd.Function):
         need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
         if hooks is not None and owner == CHECKPOINT:
-            # before the last product: a recomputation ends when it has seen everything that was saved, and nobody needs its last product
+            # before the last product: a recomputation ends when it has seen everything that was
+            # saved, and nobody needs its last product
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
         else:
             ctx.save_for_backward(*saved)
@@ -150,26 +187,53 @@ def _cost(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, **_: object)
         Case("falcon-h1", _args((12,), 24, 33) | dict(gate_multiplier=0.37, down_multiplier=1.9)),
         Case("recomputed", _args((6,), 16, 40) | dict(recompute=True)),
         Case("odd", _args((1,), 7, 5)),
-        Case("integers", _args((2,), 4, 8) | dict(x=T((2, 4), dtype=torch.int64)), error="mlp: x must be floating point, got torch.int64"),
-        Case("bad-gate", _args((2,), 4, 8) | dict(gate=T((8, 5))), error="mlp: gate must have shape (I, 4), got (8, 5)"),
-        Case("odd-gate", _args((2,), 4, 8) | dict(gate=T((9, 4)), up=None), error="mlp: gate must have shape (2 I, 4) where up is None, got (9, 4)"),
-        Case("bad-up", _args((2,), 4, 8) | dict(up=T((9, 4))), error="mlp: up must have shape (8, 4), got (9, 4)"),
-        Case("bad-down", _args((2,), 4, 8) | dict(down=T((4, 9))), error="mlp: down must have shape (4, 8), got (4, 9)"),
-        Case("mixed", _args((2,), 4, 8) | dict(down=T((4, 8), dtype=torch.float64)), error="mlp: down must have x's dtype, torch.float32, got torch.float64"),
         Case(
-            "bad-act", _args((2,), 4, 8) | dict(act="swish2"), error="mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"
+            "integers",
+            _args((2,), 4, 8) | dict(x=T((2, 4), dtype=torch.int64)),
+            error="mlp: x must be floating point, got torch.int64",
+        ),
+        Case(
+            "bad-gate", _args((2,), 4, 8) | dict(gate=T((8, 5))), error="mlp: gate must have shape (I, 4), got (8, 5)"
+        ),
+        Case(
+            "odd-gate",
+            _args((2,), 4, 8) | dict(gate=T((9, 4)), up=None),
+            error="mlp: gate must have shape (2 I, 4) where up is None, got (9, 4)",
+        ),
+        Case("bad-up", _args((2,), 4, 8) | dict(up=T((9, 4))), error="mlp: up must have shape (8, 4), got (9, 4)"),
+        Case(
+            "bad-down", _args((2,), 4, 8) | dict(down=T((4, 9))), error="mlp: down must have shape (4, 8), got (4, 9)"
+        ),
+        Case(
+            "mixed",
+            _args((2,), 4, 8) | dict(down=T((4, 8), dtype=torch.float64)),
+            error="mlp: down must have x's dtype, torch.float32, got torch.float64",
+        ),
+        Case(
+            "bad-act",
+            _args((2,), 4, 8) | dict(act="swish2"),
+            error="mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'",
         ),
     ],
     cost=_cost,
 )
 def mlp(
-    x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    *,
+    act: str = "silu",
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
     recompute: bool = False,
-) -> Tensor:  # fmt: skip
-    """A gated MLP that saves two of its three intermediates for the backward, or none with ``recompute``.
+) -> Tensor:
+    """A gated MLP that saves two of its three intermediates for the backward, or none with
+    ``recompute``.
 
-    x (..., H); gate and up (I, H), or no up and gate (2 I, H) with up's rows after gate's; down (H, I). All have one dtype, which is autocast's if it is
-    on, and any strides. ``act`` as in ``glu``. Returns (..., H).
+    x (..., H); gate and up (I, H), or no up and gate (2 I, H) with up's rows after gate's; down (H,
+    I). All have one dtype, which is autocast's if it is on, and any strides. ``act`` as in ``glu``.
+    Returns (..., H).
     """
     if not x.is_floating_point():
         raise ValueError(f"mlp: x must be floating point, got {x.dtype}")
@@ -198,12 +262,14 @@ def mlp(
 
 
 class AdaptedMLPFunction(torch.autograd.Function):
-    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *their tensors)``: ``LigerMLPFunction``
-    for any ``Projection``: gate and up, or one projection that is both side by side.
+    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier,
+    recompute, ends, tiles, *their tensors)``: ``LigerMLPFunction`` for any ``Projection``: gate and
+    up, or one projection that is both side by side.
 
-    ``ends``: the MLP is the last part of a checkpointed layer. Then a recomputation stops before the first product, and the backward itself computes gate x
-    and up x, once, as the recomputation would have done. In this case, and with more than one of ``tiles``, the forward and the backward hold one tile of
-    tokens at a time, and x alone is saved.
+    ``ends``: the MLP is the last part of a checkpointed layer. Then a recomputation stops before
+    the first product, and the backward itself computes gate x and up x, once, as the recomputation
+    would have done. In this case, and with more than one of ``tiles``, the forward and the backward
+    hold one tile of tokens at a time, and x alone is saved.
     """
 
     @staticmethod
@@ -212,7 +278,11 @@ class AdaptedMLPFunction(torch.autograd.Function):
         hooks, owner = saving_hooks()
         ctx.unshared, ctx.packed, ctx.recompute = owner in HARMLESS, None, recompute
         checkpointed = hooks is not None and owner == CHECKPOINT
-        ctx.tiles = _tiles(x.numel() // max(1, x.shape[-1]), tiles) if tiles > 1 or (checkpointed and ends and all(map(_tileable, (*first, down)))) else []
+        ctx.tiles = (
+            _tiles(x.numel() // max(1, x.shape[-1]), tiles)
+            if tiles > 1 or (checkpointed and ends and all(map(_tileable, (*first, down))))
+            else []
+        )
         if ctx.tiles and checkpointed:
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
@@ -232,7 +302,8 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 h = _activated(projected, ctx.form, down)
                 last.take(h.rows)
                 if checkpointed and down.magnitude is None:
-                    # as in LigerMLPFunction: a recomputation ends here, before the product that nobody needs
+                    # as in LigerMLPFunction: a recomputation ends here, before the product that
+                    # nobody needs
                     saved = *of_x, *tensors, *kept, *last.taken()
                     ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
                 (y,) = last.outputs(h)  # the backward computes h again
@@ -275,19 +346,27 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 if kept_graph or not ctx.unshared or gate_up.zs:
                     projected = [t.clone() for t in projected]
             dx, grads = _gradients(gate_up, last, projected, rows, dys, need_x, needs, ctx.form)
-        return None if dx is None else dx.view(ctx.shape), *[None] * 9, *(g if g is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors))
+        return (
+            None if dx is None else dx.view(ctx.shape),
+            *[None] * 9,
+            *(g if g is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors)),
+        )
 
 
 def _tiles(rows: int, count: int) -> list[slice]:
-    """``count`` equal tiles of the tokens; with 1, so many that they cost no time: at most eight."""
+    """``count`` equal tiles of the tokens; with 1, so many that they cost no time: at most
+    eight."""
     size = -(-rows // (count if count > 1 else max(1, min(rows // TILE, 8))))
     return [slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))]
 
 
 def _tileable(p: Projection) -> bool:
-    """Whether a projection may run tile by tile at no more cost: a frozen weight in 16 or 32 bits, or dequantised to it, and nothing random."""
+    """Whether a projection may run tile by tile at no more cost: a frozen weight in 16 or 32
+    bits, or dequantised to it, and nothing random."""
     weight = p.weight
-    frozen = isinstance(weight, Dequantized) or (isinstance(weight, Dense) and weight.learnable is not None and not weight.learnable.requires_grad)
+    frozen = isinstance(weight, Dequantized) or (
+        isinstance(weight, Dense) and weight.learnable is not None and not weight.learnable.requires_grad
+    )
     return frozen and p.magnitude is None and not any(a.dropout for a in p.adapters)
 
 
@@ -307,11 +386,20 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
 
 
 def _tiled_gradients(
-    gate_up: Projections, last: Projections, x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple, tiles: list[slice]
+    gate_up: Projections,
+    last: Projections,
+    x: Tensor,
+    dy: Tensor,
+    need_x: bool,
+    needs: list[list[bool]],
+    form: tuple,
+    tiles: list[slice],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """``_gradients``, tile by tile, from projections that are computed again: no tensor as wide as gate x is ever stored for all tokens.
+    """``_gradients``, tile by tile, from projections that are computed again: no tensor as wide as
+    gate x is ever stored for all tokens.
 
-    The gradients of all tiles are added in 32 bits: a product of a tile adds to that of a weight in place, and those of adapters and biases are small.
+    The gradients of all tiles are added in 32 bits: a product of a tile adds to that of a weight in
+    place, and those of adapters and biases are small.
     """
     dx = x.new_empty(x.shape) if need_x else None
     weights = [p.weight for p in (*gate_up.projections, *last.projections)]
@@ -323,13 +411,19 @@ def _tiled_gradients(
     def compute(tile: slice) -> list[Tensor | None]:
         first, rows = gate_up.part(x[tile]), Rows(x[tile])
         projected = first.outputs(rows)
-        second = last.part(_activated(projected, form, last.projections[0]).rows if last.As else x[tile])  # only adapters read it
-        return _gradients(first, second, projected, rows, dy[tile], need_x, needs, form, None if dx is None else dx[tile], sums)[1]
+        second = last.part(
+            _activated(projected, form, last.projections[0]).rows if last.As else x[tile]
+        )  # only adapters read it
+        return _gradients(
+            first, second, projected, rows, dy[tile], need_x, needs, form, None if dx is None else dx[tile], sums
+        )[1]
 
     for tile in tiles:
         wide = [g if g is None else g.to(acc(g.dtype)) for g in compute(tile)]
         total = [t if t is None else t.add_(g) for t, g in zip(total, wide)] if total else wide
-    of_weights = itertools.accumulate((len(n) for n in needs[:-1]), initial=0)  # each comes first among the tensors of its projection
+    of_weights = itertools.accumulate(
+        (len(n) for n in needs[:-1]), initial=0
+    )  # each comes first among the tensors of its projection
     for at, of_weight in zip(of_weights, sums):
         total[at] = of_weight
     return dx, total
@@ -345,7 +439,8 @@ def _activated(projected: list[Tensor], form: tuple, down: Projection) -> Rows:
 
 
 def _cast_as_a_whole(*projections: Projection) -> bool:
-    """Whether one of the layers casts its input, or its output's gradient, with one scale for the whole tensor."""
+    """Whether one of the layers casts its input, or its output's gradient, with one scale for
+    the whole tensor."""
     return any(isinstance(p.weight, Float8Trained) and not p.weight.recipe.by_rows for p in projections)
 
 
@@ -361,14 +456,17 @@ def _gradients(
     out: Tensor | None = None,
     sums: list[Tensor | None] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of x, in ``out`` if it is given, and of all tensors of the projections. Overwrites ``projected``.
+    """The gradients of x, in ``out`` if it is given, and of all tensors of the projections.
+    Overwrites ``projected``.
 
     ``sums``: for each weight, what its gradient is added to; it then has no other.
     """
     of_first, of_second = (None, None) if sums is None else (sums[:-1], sums[-1:])
     last.thin_gradients([Rows(dy)], needs[-1:])
     h = last.input_gradient()
-    tops = h.new_zeros(3, TOPS, dtype=torch.float32) if _cast_as_a_whole(*gate_up.projections, *last.projections) else None
+    tops = (
+        h.new_zeros(3, TOPS, dtype=torch.float32) if _cast_as_a_whole(*gate_up.projections, *last.projections) else None
+    )
     # now h holds the activation, and ``projected`` holds its gradients
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
     known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
@@ -380,9 +478,13 @@ def _gradients(
         dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])), ours=True)]
     else:
         dys = [Rows(d, made=made, ours=True) for d, made in zip(projected, known[1:])]
-    weights = [p.weight for p in gate_up.projections if isinstance(p.weight, Float8Trained) and p.weight.recipe.weight_gradient]
+    weights = [
+        p.weight for p in gate_up.projections if isinstance(p.weight, Float8Trained) and p.weight.recipe.weight_gradient
+    ]
     if not gate_up.As and out is None and len(weights) == len(gate_up.projections):
-        dys[-1].spare = projected[0] if len(dys) > 1 else None  # the gradient of gate, which is used before that of up is cast
+        dys[-1].spare = (
+            projected[0] if len(dys) > 1 else None
+        )  # the gradient of gate, which is used before that of up is cast
         if len({weight.recipe for weight in weights}) == 1 and any(each[0] for each in needs[:-1]):
             weights[0].input_cast(x)  # which they share, so that nobody needs x
             x.rows = x.rows.new_empty(0)
@@ -409,10 +511,24 @@ def adapted_mlp(
     ends: bool = False,
     tiles: int = 1,
 ) -> Tensor:
-    """``mlp`` for projections with any storage and with adapters: gate and up, or one that is both side by side, and down.
+    """``mlp`` for projections with any storage and with adapters: gate and up, or one that is both
+    side by side, and down.
 
-    ``ends``: nothing after the MLP in its layer saves anything for the backward. ``tiles`` of the tokens, for projections without dropout or magnitude.
+    ``ends``: nothing after the MLP in its layer saves anything for the backward. ``tiles`` of the
+    tokens, for projections without dropout or magnitude.
     """
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])
-    return AdaptedMLPFunction.apply(as_dtype(x, dtype), tuple(first), down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors)
+    return AdaptedMLPFunction.apply(
+        as_dtype(x, dtype),
+        tuple(first),
+        down,
+        thin,
+        act,
+        gate_multiplier,
+        down_multiplier,
+        recompute,
+        ends,
+        tiles,
+        *tensors,
+    )

@@ -1,13 +1,18 @@
-"""Mixture of experts: ``y[t] = sum_k weight[t, k] * down[e] (act(gate) * up)`` with ``gate, up = gate_up[e] x[t]`` and ``e = index[t, k]``
+"""Mixture of experts: ``y[t] = sum_k weight[t, k] * down[e] (act(gate) * up)`` with ``gate, up =
+gate_up[e] x[t]`` and ``e = index[t, k]``
 (Shazeer et al., arXiv:1701.06538).
 
-Shapes: x, y (T, H), gate_up (E, 2 I, H), down (E, H, I), index, weight (T, K).  M = T K, the assignments.
+Shapes: x, y (T, H), gate_up (E, 2 I, H), down (E, H, I), index, weight (T, K).  M = T K, the
+assignments.
 
-The device sorts the assignments by expert and copies the rows of x into that order. This writes M H elements once, which is little compared with products
-that read them again for every tile of columns, and TMA requires adjacent rows. Only x and h = gate_up[e] x, (M, 2 I), are saved, or with ``recompute`` x
-alone. The backward copies the rows again instead of saving them. It does not need each expert's output z, because <dy, z> = <down^T dy, act>. Sums over K
-and over rows are gathered in fp32 in a fixed order. An index outside [0, E) is sorted after all experts and contributes nothing.
-``bench/cases/projections.py`` has the shapes of real models and the implementations for comparison.
+The device sorts the assignments by expert and copies the rows of x into that order. This writes M H
+elements once, which is little compared with products that read them again for every tile of
+columns, and TMA requires adjacent rows. Only x and h = gate_up[e] x, (M, 2 I), are saved, or with
+``recompute`` x alone. The backward copies the rows again instead of saving them. It does not need
+each expert's output z, because <dy, z> = <down^T dy, act>. Sums over K and over rows are gathered
+in fp32 in a fixed order. An index outside [0, E) is sorted after all experts and contributes
+nothing. ``bench/cases/projections.py`` has the shapes of real models and the implementations for
+comparison.
 """
 
 from __future__ import annotations
@@ -71,10 +76,15 @@ def reference(
     return of_experts(expert, gate_up.shape[0], x, topk_index, topk_weight)
 
 
-def of_experts(expert: Callable[[int, Tensor], Tensor], E: int, x: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
-    """The weighted sum over k of what ``expert`` makes of each token: it gets the number of an expert and its rows of x."""
+def of_experts(
+    expert: Callable[[int, Tensor], Tensor], E: int, x: Tensor, topk_index: Tensor, topk_weight: Tensor
+) -> Tensor:
+    """The weighted sum over k of what ``expert`` makes of each token: it gets the number of an
+    expert and its rows of x."""
     K, wide = topk_index.shape[1], acc(x.dtype)
-    if not host_can_read(topk_index):  # how many rows an expert has cannot be known: each gets all, those of other experts as zeros
+    if not host_can_read(
+        topk_index
+    ):  # how many rows an expert has cannot be known: each gets all, those of other experts as zeros
         y = torch.zeros(x.shape, dtype=wide, device=x.device)
         for e in range(E):
             chosen = topk_index == e
@@ -85,7 +95,9 @@ def of_experts(expert: Callable[[int, Tensor], Tensor], E: int, x: Tensor, topk_
     valid = (number >= 0) & (number < E)
     number, order = number[valid], order[valid]
     rows = x.to(wide)[order // K].to(x.dtype).split(torch.bincount(number, minlength=E).tolist())
-    y = torch.cat([expert(e, mine) for e, mine in enumerate(rows)]).to(wide) * topk_weight.flatten()[order, None].to(wide)
+    y = torch.cat([expert(e, mine) for e, mine in enumerate(rows)]).to(wide) * topk_weight.flatten()[order, None].to(
+        wide
+    )
     return torch.zeros(x.shape, dtype=wide, device=x.device).index_add(0, order // K, y).to(x.dtype)
 
 
@@ -99,7 +111,8 @@ def activation(z: Tensor, act: str, interleaved: bool, alpha: float, limit: floa
 
 @jit
 def _experts(index_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The experts of a block of assignments, E for none and E + 1 beyond the last assignment, and how many each has."""
+    """The experts of a block of assignments, E for none and E + 1 beyond the last assignment,
+    and how many each has."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.load(index_ptr + i, mask=i < M, other=0)
     expert = tl.where(i < M, tl.where((expert < 0) | (expert >= E), E, expert), E + 1).to(tl.int32)
@@ -130,20 +143,48 @@ def _place(index_ptr, ends_ptr, order_ptr, position_ptr, offs_ptr, M, E, BLOCK_M
 
 @jit
 def _spread(
-    x_ptr, position_ptr, offs_ptr, y_ptr, n_tokens, H, E, x_stride, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    position_ptr,
+    offs_ptr,
+    y_ptr,
+    n_tokens,
+    H,
+    E,
+    x_stride,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Rows of x in the order of experts: each is read once and written to its K places."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.load(offs_ptr + E - 1)
-    x = tl.load(x_ptr + token[:, None] * x_stride + col[None, :], mask=(token < n_tokens)[:, None] & (col < H)[None, :], other=0.0)
+    x = tl.load(
+        x_ptr + token[:, None] * x_stride + col[None, :],
+        mask=(token < n_tokens)[:, None] & (col < H)[None, :],
+        other=0.0,
+    )
     for k in tl.static_range(K):
         row = tl.load(position_ptr + token * K + k, mask=token < n_tokens, other=2147483647).to(tl.int64)
         tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=(row < n)[:, None] & (col < H)[None, :])
 
 
 @jit
-def _gather(x_ptr, order_ptr, offs_ptr, index_ptr, bias_ptr, y_ptr, dot_ptr, H, K, E, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _gather(
+    x_ptr,
+    order_ptr,
+    offs_ptr,
+    index_ptr,
+    bias_ptr,
+    y_ptr,
+    dot_ptr,
+    H,
+    K,
+    E,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Rows of x in the order of experts, and the product of each with its expert's bias."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
@@ -155,7 +196,9 @@ def _gather(x_ptr, order_ptr, offs_ptr, index_ptr, bias_ptr, y_ptr, dot_ptr, H, 
         mask = here[:, None] & (col < H)[None, :]
         x = tl.load(x_ptr + (i // K).to(tl.int64)[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
         tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=mask)
-        dot += x.to(tl.float32) * tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dot += x.to(tl.float32) * tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
     tl.store(dot_ptr + row, tl.sum(dot, axis=1), mask=here)
 
 
@@ -180,7 +223,11 @@ def _combine(
         if HAS_W:
             y *= tl.load(w_ptr + i, mask=row < n, other=0.0).to(tl.float32)[:, None]
         total += y
-    tl.store(out_ptr + token[:, None] * H + col[None, :], total.to(out_ptr.dtype.element_ty), mask=(token < n_tokens)[:, None] & (col < H)[None, :])
+    tl.store(
+        out_ptr + token[:, None] * H + col[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=(token < n_tokens)[:, None] & (col < H)[None, :],
+    )
 
 
 @jit
@@ -197,9 +244,24 @@ def _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS: tl.constexpr,
 
 @jit
 def _glu(
-    h_ptr, bias_ptr, order_ptr, index_ptr, offs_ptr, y_ptr, n, E, alpha, limit, offset, HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    bias_ptr,
+    order_ptr,
+    index_ptr,
+    offs_ptr,
+    y_ptr,
+    n,
+    E,
+    alpha,
+    limit,
+    offset,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < tl.load(offs_ptr + E - 1)
@@ -214,18 +276,44 @@ def _glu(
 
 @jit
 def _glu_bwd(
-    h_ptr, bias_ptr, order_ptr, index_ptr, offs_ptr, dy_ptr, w_ptr, dot_ptr, dh_ptr, wy_ptr, dw_ptr, M, n, E, alpha, limit, offset,
-    HAS_BIAS: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_DOT: tl.constexpr, NEED_DH: tl.constexpr, NEED_WY: tl.constexpr, NEED_DW: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """For rows of an expert's activation y and its gradient dy, both without their weight w: the gradients of h and of w, and w y.
+    h_ptr,
+    bias_ptr,
+    order_ptr,
+    index_ptr,
+    offs_ptr,
+    dy_ptr,
+    w_ptr,
+    dot_ptr,
+    dh_ptr,
+    wy_ptr,
+    dw_ptr,
+    M,
+    n,
+    E,
+    alpha,
+    limit,
+    offset,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_DOT: tl.constexpr,
+    NEED_DH: tl.constexpr,
+    NEED_WY: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """For rows of an expert's activation y and its gradient dy, both without their weight w: the
+    gradients of h and of w, and w y.
 
     dh may be h, and w y may take the place of dy.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
     i = tl.load(order_ptr + row, mask=row < M, other=0)
-    # what is read from rows of no expert reaches nothing: to wait for ``offs`` before the other loads would take as long as they do
+    # what is read from rows of no expert reaches nothing: to wait for ``offs`` before the other
+    # loads would take as long as they do
     w = tl.load(w_ptr + i, mask=row < M, other=0.0).to(tl.float32)[:, None]
     expert = row
     if HAS_BIAS:
@@ -265,7 +353,8 @@ def _glu_bwd(
 
 @launcher("(Tensor index, int E) -> (Tensor order, Tensor position, Tensor offs)")
 def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The assignments, stably sorted by expert; the place of each assignment in that order; and the end of each expert's rows."""
+    """The assignments, stably sorted by expert; the place of each assignment in that order; and
+    the end of each expert's rows."""
     M, block_m = index.numel(), ROUTED if on_gpu(index) else 32
     new = lambda n: index.new_empty(n, dtype=torch.int32)
     order, position, offs = new(M), new(M), new(E)
@@ -278,17 +367,36 @@ def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, position, offs
 
 
-@launcher("(Tensor x, Tensor index, Tensor order, Tensor position, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)")
-def moe_gather(x: Tensor, index: Tensor, order: Tensor, position: Tensor, offs: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The row of x (T, H) for each assignment, and its product with ``bias`` (E, H) in fp32, which is empty without a bias."""
+@launcher(
+    "(Tensor x, Tensor index, Tensor order, Tensor position, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)"
+)
+def moe_gather(
+    x: Tensor, index: Tensor, order: Tensor, position: Tensor, offs: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The row of x (T, H) for each assignment, and its product with ``bias`` (E, H) in fp32,
+    which is empty without a bias."""
     M, (tokens, H), (K, E) = order.shape[0], x.shape, (index.shape[1], offs.shape[0])
     y, dot = x.new_empty(M, H), x.new_empty(0 if bias is None else M, dtype=torch.float32)
     if tracing(x):
         return y, dot
-    # these tiles and those below: 8 to 16 values per thread and rows in whole cache lines, because memory traffic is the only cost; reasoned, not measured
+    # these tiles and those below: 8 to 16 values per thread and rows in whole cache lines, because
+    # memory traffic is the only cost; reasoned, not measured
     if bias is None:
         c = config.tile("moe_spread", H, x.itemsize, elements=2048, max_block_n=2048)
-        launch(_spread, (cdiv(tokens, c.block_m), cdiv(H, c.block_n)), x, position, offs, y, tokens, H, E, x.stride(0), K=K, **c.tile)
+        launch(
+            _spread,
+            (cdiv(tokens, c.block_m), cdiv(H, c.block_n)),
+            x,
+            position,
+            offs,
+            y,
+            tokens,
+            H,
+            E,
+            x.stride(0),
+            K=K,
+            **c.tile,
+        )
     else:
         c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
         launch(_gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, K, E, x.stride(0), **c.tile)
@@ -296,18 +404,26 @@ def moe_gather(x: Tensor, index: Tensor, order: Tensor, position: Tensor, offs: 
 
 
 @launcher("(Tensor y, Tensor index, Tensor position, Tensor offs, Tensor? w, Tensor? bias) -> Tensor")
-def moe_combine(y: Tensor, index: Tensor, position: Tensor, offs: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
+def moe_combine(
+    y: Tensor, index: Tensor, position: Tensor, offs: Tensor, w: Tensor | None, bias: Tensor | None
+) -> Tensor:
     (tokens, K), H = index.shape, y.shape[1]
     out = y.new_empty(tokens, H)
     if tracing(y):
         return out
     c = config.tile("moe_combine", H, y.itemsize, elements=2048, max_block_n=1024)
-    grid, flags = (cdiv(tokens, c.block_m), cdiv(H, c.block_n)), dict(HAS_W=w is not None, HAS_BIAS=bias is not None, K=K)
+    grid, flags = (
+        (cdiv(tokens, c.block_m), cdiv(H, c.block_n)),
+        dict(HAS_W=w is not None, HAS_BIAS=bias is not None, K=K),
+    )
     launch(_combine, grid, y, position, offs, w, index, bias, out, tokens, H, offs.shape[0], **flags, **c.tile)
     return out
 
 
-@launcher("(Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, str act, bool interleaved, float alpha, float? limit, float offset) -> Tensor")
+@launcher(
+    "(Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, str act, bool interleaved, float alpha, "
+    "float? limit, float offset) -> Tensor"
+)
 def moe_glu_fwd(
     h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor,
     act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
@@ -317,7 +433,10 @@ def moe_glu_fwd(
     if tracing(h):
         return y
     c = config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
-    grid, flags = (cdiv(M, c.block_m), cdiv(n, c.block_n)), dict(HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, INTERLEAVED=interleaved, ACT=act)
+    grid, flags = (
+        (cdiv(M, c.block_m), cdiv(n, c.block_n)),
+        dict(HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, INTERLEAVED=interleaved, ACT=act),
+    )
     launch(_glu, grid, h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit or 0.0, offset, **flags, **c.tile)
     return y
 
@@ -330,7 +449,8 @@ def moe_up(
     x: Tensor, gate_up: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, need_h: bool,
     act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """h, the product of sorted rows and gate_up, empty if it is not needed, and the activation: one kernel on Hopper, else two."""
+    """h, the product of sorted rows and gate_up, empty if it is not needed, and the activation:
+    one kernel on Hopper, else two."""
     (M, _), twice_n, form = x.shape, gate_up.shape[1], (act, interleaved, alpha, limit, offset)
     if tracing(x):
         return x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
@@ -344,20 +464,38 @@ def moe_up(
 
 
 @launcher(
-    "(Tensor(a!) dy, Tensor(b!) h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, bool need_dh, bool need_wy, bool need_dw, "
+    "(Tensor(a!) dy, Tensor(b!) h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, "
+    "bool need_dh, bool need_wy, bool need_dw, "
     "str act, bool interleaved, float alpha, float? limit, float offset) -> Tensor"
 )
 def moe_glu_bwd_(
-    dy: Tensor, h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, w: Tensor, dot: Tensor | None,
-    need_dh: bool, need_wy: bool, need_dw: bool, act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
-) -> Tensor:  # fmt: skip
-    """The gradient of w, empty if it is not needed. Overwrites h with its gradient and dy with the weighted activation, if these are needed."""
+    dy: Tensor,
+    h: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    w: Tensor,
+    dot: Tensor | None,
+    need_dh: bool,
+    need_wy: bool,
+    need_dw: bool,
+    act: str,
+    interleaved: bool,
+    alpha: float,
+    limit: float | None,
+    offset: float,
+) -> Tensor:
+    """The gradient of w, empty if it is not needed. Overwrites h with its gradient and dy with
+    the weighted activation, if these are needed."""
     M, n = h.shape[0], h.shape[1] // 2
     dw = w.new_empty(w.shape if need_dw else 0)
     if tracing(h):
         return dw
     c = config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
-    flags = dict(HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, HAS_DOT=dot is not None, INTERLEAVED=interleaved)
+    flags = dict(
+        HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, HAS_DOT=dot is not None, INTERLEAVED=interleaved
+    )
     flags |= dict(NEED_DH=need_dh, NEED_WY=need_wy, NEED_DW=need_dw)
     tensors, form = (bias, order, index, offs, dy, w, dot, h, dy, dw), (alpha, limit or 0.0, offset)
     launch(_glu_bwd, (cdiv(M, c.block_m),), h, *tensors, M, n, offs.shape[0], *form, **flags, ACT=act, **c.tile)
@@ -365,12 +503,14 @@ def moe_glu_bwd_(
 
 
 def _outer_like(p: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """a^T b for each expert, in the memory layout of the parameter ``p``, so that ``.grad`` can use it without a copy."""
+    """a^T b for each expert, in the memory layout of the parameter ``p``, so that ``.grad`` can
+    use it without a copy."""
     return grouped_outer(b, a, offs).mT if p.stride(1) == 1 else grouped_outer(a, b, offs)
 
 
 class LigerFusedMoEFunction(torch.autograd.Function):
-    """``apply(x, gate_up, down, topk_index, topk_weight)`` and, like keywords of ``moe``, the biases, act, interleaved, alpha, limit and offset.
+    """``apply(x, gate_up, down, topk_index, topk_weight)`` and, like keywords of ``moe``, the
+    biases, act, interleaved, alpha, limit and offset.
 
     ``keep``: whether h is kept for the backward, which computes it again otherwise.
     """
@@ -384,7 +524,9 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         b1, b2 = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
         order, position, offs = moe_route(index, gate_up.shape[0])
         ctx.form, ctx.keep, ctx.unshared = (act, interleaved, alpha, limit, offset), keep, saving_hooks()[1] in HARMLESS
-        h, y = moe_up(moe_gather(x, index, order, position, offs, None)[0], gate_up, b1, index, order, offs, keep, *ctx.form)
+        h, y = moe_up(
+            moe_gather(x, index, order, position, offs, None)[0], gate_up, b1, index, order, offs, keep, *ctx.form
+        )
         y = grouped_mm(y, down.mT, offs)
         ctx.save_for_backward(x, gate_up, down, index, w, b1, b2, h, order, position, offs)
         return moe_combine(y, index, position, offs, w, b2)
@@ -400,9 +542,26 @@ class LigerFusedMoEFunction(torch.autograd.Function):
         need_dh = need_x or need_gate_up or need_b1
         dx = dgate_up = ddown = db1 = db2 = dot = None
         dz, dot = moe_gather(rows_of(dout), index, order, position, offs, b2 if need_w else None)
-        dy = grouped_mm(dz, down, offs) if need_dh or need_w else h.new_empty((h.shape[0], h.shape[1] // 2) if need_down else 0)
+        dy = (
+            grouped_mm(dz, down, offs)
+            if need_dh or need_w
+            else h.new_empty((h.shape[0], h.shape[1] // 2) if need_down else 0)
+        )
         dh = h if h_is_ours or not need_dh else h.clone()
-        dw = moe_glu_bwd_(dy, dh, b1, index, order, offs, w, dot if need_w and b2 is not None else None, need_dh, need_down, need_w, *ctx.form)
+        dw = moe_glu_bwd_(
+            dy,
+            dh,
+            b1,
+            index,
+            order,
+            offs,
+            w,
+            dot if need_w and b2 is not None else None,
+            need_dh,
+            need_down,
+            need_w,
+            *ctx.form,
+        )
         if need_down:
             ddown = _outer_like(down, dz, dy, offs)
         if need_b2:
@@ -423,7 +582,12 @@ def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bia
     given = [t for t in (x, gate_up, down, topk_weight, gate_up_bias, down_bias) if t is not None]
     trained = [t for t in given if t.requires_grad]
     first = any(t is not None and t.requires_grad for t in (x, gate_up, gate_up_bias, *adapters))
-    products = [((m, n, H), first), ((H, n, m), down.requires_grad), ((m, H, twice_n), x.requires_grad), ((twice_n, H, m), gate_up.requires_grad)]
+    products = [
+        ((m, n, H), first),
+        ((H, n, m), down.requires_grad),
+        ((m, H, twice_n), x.requires_grad),
+        ((twice_n, H, m), gate_up.requires_grad),
+    ]
     return Cost(
         nbytes(*given, topk_index, x),
         nbytes(*given, topk_index, x, *trained),
@@ -439,7 +603,17 @@ def _shares(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=dtype).softmax(-1)
 
 
-def _routed(tokens: int, K: int, H: int, I: int, E: int, *, used: int | None = None, weight: torch.dtype | None = None, grads: str = "x w1 w2 w") -> dict:
+def _routed(
+    tokens: int,
+    K: int,
+    H: int,
+    I: int,
+    E: int,
+    *,
+    used: int | None = None,
+    weight: torch.dtype | None = None,
+    grads: str = "x w1 w2 w",
+) -> dict:
     """Arguments of ``moe``. Each token chooses K different experts among the first ``used``."""
 
     def choices(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -460,7 +634,8 @@ def _some_invalid(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _tens(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Values that put gate and up clearly below or above a limit of 7, so that rounding never decides."""
+    """Values that put gate and up clearly below or above a limit of 7, so that rounding never
+    decides."""
     return torch.randint(-1, 2, shape).to(dtype) * 12
 
 
@@ -469,10 +644,20 @@ _SMALL = _routed(4, 2, 8, 8, 3)
 
 
 def check(
-    op: str, x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-    act: str, alpha: float, limit: float | None,
-) -> torch.dtype:  # fmt: skip
-    """Check the arguments of the operator ``op``. Returns the dtype of the products: autocast's if it is on, else x's."""
+    op: str,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    act: str,
+    alpha: float,
+    limit: float | None,
+) -> torch.dtype:
+    """Check the arguments of the operator ``op``. Returns the dtype of the products: autocast's
+    if it is on, else x's."""
     if not x.is_floating_point():
         raise ValueError(f"{op}: x must be floating point, got {x.dtype}")
     if x.ndim != 2:
@@ -481,10 +666,21 @@ def check(
     if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
         raise ValueError(f"{op}: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
     E, n = gate_up.shape[0], gate_up.shape[1] // 2
-    if topk_index.is_floating_point() or topk_index.dtype == torch.bool or topk_index.ndim != 2 or topk_index.shape[0] != tokens:
-        raise ValueError(f"{op}: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} {tuple(topk_index.shape)}")
+    if (
+        topk_index.is_floating_point()
+        or topk_index.dtype == torch.bool
+        or topk_index.ndim != 2
+        or topk_index.shape[0] != tokens
+    ):
+        raise ValueError(
+            f"{op}: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} "
+            f"{tuple(topk_index.shape)}"
+        )
     if not topk_weight.is_floating_point() or topk_weight.shape != topk_index.shape:
-        raise ValueError(f"{op}: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} {tuple(topk_weight.shape)}")
+        raise ValueError(
+            f"{op}: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} "
+            f"{tuple(topk_weight.shape)}"
+        )
     if act not in ACTS:
         raise ValueError(f"{op}: act must be one of {sorted(ACTS)}, got {act!r}")
     if limit is not None and not limit > 0:
@@ -493,7 +689,12 @@ def check(
         raise ValueError(f"{op}: alpha must be positive, got {alpha}")
     device = x.device.type
     casts = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    given = {"gate_up": (gate_up, (E, 2 * n, H)), "down": (down, (E, H, n)), "gate_up_bias": (gate_up_bias, (E, 2 * n)), "down_bias": (down_bias, (E, H))}
+    given = {
+        "gate_up": (gate_up, (E, 2 * n, H)),
+        "down": (down, (E, H, n)),
+        "gate_up_bias": (gate_up_bias, (E, 2 * n)),
+        "down_bias": (down_bias, (E, H)),
+    }
     for name, (p, shape) in given.items():
         if p is not None and p.shape != shape:
             raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(p.shape)}")
@@ -510,20 +711,51 @@ def check(
         Case("one-token", _routed(1, 1, 8, 8, 2, grads="x w1 w2")),
         Case("one-expert", _routed(36, 1, 16, 16, 3, used=1, grads="w1 w2")),
         # index -1 or E: an expert of another expert-parallel rank
-        Case("no-expert", _routed(17, 2, 16, 16, 3, grads="x w") | dict(topk_index=T((17, 2), _some_invalid, dtype=torch.int64))),
+        Case(
+            "no-expert",
+            _routed(17, 2, 16, 16, 3, grads="x w") | dict(topk_index=T((17, 2), _some_invalid, dtype=torch.int64)),
+        ),
         Case("recomputed", _routed(12, 2, 24, 16, 3) | dict(recompute=True)),
-        Case("gpt-oss", _routed(9, 2, 16, 24, 2, grads="w") | dict(gate_up_bias=T((2, 48), _tens), down_bias=T((2, 16)), **_GPT_OSS)),
-        Case("integers", _SMALL | dict(x=T((4, 8), dtype=torch.int64)), error="moe: x must be floating point, got torch.int64"),
+        Case(
+            "gpt-oss",
+            _routed(9, 2, 16, 24, 2, grads="w")
+            | dict(gate_up_bias=T((2, 48), _tens), down_bias=T((2, 16)), **_GPT_OSS),
+        ),
+        Case(
+            "integers",
+            _SMALL | dict(x=T((4, 8), dtype=torch.int64)),
+            error="moe: x must be floating point, got torch.int64",
+        ),
         Case("bad-x", _SMALL | dict(x=T((1, 4, 8))), error="moe: x must have shape (T, H), got (1, 4, 8)"),
-        Case("bad-gate-up", _SMALL | dict(gate_up=T((3, 16, 9))), error="moe: gate_up must have shape (E, 2 I, 8), got (3, 16, 9)"),
+        Case(
+            "bad-gate-up",
+            _SMALL | dict(gate_up=T((3, 16, 9))),
+            error="moe: gate_up must have shape (E, 2 I, 8), got (3, 16, 9)",
+        ),
         Case("bad-down", _SMALL | dict(down=T((3, 8, 9))), error="moe: down must have shape (3, 8, 8), got (3, 8, 9)"),
-        Case("bad-index", _SMALL | dict(topk_index=T((4, 2))), error="moe: topk_index must be integers of shape (4, K), got torch.float32 (4, 2)"),
-        Case("bad-weight", _SMALL | dict(topk_weight=T((4, 3))), error="moe: topk_weight must be floating point of shape (4, 2), got torch.float32 (4, 3)"),
+        Case(
+            "bad-index",
+            _SMALL | dict(topk_index=T((4, 2))),
+            error="moe: topk_index must be integers of shape (4, K), got torch.float32 (4, 2)",
+        ),
+        Case(
+            "bad-weight",
+            _SMALL | dict(topk_weight=T((4, 3))),
+            error="moe: topk_weight must be floating point of shape (4, 2), got torch.float32 (4, 3)",
+        ),
         Case("bad-bias", _SMALL | dict(down_bias=T((3, 9))), error="moe: down_bias must have shape (3, 8), got (3, 9)"),
-        Case("mixed", _SMALL | dict(down=T((3, 8, 8), dtype=torch.float64)), error="moe: down must have x's dtype, torch.float32, got torch.float64"),
+        Case(
+            "mixed",
+            _SMALL | dict(down=T((3, 8, 8), dtype=torch.float64)),
+            error="moe: down must have x's dtype, torch.float32, got torch.float64",
+        ),
         Case("bad-limit", _SMALL | dict(limit=0.0), error="moe: limit must be positive or None, got 0.0"),
         Case("bad-alpha", _SMALL | dict(alpha=0.0), error="moe: alpha must be positive, got 0.0"),
-        Case("bad-act", _SMALL | dict(act="swish2"), error="moe: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
+        Case(
+            "bad-act",
+            _SMALL | dict(act="swish2"),
+            error="moe: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'",
+        ),
     ],
     cost=_cost,
 )
@@ -543,18 +775,30 @@ def moe(
     offset: float = 0.0,
     recompute: bool = False,
 ) -> Tensor:
-    """The weighted sum of the K experts of each token. Differentiable in everything but the index. Returns (T, H) in x's dtype.
+    """The weighted sum of the K experts of each token. Differentiable in everything but the index.
+    Returns (T, H) in x's dtype.
 
-    x (T, H), gate_up (E, 2 I, H), down (E, H, I), gate_up_bias (E, 2 I), down_bias (E, H): one dtype, which is autocast's if it is on; any strides, so
-    pass weights stored as (E, H, 2 I) as ``gate_up.mT``. topk_index (T, K): experts; an index outside 0 to E - 1 contributes nothing. topk_weight
-    (T, K): any floating dtype. The activation is ``act(alpha * gate) / alpha``, act as in ``glu``. gate and up lie side by side, or ``interleaved``.
-    ``limit`` clamps gate from above and up on both sides; ``offset`` is then added to up. With ``recompute``, nothing but x is saved for the backward, which
-    repeats the product of x and gate_up.
+    x (T, H), gate_up (E, 2 I, H), down (E, H, I), gate_up_bias (E, 2 I), down_bias (E, H): one
+    dtype, which is autocast's if it is on; any strides, so pass weights stored as (E, H, 2 I) as
+    ``gate_up.mT``. topk_index (T, K): experts; an index outside 0 to E - 1 contributes nothing.
+    topk_weight
+    (T, K): any floating dtype. The activation is ``act(alpha * gate) / alpha``, act as in ``glu``.
+    gate and up lie side by side, or ``interleaved``. ``limit`` clamps gate from above and up on
+    both sides; ``offset`` is then added to up. With ``recompute``, nothing but x is saved for the
+    backward, which repeats the product of x and gate_up.
     """
     dtype = check("moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
     x, gate_up, down, topk_index = x.to(dtype), gate_up.to(dtype), down.to(dtype), as_index(topk_index)
     gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
-    form = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
+    form = dict(
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        act=act,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+        offset=offset,
+    )
     if not use_kernels(x):
         return reference(x, gate_up, down, topk_index, topk_weight, **form)
     given = (x, gate_up, down, topk_weight, gate_up_bias, down_bias)
@@ -563,8 +807,10 @@ def moe(
 
 
 def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 128) -> tuple[Tensor, ...]:
-    """For choices (M, K) among E experts, returns int32: tokens per expert (E,); the start of each expert in the sorted order (E + 1,); for each place in it
-    the token and the choice, and the place of each choice (M K,); first row and expert of each tile of ``block_m_token`` rows. Waits for the tile count."""
+    """For choices (M, K) among E experts, returns int32: tokens per expert (E,); the start of each
+    expert in the sorted order (E + 1,); for each place in it the token and the choice, and the
+    place of each choice (M K,); first row and expert of each tile of ``block_m_token`` rows. Waits
+    for the tile count."""
     flat, K = topk_indices.flatten().long(), topk_indices.shape[1]
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=E)
@@ -572,4 +818,7 @@ def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 
     tiles = -(counts // -block_m_token)
     expert = torch.arange(E, device=flat.device).repeat_interleave(tiles)
     first = torch.arange(len(expert), device=flat.device) - (tiles.cumsum(0) - tiles)[expert]
-    return tuple(t.int() for t in (counts, start, order // K, order, order.argsort(), start[expert] + first * block_m_token, expert))
+    return tuple(
+        t.int()
+        for t in (counts, start, order // K, order, order.argsort(), start[expert] + first * block_m_token, expert)
+    )

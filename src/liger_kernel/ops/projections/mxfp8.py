@@ -1,11 +1,15 @@
-"""MXFP8: casts to e4m3 whose scales are powers of two for blocks of 32 values (OCP Microscaling Formats, MX, specification v1.0).
+"""MXFP8: casts to e4m3 whose scales are powers of two for blocks of 32 values (OCP Microscaling
+Formats, MX, specification v1.0).
 
-A block of 32 values x that are reduced together has q = e4m3(x / s) and the scale s = 2^e, the smallest power of two for which no |q| is above 448, the
-largest value of e4m3: torchao's ``RCEIL``. The specification's example rounds e down, so that the largest values of a block saturate. A scale is stored as
-8 bits of exponent, e + 127 (E8M0). An infinity or NaN becomes NaN in q and does not change the scale. A block below 448 2^-127 becomes zeros.
+A block of 32 values x that are reduced together has q = e4m3(x / s) and the scale s = 2^e, the
+smallest power of two for which no |q| is above 448, the largest value of e4m3: torchao's ``RCEIL``.
+The specification's example rounds e down, so that the largest values of a block saturate. A scale
+is stored as 8 bits of exponent, e + 127 (E8M0). An infinity or NaN becomes NaN in q and does not
+change the scale. A block below 448 2^-127 becomes zeros.
 
-Scales are stored as the tensor cores of Blackwell read them (cuBLAS, "1D block scaling factors layout"): those of 128 rows and 4 blocks lie together, 512
-bytes in which row r and block b are at 16 (r % 32) + 4 (r // 32) + b. Rows and blocks that are missing have the exponent 0.
+Scales are stored as the tensor cores of Blackwell read them (cuBLAS, "1D block scaling factors
+layout"): those of 128 rows and 4 blocks lie together, 512 bytes in which row r and block b are at
+16 (r % 32) + 4 (r // 32) + b. Rows and blocks that are missing have the exponent 0.
 """
 
 from __future__ import annotations
@@ -43,13 +47,18 @@ def reference(x: Tensor, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor
         blocks = wide.reshape(wide.shape[0], -1, BLOCK)
         finite = blocks.isfinite()
         bits = blocks.abs().where(finite, 0.0).amax(2).view(torch.int32)
-        exponent = (((bits + 0x1FFFFF) >> 23) - 8).clamp(min=0)  # of amax / 448, rounded up: the fraction of 448 is 0x600000
+        exponent = (((bits + 0x1FFFFF) >> 23) - 8).clamp(
+            min=0
+        )  # of amax / 448, rounded up: the fraction of 448 is 0x600000
         factor = ((254 - exponent).where(exponent > 0, 127) << 23).view(torch.float32)
         q = (blocks * factor[:, :, None]).where(finite, blocks - blocks)
         return q.to(E4).view(wide.shape), swizzled(exponent.to(torch.uint8)).view(E8)
 
     wide = x.float()
-    return [cast(wide) if rows else None, cast(F.pad(wide.t(), (0, -x.shape[0] % BLOCK)).contiguous()) if columns else None]
+    return [
+        cast(wide) if rows else None,
+        cast(F.pad(wide.t(), (0, -x.shape[0] % BLOCK)).contiguous()) if columns else None,
+    ]
 
 
 @jit
@@ -66,7 +75,20 @@ def _place(row, block, blocks):
 
 
 @jit
-def _casts(x_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _casts(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    qt_ptr,
+    scale_t_ptr,
+    M,
+    N,
+    stride,
+    stride_t,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """32 rows and BLOCK_N columns. Programs beyond x write the exponents that no value has."""
     row = (tl.program_id(0) * 32 + tl.arange(0, 32)).to(tl.int64)
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -84,7 +106,9 @@ def _casts(x_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t,
         exponent, factor = _exponent_and_factor(tl.max(_size(x), 0))
         tl.store(scale_t_ptr + _place(col, tl.program_id(0).to(tl.int64), stride_t // 32), exponent.to(tl.uint8))
         q = _quantized_t(x, factor[None, :], qt_ptr)
-        tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
+        tl.store(
+            qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :]
+        )
 
 
 def _scales(x: Tensor, rows: int, values: int) -> Tensor:
@@ -92,7 +116,8 @@ def _scales(x: Tensor, rows: int, values: int) -> Tensor:
 
 
 def mx_casts(x: Tensor, *, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor] | None]:
-    """Cast x (M, N), N a multiple of 32, by rows, (M, N), and by columns, transposed, (N, M rounded up to 32 with zeros); None for one that is not requested.
+    """Cast x (M, N), N a multiple of 32, by rows, (M, N), and by columns, transposed, (N, M rounded
+    up to 32 with zeros); None for one that is not requested.
 
     Each cast is its values and their scales, in ``E8``.
     """
@@ -103,15 +128,33 @@ def mx_casts(x: Tensor, *, rows: bool, columns: bool) -> list[tuple[Tensor, Tens
     padded = M + -M % BLOCK
     q, scale = (x.new_empty(M, N, dtype=E4), _scales(x, M, N)) if rows else (None, None)
     q_t, scale_t = (x.new_empty(N, padded, dtype=E4), _scales(x, N, padded)) if columns else (None, None)
-    # 128 x 128 values make a tile of scales in both directions, so these programs write all exponents, once
+    # 128 x 128 values make a tile of scales in both directions, so these programs write all
+    # exponents, once
     grid = 4 * cdiv(M, 128), cdiv(N, 128)
-    launch(_casts, grid, x, q, scale, q_t, scale_t, M, N, x.stride(0), padded, ROWS=rows, COLUMNS=columns, BLOCK_N=128, num_warps=4)
+    launch(
+        _casts,
+        grid,
+        x,
+        q,
+        scale,
+        q_t,
+        scale_t,
+        M,
+        N,
+        x.stride(0),
+        padded,
+        ROWS=rows,
+        COLUMNS=columns,
+        BLOCK_N=128,
+        num_warps=4,
+    )
     both = (q, scale), (q_t, scale_t)
     return [None if values is None or exponents is None else (values, exponents.view(E8)) for values, exponents in both]
 
 
 def mx_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T (M, N) of the casts a (M, K) and b (N, K). A CPU multiplies what the casts stand for."""
+    """a b^T (M, N) of the casts a (M, K) and b (N, K). A CPU multiplies what the casts stand
+    for."""
     if not a.shape[0] or a.is_meta:
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
     if a.is_cuda:

@@ -1,9 +1,11 @@
-"""A function of single tokens, such as an MLP, run one tile of the sequence at a time. The backward recomputes its intermediates tile by tile.
+"""A function of single tokens, such as an MLP, run one tile of the sequence at a time. The backward
+recomputes its intermediates tile by tile.
 
 Shapes: x (..., T, H), y (..., T, H'); a tile is (..., T / shards, H).
 
-The gradient of a weight is a sum over tiles. The sum is in fp32, because a sum of 32 tiles in bf16 would have three times the error of one product. Autograd
-receives it once, so hooks also run once: the tiles use an alias of the weight. In the backward, dropout draws the same numbers again.
+The gradient of a weight is a sum over tiles. The sum is in fp32, because a sum of 32 tiles in bf16
+would have three times the error of one product. Autograd receives it once, so hooks also run once:
+the tiles use an alias of the weight. In the backward, dropout draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from liger_kernel.ops._core.tl import cdiv
 
 Slot = tuple[nn.Module, str]
 TILE = 2048  # least number of tokens in a tile: products with fewer rows are slower
-MOST = 16  # tiles: then gate, up and their product in a tile are about as large as the MLP's input, if they are 4 or 5 times as wide
+# tiles: then gate, up and their product in a tile are about as large as the MLP's input, if they
+# are 4 or 5 times as wide
+MOST = 16
 
 
 def tiles_of(value: bool | int | None) -> bool | int:
-    """Return the value of the flag ``tiled_mlp``: False, True or a number of tiles. Raises ``ValueError`` for another value."""
+    """Return the value of the flag ``tiled_mlp``: False, True or a number of tiles. Raises
+    ``ValueError`` for another value."""
     if value is None or value is False or value is True:
         return bool(value)
     if not isinstance(value, int) or value < 1:
@@ -37,14 +42,18 @@ def tiles_of(value: bool | int | None) -> bool | int:
 
 
 def count_of(tiles: bool | int, tokens: int) -> int:
-    """In how many tiles an MLP runs on so many tokens: ``tiles``, or with True as many as have ``TILE`` tokens, at most ``MOST``."""
+    """In how many tiles an MLP runs on so many tokens: ``tiles``, or with True as many as have
+    ``TILE`` tokens, at most ``MOST``."""
     return max(1, min(tokens // TILE, MOST) if tiles is True else min(int(tiles), tokens))
 
 
 def _weights(module: nn.Module) -> dict[Slot, Tensor]:
-    """The tensors of ``module`` that require a gradient, by place: parameters, and the plain attributes that replace them while FSDP has gathered them."""
+    """The tensors of ``module`` that require a gradient, by place: parameters, and the plain
+    attributes that replace them while FSDP has gathered them."""
     stores = ((m, store) for m in module.modules() for store in (m._parameters, vars(m)))
-    return {(m, name): t for m, store in stores for name, t in store.items() if isinstance(t, Tensor) and t.requires_grad}
+    return {
+        (m, name): t for m, store in stores for name, t in store.items() if isinstance(t, Tensor) and t.requires_grad
+    }
 
 
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -59,7 +68,9 @@ def _alone(module: nn.Module) -> threading.RLock:
 
 @contextlib.contextmanager
 def _swapped(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> Iterator[None]:
-    stores: list[tuple[dict[str, Any], str]] = [(m._parameters if name in m._parameters else vars(m), name) for m, name in slots]
+    stores: list[tuple[dict[str, Any], str]] = [
+        (m._parameters if name in m._parameters else vars(m), name) for m, name in slots
+    ]
     before = [store.get(name) for store, name in stores]
     try:
         for (store, name), t in zip(stores, tensors):
@@ -71,13 +82,18 @@ def _swapped(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> Iterator[None]
 
 
 def _refuse_other_leaves(y: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise if ``y`` depends on other leaves than ``inputs``: these would silently get no gradient."""
+    """Raise if ``y`` depends on other leaves than ``inputs``: these would silently get no
+    gradient."""
     for leaf in leaves(y.grad_fn, {get_gradient_edge(t).node for t in inputs}):
-        raise ValueError(f"apply_tiled_mlp: fn must use no tensor outside mlp_module that asks for a gradient, got one of shape {tuple(leaf.shape)}")
+        raise ValueError(
+            "apply_tiled_mlp: fn must use no tensor outside mlp_module that asks for a gradient, got one of shape "
+            f"{tuple(leaf.shape)}"
+        )
 
 
 class LigerTiledMLPFunction(torch.autograd.Function):
-    """``apply(fn, mlp_module, x, shards, compute_params=None)``; the last one is accepted and ignored."""
+    """``apply(fn, mlp_module, x, shards, compute_params=None)``; the last one is accepted and
+    ignored."""
 
     @classmethod
     def apply(cls, fn, mlp_module, x, shards, compute_params=None):
@@ -90,7 +106,9 @@ class LigerTiledMLPFunction(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.fn, ctx.module, ctx.shards, ctx.slots, device = fn, mlp_module, shards, slots, x.device.type
         ctx.random = torch.get_rng_state(), *get_device_states(x)
-        ctx.autocast = dict(device_type=device, enabled=torch.is_autocast_enabled(device), dtype=torch.get_autocast_dtype(device))
+        ctx.autocast = dict(
+            device_type=device, enabled=torch.is_autocast_enabled(device), dtype=torch.get_autocast_dtype(device)
+        )
         return torch.cat([fn(mlp_module, tile) for tile in x.chunk(shards, -2)], -2)
 
     @staticmethod
@@ -102,7 +120,12 @@ class LigerTiledMLPFunction(torch.autograd.Function):
         cpu_state, devices, states = ctx.random
         dx = []
         dweights = [None] * len(weights)
-        with _alone(ctx.module), torch.random.fork_rng(devices, device_type=device), _swapped(ctx.slots, aliases), torch.enable_grad():
+        with (
+            _alone(ctx.module),
+            torch.random.fork_rng(devices, device_type=device),
+            _swapped(ctx.slots, aliases),
+            torch.enable_grad(),
+        ):
             torch.set_rng_state(cpu_state)
             set_device_states(devices, states, device_type=device)
             for n, (tile, d) in enumerate(zip(x.chunk(ctx.shards, -2), dy.chunk(ctx.shards, -2))):
@@ -129,10 +152,13 @@ def apply_tiled_mlp(
     num_shards: int | None = None,
     compute_params: Iterable[Tensor] | None = None,
 ) -> Tensor:
-    """``fn(mlp_module, x)`` in ``num_shards`` tiles of x (..., T, H), by default of about H tokens. ``fn`` must compute each token independently.
+    """``fn(mlp_module, x)`` in ``num_shards`` tiles of x (..., T, H), by default of about H tokens.
+    ``fn`` must compute each token independently.
 
-    Gradients go to x and to the parameters that ``mlp_module`` has (``compute_params`` is ignored). The parameters must be whole while it runs: ZeRO-3
-    must treat it as a leaf module. Inside ``torch.compile``, tiles are checkpoints, and autograd sums their gradients in the parameter's dtype.
+    Gradients go to x and to the parameters that ``mlp_module`` has (``compute_params`` is ignored).
+    The parameters must be whole while it runs: ZeRO-3 must treat it as a leaf module. Inside
+    ``torch.compile``, tiles are checkpoints, and autograd sums their gradients in the parameter's
+    dtype.
     """
     if x.ndim < 2:
         raise ValueError(f"apply_tiled_mlp: x must have at least 2 dims, got {x.ndim}")

@@ -1,7 +1,10 @@
-"""Storages of the frozen or trained weight W (N, K) of a linear layer. Each storage implements the products that a node needs.
+"""Storages of the frozen or trained weight W (N, K) of a linear layer. Each storage implements the
+products that a node needs.
 
-``forward``: y (M, N) = x W^T, added to the present values of y. ``backward``: dx (M, K) = dy W, added likewise. ``gradient``: dw (N, K) = dy^T x, if W learns.
-A node passes its input as ``Rows``. If one weight computes something from it, for example a cast, the next weight finds the result there.
+``forward``: y (M, N) = x W^T, added to the present values of y. ``backward``: dx (M, K) = dy W,
+added likewise. ``gradient``: dw (N, K) = dy^T x, if W learns. A node passes its input as ``Rows``.
+If one weight computes something from it, for example a cast, the next weight finds the result
+there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from liger_kernel.ops._core.products import add_mm
 
 
 def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """``y + scale a b``, written to y if nobody keeps y: the product adds in its epilogue. Without y: ``scale a b``, in ``out`` if it is given."""
+    """``y + scale a b``, written to y if nobody keeps y: the product adds in its epilogue.
+    Without y: ``scale a b``, in ``out`` if it is given."""
     if y is not None:
         return torch.addmm(y, a, b, alpha=scale) if results_are_kept() else y.addmm_(a, b, alpha=scale)
     if scale == 1:
@@ -27,7 +31,8 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out:
 
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t.to(dtype)``, without the dispatcher if there is nothing to do: a layer in FP8 asks this some forty times."""
+    """``t.to(dtype)``, without the dispatcher if there is nothing to do: a layer in FP8 asks
+    this some forty times."""
     return t if t.dtype == dtype else t.to(dtype)
 
 
@@ -37,11 +42,14 @@ def added(y: Tensor, t: Tensor | None) -> Tensor:
 
 
 class Rows:
-    """``rows`` (M, K) that several weights multiply, and what the weights compute from them, once for each key.
+    """``rows`` (M, K) that several weights multiply, and what the weights compute from them, once
+    for each key.
 
-    ``learns``: whether a backward follows, which may need other casts of the rows. ``stays``: whether somebody else keeps or recomputes the rows for that
-    backward, so that keeping them costs nothing. ``spare``: a tensor of the same size that nobody needs any more, whose memory may be used. ``ours``: one
-    weight alone multiplies them, and nobody else has them: it may drop them and what it made of them, and use their memory.
+    ``learns``: whether a backward follows, which may need other casts of the rows. ``stays``:
+    whether somebody else keeps or recomputes the rows for that backward, so that keeping them costs
+    nothing. ``spare``: a tensor of the same size that nobody needs any more, whose memory may be
+    used. ``ours``: one weight alone multiplies them, and nobody else has them: it may drop them and
+    what it made of them, and use their memory.
     """
 
     def __init__(
@@ -53,7 +61,14 @@ class Rows:
         spare: Tensor | None = None,
         ours: bool = False,
     ):
-        self.rows, self.dtype, self.learns, self.stays, self.spare, self.ours = rows, rows.dtype, learns, stays, spare, ours
+        self.rows, self.dtype, self.learns, self.stays, self.spare, self.ours = (
+            rows,
+            rows.dtype,
+            learns,
+            stays,
+            spare,
+            ours,
+        )
         self._made = dict(made or {})
 
     def has(self, key: Hashable) -> bool:
@@ -72,9 +87,11 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A stored weight, (N, K). ``learnable``: the tensor that may have a gradient; None if the storage cannot have one.
+    """A stored weight, (N, K). ``learnable``: the tensor that may have a gradient; None if the
+    storage cannot have one.
 
-    ``accumulates``: whether a product can add to its output in its epilogue. A product that cannot runs first, so that there is nothing to add to.
+    ``accumulates``: whether a product can add to its output in its epilogue. A product that cannot
+    runs first, so that there is nothing to add to.
     """
 
     accumulates: ClassVar[bool] = True
@@ -89,7 +106,8 @@ class Weight:
         raise NotImplementedError
 
     def opened(self, dtype: torch.dtype) -> Weight:
-        """The same weight, prepared for many products one after another, each with some of the rows."""
+        """The same weight, prepared for many products one after another, each with some of the
+        rows."""
         return self
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
@@ -99,7 +117,8 @@ class Weight:
         return add_product(dx, dy.rows, self.dense(dy.rows.dtype))
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
-        """A key, and tensors that a node saves for ``gradient``: instead of x, or besides x if x stays. None if ``gradient`` needs only x."""
+        """A key, and tensors that a node saves for ``gradient``: instead of x, or besides x if x
+        stays. None if ``gradient`` needs only x."""
         return None
 
     def made_again(self, key: Hashable, tensors: Sequence[Tensor | None]) -> Any:
@@ -132,7 +151,8 @@ class Dense(Weight):
 
 @dataclass(frozen=True, eq=False)
 class Dequantized(Weight):
-    """A weight from which a function makes a dense tensor for each product. The next one of the same size reuses the memory."""
+    """A weight from which a function makes a dense tensor for each product. The next one of the
+    same size reuses the memory."""
 
     dequantize: Callable[[torch.dtype], Tensor] = field(kw_only=True)
 
@@ -145,7 +165,8 @@ class Dequantized(Weight):
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere(Weight):
-    """A weight that its own module multiplies, with the reason. The node computes only what the adapters add, and does not see the weight."""
+    """A weight that its own module multiplies, with the reason. The node computes only what the
+    adapters add, and does not see the weight."""
 
     why: str = ""
 

@@ -1,1 +1,2 @@
-"""Names and signatures of the published package that are not our own: each is a few lines over an operator."""
+"""Names and signatures of the published package that are not our own: each is a few lines over
+an operator."""

@@ -1,4 +1,5 @@
-"""Settings of native kernels that the published package takes from another wheel. Ours need none: everything here is accepted and has no effect."""
+"""Settings of native kernels that the published package takes from another wheel. Ours need
+none: everything here is accepted and has no effect."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class _Capacity:
 
 @dataclass(frozen=True)
 class FusedLinearCrossEntropyConfig(_Capacity):
-    """How large a head's scaled cross entropy may be, and the group of ranks that share its vocabulary."""
+    """How large a head's scaled cross entropy may be, and the group of ranks that share its
+    vocabulary."""
 
     local_vocab_size: int
     group: str | None = None
@@ -45,6 +47,10 @@ def configure(
     flsce: FusedLinearCrossEntropyConfig | None = None,
     moe: MoEConfig | None = None,
 ) -> bool:
-    """False, and a warning: there are no native kernels (NVSHMEM, CuTe) to prepare. Ours allocate what they need when they are called."""
-    warnings.warn("liger_kernel.ops.configure: there are no native kernels here to configure; the Triton kernels need no setup", stacklevel=2)
+    """False, and a warning: there are no native kernels (NVSHMEM, CuTe) to prepare. Ours
+    allocate what they need when they are called."""
+    warnings.warn(
+        "liger_kernel.ops.configure: there are no native kernels here to configure; the Triton kernels need no setup",
+        stacklevel=2,
+    )
     return False

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import with_gradients
-from liger_kernel.ops.losses.linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction
+from liger_kernel.ops.losses.linear_cross_entropy import (
+    LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction,
+)
 from liger_kernel.ops.published.utils import MAX_FUSED_SIZE as MAX_FUSED_SIZE
 
 
@@ -33,15 +35,26 @@ def fused_linear_cross_entropy_forward(
     weight_requires_grad: bool | None = None,
     chunk_mem_const: float = 1,
 ) -> tuple[Tensor | None, ...]:
-    """Loss, z-loss, token accuracy and predicted classes, None if not requested, then the gradients of _input, weight and bias for ``_backward``.
+    """Loss, z-loss, token accuracy and predicted classes, None if not requested, then the gradients
+    of _input, weight and bias for ``_backward``.
 
-    _input (M, H), weight (V, H), target (M,), bias (V,), ce_weight (V,). With ``reduction="none"`` the gradients are those of the sum,
-    or of the sum weighted by ``token_grad_output`` (M,). ``compute_gradients=False`` and ``weight_requires_grad=False`` leave them out;
-    ``chunk_mem_const`` is accepted and ignored.
+    _input (M, H), weight (V, H), target (M,), bias (V,), ce_weight (V,). With ``reduction="none"``
+    the gradients are those of the sum,
+    or of the sum weighted by ``token_grad_output`` (M,). ``compute_gradients=False`` and
+    ``weight_requires_grad=False`` leave them out; ``chunk_mem_const`` is accepted and ignored.
     """
 
     def loss(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor | None, ...]:
-        numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype, use_token_scaling
+        numbers = (
+            ignore_index,
+            lse_square_scale,
+            label_smoothing,
+            reduction,
+            softcap,
+            return_z_loss,
+            accum_dtype,
+            use_token_scaling,
+        )
         rest = return_token_accuracy, return_predicted_tokens, ce_impl, ce_mode
         return LigerFusedLinearCrossEntropyFunction.apply(x, w, target, b, ce_weight, *numbers, *rest)
 

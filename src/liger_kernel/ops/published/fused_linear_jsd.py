@@ -1,4 +1,5 @@
-"""The published function of generalised JSD between two linear heads; the operator is ``linear_divergence``."""
+"""The published function of generalised JSD between two linear heads; the operator is
+``linear_divergence``."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ class LigerFusedLinearJSDFunction:
         jsd_mode: str | None = None,
         compact: bool | Kept = False,
     ) -> Tensor:
-        """The mean over tokens that are not ignored of beta KL(p || m) + (1 - beta) KL(q || m), as in ``LigerFusedLinearJSD``."""
+        """The mean over tokens that are not ignored of beta KL(p || m) + (1 - beta) KL(q || m),
+        as in ``LigerFusedLinearJSD``."""
         only_ours("fused_linear_jsd", jsd_impl, jsd_mode)
-        options = dict(beta=jsd_beta, ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype, compact=compact)
+        options = dict(
+            beta=jsd_beta, ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype, compact=compact
+        )
         loss = linear_divergence(student_input, student_weight, teacher_input, teacher_weight, shift_labels, **options)
         assert isinstance(loss, Tensor)  # no parts were asked for
         return loss
@@ -51,13 +55,18 @@ def fused_linear_jsd_forward(
     jsd_mode: str | None = None,
     accum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Without autograd: the loss, and its gradients to student_input and student_weight. ``has_label``: whether ``shift_labels`` count."""
+    """Without autograd: the loss, and its gradients to student_input and student_weight.
+    ``has_label``: whether ``shift_labels`` count."""
     labels = shift_labels if has_label else None
     rest = teacher_input, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype, jsd_impl, jsd_mode
-    loss, (dx, dw) = with_gradients(lambda x, w: LigerFusedLinearJSDFunction.apply(x, w, *rest), student_input, student_weight)
+    loss, (dx, dw) = with_gradients(
+        lambda x, w: LigerFusedLinearJSDFunction.apply(x, w, *rest), student_input, student_weight
+    )
     return loss, dx, dw
 
 
-def fused_linear_jsd_backward(grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def fused_linear_jsd_backward(
+    grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Those gradients times that of the loss, as new tensors."""
     return grad_input * grad_output, None if grad_weight is None else grad_weight * grad_output

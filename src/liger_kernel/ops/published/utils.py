@@ -36,11 +36,14 @@ def ensure_contiguous(fn: Callable) -> Callable:
 
 def get_num_warps(BLOCK_SIZE: int) -> int:
     """Warps for a block of so many columns."""
-    return min(32 if BLOCK_SIZE >= 32768 else 16 if BLOCK_SIZE >= 8192 else 8 if BLOCK_SIZE >= 2048 else 4, config.max_warps())
+    return min(
+        32 if BLOCK_SIZE >= 32768 else 16 if BLOCK_SIZE >= 8192 else 8 if BLOCK_SIZE >= 2048 else 4, config.max_warps()
+    )
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
-    """A block that holds n columns, and warps for it. ``RuntimeError`` above 65536 columns; our own operators have no such limit."""
+    """A block that holds n columns, and warps for it. ``RuntimeError`` above 65536 columns; our
+    own operators have no such limit."""
     block = next_power_of_2(n)
     if block > MAX_FUSED_SIZE:
         raise RuntimeError(f"calculate_settings: n must be at most {MAX_FUSED_SIZE}, got {n}")
@@ -48,7 +51,8 @@ def calculate_settings(n: int) -> tuple[int, int]:
 
 
 def compare_version(package: str, operator: Callable, target: str) -> bool:
-    """``operator(version of package, target)``, such as ``compare_version("triton", operator.ge, "3.0.0")``; False if it is not installed."""
+    """``operator(version of package, target)``, such as ``compare_version("triton", operator.ge,
+    "3.0.0")``; False if it is not installed."""
     from packaging.version import Version
 
     try:
@@ -65,7 +69,8 @@ def device_context(device: torch.device | str | int) -> contextlib.AbstractConte
 
 
 def amp_custom_fwd(fwd: Callable | None = None, **options: Any) -> Callable:
-    """``torch.amp.custom_fwd`` for the kind of device that is here, which is asked when this is called: importing must not wake a GPU's driver."""
+    """``torch.amp.custom_fwd`` for the kind of device that is here, which is asked when this is
+    called: importing must not wake a GPU's driver."""
     return torch.amp.custom_fwd(fwd, device_type=infer_device(), **options)
 
 
@@ -88,4 +93,8 @@ def set_large_grf_mode(kernel_args: dict[str, Any]) -> None:
     """Nothing: there are no kernels for Intel's GPUs here, whose registers it is about."""
 
 
-torch_to_triton_dtype = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if hasattr(tl, "float32") else {}
+torch_to_triton_dtype = (
+    {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    if hasattr(tl, "float32")
+    else {}
+)

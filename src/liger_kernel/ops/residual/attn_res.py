@@ -1,14 +1,17 @@
-"""Attention residuals: the input of a layer is an average of the outputs of all earlier blocks, weighted by attention (arXiv:2603.15031).
+"""Attention residuals: the input of a layer is an average of the outputs of all earlier blocks,
+weighted by attention (arXiv:2603.15031).
 
     s_n = sum_d w_query_d w_norm_d x_nd,   x_n = v_n / sqrt(mean(v_n^2) + eps),   a = softmax(s),   h = sum_n a_n v_n
 
-Shapes: v (..., N, D), w_query, w_norm (D,), h (..., D); N blocks, M = product of the leading dims.  Everything in fp32, rounded once.
+Shapes: v (..., N, D), w_query, w_norm (D,), h (..., D); N blocks, M = product of the leading dims.
+Everything in fp32, rounded once.
 
-The forward reads v once, with exponentials relative to the largest score so far. The backward sums them again, relative to the largest of all, because
-scores in the hundreds have large rounding errors. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
+The forward reads v once, with exponentials relative to the largest score so far. The backward sums
+them again, relative to the largest of all, because scores in the hundreds have large rounding
+errors. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
 
     dv_n = a_n dh + ds_n / rms_n (w_query w_norm - x_n s_n / D),   d(w_query w_norm) = sum over tokens and n of ds_n x_n.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -18,7 +21,21 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp, jit, rsqrt, tl
 
@@ -40,7 +57,9 @@ def _fwd(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     mask = (row < M)[:, None] & (col < D)[None, :]
-    w = tl.load(wq_ptr + col, mask=col < D, other=0.0).to(tl.float32) * tl.load(wn_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+    w = tl.load(wq_ptr + col, mask=col < D, other=0.0).to(tl.float32) * tl.load(
+        wn_ptr + col, mask=col < D, other=0.0
+    ).to(tl.float32)
     v_ptrs = v_ptr + row[:, None] * v_stride + col[None, :]
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -69,7 +88,9 @@ def _bwd(
 ):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_D)
-    w = tl.load(wq_ptr + col, mask=col < D, other=0.0).to(tl.float32) * tl.load(wn_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+    w = tl.load(wq_ptr + col, mask=col < D, other=0.0).to(tl.float32) * tl.load(
+        wn_ptr + col, mask=col < D, other=0.0
+    ).to(tl.float32)
     dw = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for tile in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -119,12 +140,19 @@ def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tupl
         # as many values in flight as in other norms; tiles not measured
         c = config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
         tile = dict(BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
-        launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps, **tile)
+        launch(
+            _fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps, **tile
+        )
     return h, rstd, score
 
 
-@launcher("(Tensor dh, Tensor v, Tensor w_query, Tensor w_norm, Tensor[] stats, bool[] needed) -> (Tensor dv, Tensor dw_query, Tensor dw_norm)")
-def attn_res_bwd(dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: list[Tensor], needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+@launcher(
+    "(Tensor dh, Tensor v, Tensor w_query, Tensor w_norm, Tensor[] stats, bool[] needed) -> (Tensor dv, Tensor "
+    "dw_query, Tensor dw_norm)"
+)
+def attn_res_bwd(
+    dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: list[Tensor], needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
     """dv, dw_query and dw_norm; gradients that are not needed are empty."""
     M, N, D = v.shape
     need_dv, need_dq, need_dn = needed
@@ -136,13 +164,20 @@ def attn_res_bwd(dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: 
     c = config.tile("attn_res_bwd", D, v.itemsize, elements=2048, per_thread=8)
     programs = min(2 * config.processors(), cdiv(M, c.block_m))
     partials = v.new_empty((programs, D) if need_dq or need_dn else 0, dtype=torch.float32)
-    g = torch.empty_like(stats[0])  # stored, so that both sweeps use the same bits: if one block has all the weight, its g and the mean of all must cancel
+    g = torch.empty_like(stats[0])
+    # stored, so that both sweeps use the same bits: if one block has all the weight, its g and the
+    # mean of all must cancel
     strides = dh.stride(0), v.stride(0), v.stride(1), dv.stride(0), dv.stride(1)
-    flags = dict(NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+    flags = dict(
+        NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps
+    )
     launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, *strides, **flags)
     if need_dq or need_dn:
         dw = column_sum(partials, torch.float32)
-        dq, dn = torch.mul(dw, w_norm).to(dq.dtype) if need_dq else dq, torch.mul(dw, w_query).to(dn.dtype) if need_dn else dn
+        dq, dn = (
+            torch.mul(dw, w_norm).to(dq.dtype) if need_dq else dq,
+            torch.mul(dw, w_query).to(dn.dtype) if need_dn else dn,
+        )
     return dv, dq, dn
 
 
@@ -165,7 +200,12 @@ class LigerAttnResFunction(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:3])
         v, w_query, w_norm, *stats = ctx.saved_tensors
         dv, dq, dn = attn_res_bwd(rows_of(dh), v, w_query, w_norm, stats, needed)
-        return dv.transpose(0, 1).reshape(ctx.shape) if needed[0] else None, dq if needed[1] else None, dn if needed[2] else None, None
+        return (
+            dv.transpose(0, 1).reshape(ctx.shape) if needed[0] else None,
+            dq if needed[1] else None,
+            dn if needed[2] else None,
+            None,
+        )
 
 
 @op(
@@ -174,17 +214,35 @@ class LigerAttnResFunction(torch.autograd.Function):
         Case("blocks", dict(v=T((2, 9, 4, 64)), w_query=T((64,)), w_norm=T((64,)))),
         Case("many-blocks", dict(v=T((3, 41, 48)), w_query=T((48,)), w_norm=T((48,)), eps=1e-5)),
         Case("one-block", dict(v=T((5, 1, 33)), w_query=T((33,)), w_norm=T((33,)))),
-        Case("fp32-weights", dict(v=T((7, 3, 40)), w_query=T((40,), dtype=torch.float32), w_norm=T((40,), dtype=torch.float32))),
-        Case("bad-weight", dict(v=T((4, 2, 8)), w_query=T((4,)), w_norm=T((8,))), error="w_query must have shape (8,), got (4,)"),
-        Case("bad-norm", dict(v=T((4, 2, 8)), w_query=T((8,)), w_norm=T((4,))), error="w_norm must have shape (8,), got (4,)"),
-        Case("no-blocks", dict(v=T((8,)), w_query=T((8,)), w_norm=T((8,))), error="v must have shape (..., N, D), got (8,)"),
+        Case(
+            "fp32-weights",
+            dict(v=T((7, 3, 40)), w_query=T((40,), dtype=torch.float32), w_norm=T((40,), dtype=torch.float32)),
+        ),
+        Case(
+            "bad-weight",
+            dict(v=T((4, 2, 8)), w_query=T((4,)), w_norm=T((8,))),
+            error="w_query must have shape (8,), got (4,)",
+        ),
+        Case(
+            "bad-norm",
+            dict(v=T((4, 2, 8)), w_query=T((8,)), w_norm=T((4,))),
+            error="w_norm must have shape (8,), got (4,)",
+        ),
+        Case(
+            "no-blocks",
+            dict(v=T((8,)), w_query=T((8,)), w_norm=T((8,))),
+            error="v must have shape (..., N, D), got (8,)",
+        ),
     ],
     cost=lambda v, w_query, w_norm, **_: Cost(
-        nbytes(v) + nbytes(v) // v.shape[-2], 2 * nbytes(v) + nbytes(v) // v.shape[-2], flops=(6 * v.numel(), 12 * v.numel())
+        nbytes(v) + nbytes(v) // v.shape[-2],
+        2 * nbytes(v) + nbytes(v) // v.shape[-2],
+        flops=(6 * v.numel(), 12 * v.numel()),
     ),
 )
 def attn_res(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Average of v (..., N, D) over its N blocks, weighted by the softmax of ``w_query . (rms_norm(v_n) * w_norm)``; any N, any strides."""
+    """Average of v (..., N, D) over its N blocks, weighted by the softmax of ``w_query .
+    (rms_norm(v_n) * w_norm)``; any N, any strides."""
     if v.ndim < 2 or not v.is_floating_point():
         raise ValueError(f"attn_res: v must have shape (..., N, D), got {tuple(v.shape)}")
     for name, w in (("w_query", w_query), ("w_norm", w_norm)):
@@ -195,8 +253,11 @@ def attn_res(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) -
     return LigerAttnResFunction.apply(v.movedim(-2, 0), w_query, w_norm, eps)
 
 
-def attn_res_forward(blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Without autograd: the average of N blocks (..., D), these as (N, M, D), their weights (M, N) and 1/rms (M, N)."""
+def attn_res_forward(
+    blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Without autograd: the average of N blocks (..., D), these as (N, M, D), their weights (M,
+    N) and 1/rms (M, N)."""
     V = blocks if isinstance(blocks, Tensor) else torch.stack(tuple(blocks))
     v = V.reshape(V.shape[0], -1, V.shape[-1])
     h, rstd, score = attn_res_fwd(v.transpose(0, 1), w_query.contiguous(), w_norm.contiguous(), eps)
@@ -208,5 +269,12 @@ def attn_res_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dV (N, M, D), dw_query and dw_norm."""
     score = (V_3d.float() @ (w_query.float() * w_norm.float())).t() * RSTD
-    dv, dq, dn = attn_res_bwd(rows_of(dh), V_3d.transpose(0, 1), w_query.contiguous(), w_norm.contiguous(), [RSTD, score.contiguous()], [True] * 3)
+    dv, dq, dn = attn_res_bwd(
+        rows_of(dh),
+        V_3d.transpose(0, 1),
+        w_query.contiguous(),
+        w_norm.contiguous(),
+        [RSTD, score.contiguous()],
+        [True] * 3,
+    )
     return dv.transpose(0, 1), dq, dn

@@ -1,16 +1,20 @@
-"""Manifold-constrained hyper-connections: H residual streams, mixed by coefficients that depend on them (DeepSeek, arXiv:2512.24880).
+"""Manifold-constrained hyper-connections: H residual streams, mixed by coefficients that depend on
+them (DeepSeek, arXiv:2512.24880).
 
     mix    = flat(x) phi / sqrt(mean(x^2) + rms_eps)                     three parts: pre (H), post (H), res (H, H)
     h_pre  = sigmoid(alpha_pre mix + b) + pre_eps                        the share of each stream in the layer's input  x_in = sum_i h_pre_i x_i
     h_post = sigmoid(alpha_post mix + b) post_mult                       the share of its output f that each stream receives
     h_res  = sinkhorn(alpha_res mix + b)                                 y_o = sum_i h_res_oi x_i + h_post_o f
 
-Shapes: x, y (..., H, C), phi (H C, P), b (P,), P = H H + 2 H, alphas of one element, f, x_in (..., C); T = product of the leading dims.
+Shapes: x, y (..., H, C), phi (H C, P), b (P,), P = H H + 2 H, alphas of one element, f, x_in (...,
+C); T = product of the leading dims.
 
-Sinkhorn computes a softmax of each row, plus eps, and divides columns by their sums; then tmax - 1 times it divides rows and columns by their sums. Each
-sum is increased by eps. The backward repeats these steps, stores them, and goes back through them, for as many tokens at a time as there are programs.
+Sinkhorn computes a softmax of each row, plus eps, and divides columns by their sums; then tmax - 1
+times it divides rows and columns by their sums. Each sum is increased by eps. The backward repeats
+these steps, stores them, and goes back through them, for as many tokens at a time as there are
+programs.
 The coefficients and everything before them are in fp32.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -20,17 +24,35 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, next_power_of_2, rsqrt, tl
 
-MAX_STREAMS = 8  # for the coefficients; with more streams, phi has too many columns for a tile, and the reference computes them
+MAX_STREAMS = (
+    8  # for the coefficients; with more streams, phi has too many columns for a tile, and the reference computes them
+)
 
 
 _ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
 
 
-def coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):
+def coeffs_reference(
+    x, phi, b, alpha_pre, alpha_post, alpha_res, *, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0
+):
     H, dtype = x.shape[-2], acc(x.dtype)
     f = x.flatten(-2).to(dtype)
     with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
@@ -40,11 +62,17 @@ def coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, *, tmax=20, rm
     return pre, post, steps[-1]
 
 
-def coefficients(mix, b, alpha_pre, alpha_post, alpha_res, H, tmax, pre_eps, sinkhorn_eps, post_mult) -> tuple[Tensor, Tensor, list[Tensor]]:
+def coefficients(
+    mix, b, alpha_pre, alpha_post, alpha_res, H, tmax, pre_eps, sinkhorn_eps, post_mult
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """h_pre, h_post, and h_res after each step, of ``mix``, in torch."""
     parts = zip(mix.split([H, H, H * H], -1), b.to(mix.dtype).split([H, H, H * H]), (alpha_pre, alpha_post, alpha_res))
     pre, post, res = (m * a.to(mix.dtype) + bias for m, bias, a in parts)
-    return torch.sigmoid(pre) + pre_eps, torch.sigmoid(post) * post_mult, sinkhorn(res.unflatten(-1, (H, H)), tmax, sinkhorn_eps)
+    return (
+        torch.sigmoid(pre) + pre_eps,
+        torch.sigmoid(post) * post_mult,
+        sinkhorn(res.unflatten(-1, (H, H)), tmax, sinkhorn_eps),
+    )
 
 
 def sinkhorn(logits: Tensor, tmax: int, eps: float) -> list[Tensor]:
@@ -67,8 +95,18 @@ def _check(name: str, x: Tensor, **shapes: tuple[Tensor, tuple[int, ...]]) -> No
 
 @jit
 def _project(
-    x_ptr, phi_ptr, mix_ptr, T, K, P, x_stride, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    phi_ptr,
+    mix_ptr,
+    T,
+    K,
+    P,
+    x_stride,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """Of some columns: x phi, and as one more column the sums of the squares of x."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     p = tl.arange(0, BLOCK_P)
@@ -85,7 +123,8 @@ def _project(
             part = tl.dot(x, phi)
         else:
             part = tl.dot(wide, phi.to(tl.float32), input_precision=PRECISION)
-        # what a sum of thousands rounds off is kept (Kahan): tensor cores cut it off, and the exponentials to come multiply it
+        # what a sum of thousands rounds off is kept (Kahan): tensor cores cut it off, and the
+        # exponentials to come multiply it
         mix, lost = add_exactly(mix, part, lost)
     at = (tl.program_id(1).to(tl.int64) * T + row) * (P + 1)
     tl.store(mix_ptr + at + P, tl.sum(squares, axis=1), mask=row < T)
@@ -94,7 +133,8 @@ def _project(
 
 @jit
 def _product(a, b, total, PRECISION: tl.constexpr):
-    """total + a b, one of which is fp32. "bf16x2": as two bf16 parts, which leaves 16 bits of it and products that tensor cores have."""
+    """total + a b, one of which is fp32. "bf16x2": as two bf16 parts, which leaves 16 bits of it
+    and products that tensor cores have."""
     if PRECISION == "bf16x2" and a.dtype == tl.bfloat16:
         high = b.to(tl.bfloat16)
         total = tl.dot(a, high, total)
@@ -112,7 +152,8 @@ def _project_bwd(
     x_ptr, phi_ptr, dz_ptr, factor_ptr, dx_ptr, dphi_ptr, T, K, P, x_stride,
     OF_PHI: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """dx = dz phi^T + factor x, or a partial sum of dphi = x^T dz, for some columns of x and some tiles of its rows."""
+    """dx = dz phi^T + factor x, or a partial sum of dphi = x^T dz, for some columns of x and
+    some tiles of its rows."""
     split = tl.program_id(1)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     p = tl.arange(0, BLOCK_P)
@@ -144,7 +185,9 @@ def _over_sums(m, padding, eps, AXIS: tl.constexpr):
 @jit
 def _over_sums_bwd(d, m, y, padding, eps, AXIS: tl.constexpr):
     """Of y = m over its sums."""
-    return div(d - tl.expand_dims(tl.sum(d * y, axis=AXIS), AXIS), tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding)
+    return div(
+        d - tl.expand_dims(tl.sum(d * y, axis=AXIS), AXIS), tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding
+    )
 
 
 @jit
@@ -178,9 +221,26 @@ def _row_softmax(logits, inside):
 
 @jit
 def _coeffs_fwd(
-    mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, pre_ptr, post_ptr, res_ptr, T, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    mix_ptr,
+    b_ptr,
+    a_pre_ptr,
+    a_post_ptr,
+    a_res_ptr,
+    pre_ptr,
+    post_ptr,
+    res_ptr,
+    T,
+    H,
+    K,
+    P,
+    tmax,
+    rms_eps,
+    pre_eps,
+    sinkhorn_eps,
+    post_mult,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     j = tl.arange(0, BLOCK_H)[None, :]
     flat = (row < T)[:, None] & (j < H)
@@ -198,7 +258,9 @@ def _coeffs_fwd(
     of_columns = (c >= H).to(tl.float32) + (row >= T).to(tl.float32)
     eps = tl.cast(sinkhorn_eps, tl.float32)
     at = 2 * H + r * H + c
-    m = _row_softmax(_logits(_normed(mix_ptr, rstd[:, None, None], row, at, inside, P), b_ptr, a_res_ptr, at, inside), inside)
+    m = _row_softmax(
+        _logits(_normed(mix_ptr, rstd[:, None, None], row, at, inside, P), b_ptr, a_res_ptr, at, inside), inside
+    )
     m = _over_sums(tl.where(inside, m + eps, 0.0), of_columns, eps, 1)
     for _ in range(1, tmax):
         m = _over_sums(_over_sums(m, of_rows, eps, 2), of_columns, eps, 1)
@@ -207,10 +269,31 @@ def _coeffs_fwd(
 
 @jit
 def _coeffs_bwd(
-    dpre_ptr, dpost_ptr, dres_ptr, mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, dz_ptr, factor_ptr, sums_ptr, steps_ptr,
-    T, H, K, P, tmax, rms_eps, sinkhorn_eps, post_mult, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """dz, the gradient of x phi; factor x is what dx has of the norm. And each program's sums of the gradients of b, and of alpha pre, post and res.
+    dpre_ptr,
+    dpost_ptr,
+    dres_ptr,
+    mix_ptr,
+    b_ptr,
+    a_pre_ptr,
+    a_post_ptr,
+    a_res_ptr,
+    dz_ptr,
+    factor_ptr,
+    sums_ptr,
+    steps_ptr,
+    T,
+    H,
+    K,
+    P,
+    tmax,
+    rms_eps,
+    sinkhorn_eps,
+    post_mult,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """dz, the gradient of x phi; factor x is what dx has of the norm. And each program's sums of
+    the gradients of b, and of alpha pre, post and res.
 
     ``steps`` is the program's memory of its Sinkhorn steps.
     """
@@ -242,7 +325,12 @@ def _coeffs_bwd(
         pre = _sigmoid(_logits(mix_pre, b_ptr, a_pre_ptr, j, flat))
         post = _sigmoid(_logits(mix_post, b_ptr, a_post_ptr, H + j, flat))
         dpre = tl.load(dpre_ptr + row * H + j, mask=flat, other=0.0) * pre * (1.0 - pre)
-        dpost = tl.load(dpost_ptr + row * H + j, mask=flat, other=0.0) * tl.cast(post_mult, tl.float32) * post * (1.0 - post)
+        dpost = (
+            tl.load(dpost_ptr + row * H + j, mask=flat, other=0.0)
+            * tl.cast(post_mult, tl.float32)
+            * post
+            * (1.0 - post)
+        )
 
         row = rows[:, None, None]
         inside = (row < T) & (r < H) & (c < H)
@@ -268,7 +356,8 @@ def _coeffs_bwd(
             d = _over_sums_bwd(d, m, halfway, of_rows, eps, 2)
         d = _over_sums_bwd(d, first, m, of_columns, eps, 1)
         d = s * (d - tl.expand_dims(tl.sum(d * s, axis=2), 2))
-        # d of a row of h_res sums to zero: what all of its mix have in common counts for nothing but rounding
+        # d of a row of h_res sums to zero: what all of its mix have in common counts for nothing
+        # but rounding
         mix = tl.where(inside, mix - tl.expand_dims(tl.sum(mix, axis=2), 2) / H, 0.0)
 
         db_pre += dpre
@@ -277,7 +366,9 @@ def _coeffs_bwd(
         da_pre += dpre * mix_pre
         da_post += dpost * mix_post
         da_res += d * mix
-        along = tl.sum(a_pre * dpre * mix_pre + a_post * dpost * mix_post, axis=1) + a_res * tl.sum(tl.sum(d * mix, axis=2), axis=1)
+        along = tl.sum(a_pre * dpre * mix_pre + a_post * dpost * mix_post, axis=1) + a_res * tl.sum(
+            tl.sum(d * mix, axis=2), axis=1
+        )
         tl.store(factor_ptr + rows, -along * rstd * rstd / K, mask=rows < T)
         tl.store(dz_ptr + rows[:, None] * P + j, a_pre * dpre * rstd[:, None], mask=flat)
         tl.store(dz_ptr + rows[:, None] * P + H + j, a_post * dpost * rstd[:, None], mask=flat)
@@ -294,34 +385,55 @@ def _coeffs_bwd(
 
 
 def _tiles(x: Tensor, phi: Tensor, of: str) -> dict:
-    """Of the projection ("mix"), its "dx" or its "dphi". bf16: the fastest of a dozen on an H200, of those that fit elsewhere. Else: tiles of at most
+    """Of the projection ("mix"), its "dx" or its "dphi". bf16: the fastest of a dozen on an H200,
+    of those that fit elsewhere. Else: tiles of at most
     2048 values of phi, so that nothing spills and 64 KB of shared memory are enough, in fp32, too.
 
-    Two bf16 products make one that is exact enough for bf16 results, three of tf32 for others; AMD's matrix cores multiply fp32.
+    Two bf16 products make one that is exact enough for bf16 results, three of tf32 for others;
+    AMD's matrix cores multiply fp32.
     """
     block_p = max(16, next_power_of_2(phi.shape[1]))
     if x.dtype == phi.dtype == torch.bfloat16:
         wide = block_p > 32
-        from_shared_memory = config.arch() in ("sm90", "sm100", "sm103")  # the operands of products; on other GPUs they take registers
+        from_shared_memory = config.arch() in (
+            "sm90",
+            "sm100",
+            "sm103",
+        )  # the operands of products; on other GPUs they take registers
         block_k = 128 if of == "dphi" and (not wide or from_shared_memory) else 64
-        return dict(PRECISION="bf16x2", BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if of == "dphi" or wide else 4)
+        return dict(
+            PRECISION="bf16x2", BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if of == "dphi" or wide else 4
+        )
     precision = "ieee" if x.dtype == torch.float32 or not config.arch().startswith("sm") else "tf32x3"
-    block_k = 16 if precision == "ieee" else min(64, 2048 // block_p)  # of fp32, sums of few products before they are added exactly
+    block_k = (
+        16 if precision == "ieee" else min(64, 2048 // block_p)
+    )  # of fp32, sums of few products before they are added exactly
     return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8)
 
 
 def _tokens(H: int) -> dict[str, int]:
-    """Of the coefficients: chains of dependent steps on little matrices, so as many warps as there can be, of 4 values of h_res a thread."""
+    """Of the coefficients: chains of dependent steps on little matrices, so as many warps as
+    there can be, of 4 values of h_res a thread."""
     block_h = next_power_of_2(H)
     return dict(BLOCK_T=max(1, 128 // block_h**2), BLOCK_H=block_h, num_warps=1)
 
 
 @launcher(
-    "(Tensor x, Tensor phi, Tensor b, Tensor[] alphas, int H, int tmax, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult)"
+    "(Tensor x, Tensor phi, Tensor b, Tensor[] alphas, int H, int tmax, float rms_eps, float pre_eps, float "
+    "sinkhorn_eps, float post_mult)"
     " -> (Tensor pre, Tensor post, Tensor res, Tensor mix)"
 )
 def mhc_coeffs_fwd(
-    x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], H: int, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float
+    x: Tensor,
+    phi: Tensor,
+    b: Tensor,
+    alphas: list[Tensor],
+    H: int,
+    tmax: int,
+    rms_eps: float,
+    pre_eps: float,
+    sinkhorn_eps: float,
+    post_mult: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The coefficients; ``mix`` (M, P + 1) is x phi and the sum of x^2."""
     (M, K), P = x.shape, phi.shape[1]
@@ -335,16 +447,36 @@ def mhc_coeffs_fwd(
         if splits > 1:
             mix = column_sum(partials, torch.float32).view(M, P + 1)
         launch(
-            _coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, M, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult, **tokens
+            _coeffs_fwd,
+            (cdiv(M, tokens["BLOCK_T"]),),
+            mix,
+            b,
+            *alphas,
+            pre,
+            post,
+            res,
+            M,
+            H,
+            K,
+            P,
+            tmax,
+            rms_eps,
+            pre_eps,
+            sinkhorn_eps,
+            post_mult,
+            **tokens,
         )
     return pre, post, res, mix
 
 
 @launcher(
-    "(Tensor[] dh, Tensor x, Tensor phi, Tensor b, Tensor[] alphas, Tensor mix, int H, int tmax, float rms_eps, float sinkhorn_eps, float post_mult,"
+    "(Tensor[] dh, Tensor x, Tensor phi, Tensor b, Tensor[] alphas, Tensor mix, int H, int tmax, float rms_eps, "
+    "float sinkhorn_eps, float post_mult,"
     " bool[] needed) -> (Tensor dx, Tensor dphi, Tensor db, Tensor dalpha_pre, Tensor dalpha_post, Tensor dalpha_res)"
 )
-def mhc_coeffs_bwd(dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, post_mult, needed) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def mhc_coeffs_bwd(
+    dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, post_mult, needed
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, phi, b and the alphas; gradients that are not needed are empty."""
     grads = [t.new_empty(t.shape if need else 0) for t, need in zip((x, phi, b, *alphas), needed)]
     if not tracing(x):
@@ -353,29 +485,75 @@ def mhc_coeffs_bwd(dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, p
         programs = min(cdiv(M, tokens["BLOCK_T"]), 8 * config.processors())
         dz, factor, sums, steps = (
             x.new_empty(shape, dtype=torch.float32)
-            for shape in ((M, P), (M,), (programs, P + 3), (programs, 2 * tmax - 1, tokens["BLOCK_T"] * tokens["BLOCK_H"] ** 2))
+            for shape in (
+                (M, P),
+                (M,),
+                (programs, P + 3),
+                (programs, 2 * tmax - 1, tokens["BLOCK_T"] * tokens["BLOCK_H"] ** 2),
+            )
         )
-        launch(_coeffs_bwd, (programs,), *dh, mix, b, *alphas, dz, factor, sums, steps, M, H, K, P, tmax, rms_eps, sinkhorn_eps, post_mult, **tokens)
+        launch(
+            _coeffs_bwd,
+            (programs,),
+            *dh,
+            mix,
+            b,
+            *alphas,
+            dz,
+            factor,
+            sums,
+            steps,
+            M,
+            H,
+            K,
+            P,
+            tmax,
+            rms_eps,
+            sinkhorn_eps,
+            post_mult,
+            **tokens,
+        )
         if any(needed[2:]):
             found = sums.sum(0, dtype=torch.float64).split([P, 1, 1, 1])
-            grads[2:] = [s.to(p.dtype).reshape(p.shape) if need else g for s, p, g, need in zip(found, (b, *alphas), grads[2:], needed[2:])]
+            grads[2:] = [
+                s.to(p.dtype).reshape(p.shape) if need else g
+                for s, p, g, need in zip(found, (b, *alphas), grads[2:], needed[2:])
+            ]
         for of_phi in (False, True):  # both at once do not fit in the registers
             if needed[of_phi]:
                 tiles = _tiles(x, phi, "dphi" if of_phi else "dx")
                 blocks = cdiv(K, tiles["BLOCK_K"])
                 splits = max(1, min(cdiv(2 * config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
                 partials = x.new_empty((splits, K * P) if of_phi else 0, dtype=torch.float32)
-                launch(_project_bwd, (blocks, splits), x, phi, dz, factor, grads[0], partials, M, K, P, x.stride(0), OF_PHI=of_phi, **tiles)
+                launch(
+                    _project_bwd,
+                    (blocks, splits),
+                    x,
+                    phi,
+                    dz,
+                    factor,
+                    grads[0],
+                    partials,
+                    M,
+                    K,
+                    P,
+                    x.stride(0),
+                    OF_PHI=of_phi,
+                    **tiles,
+                )
                 if of_phi:
                     grads[1] = column_sum(partials, phi.dtype).view(K, P)
     return tuple(grads)
 
 
 class LigerMHCCoeffsFunction(torch.autograd.Function):
-    """``apply(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)``; fp32 is always allowed."""
+    """``apply(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps,
+    sinkhorn_eps, post_mult)``; fp32 is always allowed."""
 
     @staticmethod
-    def forward(ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult):
+    def forward(
+        ctx, x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    ):
         ctx.shape, H = x.shape, x.shape[-2]
         ctx.options = H, tmax, rms_eps, sinkhorn_eps, post_mult
         x, phi, b, alphas = rows_of(x.flatten(-2)), phi.contiguous(), b.contiguous(), [alpha_pre, alpha_post, alpha_res]
@@ -398,28 +576,72 @@ class LigerMHCCoeffsFunction(torch.autograd.Function):
     reference=coeffs_reference,
     cases=[
         Case("streams-4", dict(x=T((2, 19, 4, 20)), phi=T((80, 24)), b=T((24,)), **_ALPHAS, tmax=5)),
-        Case("streams-3", dict(x=T((7, 3, 30)), phi=T((90, 15)), b=T((15,)), **_ALPHAS, tmax=3, rms_eps=1e-5, pre_eps=0.1, sinkhorn_eps=0.0, post_mult=1.5)),
-        Case("fp32-weights", dict(x=T((5, 2, 16)), phi=T((32, 8), dtype=torch.float32), b=T((8,), dtype=torch.float32), **_ALPHAS, tmax=1)),
-        Case("bad-phi", dict(x=T((5, 2, 16)), phi=T((32, 9)), b=T((8,)), **_ALPHAS), error="phi must have shape (32, 8), got (32, 9)"),
-        Case("bad-b", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((9,)), **_ALPHAS), error="b must have shape (8,), got (9,)"),
+        Case(
+            "streams-3",
+            dict(
+                x=T((7, 3, 30)),
+                phi=T((90, 15)),
+                b=T((15,)),
+                **_ALPHAS,
+                tmax=3,
+                rms_eps=1e-5,
+                pre_eps=0.1,
+                sinkhorn_eps=0.0,
+                post_mult=1.5,
+            ),
+        ),
+        Case(
+            "fp32-weights",
+            dict(
+                x=T((5, 2, 16)), phi=T((32, 8), dtype=torch.float32), b=T((8,), dtype=torch.float32), **_ALPHAS, tmax=1
+            ),
+        ),
+        Case(
+            "bad-phi",
+            dict(x=T((5, 2, 16)), phi=T((32, 9)), b=T((8,)), **_ALPHAS),
+            error="phi must have shape (32, 8), got (32, 9)",
+        ),
+        Case(
+            "bad-b",
+            dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((9,)), **_ALPHAS),
+            error="b must have shape (8,), got (9,)",
+        ),
         Case(
             "bad-alpha",
             dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), alpha_pre=T((2,)), alpha_post=T((1,)), alpha_res=T((1,))),
             error="alpha_pre must have one element, got shape (2,)",
         ),
-        Case("bad-tmax", dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), **_ALPHAS, tmax=0), error="tmax must be at least 1, got 0"),
+        Case(
+            "bad-tmax",
+            dict(x=T((5, 2, 16)), phi=T((32, 8)), b=T((8,)), **_ALPHAS, tmax=0),
+            error="tmax must be at least 1, got 0",
+        ),
     ],
     cost=lambda x, phi, b, *_, **__: Cost(
         nbytes(x, phi) + x.numel() // x.shape[-1] * (x.shape[-2] + 2) * 4,
         2 * nbytes(x, phi),
-        gemms=([(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])], [(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])] * 2),
+        gemms=(
+            [(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])],
+            [(x[..., 0, 0].numel(), phi.shape[1], phi.shape[0])] * 2,
+        ),
     ),
 )
 def mhc_coeffs(
-    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *, tmax: int = 20, rms_eps: float = 1e-6,
-    pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The coefficients h_pre (..., H), h_post (..., H) and h_res (..., H, H) of streams x (..., H, C), in fp32, or fp64 if x is."""
+    x: Tensor,
+    phi: Tensor,
+    b: Tensor,
+    alpha_pre: Tensor,
+    alpha_post: Tensor,
+    alpha_res: Tensor,
+    *,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The coefficients h_pre (..., H), h_post (..., H) and h_res (..., H, H) of streams x (...,
+    H, C), in fp32, or fp64 if x is."""
     H, C = x.shape[-2:] if x.ndim > 1 else (0, 0)
     _check("mhc_coeffs", x, phi=(phi, (H * C, H * H + 2 * H)), b=(b, (H * H + 2 * H,)))
     for name, t in (("alpha_pre", alpha_pre), ("alpha_post", alpha_post), ("alpha_res", alpha_res)):
@@ -430,4 +652,6 @@ def mhc_coeffs(
     if not use_kernels(x) or H > MAX_STREAMS or not x.numel():
         options = dict(tmax=tmax, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult)
         return coeffs_reference(x, phi, b, alpha_pre, alpha_post, alpha_res, **options)
-    return LigerMHCCoeffsFunction.apply(x, phi, b, alpha_pre, alpha_post, alpha_res, True, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult)
+    return LigerMHCCoeffsFunction.apply(
+        x, phi, b, alpha_pre, alpha_post, alpha_res, True, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+    )

@@ -1,4 +1,5 @@
-"""Mix residual streams with given coefficients, for the input of a layer and for writing back its output (DeepSeek, arXiv:2512.24880).
+"""Mix residual streams with given coefficients, for the input of a layer and for writing back its
+output (DeepSeek, arXiv:2512.24880).
 
 A mixture is ``y_o = sum_i a_oi x_i + p_o f`` of O outputs; one output and no f for x_in.
 Shapes and letters are those of ``mhc``, which computes the coefficients.
@@ -10,7 +11,21 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, nbytes, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.residual.mhc import _check
 
@@ -53,10 +68,33 @@ def _mix_fwd(
 
 @jit
 def _mix_bwd(
-    dy_ptr, x_ptr, f_ptr, a_ptr, p_ptr, dx_ptr, df_ptr, da_ptr, dp_ptr, T, C, H, O, dy_stride, o_stride, x_stride, i_stride, f_stride,
-    NEED_DX: tl.constexpr, NEED_DF: tl.constexpr, NEED_DA: tl.constexpr, NEED_DP: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    f_ptr,
+    a_ptr,
+    p_ptr,
+    dx_ptr,
+    df_ptr,
+    da_ptr,
+    dp_ptr,
+    T,
+    C,
+    H,
+    O,
+    dy_stride,
+    o_stride,
+    x_stride,
+    i_stride,
+    f_stride,
+    NEED_DX: tl.constexpr,
+    NEED_DF: tl.constexpr,
+    NEED_DA: tl.constexpr,
+    NEED_DP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tl.arange(0, BLOCK_H)
     outputs = tl.arange(0, BLOCK_O)
@@ -68,16 +106,28 @@ def _mix_bwd(
         flat = (row < T)[:, None] & (col < C)[None, :]
         full = streams[:, :, None] & (col < C)[None, None, :]
         if NEED_DA:
-            x_ptrs = x_ptr + (row * x_stride)[:, None, None] + (i.to(tl.int64) * i_stride)[None, :, None] + col[None, None, :]
+            x_ptrs = (
+                x_ptr
+                + (row * x_stride)[:, None, None]
+                + (i.to(tl.int64) * i_stride)[None, :, None]
+                + col[None, None, :]
+            )
             x = tl.load(x_ptrs, mask=full, other=0.0).to(tl.float32)
         if NEED_DP:
             f = tl.load(f_ptr + row[:, None] * f_stride + col[None, :], mask=flat, other=0.0).to(tl.float32)
         dx = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_C), tl.float32)
         df = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
         for o in range(O):
-            dy = tl.load(dy_ptr + row[:, None] * dy_stride + tl.cast(o, tl.int64) * o_stride + col[None, :], mask=flat, other=0.0).to(tl.float32)
+            dy = tl.load(
+                dy_ptr + row[:, None] * dy_stride + tl.cast(o, tl.int64) * o_stride + col[None, :], mask=flat, other=0.0
+            ).to(tl.float32)
             if NEED_DX:
-                dx += tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)[:, :, None] * dy[:, None, :]
+                dx += (
+                    tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)[
+                        :, :, None
+                    ]
+                    * dy[:, None, :]
+                )
             if NEED_DF:
                 df += tl.load(p_ptr + row * O + o, mask=row < T, other=0.0).to(tl.float32)[:, None] * dy
             if NEED_DA:
@@ -85,7 +135,11 @@ def _mix_bwd(
             if NEED_DP:
                 dp += tl.where((outputs == o)[None, :], tl.sum(f * dy, axis=1)[:, None], 0.0)
         if NEED_DX:
-            tl.store(dx_ptr + ((row * H)[:, None] + i[None, :])[:, :, None] * C + col[None, None, :], dx.to(dx_ptr.dtype.element_ty), mask=full)
+            tl.store(
+                dx_ptr + ((row * H)[:, None] + i[None, :])[:, :, None] * C + col[None, None, :],
+                dx.to(dx_ptr.dtype.element_ty),
+                mask=full,
+            )
         if NEED_DF:
             tl.store(df_ptr + row[:, None] * C + col[None, :], df.to(df_ptr.dtype.element_ty), mask=flat)
     known = (row < T)[:, None] & (outputs < O)[None, :]
@@ -97,10 +151,13 @@ def _mix_bwd(
 
 
 def _mix_tile(kernel: str, x: Tensor, per_thread: int) -> dict[str, int]:
-    """``per_thread`` values of x, all streams of each column, for each of 128 threads. Not measured."""
+    """``per_thread`` values of x, all streams of each column, for each of 128 threads. Not
+    measured."""
     block_h = next_power_of_2(x.shape[1])
     columns = max(16, 128 * per_thread // block_h)
-    c = config.tile(kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=max(1, per_thread // block_h))
+    c = config.tile(
+        kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=max(1, per_thread // block_h)
+    )
     return dict(BLOCK_T=c.block_m, BLOCK_H=block_h, BLOCK_C=c.block_n, num_warps=c.num_warps)
 
 
@@ -111,20 +168,63 @@ def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Ten
     if not tracing(x):
         tile = _mix_tile("mhc_mix_fwd", x, 32)
         grid = (cdiv(M, tile["BLOCK_T"]) * cdiv(C, tile["BLOCK_C"]),)
-        launch(_mix_fwd, grid, x, f, a, p, y, M, C, H, outputs, x.stride(0), x.stride(1), 0 if f is None else f.stride(0), HAS_F=f is not None, **tile)
+        launch(
+            _mix_fwd,
+            grid,
+            x,
+            f,
+            a,
+            p,
+            y,
+            M,
+            C,
+            H,
+            outputs,
+            x.stride(0),
+            x.stride(1),
+            0 if f is None else f.stride(0),
+            HAS_F=f is not None,
+            **tile,
+        )
     return y
 
 
-@launcher("(Tensor dy, Tensor x, Tensor a, Tensor? f, Tensor? p, bool[] needed) -> (Tensor dx, Tensor da, Tensor df, Tensor dp)")
-def mhc_mix_bwd(dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@launcher(
+    "(Tensor dy, Tensor x, Tensor a, Tensor? f, Tensor? p, bool[] needed) -> (Tensor dx, Tensor da, Tensor df, "
+    "Tensor dp)"
+)
+def mhc_mix_bwd(
+    dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, da, df and dp; gradients that are not needed are empty."""
     (M, H, C), outputs = x.shape, a.shape[1]
-    dx, da, df, dp = (x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip((x, a, f, p), needed))
+    dx, da, df, dp = (
+        x.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip((x, a, f, p), needed)
+    )
     if not tracing(x):
         tile = _mix_tile("mhc_mix_bwd", x, 16)
         strides = dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), 0 if f is None else f.stride(0)
         flags = dict(zip(("NEED_DX", "NEED_DA", "NEED_DF", "NEED_DP"), needed), BLOCK_O=next_power_of_2(outputs))
-        launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, M, C, H, outputs, *strides, **flags, **tile)
+        launch(
+            _mix_bwd,
+            (cdiv(M, tile["BLOCK_T"]),),
+            dy,
+            x,
+            f,
+            a,
+            p,
+            dx,
+            df,
+            da,
+            dp,
+            M,
+            C,
+            H,
+            outputs,
+            *strides,
+            **flags,
+            **tile,
+        )
     return dx, da, df, dp
 
 
@@ -158,7 +258,12 @@ class LigerMHCPostResFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, f_out, h_post, h_res):
         ctx.shape, H = x.shape, x.shape[-2]
-        x, f, p, a = _streams(x), rows_of(f_out), h_post.reshape(-1, H).contiguous(), h_res.reshape(-1, H, H).contiguous()
+        x, f, p, a = (
+            _streams(x),
+            rows_of(f_out),
+            h_post.reshape(-1, H).contiguous(),
+            h_res.reshape(-1, H, H).contiguous(),
+        )
         ctx.save_for_backward(x, a, f, p)
         return shaped(mhc_mix_fwd(x, a, f, p), ctx.shape)
 
@@ -182,14 +287,21 @@ class LigerMHCPostResFunction(torch.autograd.Function):
         Case("streams-4", dict(x=T((2, 9, 4, 24)), h_pre=T((2, 9, 4), dtype=torch.float32))),
         Case("odd", dict(x=T((5, 3, 33)), h_pre=T((5, 3)))),
         Case("bad-h", dict(x=T((5, 3, 8)), h_pre=T((5, 4))), error="h_pre must have shape (5, 3), got (5, 4)"),
-        Case("bad-x", dict(x=T((5,)), h_pre=T((5,))), error="x must be floating point of shape (..., H, C), got torch.float32 (5,)"),
+        Case(
+            "bad-x",
+            dict(x=T((5,)), h_pre=T((5,))),
+            error="x must be floating point of shape (..., H, C), got torch.float32 (5,)",
+        ),
     ],
-    cost=lambda x, h_pre: Cost(nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())),
+    cost=lambda x, h_pre: Cost(
+        nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())
+    ),
 )
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     """``sum_i h_pre_i x_i`` of streams x (..., H, C) and h_pre (..., H), as (..., C).
 
-    x in fp32, fp16, bf16 or fp64, h_pre of any floating dtype; computed in fp32 (fp64 if x is) and rounded once, to x's dtype.
+    x in fp32, fp16, bf16 or fp64, h_pre of any floating dtype; computed in fp32 (fp64 if x is) and
+    rounded once, to x's dtype.
     """
     _check("mhc_pre", x, h_pre=(h_pre, x.shape[:-1]))
     if not use_kernels(x, fusible=True) or not x.numel():
@@ -200,10 +312,26 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
 @op(
     reference=post_res_reference,
     cases=[
-        Case("streams-4", dict(x=T((2, 9, 4, 24)), f_out=T((2, 9, 24)), h_post=T((2, 9, 4), dtype=torch.float32), h_res=T((2, 9, 4, 4), dtype=torch.float32))),
+        Case(
+            "streams-4",
+            dict(
+                x=T((2, 9, 4, 24)),
+                f_out=T((2, 9, 24)),
+                h_post=T((2, 9, 4), dtype=torch.float32),
+                h_res=T((2, 9, 4, 4), dtype=torch.float32),
+            ),
+        ),
         Case("odd", dict(x=T((5, 3, 33)), f_out=T((5, 33)), h_post=T((5, 3)), h_res=T((5, 3, 3)))),
-        Case("bad-f", dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))), error="f_out must have shape (5, 8), got (5, 9)"),
-        Case("bad-res", dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))), error="h_res must have shape (5, 3, 3), got (5, 3)"),
+        Case(
+            "bad-f",
+            dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))),
+            error="f_out must have shape (5, 8), got (5, 9)",
+        ),
+        Case(
+            "bad-res",
+            dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))),
+            error="h_res must have shape (5, 3, 3), got (5, 3)",
+        ),
     ],
     cost=lambda x, f_out, h_post, h_res: Cost(
         nbytes(x, x, f_out, h_post, h_res),
@@ -212,9 +340,11 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     ),
 )
 def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-    """``y_o = sum_i h_res_oi x_i + h_post_o f_out`` of streams x (..., H, C), f_out (..., C), h_post (..., H) and h_res (..., H, H), like x.
+    """``y_o = sum_i h_res_oi x_i + h_post_o f_out`` of streams x (..., H, C), f_out (..., C),
+    h_post (..., H) and h_res (..., H, H), like x.
 
-    x and f_out in fp32, fp16, bf16 or fp64, the coefficients of any floating dtype; computed in fp32 (fp64 if x is) and rounded once, to x's dtype.
+    x and f_out in fp32, fp16, bf16 or fp64, the coefficients of any floating dtype; computed in
+    fp32 (fp64 if x is) and rounded once, to x's dtype.
     """
     outer, H, C = x.shape[:-2], x.shape[-2:-1], x.shape[-1:]
     _check("mhc_post_res", x, f_out=(f_out, outer + C), h_post=(h_post, outer + H), h_res=(h_res, outer + H + H))

@@ -1,10 +1,14 @@
-"""RMSNorm of the heads of queries and keys (arXiv:2010.04245), then rotary embedding, in one pass: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
+"""RMSNorm of the heads of queries and keys (arXiv:2010.04245), then rotary embedding, in one pass:
+``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
 
-Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,), shared by the heads; cos, sin (B or 1, T, R/2)
+Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,),
+shared by the heads; cos, sin (B or 1, T, R/2)
 or (B or 1, T, 2, R/2), see ``rope``.
-R <= D: the last D - R columns are only normalised.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``, ``rope_casting`` as the ``casting`` of ``rope``.
+R <= D: the last D - R columns are only normalised.  ``casting`` as in ``rms_norm``, ``layout`` as
+in ``rope``, ``rope_casting`` as the ``casting`` of ``rope``.
 
-A normalised value is rounded to its dtype before the rotation, as with two separate operators. Per head, with a = dy rotated back,
+A normalised value is rounded to its dtype before the rotation, as with two separate operators. Per
+head, with a = dy rotated back,
 x_hat = x rstd and g = a (w + offset):  dw = sum of a x_hat,  dx = (g - x_hat mean(g x_hat)) rstd.
 The backward reads q, k and the upstream gradients once, and recomputes rstd in the same pass.
 ``bench/cases/rotary.py`` has the shapes of real models and the rivals.
@@ -45,11 +49,25 @@ MAX_D = 1024  # columns of a head that a tile holds; the reference computes wide
 
 
 def reference(
-    q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1, rope_casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
+    layout: str = "halves",
+    unsqueeze_dim: int = 1,
+    rope_casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:
     q, k = (rms_norm_reference(x, w, eps=eps, offset=offset, casting=casting) for x, w in ((q, wq), (k, wk)))
-    return rope_reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=rope_casting)
+    return rope_reference(
+        q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=rope_casting
+    )
 
 
 @jit
@@ -62,7 +80,9 @@ def _plus(w, offset, ROUND: tl.constexpr):
 
 
 @jit
-def _weights(w_ptr, offset, HALF, D, PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr):
+def _weights(
+    w_ptr, offset, HALF, D, PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr
+):
     """w + offset for both columns of the pairs, and for the rest."""
     r = tl.arange(0, BLOCK_R)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
@@ -78,14 +98,20 @@ def _load_rest(x_ptr, h, x_head, H, HALF, D, PARTIAL: tl.constexpr, BLOCK_H: tl.
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     x = tl.zeros((BLOCK_H, BLOCK_REST), tl.float32)
     if PARTIAL:
-        x = tl.load(x_ptr + h[:, None] * x_head + rest[None, :], mask=(h < H)[:, None] & (rest < D)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(
+            x_ptr + h[:, None] * x_head + rest[None, :], mask=(h < H)[:, None] & (rest < D)[None, :], other=0.0
+        ).to(tl.float32)
     return x
 
 
 @jit
 def _store_rest(y_ptr, y, h, y_head, H, HALF, D, BLOCK_REST: tl.constexpr):
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    tl.store(y_ptr + h[:, None] * y_head + rest[None, :], y.to(y_ptr.dtype.element_ty), mask=(h < H)[:, None] & (rest < D)[None, :])
+    tl.store(
+        y_ptr + h[:, None] * y_head + rest[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=(h < H)[:, None] & (rest < D)[None, :],
+    )
 
 
 @jit
@@ -99,14 +125,16 @@ def _sum(a, b, c, PARTIAL: tl.constexpr):
 
 @jit
 def _rstd(a, b, c, h, H, D, eps, PARTIAL: tl.constexpr):
-    """1 / rms of each head; 0 for those beyond the last, which have no say in dw, not even with eps 0."""
+    """1 / rms of each head; 0 for those beyond the last, which have no say in dw, not even with
+    eps 0."""
     square = _sum(a * a, b * b, c * c, PARTIAL)
     return tl.where(h < H, tl.rsqrt(square / D + tl.cast(eps, tl.float32)), 0.0)[:, None]
 
 
 @jit
 def _scale(x, rstd, w, X: tl.constexpr, Z: tl.constexpr, CASTING: tl.constexpr):
-    """fp32 values of the normed x: x rounded to dtype X before the weight where ``casting`` says so, to dtype Z after it."""
+    """fp32 values of the normed x: x rounded to dtype X before the weight where ``casting`` says
+    so, to dtype Z after it."""
     h = x * rstd
     if CASTING != "gemma":
         h = h.to(X).to(tl.float32)
@@ -141,32 +169,160 @@ def _fwd_heads(
 
 @jit
 def _fwd(
-    q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D, eps, offset,
-    q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
-    cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, BOTH: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, ROUND: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    wq_ptr,
+    wk_ptr,
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    yq_ptr,
+    yk_ptr,
+    T,
+    Hq,
+    Hk,
+    L,
+    HALF,
+    D,
+    eps,
+    offset,
+    q_batch,
+    q_time,
+    q_head,
+    k_batch,
+    k_time,
+    k_head,
+    yq_batch,
+    yq_time,
+    yq_head,
+    yk_batch,
+    yk_time,
+    yk_head,
+    cos_batch,
+    cos_time,
+    cos_second,
+    cos_col,
+    sin_batch,
+    sin_time,
+    sin_second,
+    sin_col,
+    pos_batch,
+    pos_time,
+    HAS_POS: tl.constexpr,
+    BOTH: tl.constexpr,
+    CASTING: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     token = tl.program_id(0)
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
         sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
-    _fwd_heads(q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time,
-               cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
-    _fwd_heads(k_ptr + batch * k_batch + time * k_time, wk_ptr, yk_ptr + batch * yk_batch + time * yk_time,
-               cos_a, sin_a, cos_b, sin_b, Hk, k_head, yk_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _fwd_heads(
+        q_ptr + batch * q_batch + time * q_time,
+        wq_ptr,
+        yq_ptr + batch * yq_batch + time * yq_time,
+        cos_a,
+        sin_a,
+        cos_b,
+        sin_b,
+        Hq,
+        q_head,
+        yq_head,
+        HALF,
+        D,
+        eps,
+        offset,
+        CASTING,
+        PAIRS,
+        PARTIAL,
+        ROUND,
+        BLOCK_Q,
+        BLOCK_R,
+        BLOCK_REST,
+    )
+    _fwd_heads(
+        k_ptr + batch * k_batch + time * k_time,
+        wk_ptr,
+        yk_ptr + batch * yk_batch + time * yk_time,
+        cos_a,
+        sin_a,
+        cos_b,
+        sin_b,
+        Hk,
+        k_head,
+        yk_head,
+        HALF,
+        D,
+        eps,
+        offset,
+        CASTING,
+        PAIRS,
+        PARTIAL,
+        ROUND,
+        BLOCK_K,
+        BLOCK_R,
+        BLOCK_REST,
+    )
 
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, pos_ptr, tokens, T, H, L, HALF, D, eps, offset, dw_stride,
-    dy_batch, dy_time, dy_head, x_batch, x_time, x_head, dx_batch, dx_time, dx_head,
-    cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, BOTH: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dx of every so many tiles, each of up to BLOCK_H heads of one token, and their share of dw; of q or of k."""
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    dx_ptr,
+    dw_ptr,
+    cos_ptr,
+    sin_ptr,
+    pos_ptr,
+    tokens,
+    T,
+    H,
+    L,
+    HALF,
+    D,
+    eps,
+    offset,
+    dw_stride,
+    dy_batch,
+    dy_time,
+    dy_head,
+    x_batch,
+    x_time,
+    x_head,
+    dx_batch,
+    dx_time,
+    dx_head,
+    cos_batch,
+    cos_time,
+    cos_second,
+    cos_col,
+    sin_batch,
+    sin_time,
+    sin_second,
+    sin_col,
+    pos_batch,
+    pos_time,
+    HAS_POS: tl.constexpr,
+    BOTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dx of every so many tiles, each of up to BLOCK_H heads of one token, and their share of
+    dw; of q or of k."""
     program = tl.program_id(0)
     w_a, w_b, w_c = _weights(w_ptr, offset, HALF, D, PAIRS, False, BLOCK_R, BLOCK_REST)
     dw_a = tl.zeros((BLOCK_H, BLOCK_R), tl.float32)
@@ -202,7 +358,9 @@ def _bwd(
             g_b *= w_b
             g_c *= w_c
             mean = (_sum(g_a * a, g_b * b, g_c * c, PARTIAL) / D)[:, None]
-            store_pairs(dx_at, (g_a - a * mean) * rstd, (g_b - b * mean) * rstd, h, dx_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+            store_pairs(
+                dx_at, (g_a - a * mean) * rstd, (g_b - b * mean) * rstd, h, dx_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R
+            )
             if PARTIAL:
                 _store_rest(dx_at, (g_c - c * mean) * rstd, h, dx_head, H, HALF, D, BLOCK_REST)
     if NEED_DW:
@@ -221,23 +379,36 @@ def _blocks(D: int, half: int) -> tuple[int, int]:
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float offset, str casting, bool pairs,"
+    "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float "
+    "offset, str casting, bool pairs,"
     " str rope_casting) -> (Tensor yq, Tensor yk)"
 )
-def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, pairs, rope_casting) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views with unit column stride; cos, sin as for ``rope_turn``, or tables (1, L, R/2) with position_ids (B or 1, T)."""
+def qk_norm_rope_fwd(
+    q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, pairs, rope_casting
+) -> tuple[Tensor, Tensor]:
+    """q, k as (B, T, H, D) views with unit column stride; cos, sin as for ``rope_turn``, or
+    tables (1, L, R/2) with position_ids (B or 1, T)."""
     normed = [x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype) for x, w in ((q, wq), (k, wk))]
     yq, yk = (torch.empty_like(x, dtype=turned_dtype(dtype, cos, rope_casting)) for x, dtype in zip((q, k), normed))
     B, T, Hq, D = q.shape
     Hk, half = k.shape[2], cos.shape[-1]
     block_r, block_rest = _blocks(D, half)
-    # one token per program, so that its angles are loaded once; the tile of ``rope``, which moves the same bytes
+    # one token per program, so that its angles are loaded once; the tile of ``rope``, which moves
+    # the same bytes
     c = config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
     args = k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset
-    strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
-    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D)
+    strides = (
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *yq.stride()[:3],
+        *yk.stride()[:3],
+        *angle_strides(cos, sin, position_ids),
+    )
+    flags = dict(
+        HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D
+    )
     flags |= dict(ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
     launch(_fwd, (B * T,), q, *args, *strides, **flags, **blocks)
@@ -245,46 +416,86 @@ def qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting,
 
 
 @launcher(
-    "(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float offset,"
+    "(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? "
+    "position_ids, float eps, float offset,"
     " bool pairs, bool need_dq, bool need_dk, bool need_dwq, bool need_dwk) -> (Tensor dq, Tensor dk, Tensor dw)"
 )
-def qk_norm_rope_bwd(dyq, dyk, q, k, wq, wk, cos, sin, position_ids, eps, offset, pairs, need_dq, need_dk, need_dwq, need_dwk) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, and dwq and dwk side by side in their common dtype; gradients that are not needed are empty."""
+def qk_norm_rope_bwd(
+    dyq, dyk, q, k, wq, wk, cos, sin, position_ids, eps, offset, pairs, need_dq, need_dk, need_dwq, need_dwk
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, and dwq and dwk side by side in their common dtype; gradients that are not needed
+    are empty."""
     dyq, dyk = unit_stride(dyq), unit_stride(dyk)
     B, T, _, D = q.shape
     half = cos.shape[-1]
     block_r, block_rest = _blocks(D, half)
-    # A tile is x, its gradient and a sum for dw, 16 values of each a thread: four programs of 4 warps and up to 128 registers a thread fill a processor,
-    # with two tiles each on their way, 64 KB, what it takes to hide the latency of memory. q, then k: both in one kernel are short of scalar registers on CDNA.
+    # A tile is x, its gradient and a sum for dw, 16 values of each a thread: four programs of 4
+    # warps and up to 128 registers a thread fill a processor,
+    # with two tiles each on their way, 64 KB, what it takes to hide the latency of memory. q, then
+    # k: both in one kernel are short of scalar registers on CDNA.
     name = "qk_norm_rope_bwd" if 2 * half == D else "qk_norm_rope_bwd_partial"
     c = config.tile(name, 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048, pipelined=2 * 4)
     programs = max(1, min(config.processors() * max(c.per_sm, 16 // c.num_warps), B * T))
     partials = q.new_empty((programs, D * (need_dwq + need_dwk)) if need_dwq or need_dwk else 0, dtype=torch.float32)
     dxs = []
-    for dy, x, w, dw, need_dx, need_dw in ((dyq, q, wq, partials, need_dq, need_dwq), (dyk, k, wk, partials[..., D * need_dwq :], need_dk, need_dwk)):
+    for dy, x, w, dw, need_dx, need_dw in (
+        (dyq, q, wq, partials, need_dq, need_dwq),
+        (dyk, k, wk, partials[..., D * need_dwq :], need_dk, need_dwk),
+    ):
         dx, heads = torch.empty_like(x) if need_dx else x.new_empty(0, 0, 0, 0), x.shape[2]
         if need_dx or need_dw:
-            args = x, w, dx, dw, cos, sin, position_ids, B * T, T, heads, cos.shape[1], half, D, eps, offset, partials.stride(0)
+            args = (
+                x,
+                w,
+                dx,
+                dw,
+                cos,
+                sin,
+                position_ids,
+                B * T,
+                T,
+                heads,
+                cos.shape[1],
+                half,
+                D,
+                eps,
+                offset,
+                partials.stride(0),
+            )
             strides = *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], *angle_strides(cos, sin, position_ids)
             flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, PAIRS=pairs, PARTIAL=2 * half < D)
             flags |= dict(NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
-            blocks = dict(BLOCK_H=min(next_power_of_2(heads), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
+            blocks = dict(
+                BLOCK_H=min(next_power_of_2(heads), c.block_m),
+                BLOCK_R=block_r,
+                BLOCK_REST=block_rest,
+                num_warps=c.num_warps,
+            )
             launch(_bwd, (programs,), dy, *args, *strides, **flags, **blocks)
         dxs.append(dx)
     dq, dk = dxs
-    return dq, dk, column_sum(partials, torch.promote_types(wq.dtype, wk.dtype)) if need_dwq or need_dwk else q.new_empty(0)
+    return (
+        dq,
+        dk,
+        column_sum(partials, torch.promote_types(wq.dtype, wk.dtype)) if need_dwq or need_dwk else q.new_empty(0),
+    )
 
 
 class QKNormRopeFunction(torch.autograd.Function):
-    """``apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting)``; cos and sin hold one angle a pair."""
+    """``apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim,
+    rope_casting)``; cos and sin hold one angle a pair."""
 
     @staticmethod
-    def forward(ctx, q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting="fp32"):
+    def forward(
+        ctx, q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting="fp32"
+    ):
         ctx.heads_first = unsqueeze_dim == 1
         if ctx.heads_first:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         q, k, wq, wk = unit_stride(q), unit_stride(k), wq.contiguous(), wk.contiguous()
-        yq, yk = qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs", rope_casting)
+        yq, yk = qk_norm_rope_fwd(
+            q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs", rope_casting
+        )
         ctx.save_for_backward(q, k, wq, wk, cos, sin, position_ids)
         ctx.options = eps, offset, layout == "pairs"
         return (swapped(yq), swapped(yk)) if ctx.heads_first else (yq, yk)
@@ -304,10 +515,23 @@ class QKNormRopeFunction(torch.autograd.Function):
         return *(g if needed else None for g, needed in zip(grads, need)), *(None,) * 9
 
 
-def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, tokens: int | None = None, w_dtype=None, **options) -> dict:
+def _qk(
+    B: int,
+    Hq: int,
+    Hk: int,
+    T: int,
+    D: int,
+    half: int,
+    draw=torch.randn,
+    tokens: int | None = None,
+    w_dtype=None,
+    **options,
+) -> dict:
     """Arguments of a case, with heads before time."""
     w = T_((D,), dtype=w_dtype)
-    return dict(q=T_((B, Hq, T, D), draw), k=T_((B, Hk, T, D), draw), wq=w, wk=w, **_angles(tokens or T, half), **options)
+    return dict(
+        q=T_((B, Hq, T, D), draw), k=T_((B, Hk, T, D), draw), wq=w, wk=w, **_angles(tokens or T, half), **options
+    )
 
 
 @op(
@@ -315,16 +539,50 @@ def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, t
     cases=[
         Case("qwen3", _qk(2, 4, 2, 3, 16, 8)),
         Case("gemma3", _qk(2, 3, 1, 2, 24, 12, offset=1.0, casting="gemma")),
-        Case("glm4-moe", dict(q=T_((1, 3, 5, 20)), k=T_((1, 3, 2, 20)), wq=T_((20,)), wk=T_((20,)), **_angles(3, 5), unsqueeze_dim=2)),
-        Case("pairs", _qk(2, 3, 2, 2, 20, 6, layout="pairs", position_ids=T_((2, 2), _ids, dtype=torch.int64), tokens=11, offset=0.5)),
+        Case(
+            "glm4-moe",
+            dict(
+                q=T_((1, 3, 5, 20)), k=T_((1, 3, 2, 20)), wq=T_((20,)), wk=T_((20,)), **_angles(3, 5), unsqueeze_dim=2
+            ),
+        ),
+        Case(
+            "pairs",
+            _qk(
+                2,
+                3,
+                2,
+                2,
+                20,
+                6,
+                layout="pairs",
+                position_ids=T_((2, 2), _ids, dtype=torch.int64),
+                tokens=11,
+                offset=0.5,
+            ),
+        ),
         Case("both-columns", _qk(2, 4, 2, 3, 20, 8) | _of_columns(3, 8)),
         Case("both-columns-of-pairs", _qk(1, 2, 1, 3, 16, 8, layout="pairs") | _of_columns(3, 8)),
         Case("no-upcast", _qk(1, 2, 1, 2, 16, 8, casting="none", w_dtype=torch.float32)),
-        Case("autocast", _qk(1, 2, 1, 2, 20, 8, casting="gemma", rope_casting="none") | _angles(2, 8, dtype=torch.float32)),
+        Case(
+            "autocast",
+            _qk(1, 2, 1, 2, 20, 8, casting="gemma", rope_casting="none") | _angles(2, 8, dtype=torch.float32),
+        ),
         Case("rounded", _qk(2, 4, 2, 3, 20, 8, rope_casting="none")),
-        Case("bad-weight", _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))), error="wq and wk must have shape (16,), got (16,) and (8,)"),
-        Case("bad-casting", _qk(2, 4, 2, 5, 16, 8, casting="bf16"), error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
-        Case("bad-rope-casting", _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"), error="rope_casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
+        Case(
+            "bad-weight",
+            _qk(2, 4, 2, 5, 16, 8) | dict(wk=T_((8,))),
+            error="wq and wk must have shape (16,), got (16,) and (8,)",
+        ),
+        Case(
+            "bad-casting",
+            _qk(2, 4, 2, 5, 16, 8, casting="bf16"),
+            error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'",
+        ),
+        Case(
+            "bad-rope-casting",
+            _qk(2, 4, 2, 5, 16, 8, rope_casting="llama"),
+            error="rope_casting must be one of ('none', 'back', 'fp32'), got 'llama'",
+        ),
         Case(
             "integers",
             _qk(2, 4, 2, 5, 16, 8) | dict(q=T_((2, 4, 5, 16), dtype=torch.int64)),
@@ -343,13 +601,28 @@ def _qk(B: int, Hq: int, Hk: int, T: int, D: int, half: int, draw=torch.randn, t
     ),
 )
 def qk_norm_rope(
-    q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1, rope_casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """RMSNorm of each head, then rotation: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``; new tensors of their shapes, dtypes and layout in memory.
+    q: Tensor,
+    k: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting: str = "llama",
+    layout: str = "halves",
+    unsqueeze_dim: int = 1,
+    rope_casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of each head, then rotation: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``;
+    new tensors of their shapes, dtypes and layout in memory.
 
-    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides, slices of one projection among them. wq, wk (D,).
-    ``eps``, ``offset`` and ``casting`` as in ``rms_norm``; cos, sin, ``position_ids`` and ``layout`` as in ``rope``, ``rope_casting`` as its ``casting``.
+    q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides, slices
+    of one projection among them. wq, wk (D,).
+    ``eps``, ``offset`` and ``casting`` as in ``rms_norm``; cos, sin, ``position_ids`` and
+    ``layout`` as in ``rope``, ``rope_casting`` as its ``casting``.
     """
     if not (q.is_floating_point() and k.is_floating_point()):
         raise ValueError(f"qk_norm_rope: q and k must be floating point, got {q.dtype} and {k.dtype}")
@@ -359,8 +632,20 @@ def qk_norm_rope(
         raise ValueError(f"qk_norm_rope: rope_casting must be one of {ROPE_CASTING}, got {rope_casting!r}")
     cos, sin, position_ids = checked_tables("qk_norm_rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
     if not q.shape[-1:] == wq.shape == wk.shape:
-        raise ValueError(f"qk_norm_rope: wq and wk must have shape {tuple(q.shape[-1:])}, got {tuple(wq.shape)} and {tuple(wk.shape)}")
+        raise ValueError(
+            f"qk_norm_rope: wq and wk must have shape {tuple(q.shape[-1:])}, got {tuple(wq.shape)} and "
+            f"{tuple(wk.shape)}"
+        )
     if not served(q, k, cos, sin) or q.shape[-1] > MAX_D:
-        options = dict(eps=eps, offset=offset, casting=casting, layout=layout, unsqueeze_dim=unsqueeze_dim, rope_casting=rope_casting)
+        options = dict(
+            eps=eps,
+            offset=offset,
+            casting=casting,
+            layout=layout,
+            unsqueeze_dim=unsqueeze_dim,
+            rope_casting=rope_casting,
+        )
         return reference(q, k, wq, wk, cos, sin, position_ids, **options)
-    return QKNormRopeFunction.apply(q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting)
+    return QKNormRopeFunction.apply(
+        q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting
+    )

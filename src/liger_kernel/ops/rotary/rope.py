@@ -1,18 +1,21 @@
 """Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
 
-Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or 1, T, R/2), or (T, R/2): one angle for each
+Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or
+1, T, R/2), or (T, R/2): one angle for each
 rotated pair; or (B or 1, T, 2, R/2): one for its first column and one for its second.
 R <= D: the last D - R columns pass through.
 
-A pair (a, b) becomes (a cos_a - b sin_a, b cos_b + a sin_b).  ``layout="halves"`` pairs column i with i + R/2, ``"pairs"`` 2i with 2i + 1.
+A pair (a, b) becomes (a cos_a - b sin_a, b cos_b + a sin_b).  ``layout="halves"`` pairs column i
+with i + R/2, ``"pairs"`` 2i with 2i + 1.
 The backward rotates the other way: the same kernel with -sin_b for sin_a, and -sin_a for sin_b.
 
 ``casting`` says where the arithmetic is rounded, as models differ in it:
   fp32    everything in fp32, rounded once, to the dtype of x
   none    no upcast: each product is rounded to the dtype that x and the tables promote to, which is that of the result, as in
-          ``q * cos + rotate_half(q) * sin``; in the backward to the dtype of x, as autograd's gradients of these products are
+          ``q * cos + rotate_half(q) * sin``; in the backward to the dtype of x, as autograd's
+          gradients of these products are
   back    the same, and the result is cast back to the dtype of x
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,7 +26,19 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import _KERNEL_DTYPES, Case, Cost, acc, launch, launcher, nbytes, once_differentiable, op, swapped, use_kernels
+from liger_kernel.ops._core.operator import (
+    _KERNEL_DTYPES,
+    Case,
+    Cost,
+    acc,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    swapped,
+    use_kernels,
+)
 from liger_kernel.ops._core.operator import T as T_  # T is the sequence length here
 from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
 
@@ -32,9 +47,16 @@ CASTING = ("none", "back", "fp32")
 
 
 def reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    layout: str = "halves",
+    unsqueeze_dim: int = 1,
     casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     if position_ids is not None:
         cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1])[position_ids] for t in (cos, sin))
     elif cos.ndim == 2:
@@ -62,17 +84,21 @@ def columns(table: Tensor) -> tuple[Tensor, ...]:
 
 
 def once(table: Tensor, rotary_dim: int | None = None) -> Tensor:
-    """One angle a pair, of a table (..., R) that holds each twice, as in ``cat((angles, angles), -1)``; or once already, where ``rotary_dim`` says so."""
+    """One angle a pair, of a table (..., R) that holds each twice, as in ``cat((angles, angles),
+    -1)``; or once already, where ``rotary_dim`` says so."""
     width = table.shape[-1]
     if rotary_dim is None or width == rotary_dim:
         return table[..., : width // 2]
     if 2 * width != rotary_dim:
-        raise ValueError(f"rope: rotary_dim must be {width} or {2 * width} with tables of {width} columns, got {rotary_dim}")
+        raise ValueError(
+            f"rope: rotary_dim must be {width} or {2 * width} with tables of {width} columns, got {rotary_dim}"
+        )
     return table
 
 
 def of_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
-    """One angle a pair (B, T, R/2), of tables (A, B, T, R) for positions along A axes: time, height and width.
+    """One angle a pair (B, T, R/2), of tables (A, B, T, R) for positions along A axes: time, height
+    and width.
 
     The pairs come in ``sections``; section i turns by the position on axis i modulo A.
     """
@@ -87,7 +113,8 @@ def by_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
 
 
 def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, as views, of ``cos + i sin``. A model cast to a real dtype leaves its cos alone: its sin is zero."""
+    """cos and sin, as views, of ``cos + i sin``. A model cast to a real dtype leaves its cos
+    alone: its sin is zero."""
     if freqs.is_complex():
         cos, sin = torch.view_as_real(freqs.resolve_conj()).unbind(-1)
         return cos, sin
@@ -130,7 +157,9 @@ def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.const
     """The first and second columns of all pairs of the heads ``h`` of one token, in fp32."""
     if PAIRS:  # one wide load of neighbours, then split
         col = tl.arange(0, 2 * BLOCK_R)
-        x = tl.load(x_ptr + h[:, None] * x_head + col[None, :], mask=(h < H)[:, None] & (col < 2 * HALF)[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + h[:, None] * x_head + col[None, :], mask=(h < H)[:, None] & (col < 2 * HALF)[None, :], other=0.0
+        )
         a, b = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_H, BLOCK_R, 2)))
     else:
         r = tl.arange(0, BLOCK_R)
@@ -170,7 +199,8 @@ def _turn(
     x_ptr, y_ptr, cos_a, sin_a, cos_b, sin_b, H, x_head, y_head, HALF, D,
     PAIRS: tl.constexpr, ROUND: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token: pointers to its first head, strides between heads, cos and sin of BLOCK_R angles."""
+    """All heads of one token: pointers to its first head, strides between heads, cos and sin of
+    BLOCK_R angles."""
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
         a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
@@ -198,10 +228,42 @@ def _rope(
         sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
     if INVERSE:
         sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a  # of 0, +0 in every release of Triton
-    _turn(q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time,
-          cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST)  # fmt: skip
-    _turn(k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time,
-          cos_a, sin_a, cos_b, sin_b, Hk, k_head, yk_head, HALF, D, PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST)  # fmt: skip
+    _turn(
+        q_ptr + batch * q_batch + time * q_time,
+        yq_ptr + batch * yq_batch + time * yq_time,
+        cos_a,
+        sin_a,
+        cos_b,
+        sin_b,
+        Hq,
+        q_head,
+        yq_head,
+        HALF,
+        D,
+        PAIRS,
+        ROUND,
+        BLOCK_Q,
+        BLOCK_R,
+        BLOCK_REST,
+    )
+    _turn(
+        k_ptr + batch * k_batch + time * k_time,
+        yk_ptr + batch * yk_batch + time * yk_time,
+        cos_a,
+        sin_a,
+        cos_b,
+        sin_b,
+        Hk,
+        k_head,
+        yk_head,
+        HALF,
+        D,
+        PAIRS,
+        ROUND,
+        BLOCK_K,
+        BLOCK_R,
+        BLOCK_REST,
+    )
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -210,7 +272,8 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
-    """The strides for ``load_angles``, from cos_batch to pos_time. A batch of one applies to all."""
+    """The strides for ``load_angles``, from cos_batch to pos_time. A batch of one applies to
+    all."""
 
     def of(t: Tensor) -> tuple[int, ...]:
         strides = t.stride()
@@ -225,21 +288,25 @@ def turned_dtype(dtype: torch.dtype, cos: Tensor, casting: str) -> torch.dtype:
 
 
 def rounding(dtype: torch.dtype, cos: Tensor, casting: str) -> bool:
-    """Whether the forward rounds products of ``dtype`` and a table to less than fp32, which is then the dtype of the result."""
+    """Whether the forward rounds products of ``dtype`` and a table to less than fp32, which is
+    then the dtype of the result."""
     return casting != "fp32" and turned_dtype(dtype, cos, "none") != torch.float32
 
 
 def fusing(rounds: bool) -> dict[str, bool]:
-    """Options for the compiler. It may compute in bf16 and fuse a product and a sum, which then round once: forbid that if both must round."""
+    """Options for the compiler. It may compute in bf16 and fuse a product and a sum, which then
+    round once: forbid that if both must round."""
     return {"enable_fp_fusion": not rounds}
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool rounds, bool inverse, ScalarType q_dtype, ScalarType k_dtype)"
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool rounds, bool inverse, "
+    "ScalarType q_dtype, ScalarType k_dtype)"
     " -> (Tensor yq, Tensor yk)"
 )
 def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views; cos, sin as for ``rope``, or tables (1, L, R/2) with position_ids (B, T).
+    """q, k as (B, T, H, D) views; cos, sin as for ``rope``, or tables (1, L, R/2) with position_ids
+    (B, T).
 
     The dtypes are those of the results. ``rounds``: products to the dtype of the result.
     """
@@ -252,11 +319,36 @@ def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_d
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    strides = *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3], *yk.stride()[:3], *angle_strides(cos, sin, position_ids)
+    strides = (
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *yq.stride()[:3],
+        *yk.stride()[:3],
+        *angle_strides(cos, sin, position_ids),
+    )
     flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, INVERSE=inverse, PAIRS=pairs)
     flags |= dict(ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)
-    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, *strides, **flags, **blocks)
+    launch(
+        _rope,
+        (B * T,),
+        q,
+        k,
+        cos,
+        sin,
+        position_ids,
+        yq,
+        yk,
+        T,
+        Hq,
+        Hk,
+        cos.shape[1],
+        half,
+        D,
+        *strides,
+        **flags,
+        **blocks,
+    )
     return yq, yk
 
 
@@ -270,7 +362,8 @@ def _both(q, k, cos, sin, position_ids, heads_first, pairs, rounds, inverse, q_d
 
 
 class RopeFunction(torch.autograd.Function):
-    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32")``; cos and sin hold one angle a pair."""
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves",
+    casting="fp32")``; cos and sin hold one angle a pair."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32"):
@@ -292,20 +385,25 @@ class RopeFunction(torch.autograd.Function):
 
 
 def in_place_of(q: Tensor, k: Tensor, cos: Tensor) -> str:
-    """The ``casting`` of LinkedIn's functions, whose results have the dtypes of q and k: no upcast if there is only one dtype."""
+    """The ``casting`` of LinkedIn's functions, whose results have the dtypes of q and k: no
+    upcast if there is only one dtype."""
     return "none" if q.dtype == k.dtype == cos.dtype else "fp32"
 
 
 class LigerRopeFunction(RopeFunction):
-    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)``; cos and sin (B or 1, T, R) or (T, R). See ``liger_rope``."""
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)``; cos and
+    sin (B or 1, T, R) or (T, R). See ``liger_rope``."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-        return RopeFunction.forward(ctx, q, k, once(cos, rotary_dim), once(sin, rotary_dim), None, unsqueeze_dim, casting=in_place_of(q, k, cos))
+        return RopeFunction.forward(
+            ctx, q, k, once(cos, rotary_dim), once(sin, rotary_dim), None, unsqueeze_dim, casting=in_place_of(q, k, cos)
+        )
 
 
 class LigerQwen2VLMRopeFunction(RopeFunction):
-    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see ``of_sections`` and ``liger_rope``."""
+    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``; cos and sin (3, B, T, D), see
+    ``of_sections`` and ``liger_rope``."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
@@ -314,7 +412,8 @@ class LigerQwen2VLMRopeFunction(RopeFunction):
 
 
 class LigerLlama4RopeFunction(RopeFunction):
-    """``apply(q, k, freqs_cis, BLOCK_SIZE=None)``; q, k (B, T, H, D), freqs_cis complex (B or 1, T, D/2) or (T, D/2). The last is accepted and ignored."""
+    """``apply(q, k, freqs_cis, BLOCK_SIZE=None)``; q, k (B, T, H, D), freqs_cis complex (B or 1,
+    T, D/2) or (T, D/2). The last is accepted and ignored."""
 
     @staticmethod
     def forward(ctx, q, k, freqs_cis, BLOCK_SIZE=None):
@@ -322,46 +421,101 @@ class LigerLlama4RopeFunction(RopeFunction):
         return RopeFunction.forward(ctx, q, k, cos, sin, None, 2, "pairs")
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, casting: str, heads_first: bool, pairs: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+def _turned(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, casting: str, heads_first: bool, pairs: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k without autograd, in their dtypes."""
     return _both(q, k, cos, sin, None, heads_first, pairs, rounding(q.dtype, cos, casting), inverse, q.dtype, k.dtype)
 
 
 def rope_forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``LigerRopeFunction`` without autograd: rotated q and k, and the tables, for ``rope_backward``."""
+    """``LigerRopeFunction`` without autograd: rotated q and k, and the tables, for
+    ``rope_backward``."""
     tables = once(cos, rotary_dim), once(sin, rotary_dim)
     return *_turned(q, k, *tables, in_place_of(q, k, cos), unsqueeze_dim == 1, False, False), cos, sin
 
 
 def rope_backward(
-    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1, rotary_dim: int | None = None
+    dq: Tensor,
+    dk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate back: the gradients of q and k of ``rope_forward``."""
-    return _turned(dq, dk, once(cos, rotary_dim), once(sin, rotary_dim), in_place_of(dq, dk, cos), unsqueeze_dim == 1, False, True)
+    return _turned(
+        dq, dk, once(cos, rotary_dim), once(sin, rotary_dim), in_place_of(dq, dk, cos), unsqueeze_dim == 1, False, True
+    )
 
 
-def qwen2vl_mrope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``LigerQwen2VLMRopeFunction`` without autograd: rotated q and k, and the tables, for ``qwen2vl_mrope_backward``."""
-    return *_turned(q, k, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(q, k, cos), True, False, False), cos, sin
+def qwen2vl_mrope_forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``LigerQwen2VLMRopeFunction`` without autograd: rotated q and k, and the tables, for
+    ``qwen2vl_mrope_backward``."""
+    return (
+        *_turned(
+            q,
+            k,
+            of_sections(cos, mrope_section),
+            of_sections(sin, mrope_section),
+            in_place_of(q, k, cos),
+            True,
+            False,
+            False,
+        ),
+        cos,
+        sin,
+    )
 
 
-def qwen2vl_mrope_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]) -> tuple[Tensor, Tensor]:
+def qwen2vl_mrope_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Rotate back: the gradients of q and k of ``qwen2vl_mrope_forward``."""
-    return _turned(dq, dk, of_sections(cos, mrope_section), of_sections(sin, mrope_section), in_place_of(dq, dk, cos), True, False, True)
+    return _turned(
+        dq,
+        dk,
+        of_sections(cos, mrope_section),
+        of_sections(sin, mrope_section),
+        in_place_of(dq, dk, cos),
+        True,
+        False,
+        True,
+    )
 
 
-def llama4_rope_forward(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None, imag_sign: float = 1.0) -> tuple[Tensor, Tensor]:
-    """``LigerLlama4RopeFunction`` without autograd. ``imag_sign=-1`` rotates back, as the backward does."""
+def llama4_rope_forward(
+    q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None, imag_sign: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """``LigerLlama4RopeFunction`` without autograd. ``imag_sign=-1`` rotates back, as the
+    backward does."""
     cos, sin = of_complex(freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
     return _turned(q, k, cos, sin, "fp32", False, True, imag_sign < 0)
 
 
 def checked_tables(
-    name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, layout: str, unsqueeze_dim: int
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    layout: str,
+    unsqueeze_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos, sin and position_ids in the form for launchers. Raises ``ValueError`` if an argument of operator ``name`` is wrong."""
+    """cos, sin and position_ids in the form for launchers. Raises ``ValueError`` if an argument
+    of operator ``name`` is wrong."""
     if layout not in LAYOUTS:
         raise ValueError(f"{name}: layout must be one of {LAYOUTS}, got {layout!r}")
     if unsqueeze_dim not in (1, 2):
@@ -374,23 +528,44 @@ def checked_tables(
     if position_ids is not None:
         position_ids = position_ids.reshape(position_ids.shape[:-1].numel(), position_ids.shape[-1])
         if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
-            raise ValueError(f"{name}: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}")
+            raise ValueError(
+                f"{name}: position_ids must have shape ({B} or 1, {time}), got {tuple(position_ids.shape)}"
+            )
         if cos.shape != sin.shape or cos.shape[:-2].numel() != 1 or 2 * cos.shape[-1] > D:
-            raise ValueError(f"{name}: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+            raise ValueError(
+                f"{name}: tables cos and sin must have shape (L, at most {D // 2}), got {tuple(cos.shape)} and "
+                f"{tuple(sin.shape)}"
+            )
         cos, sin = (t.reshape(1, t.shape[:-1].numel(), t.shape[-1]) for t in (cos, sin))
         return cos, sin, position_ids
     if cos.ndim == sin.ndim == 2:
         cos, sin = cos[None], sin[None]
     fits = cos.ndim == 3 or (cos.ndim == 4 and cos.shape[2] == 2)
-    if not fits or cos.shape[0] not in (1, B) or cos.shape[1] != time or cos.shape != sin.shape or 2 * cos.shape[-1] > D:
-        raise ValueError(f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    if (
+        not fits
+        or cos.shape[0] not in (1, B)
+        or cos.shape[1] != time
+        or cos.shape != sin.shape
+        or 2 * cos.shape[-1] > D
+    ):
+        raise ValueError(
+            f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}"
+        )
     return cos, sin, position_ids
 
 
 def served(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether kernels rotate ``q`` and ``k`` with these tables: not if the tables require gradients."""
+    """Whether kernels rotate ``q`` and ``k`` with these tables: not if the tables require
+    gradients."""
     learn = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
-    return use_kernels(q, fusible=True) and not learn and q.dtype == k.dtype and cos.dtype == sin.dtype and cos.dtype in _KERNEL_DTYPES
+    return (
+        use_kernels(q, fusible=True)
+        and not learn
+        and q.dtype == k.dtype
+        and cos.dtype == sin.dtype
+        and cos.dtype in _KERNEL_DTYPES
+    )
 
 
 def _angles(T: int, half: int, B: int = 1, dtype: torch.dtype | None = None) -> dict[str, T_]:
@@ -411,7 +586,8 @@ def _flat(T: int, half: int) -> dict[str, T_]:
 
 
 def _of_columns(T: int, half: int, B: int = 1) -> dict[str, T_]:
-    """Tables (B, T, 2, R/2): angles of first and of second columns, as views of tables (B, T, R)."""
+    """Tables (B, T, 2, R/2): angles of first and of second columns, as views of tables (B, T,
+    R)."""
     split = lambda draw: lambda B, T, _, half, dtype: draw(B, T, 2 * half, dtype=dtype).view(B, T, 2, half)
     whole = _angles(T, 2 * half, B)
     return {name: dataclasses.replace(t, shape=(B, T, 2, half), draw=split(t.draw)) for name, t in whole.items()}
@@ -441,18 +617,36 @@ _IDS = T_((2, 5), _ids, dtype=torch.int64)
         Case("time-first", dict(q=T_((2, 7, 4, 16)), k=T_((2, 7, 2, 16)), unsqueeze_dim=2, **_angles(7, 8))),
         Case("packed", _heads(2, 4, 2, 5, 16, position_ids=_IDS) | _angles(11, 8)),
         Case("no-upcast", _heads(2, 4, 2, 7, 16, casting="none") | _angles(7, 8)),
-        Case("no-upcast-pairs", dict(q=T_((2, 5, 3, 20)), k=T_((2, 5, 1, 20)), casting="none", layout="pairs", unsqueeze_dim=2, **_angles(5, 6))),
+        Case(
+            "no-upcast-pairs",
+            dict(
+                q=T_((2, 5, 3, 20)),
+                k=T_((2, 5, 1, 20)),
+                casting="none",
+                layout="pairs",
+                unsqueeze_dim=2,
+                **_angles(5, 6),
+            ),
+        ),
         Case("autocast", _heads(2, 4, 2, 5, 20, casting="none") | _angles(5, 8, dtype=torch.float32)),
         Case("olmo2", _heads(1, 4, 2, 5, 16, casting="back") | _angles(5, 8, dtype=torch.float32)),
         Case("vision", dict(q=T_((1, 5, 3, 17)), k=T_((1, 5, 3, 17)), unsqueeze_dim=2, **_flat(5, 8))),
         Case("alone", _heads(2, 4, 0, 5, 20, layout="pairs") | _angles(5, 8)),
-        Case("not-4d", dict(q=T_((4, 7, 16)), k=T_((2, 7, 16)), **_angles(7, 8)), error="q and k must be 4-dimensional, got (4, 7, 16) and (2, 7, 16)"),
+        Case(
+            "not-4d",
+            dict(q=T_((4, 7, 16)), k=T_((2, 7, 16)), **_angles(7, 8)),
+            error="q and k must be 4-dimensional, got (4, 7, 16) and (2, 7, 16)",
+        ),
         Case(
             "shapes-differ",
             dict(q=T_((2, 4, 7, 16)), k=T_((2, 2, 6, 16)), **_angles(7, 8)),
             error="q and k must agree but for the heads, got (2, 4, 7, 16) and (2, 2, 6, 16)",
         ),
-        Case("bad-angles", _heads(2, 4, 2, 7, 16) | _angles(6, 8), error="cos and sin must have shape (2 or 1, 7, at most 8), got (1, 6, 8) and (1, 6, 8)"),
+        Case(
+            "bad-angles",
+            _heads(2, 4, 2, 7, 16) | _angles(6, 8),
+            error="cos and sin must have shape (2 or 1, 7, at most 8), got (1, 6, 8) and (1, 6, 8)",
+        ),
         Case(
             "wide-tables",
             _heads(2, 4, 2, 5, 16, position_ids=_IDS) | _angles(11, 9),
@@ -463,23 +657,43 @@ _IDS = T_((2, 5), _ids, dtype=torch.int64)
             _heads(2, 4, 2, 5, 16, position_ids=_IDS) | _angles(11, 8, B=2),
             error="tables cos and sin must have shape (L, at most 8), got (2, 11, 8) and (2, 11, 8)",
         ),
-        Case("bad-casting", _heads(2, 4, 2, 7, 16, casting="llama") | _angles(7, 8), error="casting must be one of ('none', 'back', 'fp32'), got 'llama'"),
-        Case("bad-layout", _heads(2, 4, 2, 7, 16, layout="thirds") | _angles(7, 8), error="layout must be one of ('halves', 'pairs'), got 'thirds'"),
+        Case(
+            "bad-casting",
+            _heads(2, 4, 2, 7, 16, casting="llama") | _angles(7, 8),
+            error="casting must be one of ('none', 'back', 'fp32'), got 'llama'",
+        ),
+        Case(
+            "bad-layout",
+            _heads(2, 4, 2, 7, 16, layout="thirds") | _angles(7, 8),
+            error="layout must be one of ('halves', 'pairs'), got 'thirds'",
+        ),
     ],
     cost=lambda q, k, cos, sin, position_ids=None, **_: Cost(
-        nbytes(q, k, q, k, cos, sin, position_ids), nbytes(q, k, q, k, cos, sin, position_ids), flops=(3 * (q.numel() + k.numel()),) * 2
+        nbytes(q, k, q, k, cos, sin, position_ids),
+        nbytes(q, k, q, k, cos, sin, position_ids),
+        flops=(3 * (q.numel() + k.numel()),) * 2,
     ),
 )
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "halves", unsqueeze_dim: int = 1, casting: str = "fp32"
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    layout: str = "halves",
+    unsqueeze_dim: int = 1,
+    casting: str = "fp32",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions. Returns new tensors with their shapes, in the dtypes that ``casting`` defines.
+    """Rotate queries and keys by the angles of their positions. Returns new tensors with their
+    shapes, in the dtypes that ``casting`` defines.
 
     q (B, Hq, T, D), k (B, Hk, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``; any strides.
     cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; (B or 1, T, 2, R/2) with angles of the first
     and of the second column of each pair; or, with ``position_ids`` (B or 1, T), tables (L, R/2) or
     (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
-    A position outside its table gives NaN on a GPU. Elsewhere it raises ``IndexError``, or, if negative, indexes from the end, as in PyTorch.
+    A position outside its table gives NaN on a GPU. Elsewhere it raises ``IndexError``, or, if
+    negative, indexes from the end, as in PyTorch.
     """
     if casting not in CASTING:
         raise ValueError(f"rope: casting must be one of {CASTING}, got {casting!r}")

@@ -1,9 +1,12 @@
 """Run output head and loss together, without replacing the ``forward`` of a model.
 
-During one training ``forward``, a stand-in replaces the output head. It returns ``DeferredLogits``: a recipe for the logits. What the model does to the
-logits on the way to its loss (scaling, soft-capping, casts, slices, reshapes) is recorded. ``F.cross_entropy``, wherever it is called, receives the
-recipe and computes the loss from hidden states and head in chunks. Every other reader receives the logits, computed by the head itself, which is slower
-and gives the same result. So the model's own ``forward`` and its own loss function run.
+During one training ``forward``, a stand-in replaces the output head. It returns ``DeferredLogits``:
+a recipe for the logits. What the model does to the logits on the way to its loss (scaling,
+soft-capping, casts, slices, reshapes) is recorded. ``F.cross_entropy``, wherever it is called,
+receives the
+recipe and computes the loss from hidden states and head in chunks. Every other reader receives the
+logits, computed by the head itself, which is slower and gives the same result. So the model's own
+``forward`` and its own loss function run.
 """
 
 from __future__ import annotations
@@ -33,17 +36,22 @@ from liger_kernel.transformers.head.state import FP8, uses_data
 
 
 def _positional(forward: Callable) -> tuple[list[str], bool]:
-    """Names of the positional parameters of ``forward`` after ``self``, and whether it takes more."""
+    """Names of the positional parameters of ``forward`` after ``self``, and whether it takes
+    more."""
     parameters = inspect.signature(forward).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(
+        p.kind is p.VAR_POSITIONAL for p in parameters
+    )
 
 
 def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
-    """Wrap ``forward``, a function of a model class, so that head and loss run together. The wrapper adds the keywords of patched models.
+    """Wrap ``forward``, a function of a model class, so that head and loss run together. The
+    wrapper adds the keywords of patched models.
 
-    While the model trains with labels, logits are omitted, unless ``skip_logits`` says otherwise. With ``keep_logits``, logits are always computed and only
-    the loss on them is fused. ``known`` says that ``forward`` is Transformers' own; otherwise its loss may use other labels than it is given, and its output
-    may be anything.
+    While the model trains with labels, logits are omitted, unless ``skip_logits`` says otherwise.
+    With ``keep_logits``, logits are always computed and only the loss on them is fused. ``known``
+    says that ``forward`` is Transformers' own; otherwise its loss may use other labels than it is
+    given, and its output may be anything.
     """
     signature = inspect.signature(forward)
     forward = attention.unmasked(forward)
@@ -68,19 +76,25 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if only_pytorch() and not (options or accuracy or predictions):
             learns = False
-        if not learns:  # even with skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
+        if (
+            not learns
+        ):  # even with skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
             return without_labels(forward, self, args, kwargs) if standing else forward(self, *args, **kwargs)
         if takes_anything:
             given = _aligned(given)
         skip = not keep_logits and (self.training if skip_logits is None else skip_logits)
         place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
         if place is None:
-            return forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
+            return forward(
+                self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at}
+            )
         loss = Loss(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
-        shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)  # encoder-decoders may take labels that are already shifted
+        shifts = not getattr(
+            getattr(self, "config", None), "is_encoder_decoder", False
+        )  # encoder-decoders may take labels that are already shifted
         if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if not torch.compiler.is_compiling() and (linear := may_be_linear(head)) is not None:
@@ -88,17 +102,26 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         at_once = not skip or uses_data(forward) or uses_data(getattr(self, "loss_function", None))
         stand_in = enter(parent, name, Call(self, loss, keep_logits=at_once))
         try:
-            out = forward(self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at})
+            out = forward(
+                self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at}
+            )
         finally:
             leave(stand_in, parent, name)
         if not loss.taken and (options or loss.statistics):
             warnings.warn(
-                f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: {[*own_options, *STATISTICS]}", stacklevel=2
+                f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: "
+                f"{[*own_options, *STATISTICS]}",
+                stacklevel=2,
             )
         if not loss.taken and loss.options.fp8 is not None:
-            warnings.warn("fp8_head: the head stays in 16 bits, because the loss is not one cross entropy of its logits", stacklevel=2)
+            warnings.warn(
+                "fp8_head: the head stays in 16 bits, because the loss is not one cross entropy of its logits",
+                stacklevel=2,
+            )
         settle = settled if known else settled_in_place
-        out = settle(out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+        out = settle(
+            out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None
+        )
         for recipe in loss.recipes:  # other code holds these, and may read them after the weights have changed
             if (kept := recipe()) is not None:
                 kept.value()
@@ -107,12 +130,15 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
     skip = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
     of_wrapper = vars(wrapper)
     del of_wrapper["__wrapped__"]  # accelerate follows it when it takes its own wrappers off
-    of_wrapper["__signature__"] = signature.replace(parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic])
+    of_wrapper["__signature__"] = signature.replace(
+        parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic]
+    )
     return wrapper
 
 
 def _aligned(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a model's ``forward`` with labels that fit the logits it keeps, and ``labels`` where only ``shift_labels`` are given."""
+    """The arguments of a model's ``forward`` with labels that fit the logits it keeps, and
+    ``labels`` where only ``shift_labels`` are given."""
     labels, shift_labels, keep = (given.get(n) for n in ("labels", "shift_labels", "logits_to_keep"))
     tokens = next((given[n].shape[:2] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
     if keep is not None and not (isinstance(keep, int) and keep == 0):
@@ -127,7 +153,8 @@ def _aligned(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
-    """The tokens that the causal loss will count; on a GPU they are counted while the model computes."""
+    """The tokens that the causal loss will count; on a GPU they are counted while the model
+    computes."""
     labels = given.get("shift_labels")
     if labels is None:
         labels = F.pad(given["labels"], (0, 1), value=IGNORE)[..., 1:]
@@ -137,7 +164,8 @@ def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
 
 
 def _kept(t: Tensor, keep: int | Tensor) -> Tensor:
-    """The part of t (B, T) that ``logits_to_keep`` selects: the last positions, some positions, or positions or a mask for each sequence."""
+    """The part of t (B, T) that ``logits_to_keep`` selects: the last positions, some positions,
+    or positions or a mask for each sequence."""
     if isinstance(keep, Tensor) and keep.ndim == 2:
         return t[keep] if keep.dtype == torch.bool else t.gather(1, keep)
     return t[:, slice(-keep, None) if isinstance(keep, int) else keep]

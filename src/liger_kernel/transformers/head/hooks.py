@@ -1,8 +1,10 @@
-"""Output heads with hooks: whose hooks may run around a call that returns a recipe in the place of logits.
+"""Output heads with hooks: whose hooks may run around a call that returns a recipe in the place of
+logits.
 
-All hooks run when the model calls its head, with the head itself and its real inputs. So hooks before the call may do
-anything. Hooks after it would get the recipe: only those do that do not use the result, or only cast it. With any other
-hook, the head runs with all its logits, and one warning says so.
+All hooks run when the model calls its head, with the head itself and its real inputs. So hooks
+before the call may do anything. Hooks after it would get the recipe: only those do that do not use
+the result, or only cast it. With any other hook, the head runs with all its logits, and one warning
+says so.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def there_are(head: nn.Module) -> bool:
 
 
 def call(head: nn.Module, loss: Loss, deferred: Callable[..., Recipe], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call ``head``, which has hooks; the result is a recipe of ``deferred`` if no hook can see or change that."""
+    """Call ``head``, which has hooks; the result is a recipe of ``deferred`` if no hook can see
+    or change that."""
     inner: nn.Module = copy_in_use(head)
     outside = _modes()
 
@@ -54,7 +57,9 @@ def call(head: nn.Module, loss: Loss, deferred: Callable[..., Recipe], args: tup
         logits = head(*args, **kwargs)
         _warn(head, next(_of_users(head), None), logits)
         return logits
-    with _LOCKS.setdefault(inner, threading.RLock()):  # the forward is replaced for one call; a hook may call the head again
+    with _LOCKS.setdefault(
+        inner, threading.RLock()
+    ):  # the forward is replaced for one call; a hook may call the head again
         return parallel.call_instead(head, inner, forward, *args, **kwargs)
 
 
@@ -88,10 +93,11 @@ def _of_users(head: nn.Module) -> Iterator[Any]:
 
 
 def _leaves_result(hook: Any, with_kwargs: bool) -> bool:
-    """Whether a forward hook does not use the result of the call, or only casts it, and writes no weights, as its code shows.
+    """Whether a forward hook does not use the result of the call, or only casts it, and writes no
+    weights, as its code shows.
 
     lambda *_: context.__exit__()        lambda module, args, out: count(args)        lambda module, args, out: out.float()
-    """
+    """  # noqa: E501
     bound = inspect.ismethod(hook)
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     if not isinstance(code, types.CodeType) or uses_data(hook):
@@ -104,7 +110,9 @@ def _leaves_result(hook: Any, with_kwargs: bool) -> bool:
         name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
     else:
         return False
-    used = any(name == i.argval or (isinstance(i.argval, tuple) and name in i.argval) for i in dis.get_instructions(code))
+    used = any(
+        name == i.argval or (isinstance(i.argval, tuple) and name in i.argval) for i in dis.get_instructions(code)
+    )
     alone = place == len(names) - 1 and not code.co_freevars  # nothing to which it could pass the result
     return not used or (alone and set(code.co_names) <= _CASTS)
 
@@ -115,6 +123,7 @@ def _warn(head: nn.Module, hook: Any, logits: Any) -> None:
     _WARNED.add(head)
     name = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
     warnings.warn(
-        f"liger_kernel: the output head stores its logits ({logits.nbytes / 1e9:.2g} GB in this call) because of a hook that may use or change them: {name}",
+        f"liger_kernel: the output head stores its logits ({logits.nbytes / 1e9:.2g} GB in this call) because of a "
+        f"hook that may use or change them: {name}",
         stacklevel=5,
     )

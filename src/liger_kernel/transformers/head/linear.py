@@ -4,8 +4,9 @@
     the same with adapters disabled or merged   x W^T + bias
     tied, with rows i trained as D              x W^T + x (D - W_i)^T E_i^T, E_i (V, n) of zeros and ones
 
-PyTorch computes the thin products with the A's for all tokens at once, so dropout draws the same mask as stock (except if a model slices its logits before
-its loss), and A and x get their gradients by autograd. The loss engine computes the rest in chunks (``ops/losses/chunks``).
+PyTorch computes the thin products with the A's for all tokens at once, so dropout draws the same
+mask as stock (except if a model slices its logits before its loss), and A and x get their gradients
+by autograd. The loss engine computes the rest in chunks (``ops/losses/chunks``).
 """
 
 from __future__ import annotations
@@ -21,18 +22,27 @@ from liger_kernel.ops.projections.adapted import Projection, may_overflow
 from liger_kernel.ops.projections.linear import dtypes_of
 from liger_kernel.ops.projections.weights import Dense
 from liger_kernel.transformers.head.state import untouched
-from liger_kernel.transformers.recognise.projections import Left, base_of, copy_in_use, product_dtype, projection, trained_rows
+from liger_kernel.transformers.recognise.projections import (
+    Left,
+    base_of,
+    copy_in_use,
+    product_dtype,
+    projection,
+    trained_rows,
+)
 
 
 def may_be_linear(head: nn.Module) -> nn.Module | None:
-    """Return the linear layer in ``head`` that holds its weight, if a loss can treat the head as that weight plus terms of low rank."""
+    """Return the linear layer in ``head`` that holds its weight, if a loss can treat the head as
+    that weight plus terms of low rank."""
     inner = parallel.bare(head)
     base = inner if parallel.is_linear(inner) else base_of(copy_in_use(inner))
     return base if parallel.is_linear(base) else None
 
 
 def with_adapters(head: nn.Module, x: Tensor) -> Projection | Left:
-    """Return what ``head(x)`` computes now from a whole weight, or the reason why the head itself is called on one chunk of tokens at a time."""
+    """Return what ``head(x)`` computes now from a whole weight, or the reason why the head
+    itself is called on one chunk of tokens at a time."""
     if torch.compiler.is_compiling():
         return Left("torch.compile")
     if not untouched():
@@ -47,7 +57,8 @@ def with_adapters(head: nn.Module, x: Tensor) -> Projection | Left:
 
 
 def left_out(found: Projection | Left, x: Tensor) -> Left | None:
-    """Why a loss cannot treat a head as a weight plus terms of low rank. ``x``: of the dtype and on the device of its input."""
+    """Why a loss cannot treat a head as a weight plus terms of low rank. ``x``: of the dtype and
+    on the device of its input."""
     if isinstance(found, Left):
         return found
     if not isinstance(found.weight, Dense):
@@ -62,7 +73,8 @@ def left_out(found: Projection | Left, x: Tensor) -> Left | None:
 
 
 def terms(found: Projection, x: Tensor) -> dict[str, Any]:
-    """Return x (M, H), w, bias, xa and wb of ``linear_cross_entropy`` for a head and the rows with which it is called."""
+    """Return x (M, H), w, bias, xa and wb of ``linear_cross_entropy`` for a head and the rows
+    with which it is called."""
     dtype, bias = product_dtype(x), found.bias
     rows, xa, wb = x.to(dtype), [], []
     for adapter in found.adapters:

@@ -41,15 +41,21 @@ LOSS_OPTIONS = {
 STATISTICS = ("return_token_accuracy", "return_predicted_tokens")
 
 
-def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: LossOptions = DEFAULTS, *, within: bool = False) -> Any:
-    """Cross entropy of ``head(x)`` and ``target`` without storing all logits; returns the results of ``linear_cross_entropy``.
+def head_cross_entropy(
+    head: nn.Module, x: Tensor, target: Tensor, options: LossOptions = DEFAULTS, *, within: bool = False
+) -> Any:
+    """Cross entropy of ``head(x)`` and ``target`` without storing all logits; returns the results
+    of ``linear_cross_entropy``.
 
-    x (M, H), target (M,). A plain ``nn.Linear`` is fused, also if FSDP or ZeRO shards its parameters, which are then gathered once; so is one with PEFT's
-    LoRA. Every other head (quantised, DoRA, ...) is called on one chunk of tokens at a time, and again in the backward pass, in the state of this call.
-    ``within``: the caller has entered ``head``.
+    x (M, H), target (M,). A plain ``nn.Linear`` is fused, also if FSDP or ZeRO shards its
+    parameters, which are then gathered once; so is one with PEFT's LoRA. Every other head
+    (quantised, DoRA, ...) is called on one chunk of tokens at a time, and again in the backward
+    pass, in the state of this call. ``within``: the caller has entered ``head``.
     """
     if not within and parallel.needs_entering(head):
-        return parallel.entered(head, lambda x: head_cross_entropy(parallel.bare(head), x, target, options, within=True), x)
+        return parallel.entered(
+            head, lambda x: head_cross_entropy(parallel.bare(head), x, target, options, within=True), x
+        )
     if is_plain(head, within):
         return linear_cross_entropy(x, head.weight, target, head.bias, **options.given())
     if not isinstance(found := with_adapters(head, x), Left):
@@ -69,7 +75,14 @@ def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, options: Loss
     def part(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with contextlib.nullcontext() if state is None else state.restored():
             logits = call(x[None])
-        return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, class_weight, reduction="none" if reduction == "none" else "sum", stats=True, **rest)
+        return cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            target,
+            class_weight,
+            reduction="none" if reduction == "none" else "sum",
+            stats=True,
+            **rest,
+        )
 
     rows = auto_chunk_rows(x.shape[0], out_features(head, x, call), x.shape[1], x.element_size(), on_gpu(x))
     run = functools.partial(checkpoint, part, use_reentrant=False) if torch.is_grad_enabled() else part
@@ -93,8 +106,11 @@ def _in_16_bits(options: LossOptions, why: str) -> LossOptions:
     return options.but(fp8=None)
 
 
-def _vocabulary_parallel_loss(head: parallel.VocabularyParallel, x: Tensor, target: Tensor, options: LossOptions) -> Any:
-    """The loss of a head that is sharded by vocabulary, without the tokens that are known not to count."""
+def _vocabulary_parallel_loss(
+    head: parallel.VocabularyParallel, x: Tensor, target: Tensor, options: LossOptions
+) -> Any:
+    """The loss of a head that is sharded by vocabulary, without the tokens that are known not to
+    count."""
     kept = options.compact.rows() if isinstance(options.compact, Kept) and options.reduction != "none" else None
     given = options.given("compact", "token_scaling")
     if kept is None:
@@ -121,7 +137,9 @@ def _cross_entropy(
         options = input.loss.options.but(ignore_index=ignore_index, reduction=reduction)
         options = options if weight is None else options.but(class_weight=weight)
         return _loss(input, target, options.but(label_smoothing=label_smoothing) if label_smoothing else options)
-    args = (materialised(a) for a in (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing))
+    args = (
+        materialised(a) for a in (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    )
     return F.cross_entropy(*args)
 
 
@@ -129,7 +147,8 @@ LOSSES[F.cross_entropy] = _cross_entropy
 
 
 def _liger_cross_entropy(input: Any, target: Any, *numbers: Any) -> Any:
-    """``liger_cross_entropy`` of a recipe. It may stand where ``F.cross_entropy`` was; with options that this lacks, it reads the logits."""
+    """``liger_cross_entropy`` of a recipe. It may stand where ``F.cross_entropy`` was; with
+    options that this lacks, it reads the logits."""
     *numbers_of_both, lse_square_scale, softcap = numbers[:-3]
     if lse_square_scale or softcap or any(numbers[-3:]):
         return liger_cross_entropy(materialised(input), materialised(target), *numbers)
@@ -143,7 +162,9 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
     logits.not_in_a_function()
     asked = logits.loss
     options = options.but(stats=asked.statistics)
-    cut = torch.is_grad_enabled() and not logits.learns  # whether a no_grad before this loss has cut the logits from the graph
+    cut = (
+        torch.is_grad_enabled() and not logits.learns
+    )  # whether a no_grad before this loss has cut the logits from the graph
     transform = logits.scale_and_cap() if logits.computed is None and not cut and not logits.exchanged() else None
     if transform is not None and (transform[1] is None or options.softcap is None):
         scale, softcap = transform
@@ -166,12 +187,16 @@ def _loss(logits: Recipe, target: Tensor, options: LossOptions) -> Tensor:
         return found
     loss, _, predicted = found
     if asked.predicted_tokens is None:  # the first loss of a forward is the main one
-        asked.predicted_tokens, asked.token_accuracy = predicted, token_accuracy(predicted, target, options.ignore_index)
+        asked.predicted_tokens, asked.token_accuracy = (
+            predicted,
+            token_accuracy(predicted, target, options.ignore_index),
+        )
     return loss
 
 
 def _inside(function: Callable) -> bool:
-    """Whether a call of ``function`` is on the stack, a few frames up: some models have a loss function and do not use it."""
+    """Whether a call of ``function`` is on the stack, a few frames up: some models have a loss
+    function and do not use it."""
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_back is None:
@@ -183,28 +208,54 @@ def _inside(function: Callable) -> bool:
 
 
 def _head_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions) -> Any:
-    """``head_cross_entropy`` with what was known when the forward began, if this is the loss that was expected then."""
+    """``head_cross_entropy`` with what was known when the forward began, if this is the loss
+    that was expected then."""
     main = asked.causal and not asked.taken and options.ignore_index == IGNORE
-    # the replaced function has no parameters for a bias or scale of the head, or for losses of single tokens
-    plain = getattr(parallel.bare(head), "bias", None) is None and options.logit_scale == 1.0 and options.reduction != "none"
+    # the replaced function has no parameters for a bias or scale of the head, or for losses of
+    # single tokens
+    plain = (
+        getattr(parallel.bare(head), "bias", None) is None
+        and options.logit_scale == 1.0
+        and options.reduction != "none"
+    )
     hooked = main and plain and loss_functions.replaced()
     main = main and (hooked if torch.compiler.is_compiling() else _inside(ForCausalLMLoss))
     within, inner = parallel.needs_entering(head), parallel.bare(head)
-    return parallel.entered(head, lambda rows: _entered_loss(inner, rows, target, asked, options, within, main, hooked), rows)
+    return parallel.entered(
+        head, lambda rows: _entered_loss(inner, rows, target, asked, options, within, main, hooked), rows
+    )
 
 
-def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions, within: bool, main: bool, hooked: bool) -> Any:
+def _entered_loss(
+    head: nn.Module,
+    rows: Tensor,
+    target: Tensor,
+    asked: Loss,
+    options: LossOptions,
+    within: bool,
+    main: bool,
+    hooked: bool,
+) -> Any:
     """The rest of ``_head_loss``, which runs while the parameters of the head are gathered."""
     sliced, linear = isinstance(head, parallel.VocabularyParallel), is_plain(head, within)
     if main and hooked and linear:
         options = _in_16_bits(options, "other code has replaced its loss")
         return _replaced_loss(head, rows, target, asked, options)
     linear = linear or (main and not sliced and not isinstance(with_adapters(head, rows), Left))
-    kept = asked.kept if main and (linear or sliced) and asked.kept is not None and asked.kept.total == target.numel() else None
+    kept = (
+        asked.kept
+        if main and (linear or sliced) and asked.kept is not None and asked.kept.total == target.numel()
+        else None
+    )
     if kept is not None:
         options = options.but(compact=kept)
-    # the caller will divide this sum: dividing in the forward saves the backward a pass over the gradient of the head
-    n = items(asked.num_items, rows) if main and linear and asked.num_items is not None and options.reduction == "sum" else None
+    # the caller will divide this sum: dividing in the forward saves the backward a pass over the
+    # gradient of the head
+    n = (
+        items(asked.num_items, rows)
+        if main and linear and asked.num_items is not None and options.reduction == "sum"
+        else None
+    )
     if n is not None:
         n = n.where(n != 0, 1)  # without tokens, the caller divides by 0, as with logits
         options = options.but(reduction="mean", num_items=n)
@@ -220,13 +271,21 @@ def _entered_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, op
 
 
 def _replaced_loss(head: nn.Module, rows: Tensor, target: Tensor, asked: Loss, options: LossOptions) -> Any:
-    """The result of the function that replaces one of ours in ``loss_functions``; it may be reduced or not."""
+    """The result of the function that replaces one of ours in ``loss_functions``; it may be
+    reduced or not."""
     n = asked.num_items if options.reduction == "sum" else None  # the number by which the caller divides
     names = {ours: name for name, ours in LOSS_OPTIONS.items()} | {"softcap": "final_logit_softcapping"}
     said = {names[k]: v for k, v in options.given().items() if k in names}
     said |= dict.fromkeys(STATISTICS, True) if asked.statistics else {}
     found = loss_functions.LigerForCausalLMLoss(
-        rows, head.weight, None, rows.shape[-1], num_items_in_batch=n, ignore_index=options.ignore_index, shift_labels=target, **said
+        rows,
+        head.weight,
+        None,
+        rows.shape[-1],
+        num_items_in_batch=n,
+        ignore_index=options.ignore_index,
+        shift_labels=target,
+        **said,
     )
     loss, predicted = (found, None) if isinstance(found, Tensor) else (found.loss, found.predicted_tokens)
     loss = loss if n is None else loss * items(n, rows)

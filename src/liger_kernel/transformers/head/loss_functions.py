@@ -1,7 +1,9 @@
-"""The loss of a causal model as functions of hidden states and head, which frameworks call, wrap or replace.
+"""The loss of a causal model as functions of hidden states and head, which frameworks call, wrap or
+replace.
 
-Patched models do not need these functions. But if somebody has replaced one of the three (these two, and ``functional.liger_fused_linear_cross_entropy``),
-patched models compute their loss with the replacement. Names are looked up when a loss is computed, not before.
+Patched models do not need these functions. But if somebody has replaced one of the three (these
+two, and ``functional.liger_fused_linear_cross_entropy``), patched models compute their loss with
+the replacement. Names are looked up when a loss is computed, not before.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from liger_kernel import parallel
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.functional import CrossEntropyOutput, liger_fused_linear_cross_entropy
 
-_OPTIONS = inspect.signature(liger_fused_linear_cross_entropy).parameters.keys() - {"reduction", "num_items", "softcap", "input", "weight", "target"}
+_OPTIONS = inspect.signature(liger_fused_linear_cross_entropy).parameters.keys() - {
+    "reduction",
+    "num_items",
+    "softcap",
+    "input",
+    "weight",
+    "target",
+}
 
 
 def fixed_fused_linear_cross_entropy(
@@ -31,16 +40,22 @@ def fixed_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross entropy of hidden_states (M, H), lm_head_weight (V, H) and target (M,): the sum divided by ``num_items_in_batch``, or the mean.
+    """Cross entropy of hidden_states (M, H), lm_head_weight (V, H) and target (M,): the sum divided
+    by ``num_items_in_batch``, or the mean.
 
-    Options of ``liger_fused_linear_cross_entropy`` in ``kwargs`` are passed on, others are ignored. Returns 0 if every target is ignored.
+    Options of ``liger_fused_linear_cross_entropy`` in ``kwargs`` are passed on, others are ignored.
+    Returns 0 if every target is ignored.
     """
     options = {k: v for k, v in kwargs.items() if k in _OPTIONS}
     if num_items_in_batch is None and options.get("ce_weight") is None:
         num_items_in_batch = (target != ignore_index).sum().clamp(min=1)
     named: dict[str, Any] = dict(softcap=final_logit_softcapping, accum_dtype=accum_dtype, num_items=num_items_in_batch)
-    asked: dict[str, Any] = dict(return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens)
-    return functional.liger_fused_linear_cross_entropy(hidden_states, lm_head_weight, target, ignore_index=ignore_index, **named, **asked, **options)
+    asked: dict[str, Any] = dict(
+        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens
+    )
+    return functional.liger_fused_linear_cross_entropy(
+        hidden_states, lm_head_weight, target, ignore_index=ignore_index, **named, **asked, **options
+    )
 
 
 def LigerForCausalLMLoss(
@@ -58,29 +73,41 @@ def LigerForCausalLMLoss(
 ) -> Tensor | CrossEntropyOutput:
     """``fixed_fused_linear_cross_entropy`` of each token's prediction of the next token.
 
-    hidden_states (..., T, hidden_size); ``shift_labels``, or ``labels`` shifted by one, of any shape with one element per token.
+    hidden_states (..., T, hidden_size); ``shift_labels``, or ``labels`` shifted by one, of any
+    shape with one element per token.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     x, y = hidden_states.reshape(-1, hidden_size), shift_labels.reshape(-1).to(hidden_states.device)
     kwargs |= dict(return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens)
-    return fixed_fused_linear_cross_entropy(x, lm_head_weight, y, num_items_in_batch, ignore_index, final_logit_softcapping, **kwargs)
+    return fixed_fused_linear_cross_entropy(
+        x, lm_head_weight, y, num_items_in_batch, ignore_index, final_logit_softcapping, **kwargs
+    )
 
 
 def lce_maybe_trainable_lm_head(
-    self: nn.Module, hidden_states: Tensor, hidden_size: int, labels: Tensor | None, shift_labels: Tensor | None, **loss_kwargs: Any
+    self: nn.Module,
+    hidden_states: Tensor,
+    hidden_size: int,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    **loss_kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """``LigerForCausalLMLoss`` with the weight of ``self.lm_head``: PEFT's trained copy if there is one, gathered if FSDP or ZeRO has sharded it."""
+    """``LigerForCausalLMLoss`` with the weight of ``self.lm_head``: PEFT's trained copy if there
+    is one, gathered if FSDP or ZeRO has sharded it."""
     head = self.lm_head
 
     def loss(x: Tensor) -> Tensor | CrossEntropyOutput:
-        return LigerForCausalLMLoss(x, parallel.bare(head).weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs)
+        return LigerForCausalLMLoss(
+            x, parallel.bare(head).weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
+        )
 
     return parallel.entered(head, loss, hidden_states)
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return loss, z-loss, token accuracy and predicted tokens of a ``CrossEntropyOutput``, of a tuple of up to four of these, or of a loss."""
+    """Return loss, z-loss, token accuracy and predicted tokens of a ``CrossEntropyOutput``, of a
+    tuple of up to four of these, or of a loss."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     loss, *more = result if isinstance(result, tuple) else (result,)
@@ -93,4 +120,8 @@ _OURS = LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, liger_fused_line
 
 def replaced() -> bool:
     """Whether somebody has replaced one of our functions."""
-    return (LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, functional.liger_fused_linear_cross_entropy) != _OURS
+    return (
+        LigerForCausalLMLoss,
+        fixed_fused_linear_cross_entropy,
+        functional.liger_fused_linear_cross_entropy,
+    ) != _OURS

@@ -20,16 +20,20 @@ EXTRA = "token_accuracy", "predicted_tokens"
 
 
 def output_class(cls: type) -> type:
-    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and ``predicted_tokens``. Without values there, it is pickled as a ``cls``."""
+    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and
+    ``predicted_tokens``. Without values there, it is pickled as a ``cls``."""
     if cls not in _OUTPUTS:
         name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
         namespace = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce__": _reduced_output}
-        _OUTPUTS[cls] = dataclasses.make_dataclass(name, [(n, "Tensor | None", None) for n in EXTRA], bases=(cls,), namespace=namespace)
+        _OUTPUTS[cls] = dataclasses.make_dataclass(
+            name, [(n, "Tensor | None", None) for n in EXTRA], bases=(cls,), namespace=namespace
+        )
     return _OUTPUTS[cls]
 
 
 class _Output:
-    """Creates an output for ``copy``. It is pickled as the function that creates an output of a given class."""
+    """Creates an output for ``copy``. It is pickled as the function that creates an output of a
+    given class."""
 
     def __init__(self, cls: type, make: Any):
         self.cls, self.make = cls, make
@@ -50,11 +54,17 @@ def _reduced_output(self: Any) -> Any:
     _, args, state, *rest = super(own, self).__reduce__()
     if any(getattr(self, name) is not None for name in EXTRA):
         return _Output(own, (_output, stock)), args, state, *rest
-    return _Output(own, (stock,)), args[: -len(EXTRA)], {k: v for k, v in (state or {}).items() if k not in EXTRA}, *rest
+    return (
+        _Output(own, (stock,)),
+        args[: -len(EXTRA)],
+        {k: v for k, v in (state or {}).items() if k not in EXTRA},
+        *rest,
+    )
 
 
 def declare_outputs(module: types.ModuleType | None) -> None:
-    """Make the output classes for the models of ``module`` in advance, because ``torch.compile`` cannot trace the making of a class."""
+    """Make the output classes for the models of ``module`` in advance, because ``torch.compile``
+    cannot trace the making of a class."""
     for each in (modeling_outputs, module):
         for cls in _outputs_in(each) if each else ():
             output_class(cls)
@@ -62,12 +72,17 @@ def declare_outputs(module: types.ModuleType | None) -> None:
 
 def _outputs_in(module: types.ModuleType) -> Iterator[type]:
     for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, ModelOutput) and {"loss", "logits"} <= set(getattr(cls, "__dataclass_fields__", ())):
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, ModelOutput)
+            and {"loss", "logits"} <= set(getattr(cls, "__dataclass_fields__", ()))
+        ):
             yield cls
 
 
 def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
-    """Return ``out`` without recipes: skipped logits are omitted, all others are computed. A ``ModelOutput`` is rebuilt, because it is also a dict."""
+    """Return ``out`` without recipes: skipped logits are omitted, all others are computed. A
+    ``ModelOutput`` is rebuilt, because it is also a dict."""
     if isinstance(out, tuple):
         drop = skip and isinstance(out[0], Tensor) and not isinstance(out[0], Recipe)  # the first value is the loss
         kept = [materialised(x) for x in out if not (drop and isinstance(x, Recipe))]
@@ -81,7 +96,8 @@ def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_token
 
 
 def settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
-    """``settled`` for the output of a user's ``forward``. A ``ModelOutput`` stays the same object, because it may have more fields than its class declares."""
+    """``settled`` for the output of a user's ``forward``. A ``ModelOutput`` stays the same
+    object, because it may have more fields than its class declares."""
     if not isinstance(out, ModelOutput):
         return of_tensors(out)
     _settle(out, skip and getattr(out, "loss", None) is not None)
@@ -103,7 +119,8 @@ def _settle(out: ModelOutput, drop: bool) -> None:
 
 
 def _settle_parts(out: ModelOutput, drop: bool) -> None:
-    """Settle outputs inside an output: BLIP-2's contains the output of its language model, with the same logits."""
+    """Settle outputs inside an output: BLIP-2's contains the output of its language model, with
+    the same logits."""
     for part in out.values():
         if isinstance(part, ModelOutput):
             _settle(part, drop)

@@ -1,4 +1,5 @@
-"""Logits that are not computed yet: a recipe for them, which records what a model does to them on the way to its loss."""
+"""Logits that are not computed yet: a recipe for them, which records what a model does to them
+on the way to its loss."""
 
 from __future__ import annotations
 
@@ -45,8 +46,13 @@ class LossOptions:
         return LossOptions(**self.given() | changes)
 
     def given(self, *without: str) -> dict[str, Any]:
-        """The fields that differ from the defaults, except those in ``without``: keywords for an operator, which need not know the rest."""
-        return {name: getattr(self, name) for name, default in _FIELDS.items() if getattr(self, name) is not default and name not in without}
+        """The fields that differ from the defaults, except those in ``without``: keywords for an
+        operator, which need not know the rest."""
+        return {
+            name: getattr(self, name)
+            for name, default in _FIELDS.items()
+            if getattr(self, name) is not default and name not in without
+        }
 
 
 _FIELDS = {f.name: f.default for f in fields(LossOptions)}
@@ -57,7 +63,9 @@ DEFAULTS = LossOptions()
 class Loss:
     """What the caller of ``forward`` wants from the loss, and what the loss returned."""
 
-    options: LossOptions = field(default_factory=LossOptions)  # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
+    options: LossOptions = field(
+        default_factory=LossOptions
+    )  # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
     statistics: bool = False
     taken: bool = False
     token_accuracy: Tensor | None = None
@@ -68,20 +76,32 @@ class Loss:
     recipes: list[weakref.ref[Recipe]] = field(default_factory=list)  # recipes that calls of the head made
 
 
-# A loss function -> the function that computes it from a recipe. These register themselves here, so that this module need not import them
+# A loss function -> the function that computes it from a recipe. These register themselves here, so
+# that this module need not import them
 LOSSES: dict[Callable, Callable[..., Any]] = {}
 
 
 class Recipe:
-    """``head(rows)``, or ``rows`` if there is no head, followed by ``tail``. It is computed when somebody reads it.
+    """``head(rows)``, or ``rows`` if there is no head, followed by ``tail``. It is computed when
+    somebody reads it.
 
-    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and reshaping tokens acts on ``rows``. As soon as somebody
-    reads one recipe, all recipes of the same logits are computed from them, and views stay views: from then on, the logits may be changed in place.
+    ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and
+    reshaping tokens acts on ``rows``. As soon as somebody reads one recipe, all recipes of the same
+    logits are computed from them, and views stay views: from then on, the logits may be changed in
+    place.
 
-    Gradient mode, autocast and the state of the head are those of the moment in which the model called the head, whoever reads the recipe.
+    Gradient mode, autocast and the state of the head are those of the moment in which the model
+    called the head, whoever reads the recipe.
     """
 
-    def __init__(self, rows: Tensor, head: nn.Module | None, loss: Loss, tail: tuple[tuple[str, Any], ...] = (), state: HeadState | None = None):
+    def __init__(
+        self,
+        rows: Tensor,
+        head: nn.Module | None,
+        loss: Loss,
+        tail: tuple[tuple[str, Any], ...] = (),
+        state: HeadState | None = None,
+    ):
         self.rows, self.head, self.loss, self.tail, self.state = rows, head, loss, tail, state
         self.computed: Tensor | None = None
         self.learns = torch.is_grad_enabled()
@@ -106,16 +126,22 @@ class Recipe:
         return self.computed
 
     def not_in_a_function(self) -> None:
-        """Raise ``RuntimeError`` inside a ``torch.autograd.Function`` that received a recipe: autograd knows only tensors, so no gradient would pass."""
+        """Raise ``RuntimeError`` inside a ``torch.autograd.Function`` that received a recipe:
+        autograd knows only tensors, so no gradient would pass."""
         root = self if self.root is None else self.root
         if torch.is_grad_enabled() or not root.learns or torch.compiler.is_compiling():
             return
-        forwards = {cls.forward.__code__ for cls in _subclasses(torch.autograd.Function) if isinstance(cls.forward, types.FunctionType)}
+        forwards = {
+            cls.forward.__code__
+            for cls in _subclasses(torch.autograd.Function)
+            if isinstance(cls.forward, types.FunctionType)
+        }
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code in forwards and any(isinstance(a, Recipe) for a in _arguments(frame)):
                 raise RuntimeError(
-                    "torch.autograd.Function.apply: the logits of a patched model are computed when they are needed, and are no tensor before: "
+                    "torch.autograd.Function.apply: the logits of a patched model are computed when they are needed, "
+                    "and are no tensor before: "
                     "give it logits.value(), or patch the model with fused_linear_cross_entropy=False"
                 )
             frame = frame.f_back
@@ -131,8 +157,9 @@ class Recipe:
     def as_called(self) -> contextlib.AbstractContextManager:
         """Restore the autocast state in which the head was called.
 
-        If hooks for saved tensors were in place for this call only, such as those by which TRL's offloading keeps what
-        the head saves where it is, hooks that are in place around the call do not get what the loss saves.
+        If hooks for saved tensors were in place for this call only, such as those by which TRL's
+        offloading keeps what the head saves where it is, hooks that are in place around the call do
+        not get what the loss saves.
         """
         device = self.rows.device.type
         if self.head is None:
@@ -145,7 +172,8 @@ class Recipe:
         return states
 
     def exchanged(self) -> bool:
-        """Whether weights or rows are in other memory than when the head was called. Then the logits are computed."""
+        """Whether weights or rows are in other memory than when the head was called. Then the
+        logits are computed."""
         return self.state is not None and self.state.exchanged()
 
     def in_state(self) -> contextlib.AbstractContextManager:
@@ -170,7 +198,13 @@ class Recipe:
 
     def changed(self, name: str, arg: Any) -> Any:
         """Do the same as ``then``, in place."""
-        if self.computed is not None or self.shared or not isinstance(arg, (int, float)) or not arg or self.learns != torch.is_grad_enabled():
+        if (
+            self.computed is not None
+            or self.shared
+            or not isinstance(arg, (int, float))
+            or not arg
+            or self.learns != torch.is_grad_enabled()
+        ):
             return getattr(self.value(), f"{name}_")(materialised(arg))
         self.tail, make = (*self.tail, (name, arg)), self.make
         if make is not None:
@@ -181,7 +215,8 @@ class Recipe:
         return self.derived(rows, self.tail, op)
 
     def scale_and_cap(self) -> tuple[float, float | None] | None:
-        """``tail`` as ``cap * tanh(scale * x / cap)``, or as ``scale * x`` if cap is None; None if ``tail`` is neither."""
+        """``tail`` as ``cap * tanh(scale * x / cap)``, or as ``scale * x`` if cap is None; None
+        if ``tail`` is neither."""
         before = after = 1.0
         capped = False
         for name, arg in self.tail:
@@ -197,10 +232,12 @@ class Recipe:
         return (before * after, after) if capped else (before, None)
 
     def gradient_wanted(self, name: str) -> None:
-        """Raise ``RuntimeError`` if a loss was already computed without logits, so that its gradient does not pass through them."""
+        """Raise ``RuntimeError`` if a loss was already computed without logits, so that its
+        gradient does not pass through them."""
         if self.learnt:
             raise RuntimeError(
-                f"{name}: a loss of these logits was computed without them, so that they get no gradient: ask before the loss is computed, "
+                f"{name}: a loss of these logits was computed without them, so that they get no gradient: ask before "
+                "the loss is computed, "
                 "take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
             )
 
@@ -208,7 +245,11 @@ class Recipe:
 
     @property
     def shape(self) -> torch.Size:
-        return self.rows.shape if self.head is None else torch.Size((*self.rows.shape[:-1], out_features(self.head, self.rows)))
+        return (
+            self.rows.shape
+            if self.head is None
+            else torch.Size((*self.rows.shape[:-1], out_features(self.head, self.rows)))
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,12 +283,20 @@ class Recipe:
     # Operations that are recorded
 
     def __mul__(self, other: Any) -> Any:
-        return self.then("mul", other) if self.computed is None and isinstance(other, (int, float)) else self.value() * other
+        return (
+            self.then("mul", other)
+            if self.computed is None and isinstance(other, (int, float))
+            else self.value() * other
+        )
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return self.then("div", other) if self.computed is None and isinstance(other, (int, float)) and other else self.value() / other
+        return (
+            self.then("div", other)
+            if self.computed is None and isinstance(other, (int, float)) and other
+            else self.value() / other
+        )
 
     def __imul__(self, other: Any) -> Any:
         return self.changed("mul", other)
@@ -270,20 +319,34 @@ class Recipe:
         return self.value().to(*args, **kwargs)
 
     def contiguous(self, **kwargs: Any) -> Any:
-        return self.with_rows(self.rows, Tensor.contiguous) if self.computed is None and not kwargs else self.value().contiguous(**kwargs)
+        return (
+            self.with_rows(self.rows, Tensor.contiguous)
+            if self.computed is None and not kwargs
+            else self.value().contiguous(**kwargs)
+        )
 
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
-        return self._shaped("reshape", *shape, *kwargs.values()) if kwargs.keys() <= {"shape"} else self.value().reshape(*shape, **kwargs)
+        return (
+            self._shaped("reshape", *shape, *kwargs.values())
+            if kwargs.keys() <= {"shape"}
+            else self.value().reshape(*shape, **kwargs)
+        )
 
     def view(self, *shape: Any, **kwargs: Any) -> Any:
-        return self._shaped("view", *shape, *kwargs.values()) if kwargs.keys() <= {"size"} else self.value().view(*shape, **kwargs)
+        return (
+            self._shaped("view", *shape, *kwargs.values())
+            if kwargs.keys() <= {"size"}
+            else self.value().view(*shape, **kwargs)
+        )
 
     def _shaped(self, name: str, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         V = self.shape[-1]
         if self.computed is None and all(isinstance(n, int) for n in sizes) and len(sizes) > 1:
             lead, last = sizes[:-1], sizes[-1]
-            if last == V or (last == -1 and -1 not in lead and torch.Size(lead).numel() == self.rows.shape[:-1].numel()):
+            if last == V or (
+                last == -1 and -1 not in lead and torch.Size(lead).numel() == self.rows.shape[:-1].numel()
+            ):
                 return self.with_rows(self.rows.reshape(*lead, self.rows.shape[-1]), lambda y: y.reshape(sizes))
         return getattr(self.value(), name)(*shape)
 
@@ -305,7 +368,9 @@ class Recipe:
         return getattr(self.value(), name)
 
     @classmethod
-    def __torch_function__(cls, fn: Callable, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, fn: Callable, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if fn in LOSSES:
             return LOSSES[fn](*args, **kwargs)
@@ -343,7 +408,9 @@ def _autocast(device: str) -> torch.dtype | None:
 
 
 def _outside_inference() -> contextlib.AbstractContextManager:
-    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()  # the compiler cannot trace this call
+    inference = (
+        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    )  # the compiler cannot trace this call
     return torch.inference_mode(False) if inference else contextlib.nullcontext()
 
 
@@ -364,15 +431,47 @@ def _operator(name: str) -> Callable:
     return lambda self, *args, **kwargs: getattr(self.value(), name)(*of_tensors(args), **of_tensors(kwargs))
 
 
-_ARITHMETIC = ("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "neg", "abs", "pow", "rpow", "matmul", "rmatmul")
+_ARITHMETIC = (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "neg",
+    "abs",
+    "pow",
+    "rpow",
+    "matmul",
+    "rmatmul",
+)
 _IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
-for _name in (*_ARITHMETIC, *_IN_PLACE, "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "invert", "bool", "iter", "setitem"):
+for _name in (
+    *_ARITHMETIC,
+    *_IN_PLACE,
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and",
+    "or",
+    "invert",
+    "bool",
+    "iter",
+    "setitem",
+):
     setattr(Recipe, f"__{_name}__", _operator(f"__{_name}__"))
 Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # Python removes __hash__ from a class that defines __eq__
 
 
 class DeferredLogits(Recipe, Tensor):
-    """A recipe that is a tensor for ``isinstance`` but has no memory of its own. The methods below intercept calls into PyTorch's C++."""
+    """A recipe that is a tensor for ``isinstance`` but has no memory of its own. The methods
+    below intercept calls into PyTorch's C++."""
 
     @staticmethod
     def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
@@ -382,7 +481,9 @@ class DeferredLogits(Recipe, Tensor):
     @classmethod
     def __torch_dispatch__(cls, fn: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recipes = [x for x in tree_leaves((args, kwargs), is_leaf=_is_recipe) if _is_recipe(x)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in recipes):  # autograd runs above this level and would miss their gradient
+        if torch.is_grad_enabled() and any(
+            x.requires_grad for x in recipes
+        ):  # autograd runs above this level and would miss their gradient
             raise RuntimeError(
                 f"{fn}: the logits of a patched model are computed when they are needed: give it logits.value(), "
                 "or patch the model with fused_linear_cross_entropy=False"
@@ -391,12 +492,19 @@ class DeferredLogits(Recipe, Tensor):
 
 
 def new_recipe(*args: Any, **kwargs: Any) -> Recipe:
-    """Make a recipe that is a tensor; under ``torch.compile`` a plain object, which the compiler traces better."""
+    """Make a recipe that is a tensor; under ``torch.compile`` a plain object, which the compiler
+    traces better."""
     return (Recipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
 
 
 _GRAD: Any = Tensor.grad  # the descriptor of the class, not a value
-_OF_GRADIENTS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, _GRAD.__get__, torch.autograd.grad}
+_OF_GRADIENTS = {
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.retain_grad,
+    _GRAD.__get__,
+    torch.autograd.grad,
+}
 # In pytrees (torch.vmap, torch.func) the logits replace a recipe
 register_pytree_node(DeferredLogits, lambda x: ([x.value()], None), lambda children, _: next(iter(children)))
 
@@ -406,7 +514,9 @@ def _keeps_last_dim(index: Any, ndim: int) -> bool:
     items = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or isinstance(i, (int, slice, Tensor))) for i in items):
         return False
-    used = sum(i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None for i in items if i is not Ellipsis)
+    used = sum(
+        i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None for i in items if i is not Ellipsis
+    )
     if items[-1:] == (slice(None),):
         return used <= ndim
     return used < ndim and (Ellipsis not in [i for i in items if not isinstance(i, Tensor)] or items[-1] is Ellipsis)

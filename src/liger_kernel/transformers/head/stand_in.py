@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from liger_kernel import parallel
 from liger_kernel.transformers.head import hooks
-from liger_kernel.transformers.head import loss as loss  # imported so that the losses register themselves before there are recipes
+from liger_kernel.transformers.head import (
+    loss as loss,
+)  # imported so that the losses register themselves before there are recipes
 from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe, new_recipe
 from liger_kernel.transformers.head.state import HeadState, can_wait, untouched
 from liger_kernel.transformers.recognise.projections import copy_in_use
@@ -30,7 +32,8 @@ class Call:
 
 
 class StandIn(nn.Module):
-    """Replaces the head during ``forward``. It returns a recipe to calls that accept one, and behaves as the head for all other code.
+    """Replaces the head during ``forward``. It returns a recipe to calls that accept one, and
+    behaves as the head for all other code.
 
     ``calls`` has the calls of each thread, the innermost last; None is a call that needs logits.
     """
@@ -40,7 +43,10 @@ class StandIn(nn.Module):
             super().__init__()
             self.head = head
             self.calls: dict[int, list[Call | None]] = {}
-        else:  # it has nothing of its own: code that reads or changes parameters, hooks or anything else meanwhile gets those of the head
+        else:
+            # it has nothing of its own: code that reads or changes parameters, hooks or anything
+            # else
+            # meanwhile gets those of the head
             self.__dict__.update(head=head, calls={})
 
     def call(self) -> Call | None:
@@ -57,7 +63,11 @@ class StandIn(nn.Module):
             return _deferred(*held, call.loss)
         hooked = not call.keep_logits and not torch.compiler.is_compiling() and hooks.there_are(self.head)
         logits = hooks.call(self.head, call.loss, _deferred, args, kwargs) if hooked else self.head(*args, **kwargs)
-        return logits if isinstance(logits, Recipe) or not isinstance(logits, Tensor) else new_recipe(logits, None, call.loss)
+        return (
+            logits
+            if isinstance(logits, Recipe) or not isinstance(logits, Tensor)
+            else new_recipe(logits, None, call.loss)
+        )
 
     def __getattr__(self, name: str) -> Any:
         if "_modules" in self.__dict__:  # while the compiler traces it
@@ -148,7 +158,8 @@ def leave(stand_in: StandIn, parent: nn.Module, name: str) -> None:
 
 
 def without_labels(forward: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call ``forward`` so that it returns logits, also if ``model`` is called within its own loss."""
+    """Call ``forward`` so that it returns logits, also if ``model`` is called within its own
+    loss."""
     within = [s for s in list(standing) if (call := s.call()) is not None and call.model is model]
     for stand_in in within:
         stand_in.calls[this_thread()].append(None)

@@ -1,8 +1,11 @@
-"""Which output heads can be called later than the model calls them, and how the state of that moment is restored.
+"""Which output heads can be called later than the model calls them, and how the state of that
+moment is restored.
 
-The fused loss computes logits when the loss is computed, not when the model calls its head. Nobody must notice the difference. Therefore a head is deferred
-only if its call depends on each token alone, on its weights and its attributes, and if nobody observes it (``can_wait``). What it depends on is remembered
-in a ``HeadState`` and restored when it is called; if that is impossible, an error is raised. Every other head runs when the model calls it.
+The fused loss computes logits when the loss is computed, not when the model calls its head. Nobody
+must notice the difference. Therefore a head is deferred only if its call depends on each token
+alone, on its weights and its attributes, and if nobody observes it (``can_wait``). What it depends
+on is remembered in a ``HeadState`` and restored when it is called; if that is impossible, an error
+is raised. Every other head runs when the model calls it.
 """
 
 from __future__ import annotations
@@ -24,8 +27,18 @@ from liger_kernel import parallel
 from liger_kernel.ops._core.operator import intercepted
 
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear
-# Modules that compute each token independently and keep no state: PyTorch's, and those of packages that shard, adapt or quantise linear layers
-_TOKEN_WISE = (nn.Linear, nn.Dropout, nn.Identity, nn.Sequential, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+# Modules that compute each token independently and keep no state: PyTorch's, and those of packages
+# that shard, adapt or quantise linear layers
+_TOKEN_WISE = (
+    nn.Linear,
+    nn.Dropout,
+    nn.Identity,
+    nn.Sequential,
+    nn.ModuleDict,
+    nn.ModuleList,
+    nn.ParameterDict,
+    nn.ParameterList,
+)
 _ADAPTING = (
     "torch.distributed.fsdp.",
     "peft.",
@@ -45,14 +58,16 @@ FP8 = "_liger_fp8"  # in the __dict__ of a model: the recipe by which its loss m
 
 
 def untouched(head: nn.Module | None = None) -> bool:
-    """Whether linear layers are PyTorch's own and no hook on all modules is registered that has yet to see ``head``."""
+    """Whether linear layers are PyTorch's own and no hook on all modules is registered that has
+    yet to see ``head``."""
     if nn.Linear.forward is not _LINEAR_FORWARD or not (F.linear is _LINEAR or parallel.is_own_linear(F.linear)):
         return False
     return not _has_any_global_hook() or hooks_ran(head)
 
 
 def without_hooks(head: nn.Module) -> nn.Module:
-    """A module that computes what ``head`` computes, with its parameters, for calls after the hooks of ``head`` ran."""
+    """A module that computes what ``head`` computes, with its parameters, for calls after the
+    hooks of ``head`` ran."""
     new = type(head).__new__(type(head))
     new.__dict__.update(head.__dict__ | {name: OrderedDict() for name in parallel.HOOKS} | {_HOOKS_RAN: True})
     return new
@@ -63,7 +78,8 @@ def hooks_ran(head: nn.Module | None) -> bool:
 
 
 def is_plain(head: nn.Module, within: bool = False) -> bool:
-    """Whether calling ``head`` computes ``x @ weight.T + bias`` and nothing else: no hook, wrapper, adapter or sharding acts on the call.
+    """Whether calling ``head`` computes ``x @ weight.T + bias`` and nothing else: no hook, wrapper,
+    adapter or sharding acts on the call.
 
     ``within``: the caller is inside ``parallel.entered``, where sharded parameters are whole.
     """
@@ -71,14 +87,23 @@ def is_plain(head: nn.Module, within: bool = False) -> bool:
         return False
     if parallel.is_hooked(head) or (not within and parallel.needs_entering(head)):
         return False
-    return all(p is None or type(p) in (Tensor, nn.Parameter) or intercepted() for p in (head.weight, head.bias)) and head.weight.numel() > 0
+    return (
+        all(p is None or type(p) in (Tensor, nn.Parameter) or intercepted() for p in (head.weight, head.bias))
+        and head.weight.numel() > 0
+    )
 
 
 def can_wait(head: nn.Module) -> bool:
-    """Whether several later calls of ``head`` on some tokens each equal one call now: a linear layer, possibly sharded, adapted or quantised."""
+    """Whether several later calls of ``head`` on some tokens each equal one call now: a linear
+    layer, possibly sharded, adapted or quantised."""
     if is_plain(head):
         return True
-    return untouched() and isinstance(width(head), int) and all(map(_is_token_wise, parallel.bare(head).modules())) and not parallel.is_hooked(head)
+    return (
+        untouched()
+        and isinstance(width(head), int)
+        and all(map(_is_token_wise, parallel.bare(head).modules()))
+        and not parallel.is_hooked(head)
+    )
 
 
 def _is_token_wise(m: nn.Module) -> bool:
@@ -87,7 +112,8 @@ def _is_token_wise(m: nn.Module) -> bool:
         return False
     if parallel.is_hooked(m):
         return False
-    # accelerate's hooks, which move weights or activations to where they are needed, replace ``forward``
+    # accelerate's hooks, which move weights or activations to where they are needed, replace
+    # ``forward``
     return "forward" not in m.__dict__ or type(m.__dict__.get("_hf_hook")).__module__.startswith("accelerate.")
 
 
@@ -101,7 +127,8 @@ def width(head: nn.Module) -> int | None:
 
 
 def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> int:
-    """The width of ``head(x)``, from an attribute of the head, or by calling it (or ``call``) on one token."""
+    """The width of ``head(x)``, from an attribute of the head, or by calling it (or ``call``) on
+    one token."""
     n = width(head)
     if n is not None:
         return n
@@ -110,7 +137,8 @@ def out_features(head: nn.Module, x: Tensor, call: Callable | None = None) -> in
 
 
 def uses_data(function: Any) -> bool:
-    """Whether the code of a function names ``.data``, by which weights change in place and no version of theirs tells."""
+    """Whether the code of a function names ``.data``, by which weights change in place and no
+    version of theirs tells."""
     codes = [getattr(function, "__code__", None)]
     for code in codes:
         codes += [inner for inner in getattr(code, "co_consts", ()) if isinstance(inner, types.CodeType)]
@@ -118,14 +146,19 @@ def uses_data(function: Any) -> bool:
 
 
 class HeadState:
-    """The present attributes, hooks and weights of a head and its parts, and the rows with which it is called.
+    """The present attributes, hooks and weights of a head and its parts, and the rows with which it
+    is called.
 
-    ``.data`` of a tensor may be exchanged without a trace in the tensor, so an alias keeps the memory of the call.
+    ``.data`` of a tensor may be exchanged without a trace in the tensor, so an alias keeps the
+    memory of the call.
     """
 
     def __init__(self, head: nn.Module, *rows: Tensor):
         self._sharded = parallel.is_sharded(head)  # then its weights exist only during its calls
-        self._modules = [(m, {k: v.copy() if type(v) in _CONTAINERS else v for k, v in self._kept(m).items()}) for m in parallel.bare(head).modules()]
+        self._modules = [
+            (m, {k: v.copy() if type(v) in _CONTAINERS else v for k, v in self._kept(m).items()})
+            for m in parallel.bare(head).modules()
+        ]
         weights = [] if self._sharded else list(head.parameters())
         self._tensors = [(t, _version(t)) for t in (*weights, *rows)]
         self._learning = [(p, p.requires_grad) for p in weights]
@@ -134,7 +167,11 @@ class HeadState:
 
     def _kept(self, m: nn.Module) -> dict[str, Any]:
         """The attributes of ``m`` that can change its result."""
-        return {k: v for k, v in m.__dict__.items() if k != "_parameters" and not isinstance(v, Tensor)} if self._sharded else m.__dict__
+        return (
+            {k: v for k, v in m.__dict__.items() if k != "_parameters" and not isinstance(v, Tensor)}
+            if self._sharded
+            else m.__dict__
+        )
 
     def exchanged(self) -> bool:
         """Whether a tensor has other memory than when the head was called."""
@@ -149,12 +186,14 @@ class HeadState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the state for the duration of the context. Raises ``RuntimeError`` if a tensor was changed in place since, as its values are lost."""
+        """Restore the state for the duration of the context. Raises ``RuntimeError`` if a tensor
+        was changed in place since, as its values are lost."""
         exchanged = [(t, before, t.data) for t, before in self._exchanged()]
         freed = any(t.numel() and not t.untyped_storage().nbytes() for _, t, _ in exchanged)
         if freed or any(_version(t) != version for t, version in self._tensors):
             raise RuntimeError(
-                "the logits of a patched model are computed when they are needed, and the weights or inputs of its head were changed in place since it was "
+                "the logits of a patched model are computed when they are needed, and the weights or inputs of its "
+                "head were changed in place since it was "
                 "called: take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
             )
         changed = [(m, then) for m, then in self._modules if not self._is_now(m, then)]

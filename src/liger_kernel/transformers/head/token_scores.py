@@ -1,13 +1,16 @@
-"""Log-probabilities of given tokens and means of logits, from the model's own ``forward`` and without logits, for trainers whose losses need these.
+"""Log-probabilities of given tokens and means of logits, from the model's own ``forward`` and
+without logits, for trainers whose losses need these.
 
 ``give_scores`` adds one keyword to a model's ``forward``:
 
     model(input_ids, attention_mask=mask, token_targets=(first, second))   ->   TokenScores(logp, logp_of_others, mean_logit)
 
-The trainer calls the model through whatever wraps it. So DDP, FSDP, autocast, PEFT, checkpointing, and everything that a family does to its logits (scales,
-caps) act as in every other call. A stand-in replaces the output head during that call, as in ``forward``. If the head is one linear layer, or has LoRA
-without dropout, the logits of the batch are never stored. Every other head computes them, and so does a compiled model.
-"""
+The trainer calls the model through whatever wraps it. So DDP, FSDP, autocast, PEFT, checkpointing,
+and everything that a family does to its logits (scales, caps) act as in every other call. A
+stand-in replaces the output head during that call, as in ``forward``. If the head is one linear
+layer, or has LoRA without dropout, the logits of the batch are never stored. Every other head
+computes them, and so does a compiled model.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -34,8 +37,9 @@ from liger_kernel.transformers.recognise.projections import Left
 class TokenScores(ModelOutput):
     """What a scored ``forward`` returns instead of logits (B, T, V); all fields are fp32 (B, T).
 
-    logp: log-probabilities of the targets, 0 for ignored targets. With two sets of targets there is one tensor for each; the second one holds the tokens whose
-    target differs from that in the first set. mean_logit: mean over the vocabulary, without gradient. aux_loss: that of the model.
+    logp: log-probabilities of the targets, 0 for ignored targets. With two sets of targets there is
+    one tensor for each; the second one holds the tokens whose target differs from that in the first
+    set. mean_logit: mean over the vocabulary, without gradient. aux_loss: that of the model.
     """
 
     logp: Tensor | None = None
@@ -48,11 +52,14 @@ _UNDER_WAY: dict[int, list[Any]] = {}  # thread -> the targets of its calls, and
 
 
 def give_scores(model: nn.Module) -> None:
-    """Let ``forward`` of ``model``, or of the model in a PEFT wrapper, accept ``token_targets``. It uses hooks, which stay if ``forward`` is replaced."""
+    """Let ``forward`` of ``model``, or of the model in a PEFT wrapper, accept ``token_targets``.
+    It uses hooks, which stay if ``forward`` is replaced."""
     inner: Any = getattr(model, "get_base_model", lambda: model)()
     if _before not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_before, with_kwargs=True)
-        inner.register_forward_hook(_after, with_kwargs=True, always_call=True)  # before the hooks of FSDP2, which are registered later
+        inner.register_forward_hook(
+            _after, with_kwargs=True, always_call=True
+        )  # before the hooks of FSDP2, which are registered later
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -65,7 +72,8 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         parent, name = place
         head: Any = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
-        # name the head as the caller: a patched model that is called without labels turns off only stand-ins for its own calls
+        # name the head as the caller: a patched model that is called without labels turns off only
+        # stand-ins for its own calls
         stand_in = enter(parent, name, Call(head, Loss(), keep_logits=False))
         kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # the GPU counts them while the model computes
         calls.append((targets, kept, functools.partial(leave, stand_in, parent, name)))
@@ -73,7 +81,8 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-    """Restore the head and return the scores. It also runs after an error, without an output then."""
+    """Restore the head and return the scores. It also runs after an error, without an output
+    then."""
     targets, kept, put_back = _UNDER_WAY[this_thread()].pop()
     if put_back is not None:
         put_back()
@@ -81,7 +90,8 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> A
 
 
 def scores(out: Any, token_targets: tuple[Tensor, Tensor], kept: Kept | None = None) -> TokenScores:
-    """Return the ``TokenScores`` of the output of a ``forward``, whose logits are a recipe or a tensor."""
+    """Return the ``TokenScores`` of the output of a ``forward``, whose logits are a recipe or a
+    tensor."""
     logits, (first, _) = out.logits, token_targets
     if tuple(logits.shape[:2]) != tuple(first.shape):
         raise ValueError(f"token_targets: logits must be of {tuple(first.shape)} tokens, got {tuple(logits.shape[:2])}")
@@ -90,18 +100,23 @@ def scores(out: Any, token_targets: tuple[Tensor, Tensor], kept: Kept | None = N
     targets = torch.cat([t.flatten() for t in token_targets]).to(logits.device)
     chosen = (Kept(targets, IGNORE) if kept is None else kept).rows()
     chosen = torch.arange(targets.shape[0], device=targets.device) if chosen is None else chosen
-    nll = F.cross_entropy(logits.flatten(0, 1)[chosen % first.numel()], targets[chosen], reduction="none", ignore_index=IGNORE)
+    nll = F.cross_entropy(
+        logits.flatten(0, 1)[chosen % first.numel()], targets[chosen], reduction="none", ignore_index=IGNORE
+    )
     logp = nll.new_zeros(targets.shape, dtype=torch.float32).index_copy(0, chosen, -nll.float())
     ours, others = logp.view(2, *first.shape).unbind()
     return TokenScores(ours, others, mean_logits(logits), getattr(out, "aux_loss", None))
 
 
 def _is_fusable(logits: DeferredLogits) -> bool:
-    """Whether chunks of tokens may go through the head twice unnoticed: the head is linear, and no hook observes its calls."""
+    """Whether chunks of tokens may go through the head twice unnoticed: the head is linear, and
+    no hook observes its calls."""
     if logits.computed is not None or logits.head is None or logits.scale_and_cap() is None or logits.exchanged():
         return False
     head = parallel.bare(logits.head)
-    if isinstance(head, parallel.VocabularyParallel) or (parallel.is_linear(head) and not parallel.is_hooked(head) and "forward" not in head.__dict__):
+    if isinstance(head, parallel.VocabularyParallel) or (
+        parallel.is_linear(head) and not parallel.is_hooked(head) and "forward" not in head.__dict__
+    ):
         return True
     with logits.as_called(), logits.in_state():
         found = with_adapters(head, logits.rows)
@@ -122,7 +137,9 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
             return scale * _means(rows, inner.weight, inner.bias)
         if cap is None and not isinstance(found := with_adapters(inner, rows), Left):
             return scale * _means(**terms(found, rows))
-        step = auto_chunk_rows(rows.shape[0], out_features(inner, rows), rows.shape[1], rows.element_size(), on_gpu(rows))
+        step = auto_chunk_rows(
+            rows.shape[0], out_features(inner, rows), rows.shape[1], rows.element_size(), on_gpu(rows)
+        )
         parts = (scale * inner.forward(c).float() for c in rows.split(step))
         return torch.cat([(z if cap is None else cap * torch.tanh(z / cap)).mean(-1) for z in parts])
 
@@ -131,7 +148,8 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
 
 
 def _means(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None = None, wb: Tensor | None = None) -> Tensor:
-    """Means (M,) of the logits x w^T + xa wb^T + bias, computed as the logit of a class with the mean weights."""
+    """Means (M,) of the logits x w^T + xa wb^T + bias, computed as the logit of a class with the
+    mean weights."""
     mean = 0 if bias is None else bias.float().mean()
     for rows, of in ((x, w), (xa, wb)):
         if rows is not None and of is not None:

@@ -1,1 +1,2 @@
-"""Losses, outputs and forwards of patched causal models, under the names that other packages import."""
+"""Losses, outputs and forwards of patched causal models, under the names that other packages
+import."""

@@ -1,1 +1,2 @@
-"""Patches: which function replaces which, how patches are applied and restored, and which flags select them."""
+"""Patches: which function replaces which, how patches are applied and restored, and which flags
+select them."""

@@ -1,8 +1,10 @@
 """A function as a method of one live module. It behaves as if the module's class had it.
 
-A bound method in a module's own ``__dict__`` differs from a method of its class in ways that users notice. It holds its module, so ``del model`` frees
-nothing before the garbage collector runs. ``copy.copy(model)`` runs the original. A ``forward`` that the class gets later, or another ``__class__``, has no
-effect. ``Bound`` holds its module weakly, looks at the class at each call, and is made again for copies. Pickles contain the stock model without ``Bound``.
+A bound method in a module's own ``__dict__`` differs from a method of its class in ways that users
+notice. It holds its module, so ``del model`` frees nothing before the garbage collector runs.
+``copy.copy(model)`` runs the original. A ``forward`` that the class gets later, or another
+``__class__``, has no effect. ``Bound`` holds its module weakly, looks at the class at each call,
+and is made again for copies. Pickles contain the stock model without ``Bound``.
 """
 
 from __future__ import annotations
@@ -24,18 +26,22 @@ KEY = "_liger_stock"  # in the __dict__ of a patched module: attribute -> its va
 
 
 class ABSENT:
-    """Marks an attribute that did not exist before the patch. (This is a class, because a copy of a class is the class itself.)"""
+    """Marks an attribute that did not exist before the patch. (This is a class, because a copy
+    of a class is the class itself.)"""
 
 
 def ours(function: Callable) -> Callable:
-    """Mark ``function``: it replaces something of Transformers. The mark is the function itself, as ``functools.wraps`` copies attributes to every wrapper."""
+    """Mark ``function``: it replaces something of Transformers. The mark is the function itself,
+    as ``functools.wraps`` copies attributes to every wrapper."""
     marked: Any = function
     marked._liger = function
     return function
 
 
 def is_ours(value: Any) -> bool:
-    function = value.function if type(value) is Bound else getattr(value, "__func__", value)  # accelerate turns the function that it unwraps into a method
+    function = (
+        value.function if type(value) is Bound else getattr(value, "__func__", value)
+    )  # accelerate turns the function that it unwraps into a method
     return function is not None and getattr(function, "_liger", None) is function
 
 
@@ -48,14 +54,17 @@ def _found_within(there: Any, stock: Callable) -> bool:
 
 @torch.compiler.assume_constant_result
 def within(there: Callable, stock: Callable) -> bool:
-    """Whether ``there`` is ``stock`` or our replacement, possibly in a wrapper of Transformers: each new layer class gets one, even the classes of FSDP2."""
+    """Whether ``there`` is ``stock`` or our replacement, possibly in a wrapper of Transformers:
+    each new layer class gets one, even the classes of FSDP2."""
     return _found_within(there, stock)
 
 
 class Bound:
-    """``function`` as a method of ``owner`` while its class has ``stock``, or our replacement, under ``name``; otherwise a call runs the class's method.
+    """``function`` as a method of ``owner`` while its class has ``stock``, or our replacement,
+    under ``name``; otherwise a call runs the class's method.
 
-    ``name`` is "" if it replaces an attribute of the module itself, which hides the attribute of the class.
+    ``name`` is "" if it replaces an attribute of the module itself, which hides the attribute of
+    the class.
     """
 
     __slots__ = ("_owner", "called", "function", "name", "stock")
@@ -63,7 +72,9 @@ class Bound:
     def __init__(self, function: Callable, owner: nn.Module, name: str = "", stock: Any = None):
         self.function, self.name, self.stock = function, name, stock
         self._owner = weakref.ref(owner)
-        self.called = False  # whether a later method of the class is running: if it calls us, it holds us as the previous method
+        self.called = (
+            False  # whether a later method of the class is running: if it calls us, it holds us as the previous method
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()
@@ -82,15 +93,25 @@ class Bound:
     def __self__(self) -> nn.Module:
         owner = self._owner()
         if owner is None:
-            raise ReferenceError(f"{self.function.__qualname__} of a patched module was called after the module was freed: keep the module itself")
+            raise ReferenceError(
+                f"{self.function.__qualname__} of a patched module was called after the module was freed: keep the "
+                "module itself"
+            )
         return owner
 
     @property
     def __func__(self) -> Callable:
-        """The function that a call runs. This is not the later method of the class if that method calls us, or if a forward in the module itself hides it."""
+        """The function that a call runs. This is not the later method of the class if that
+        method calls us, or if a forward in the module itself hides it."""
         owner = self._owner()
         there = getattr(type(owner), self.name, None)
-        if owner is None or there is None or self.called or owner.__dict__.get(self.name) is not self or within(there, self.stock):
+        if (
+            owner is None
+            or there is None
+            or self.called
+            or owner.__dict__.get(self.name) is not self
+            or within(there, self.stock)
+        ):
             return self.function
         return there
 
@@ -111,7 +132,10 @@ class Bound:
         return hash((self.function, self.name))
 
     def __repr__(self) -> str:
-        return f"<bound method {getattr(self.function, '__qualname__', self.name)} of {type(self._owner()).__name__}, by liger_kernel>"
+        return (
+            f"<bound method {getattr(self.function, '__qualname__', self.name)} of "
+            f"{type(self._owner()).__name__}, by liger_kernel>"
+        )
 
     def to(self, owner: nn.Module) -> Bound:
         """The same function for another module of the class."""
@@ -120,8 +144,14 @@ class Bound:
     @classmethod
     def all(cls, module: nn.Module) -> dict[str, Bound]:
         """All our functions in a module's own ``__dict__``, by name."""
-        there = {name: value for name, value in module.__dict__.items() if name in module.__dict__.get(KEY, ()) and is_ours(value)}
-        return {n: v if type(v) is cls else cls(v.__func__, module, n, getattr(type(module), n)) for n, v in there.items()}
+        there = {
+            name: value
+            for name, value in module.__dict__.items()
+            if name in module.__dict__.get(KEY, ()) and is_ours(value)
+        }
+        return {
+            n: v if type(v) is cls else cls(v.__func__, module, n, getattr(type(module), n)) for n, v in there.items()
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
         owner = self.__self__
@@ -132,7 +162,8 @@ class Bound:
 
 
 class _New:
-    """Creates an empty module for the state of a copy. It is pickled as the stock function that creates one."""
+    """Creates an empty module for the state of a copy. It is pickled as the stock function that
+    creates one."""
 
     def __init__(self, make: Callable, bound: dict[str, Bound]):
         self.make, self.bound = make, bound
@@ -154,7 +185,8 @@ def _say_once() -> None:
 
 
 def _reduced(module: Any) -> Any:
-    """How ``copy`` and ``pickle`` reduce the modules of a class that has a patched module: to the state that they would have without the patch."""
+    """How ``copy`` and ``pickle`` reduce the modules of a class that has a patched module: to
+    the state that they would have without the patch."""
     reduced = module.__reduce_ex__(2)
     stock = module.__dict__.get(KEY)
     if not stock or not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
@@ -167,6 +199,7 @@ def _reduced(module: Any) -> Any:
 
 
 def declare(cls: type) -> None:
-    """Register ``_reduced`` for copies and pickles of modules of ``cls``; unpatched ones behave as before. ``copy`` looks only at the class and this table."""
+    """Register ``_reduced`` for copies and pickles of modules of ``cls``; unpatched ones behave
+    as before. ``copy`` looks only at the class and this table."""
     if cls not in copyreg.dispatch_table:
         copyreg.pickle(cls, _reduced)  # type: ignore[arg-type]  # __reduce_ex__ may also return a string

@@ -1,9 +1,12 @@
-"""Experts that Transformers spreads over ranks: its exchange of tokens runs as it is, and calls our experts on those of this rank.
+"""Experts that Transformers spreads over ranks: its exchange of tokens runs as it is, and calls our
+experts on those of this rank.
 
-Expert parallelism replaces the ``forward`` of each module of experts by a closure, which makes the weights local and calls an ``EPImplementation``. That
-brings tokens to the ranks of their experts, and calls ``experts_forward`` with local ids; an id that is not below the number of local experts has no expert
-here. It took ``experts_forward`` from the module when the closure was made. A patch of a class before that is found there; for a live module, the closure is
-made again around a copy of the implementation.
+Expert parallelism replaces the ``forward`` of each module of experts by a closure, which makes the
+weights local and calls an ``EPImplementation``. That brings tokens to the ranks of their experts,
+and calls ``experts_forward`` with local ids; an id that is not below the number of local experts
+has no expert here. It took ``experts_forward`` from the module when the closure was made. A patch
+of a class before that is found there; for a live module, the closure is made again around a copy of
+the implementation.
 """
 
 from __future__ import annotations
@@ -19,12 +22,20 @@ from liger_kernel.transformers.patching.bound import Bound, ours
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS
 
 PLACE, CELL = "transformers.distributed.expert_parallel", "implementation"
-MADE = "_liger_exchanges"  # attribute of such a closure: our forward of experts -> what was made of both, as a patch must be the same when it is found again
+# attribute of such a closure: our forward of experts -> what was made of both, as a patch must be
+# the same when it is found again
+MADE = "_liger_exchanges"
 
 
 def of_experts(there: Any, m: nn.Module, new: Callable) -> Callable | None:
-    """``there``, the forward in ``m`` itself, as a method that exchanges tokens for ``new``; None if it is no exchange, or ``new`` no experts."""
-    if new not in OF_EXPERTS or not isinstance(there, types.FunctionType) or there.__module__ != PLACE or CELL not in there.__code__.co_freevars:
+    """``there``, the forward in ``m`` itself, as a method that exchanges tokens for ``new``;
+    None if it is no exchange, or ``new`` no experts."""
+    if (
+        new not in OF_EXPERTS
+        or not isinstance(there, types.FunctionType)
+        or there.__module__ != PLACE
+        or CELL not in there.__code__.co_freevars
+    ):
         return None
     made: dict[Callable, Callable] = there.__dict__.setdefault(MADE, {})
     if new not in made:
@@ -33,13 +44,16 @@ def of_experts(there: Any, m: nn.Module, new: Callable) -> Callable | None:
         if implementation is None:
             return None
         cells[CELL] = types.CellType(implementation)
-        exchanged = types.FunctionType(there.__code__, there.__globals__, there.__name__, there.__defaults__, tuple(cells.values()))
+        exchanged = types.FunctionType(
+            there.__code__, there.__globals__, there.__name__, there.__defaults__, tuple(cells.values())
+        )
         made[new] = ours(lambda self, *args, **kwargs: exchanged(*args, **kwargs))
     return made[new]
 
 
 def _calling(implementation: Any, experts_forward: Any) -> Any | None:
-    """A copy of Transformers' ``implementation``, and of those that it chooses among, that calls these experts; None if it is not Transformers' own."""
+    """A copy of Transformers' ``implementation``, and of those that it chooses among, that calls
+    these experts; None if it is not Transformers' own."""
     if type(implementation).__module__ != PLACE:
         return None
     new = copy.copy(implementation)

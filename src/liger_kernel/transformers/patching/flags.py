@@ -12,22 +12,31 @@ from liger_kernel.transformers.recognise.families import FAMILIES
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.rows import family, swapped_slots
 
-# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one node. fp8, fp8_filter, fp8_head: see ``transformers/fp8.py``
-# activation_offloading: whether activations wait in the CPU's memory. keep_attention: whether checkpointed layers keep what attention gave. tiled_mlp: in how
-# many tiles of tokens MLPs run
+# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one
+# node. fp8, fp8_filter, fp8_head: see ``transformers/fp8.py`` activation_offloading: whether
+# activations wait in the CPU's memory. keep_attention: whether checkpointed layers keep what
+# attention gave. tiled_mlp: in how many tiles of tokens MLPs run
 UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=False, fp8_filter=None, fp8_head=False)
 UNPUBLISHED |= dict(activation_offloading=False, keep_attention=False, tiled_mlp=False)
 HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
-# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not have, if there is something to swap. (Some defaults differ:
-# LinkedIn's package leaves out granite's head, because its loss cannot scale logits, and experts and MLPs of gpt_oss and deepseek_v4.)
-_NO_ROPE = "deepseek_v2 deepseek_v3 deepseek_v4 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next"
+# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not
+# have, if there is something to swap. (Some defaults differ: LinkedIn's package leaves out
+# granite's head, because its loss cannot scale logits, and experts and MLPs of gpt_oss and
+# deepseek_v4.)
+_NO_ROPE = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe "
+    "qwen3_5_moe_text qwen3_next"
+)
 _SWIGLU = (
-    "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3 "
+    "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 "
     "qwen2_5_vl qwen2_5_vl_text qwen3_vl_moe qwen3_vl_moe_text granite llama4 llama4_text"
 )
 _FLAGS = dict[str, bool | None]
-_WITH_LAYER_NORM = _FLAGS(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True)
+_WITH_LAYER_NORM = _FLAGS(
+    rope=True, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=True, rms_norm=True
+)
 _PUBLISHED: dict[str, _FLAGS] = {
     **{t: STANDARD | dict(swiglu=True) for t in _SWIGLU.split()},
     **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE.split()},
@@ -38,25 +47,32 @@ _PUBLISHED: dict[str, _FLAGS] = {
     **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
     **{t: _WITH_LAYER_NORM | dict(geglu=True) for t in ("gemma3", "paligemma")},
     "gemma4_text": STANDARD | dict(rope=False, geglu=True),
-    "gemma4": dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=False, rms_norm=True, geglu=True),
+    "gemma4": dict(
+        rope=False, cross_entropy=False, fused_linear_cross_entropy=True, layer_norm=False, rms_norm=True, geglu=True
+    ),
     "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
 }
 # Families whose functions pass further flags to their parts
 _HANDING_ON: dict[str, _FLAGS] = {
     "nemotron": dict(relu_squared=True, cross_entropy=False, fused_linear_cross_entropy=True),
     "llava": dict(cross_entropy=False, fused_linear_cross_entropy=True),
-    **{t: dict(cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, layer_norm=True) for t in ("internvl", "smolvlm")},
+    **{
+        t: dict(cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, layer_norm=True)
+        for t in ("internvl", "smolvlm")
+    },
 }
 
 
 def flags_of(model_type: str) -> dict[str, Any]:
-    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package does not have come last."""
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package
+    does not have come last."""
     return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | UNPUBLISHED
 
 
 @functools.cache
 def parameters_of(model_type: str) -> _FLAGS:
-    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its signature: flags and ``model``."""
+    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its
+    signature: flags and ``model``."""
     row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
     more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared"}), True)
     late: _FLAGS = dict.fromkeys(swapped_slots(model_type) & {"attention"}, True)
@@ -71,10 +87,16 @@ def parameters_of(model_type: str) -> _FLAGS:
 
 
 def parts_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[str, Any] = {flag: bool(flags.get(flag)) for flag in ("rope", "rms_norm", "layer_norm", "relu_squared", "attention", "projections")}
+    parts: dict[str, Any] = {
+        flag: bool(flags.get(flag))
+        for flag in ("rope", "rms_norm", "layer_norm", "relu_squared", "attention", "projections")
+    }
     parts |= {name: _switch(name, flags.get(name)) for name in ("activation_offloading", "keep_attention")}
     parts["tiled_mlp"] = tiles_of(flags.get("tiled_mlp"))
-    return parts | {"glu": bool(flags.get("swiglu", flags.get("geglu"))), "rematerialise": memory.level_of(flags.get("rematerialise"))}
+    return parts | {
+        "glu": bool(flags.get("swiglu", flags.get("geglu"))),
+        "rematerialise": memory.level_of(flags.get("rematerialise")),
+    }
 
 
 def _switch(name: str, value: Any) -> bool:

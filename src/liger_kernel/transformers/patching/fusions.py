@@ -1,6 +1,8 @@
-"""Neighbouring steps of a forward that one kernel can do: a residual addition and the norm after it; norms of heads and their rotation.
+"""Neighbouring steps of a forward that one kernel can do: a residual addition and the norm after
+it; norms of heads and their rotation.
 
-The source of a forward is read, and rewritten where it has literally one of these patterns. x, n, q, k are names; a and b are any expressions:
+The source of a forward is read, and rewritten where it has literally one of these patterns. x, n,
+q, k are names; a and b are any expressions:
 
     s = a + b; r = s; n = self.norm(s)   ->   r, n = add_norm(self.norm, a, b); s = r
     r = x; n = self.norm(x)              ->   r, n = add_norm(self.norm, x); x = r
@@ -12,10 +14,11 @@ The source of a forward is read, and rewritten where it has literally one of the
 
     x = self.mlp(n); x = r + x; return x   ->   x = last(self.mlp, n); x = r + x; return x      (only sums and tuples of names may follow)
 
-In the second pattern, the norm's backward adds the gradients of r and of the norm's input, for which autograd would need another pass over memory. The new
-function decides at each call: if a module is not simply our RMSNorm, or the rope function is not ours, it does what the source did. The rest of the forward
-does not change, and a traceback shows the rewritten lines.
-"""
+In the second pattern, the norm's backward adds the gradients of r and of the norm's input, for
+which autograd would need another pass over memory. The new function decides at each call: if a
+module is not simply our RMSNorm, or the rope function is not ours, it does what the source did. The
+rest of the forward does not change, and a traceback shows the rewritten lines.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -42,20 +45,39 @@ from liger_kernel.transformers.recognise.variant import LINEARS, NORM_FORMS, ROP
 
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
-    """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm without hooks or wrappers and kernels can run it on ``x``."""
-    if torch.compiler.is_compiling() or not plain(x) or not use_kernels(x) or not x.is_floating_point() or not isinstance(norm, nn.Module):
+    """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm
+    without hooks or wrappers and kernels can run it on ``x``."""
+    if (
+        torch.compiler.is_compiling()
+        or not plain(x)
+        or not use_kernels(x)
+        or not x.is_floating_point()
+        or not isinstance(norm, nn.Module)
+    ):
         return None
     function, w = getattr(norm.forward, "__func__", None), getattr(norm, "weight", None)
     form = None if function is None else NORM_FORMS.get(function)
-    fits = form is not None and unhooked(norm) and plain(w) and w.shape == x.shape[-1:] and are_numbers(getattr(norm, form[2]))
+    fits = (
+        form is not None
+        and unhooked(norm)
+        and plain(w)
+        and w.shape == x.shape[-1:]
+        and are_numbers(getattr(norm, form[2]))
+    )
     return form if fits else None
 
 
 def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
     """Return ``(s, norm(s))`` with ``s = a + b``, or ``s = a`` without b."""
     form = _form_of(norm, a)
-    # rows with other strides may be added in another order, and a separate kernel to recompute them is not worth it
-    if form is None or not a.shape[-1] or not a.is_contiguous() or (b is not None and not (_alike(a, b) and b.is_contiguous())):
+    # rows with other strides may be added in another order, and a separate kernel to recompute them
+    # is not worth it
+    if (
+        form is None
+        or not a.shape[-1]
+        or not a.is_contiguous()
+        or (b is not None and not (_alike(a, b) and b.is_contiguous()))
+    ):
         s = a if b is None else a + b
         return s, norm(s)
     offset, casting, eps = form
@@ -69,15 +91,28 @@ def _alike(a: Tensor, b: Any) -> bool:
     return plain(b) and b.shape == a.shape and b.dtype == a.dtype and b.device == a.device
 
 
-def norm_rope(q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    """``rope(q_norm(q), k_norm(k), cos, sin)``. ``transposed``: q and k are (B, H, T, D), and the source normalises them before it exchanges dims 1 and 2."""
+def norm_rope(
+    q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: Any, cos: Any, sin: Any
+) -> tuple[Any, Any]:
+    """``rope(q_norm(q), k_norm(k), cos, sin)``. ``transposed``: q and k are (B, H, T, D), and
+    the source normalises them before it exchanges dims 1 and 2."""
     turn = None if torch.compiler.is_compiling() else ROPE_FORMS.get(rope)
     form = None if turn is None else _form_of(q_norm, q)
-    fits = form is not None and form == _form_of(k_norm, k) and q.ndim == k.ndim == 4 and 0 < q.shape[-1] <= MAX_D and q.dtype == k.dtype
+    fits = (
+        form is not None
+        and form == _form_of(k_norm, k)
+        and q.ndim == k.ndim == 4
+        and 0 < q.shape[-1] <= MAX_D
+        and q.dtype == k.dtype
+    )
     fits = fits and plain(cos) and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0])
-    fits = fits and not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())  # our kernels would return only a part of their gradient
+    fits = fits and not (
+        (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
+    )  # our kernels would return only a part of their gradient
     if turn is None or form is None or not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):
-        q, k = (norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x) for norm, x in ((q_norm, q), (k_norm, k)))
+        q, k = (
+            norm(x.transpose(1, 2)).transpose(1, 2) if transposed else norm(x) for norm, x in ((q_norm, q), (k_norm, k))
+        )
         return rope(q, k, cos, sin)
     memory.taken()  # the projections have read the value
     (layout, angles, rope_casting), (offset, casting, eps) = turn, form
@@ -98,7 +133,12 @@ def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
 
 def _norm_of(value: ast.expr) -> tuple[ast.expr, str] | None:
     """Module and argument of ``self.some_norm(name)``."""
-    if not (isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords and (argument := _name(value.args[0]))):
+    if not (
+        isinstance(value, ast.Call)
+        and len(value.args) == 1
+        and not value.keywords
+        and (argument := _name(value.args[0]))
+    ):
         return None
     module = value.func
     if isinstance(module, ast.Attribute) and _name(module.value) == "self" and "norm" in module.attr.lower():
@@ -119,16 +159,26 @@ NORMS, PROJECTIONS, MASKS = "norms", "projections", "masks"  # the parts that ma
 
 
 def _normed(value: Any) -> tuple[ast.expr, ast.expr, bool] | None:
-    """Module and argument of ``self.some_norm(anything)`` or ``self.some_norm(anything).transpose(1, 2)``, and whether it is transposed."""
-    transposed = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "transpose"
+    """Module and argument of ``self.some_norm(anything)`` or
+    ``self.some_norm(anything).transpose(1, 2)``, and whether it is transposed."""
+    transposed = (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "transpose"
+    )
     if transposed and ast.unparse(value).endswith(".transpose(1, 2)"):
         value = value.func.value
     elif transposed:
         return None
-    if not (isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords and isinstance(value.func, ast.Attribute)):
+    if not (
+        isinstance(value, ast.Call)
+        and len(value.args) == 1
+        and not value.keywords
+        and isinstance(value.func, ast.Attribute)
+    ):
         return None
     module = value.func
-    return (module, value.args[0], transposed) if _name(module.value) == "self" and "norm" in module.attr.lower() else None
+    return (
+        (module, value.args[0], transposed) if _name(module.value) == "self" and "norm" in module.attr.lower() else None
+    )
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -136,7 +186,8 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _norm_before(block: list[ast.stmt], end: int, name: str) -> tuple[int, tuple[ast.expr, ast.expr, bool]] | None:
-    """Where ``name`` was last assigned before ``end``, if its value was a norm and no statement has read it since."""
+    """Where ``name`` was last assigned before ``end``, if its value was a norm and no statement
+    has read it since."""
     for at in range(end - 1, -1, -1):
         if (assigned := _assigned(block[at])) is not None and assigned[0] == name:
             found = _normed(assigned[1])
@@ -150,11 +201,18 @@ def _fuse_ropes(block: list[ast.stmt]) -> int:
     """Fuse the norms of queries and keys in ``block`` with the rotations; returns how many."""
     count = 0
     for i, statement in enumerate(block):
-        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)):
+        if not (
+            isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)
+        ):
             continue
         target, call = statement.targets[0], statement.value
         function = _name(call.func) or ""
-        if not (isinstance(target, ast.Tuple) and function.startswith("apply_rotary") and len(call.args) == 4 and not call.keywords):
+        if not (
+            isinstance(target, ast.Tuple)
+            and function.startswith("apply_rotary")
+            and len(call.args) == 4
+            and not call.keywords
+        ):
             continue
         names = [_name(e) for e in target.elts]
         if len(names) != 2 or None in names or names != [_name(a) for a in call.args[:2]] or names[0] == names[1]:
@@ -163,18 +221,25 @@ def _fuse_ropes(block: list[ast.stmt]) -> int:
         if norms[0] is None or norms[1] is None or norms[0][1][2] != norms[1][1][2]:
             continue
         for at, (_, argument, transposed) in filter(None, norms):
-            value = ast.Call(ast.Attribute(argument, "transpose", ast.Load()), [ast.Constant(1), ast.Constant(2)], []) if transposed else argument
+            value = (
+                ast.Call(ast.Attribute(argument, "transpose", ast.Load()), [ast.Constant(1), ast.Constant(2)], [])
+                if transposed
+                else argument
+            )
             normed: Any = block[at]
             block[at] = ast.copy_location(ast.Assign(normed.targets, value), normed)
         modules = [norm[1][0] for norm in filter(None, norms)]
         arguments = [*modules, call.func, ast.Constant(norms[0][1][2]), *call.args]
-        block[i] = ast.copy_location(ast.Assign([target], ast.Call(ast.Name(NORM_ROPE, ast.Load()), arguments, [])), statement)
+        block[i] = ast.copy_location(
+            ast.Assign([target], ast.Call(ast.Name(NORM_ROPE, ast.Load()), arguments, [])), statement
+        )
         count += 1
     return count
 
 
 def _fused(block: list[ast.stmt], at: int) -> tuple[int, list[ast.stmt]] | None:
-    """If a pattern begins at ``at``: how many statements it has, and the statements that replace them."""
+    """If a pattern begins at ``at``: how many statements it has, and the statements that replace
+    them."""
     here = [_assigned(s) for s in block[at : at + 3]]
     if not here or here[0] is None:
         return None
@@ -226,7 +291,8 @@ def _rewrite(block: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
 
 
 def _keeps_nothing(statement: ast.stmt) -> bool:
-    """Whether a statement only adds names or puts them in a tuple, so that it saves nothing for the backward."""
+    """Whether a statement only adds names or puts them in a tuple, so that it saves nothing for
+    the backward."""
     if isinstance(statement, ast.If):
         return isinstance(statement.test, ast.Name) and all(map(_keeps_nothing, (*statement.body, *statement.orelse)))
     if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return) or statement.value is None:
@@ -246,14 +312,25 @@ def _mark_last(body: list[ast.stmt]) -> None:
             continue
         assigned = _assigned(statement)
         call = None if assigned is None else assigned[1]
-        one = isinstance(call, ast.Call) and len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name)
-        if one and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _name(call.func.value) == "self":
+        one = (
+            isinstance(call, ast.Call)
+            and len(call.args) == 1
+            and not call.keywords
+            and isinstance(call.args[0], ast.Name)
+        )
+        if (
+            one
+            and isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and _name(call.func.value) == "self"
+        ):
             call.func, call.args = ast.Name(LAST, ast.Load()), [call.func, *call.args]
         return
 
 
 def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] | None) -> tuple[bool, frozenset[str]]:
-    """Fuse the patterns of these parts in a function; returns whether there are any but linear layers, and the attributes that are called as such."""
+    """Fuse the patterns of these parts in a function; returns whether there are any but linear
+    layers, and the attributes that are called as such."""
     found, masks = 0, MASKS in parts and attention.rewrite(tree)
     if NORMS in parts:
         in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
@@ -266,7 +343,8 @@ def _fuse(tree: ast.FunctionDef, parts: frozenset[str], methods: frozenset[str] 
 
 
 def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
-    """The names of all attributes of a method's class, such as methods and properties; None if the class cannot be found."""
+    """The names of all attributes of a method's class, such as methods and properties; None if
+    the class cannot be found."""
     first, *rest = forward.__qualname__.split(".")[:-1] or [""]
     owner = forward.__globals__.get(first)
     for name in rest:
@@ -276,7 +354,8 @@ def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
 
 @functools.cache
 def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
-    """Return ``forward`` with its patterns fused; None if it has none, or if its source is not what runs (a wrapper, a closure, a changed function)."""
+    """Return ``forward`` with its patterns fused; None if it has none, or if its source is not
+    what runs (a wrapper, a closure, a changed function)."""
     tree = _tree(forward)
     if tree is None:
         return None
@@ -285,10 +364,14 @@ def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS}
 
 
 @functools.cache
-def seeing(forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: frozenset[str]) -> types.FunctionType | None:
-    """Return ``forward`` that reads each global (name, stock, ours) of ``swaps`` as ours, while the module has stock under this name; None as for ``fused``.
+def seeing(
+    forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: frozenset[str]
+) -> types.FunctionType | None:
+    """Return ``forward`` that reads each global (name, stock, ours) of ``swaps`` as ours, while the
+    module has stock under this name; None as for ``fused``.
 
-    It reads all other globals from the module at each call, so it sees later replacements. ``parts``: the patterns to fuse as well.
+    It reads all other globals from the module at each call, so it sees later replacements.
+    ``parts``: the patterns to fuse as well.
     """
     tree = _tree(forward)
     if tree is None:
@@ -315,7 +398,8 @@ class _Choice(ast.NodeTransformer):
 
 
 def _tree(forward: Any) -> ast.FunctionDef | None:
-    """The source of ``forward`` without its decorators. None if it may not be the code that runs, or if it would mean something else outside its class."""
+    """The source of ``forward`` without its decorators. None if it may not be the code that
+    runs, or if it would mean something else outside its class."""
     if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
         return None
     try:
@@ -328,29 +412,53 @@ def _tree(forward: Any) -> ast.FunctionDef | None:
     tree.decorator_list = []
     if any(isinstance(node, (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom)) for node in ast.walk(tree)):
         return None
-    names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
-    if any(name.startswith("__") and not name.endswith("__") for name in names):  # Python mangles these names inside their class
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+    if any(
+        name.startswith("__") and not name.endswith("__") for name in names
+    ):  # Python mangles these names inside their class
         return None
     return tree
 
 
-def _compiled(forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any], linears: frozenset[str]) -> types.FunctionType:
-    """``tree`` compiled to a function like ``forward``. Its body sees ``values`` under their names. Its globals are the model's own, without new names."""
+def _compiled(
+    forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any], linears: frozenset[str]
+) -> types.FunctionType:
+    """``tree`` compiled to a function like ``forward``. Its body sees ``values`` under their
+    names. Its globals are the model's own, without new names."""
     arguments = tree.args
     tree.returns = None
-    for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *filter(None, (arguments.vararg, arguments.kwarg))):
+    for a in (
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        *filter(None, (arguments.vararg, arguments.kwarg)),
+    ):
         a.annotation = None
     nothing = lambda: ast.Constant(None)  # a place for the values, which are set below
-    arguments.defaults, arguments.kw_defaults = [nothing() for _ in arguments.defaults], [d and nothing() for d in arguments.kw_defaults]
+    arguments.defaults, arguments.kw_defaults = (
+        [nothing() for _ in arguments.defaults],
+        [d and nothing() for d in arguments.kw_defaults],
+    )
     factory: Any = ast.parse(f"def factory({', '.join(values)}):\n    return {tree.name}")
     factory.body[0].body.insert(0, tree)
     text = ast.unparse(ast.fix_missing_locations(factory))
-    place = f"<liger_kernel: {', '.join([f'{forward.__module__}.{forward.__qualname__}', *values.keys() - HELPERS.keys()])}>"
+    place = (
+        "<liger_kernel: "
+        f"{', '.join([f'{forward.__module__}.{forward.__qualname__}', *values.keys() - HELPERS.keys()])}>"
+    )
     linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
     scope: dict[str, Any] = {}
     exec(compile(text, place, "exec"), forward.__globals__, scope)
     new = scope["factory"](**values)
-    new.__defaults__, new.__kwdefaults__, new.__annotations__ = forward.__defaults__, forward.__kwdefaults__, forward.__annotations__
+    new.__defaults__, new.__kwdefaults__, new.__annotations__ = (
+        forward.__defaults__,
+        forward.__kwdefaults__,
+        forward.__annotations__,
+    )
     for name in ("__module__", "__qualname__", "__doc__"):
         setattr(new, name, getattr(forward, name))
     if linears:

@@ -1,4 +1,5 @@
-"""What a patch does around the forward that calls a model's layers: offload what they save, and keep the outputs of attention if they are checkpointed."""
+"""What a patch does around the forward that calls a model's layers: offload what they save, and
+keep the outputs of attention if they are checkpointed."""
 
 from __future__ import annotations
 
@@ -17,14 +18,19 @@ from liger_kernel import memory, offloading
 
 
 def layers_of(m: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers in the lists of ``m`` itself, possibly inside wrappers: those that checkpointing would recompute."""
+    """The layers in the lists of ``m`` itself, possibly inside wrappers: those that
+    checkpointing would recompute."""
     children = (layer for child in m.children() if isinstance(child, nn.ModuleList) for layer in child)
-    found = (next((part for part in layer.modules() if isinstance(part, GradientCheckpointingLayer)), None) for layer in children)
+    found = (
+        next((part for part in layer.modules() if isinstance(part, GradientCheckpointingLayer)), None)
+        for layer in children
+    )
     return [layer for layer in found if layer is not None]
 
 
 def around(forward: Callable, offloads: bool, keeps: bool) -> Callable:
-    """Wrap the ``forward`` of a module. It does nothing more for a module that calls no layers itself."""
+    """Wrap the ``forward`` of a module. It does nothing more for a module that calls no layers
+    itself."""
     inner = _keeping_attention(forward) if keeps else forward
     outer = offloading.offloaded(inner) if offloads else inner
 
@@ -48,7 +54,8 @@ def _keeping_attention(forward: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _checkpointed_with_attention(m: nn.Module) -> Iterator[None]:
-    """Meanwhile the layers' function for checkpointing keeps the outputs of attention. Only their forward asks for it, not the one that the backward runs."""
+    """Meanwhile the layers' function for checkpointing keeps the outputs of attention. Only
+    their forward asks for it, not the one that the backward runs."""
     before: list[tuple[Any, Any]] = []
     layers: list[Any] = layers_of(m)
     try:
@@ -66,20 +73,31 @@ def _checkpointed_with_attention(m: nn.Module) -> Iterator[None]:
 
 
 def _runs_eager_attention(m: Any) -> bool:
-    """Whether attention is plain PyTorch operations, and none with sinks, which a kernel may run."""
-    return getattr(getattr(m, "config", None), "_attn_implementation", None) == "eager" and not any(hasattr(part, "sinks") for part in m.modules())
+    """Whether attention is plain PyTorch operations, and none with sinks, which a kernel may
+    run."""
+    return getattr(getattr(m, "config", None), "_attn_implementation", None) == "eager" and not any(
+        hasattr(part, "sinks") for part in m.modules()
+    )
 
 
 def _can_keep(function: Any) -> bool:
-    """Whether ``function`` is PyTorch's checkpoint of the kind that takes a ``context_fn``, and has none."""
+    """Whether ``function`` is PyTorch's checkpoint of the kind that takes a ``context_fn``, and
+    has none."""
     options = function.keywords if isinstance(function, functools.partial) and function.func is checkpoint else {}
     if options.get("use_reentrant") is False and "context_fn" not in options:
         return True
     if options.get("context_fn") is not memory.keeping_attention:
-        _say("another context_fn" if "context_fn" in options else "another kind of checkpointing than PyTorch's with use_reentrant=False")
+        _say(
+            "another context_fn"
+            if "context_fn" in options
+            else "another kind of checkpointing than PyTorch's with use_reentrant=False"
+        )
     return False
 
 
 @functools.cache
 def _say(what: str) -> None:
-    warnings.warn(f"liger_kernel: keep_attention: it steps aside for {what}, so attention is computed again in the backward", stacklevel=3)
+    warnings.warn(
+        f"liger_kernel: keep_attention: it steps aside for {what}, so attention is computed again in the backward",
+        stacklevel=3,
+    )

@@ -1,4 +1,5 @@
-"""Report which parts of a live model are patched and why the others are not: its modules, and its layers with adapters, quantised weights or FP8."""
+"""Report which parts of a live model are patched and why the others are not: its modules, and
+its layers with adapters, quantised weights or FP8."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from liger_kernel.transformers.recognise.variant import LINEARS
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer, or the experts of a mixture: its name in the model, whether the engine runs it, and a reason or remark."""
+    """A linear layer, or the experts of a mixture: its name in the model, whether the engine
+    runs it, and a reason or remark."""
 
     name: str
     runs: bool
@@ -49,7 +51,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class ProjectionsReport:
-    """The ``layers`` of a model. Its text has one line for each kind of answer, the most frequent first."""
+    """The ``layers`` of a model. Its text has one line for each kind of answer, the most
+    frequent first."""
 
     layers: tuple[Layer, ...]
 
@@ -62,7 +65,10 @@ class ProjectionsReport:
         if not self.layers:
             return "no linear layer has an adapter, a quantised weight or FP8"
         kinds = Counter((layer.runs, layer.reason) for layer in self.layers)
-        lines = [f"the engine runs {len(self.layers) - len(self.stock)} of {len(self.layers)} layers with adapters, quantised weights or FP8"]
+        lines = [
+            f"the engine runs {len(self.layers) - len(self.stock)} of {len(self.layers)} layers with adapters, "
+            "quantised weights or FP8"
+        ]
         for (runs, reason), count in kinds.most_common():
             names = [layer.name for layer in self.layers if (layer.runs, layer.reason) == (runs, reason)]
             example = names[0] if count == 1 else f"{names[0]} and {count - 1} more"
@@ -72,7 +78,8 @@ class ProjectionsReport:
 
 @dataclass(frozen=True)
 class PatchesReport:
-    """``patched``: the parts that run on our kernels; ``stock``: the other parts with the reasons. Its text has one line for each part."""
+    """``patched``: the parts that run on our kernels; ``stock``: the other parts with the
+    reasons. Its text has one line for each part."""
 
     patched: tuple[str, ...]
     stock: tuple[str, ...]
@@ -83,19 +90,34 @@ class PatchesReport:
 
 
 def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> PatchesReport:
-    """Report which parts of ``model`` are patched now, and why the others are not. ``given``: the flags with which it was patched, except defaults."""
+    """Report which parts of ``model`` are patched now, and why the others are not. ``given``:
+    the flags with which it was patched, except defaults."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     row = family(model_type) if model_type else None
     if row is None:
-        return PatchesReport((), (f"liger_kernel has no kernels for model type {model_type!r}, so the model is as Hugging Face ships it",))
+        return PatchesReport(
+            (),
+            (f"liger_kernel has no kernels for model type {model_type!r}, so the model is as Hugging Face ships it",),
+        )
     given = given or {}
-    flags = flags_of(model_type) | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)} | dict(given)
+    flags = (
+        flags_of(model_type)
+        | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)}
+        | dict(given)
+    )
     head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    everything = parts_of(dict.fromkeys(flags, True) | {name: flags[name] for name in UNPUBLISHED if name != "projections"})
+    everything = parts_of(
+        dict.fromkeys(flags, True) | {name: flags[name] for name in UNPUBLISHED if name != "projections"}
+    )
     found = instance_patches(model, model_type, everything, head or "fused")
     kinds: dict[tuple[str, str], list[bool]] = {}
     # a forward with two patches may have one of them, which is then another function
-    in_place = {(id(p.owner), label) for p in instance_patches(model, model_type, parts_of(flags), head) if p.applied for label in _labels(p)}
+    in_place = {
+        (id(p.owner), label)
+        for p in instance_patches(model, model_type, parts_of(flags), head)
+        if p.applied
+        for label in _labels(p)
+    }
     for p in found:
         for label in _labels(p):
             kinds.setdefault((type(p.owner).__name__, label), []).append(p.applied or (id(p.owner), label) in in_place)
@@ -103,7 +125,9 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     patched = tuple(said(sum(applied), kind) for kind, applied in kinds.items() if any(applied))
     left = {kind: applied.count(False) for kind, applied in kinds.items() if not all(applied)}
     stock = [f"{said(count, kind)}: {_why(kind[1], row, flags, given)}" for kind, count in left.items()]
-    stock += [f"{name}: {reason}" for _, part in rows_of([model_type], family) for name, reason in part.left_alone.items()]
+    stock += [
+        f"{name}: {reason}" for _, part in rows_of([model_type], family) for name, reason in part.left_alone.items()
+    ]
     if row.heads and row.fused:
         stock.append(f"head and loss: {row.fused}")
     return PatchesReport(patched, tuple(stock))
@@ -126,14 +150,24 @@ def _why(label: str, row: Family, flags: Mapping[str, Any], given: Mapping[str, 
     return f"{flag} is off, {'as asked' if flag in given else 'the default of this family'}"
 
 
-_QUANTISED = "bitsandbytes.", "torchao.", "hqq.", "gptqmodel.", "auto_gptq.", "awq."  # packages whose linear layers hold quantised weights
+_QUANTISED = (
+    "bitsandbytes.",
+    "torchao.",
+    "hqq.",
+    "gptqmodel.",
+    "auto_gptq.",
+    "awq.",
+)  # packages whose linear layers hold quantised weights
 
 
 def projections_report(model: nn.Module) -> ProjectionsReport:
-    """Report for every linear layer, and the experts, of ``model`` with an adapter or a quantised weight whether the engine runs them now, or why not.
+    """Report for every linear layer, and the experts, of ``model`` with an adapter or a quantised
+    weight whether the engine runs them now, or why not.
 
-    If some layers are trained in FP8, the report has all linear layers, and why the others stay in 16 or 32 bits.
-    The report describes the present state of adapters (active, merged, disabled); the engine looks at each layer again at each call.
+    If some layers are trained in FP8, the report has all linear layers, and why the others stay in
+    16 or 32 bits.
+    The report describes the present state of adapters (active, merged, disabled); the engine looks
+    at each layer again at each call.
     """
     return ProjectionsReport(tuple(_layers(model)))
 
@@ -142,10 +176,16 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
     tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
     modules = dict(model.named_modules())
     below = [f"{name}." for name, m in modules.items() if isinstance(m, tuner)]
-    owners = [m for m in modules.values() if callable(getattr(m, "get_output_embeddings", None)) and not isinstance(m, tuner)]
+    owners = [
+        m for m in modules.values() if callable(getattr(m, "get_output_embeddings", None)) and not isinstance(m, tuner)
+    ]
     heads = {id(_quietly(m.get_output_embeddings)): m for m in owners}
     recipe = next((m.recipe for m in modules.values() if unsharded_class(m) is LigerFloat8TrainingLinear), None)
-    linear = {name: fp8.reason(name, m, is_head, fp8.Wish(recipe)) for name, m, is_head in fp8.linear_layers(model)} if recipe else {}
+    linear = (
+        {name: fp8.reason(name, m, is_head, fp8.Wish(recipe)) for name, m, is_head in fp8.linear_layers(model)}
+        if recipe
+        else {}
+    )
     for name, m in modules.items():
         if name.startswith(tuple(below)):
             continue
@@ -153,11 +193,20 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         if isinstance(m, tuner) or _quantised(m):
             reason = _reason(m, modules.get(parent), attribute, heads.get(id(m)), isinstance(m, tuner))
         elif unsharded_class(m) is LigerFloat8TrainingLinear:
-            reason = _trained(m, any(isinstance(each, FSDPModule) for above, each in modules.items() if f"{name}.".startswith(f"{above}.") or not above))
+            reason = _trained(
+                m,
+                any(
+                    isinstance(each, FSDPModule)
+                    for above, each in modules.items()
+                    if f"{name}.".startswith(f"{above}.") or not above
+                ),
+            )
         elif name in linear:
             in_the_loss = FP8 in getattr(heads.get(id(m)), "__dict__", ()) and is_ours(_forward_of(heads[id(m)]))
             reason = fp8.HEAD if in_the_loss else Left(linear[name] or "left by the filter of fp8")
-        elif why := next((why for p in (GATE_UP, DOWN) if not is_sharded(w := m._parameters.get(p)) and (why := subclassed(w))), None):
+        elif why := next(
+            (why for p in (GATE_UP, DOWN) if not is_sharded(w := m._parameters.get(p)) and (why := subclassed(w))), None
+        ):
             reason = why
         else:
             continue
@@ -167,7 +216,11 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
 def _trained(m: Any, by_fsdp: bool) -> str | Left:
     """How a layer that is trained in FP8 runs; ``by_fsdp``: FSDP2 gathers its weight."""
     weight = m._parameters.get("weight")  # FSDP1 has it elsewhere
-    if weight is None or is_whole(weight) or (by_fsdp and is_sharded(weight) and sum(p.is_shard() for p in weight.placements) == 1):
+    if (
+        weight is None
+        or is_whole(weight)
+        or (by_fsdp and is_sharded(weight) and sum(p.is_shard() for p in weight.placements) == 1)
+    ):
         return f"in FP8, {m.recipe}"
     return Left("its weight is quantised, or sharded while it is multiplied")
 
@@ -182,7 +235,12 @@ def _quietly(get: Callable) -> Any:
 def _quantised(m: nn.Module) -> bool:
     weight = m._parameters.get("weight")
     own = type(m).__module__.startswith(_QUANTISED) and hasattr(m, "in_features")
-    return own or (isinstance(m, nn.Linear) and weight is not None and not plain(weight) and type(weight).__module__.startswith(_QUANTISED))
+    return own or (
+        isinstance(m, nn.Linear)
+        and weight is not None
+        and not plain(weight)
+        and type(weight).__module__.startswith(_QUANTISED)
+    )
 
 
 def _in_fp8_by_torchao(m: nn.Module) -> bool:
@@ -197,7 +255,9 @@ def _weight_of(base: Any) -> torch.Tensor | None:
 def _dtype_of(base: Any) -> torch.dtype:
     """The dtype in which a base layer multiplies an input in the layer's own dtype."""
     weight = _weight_of(base)
-    return getattr(base, "compute_dtype", None) or (weight.dtype if weight is not None and weight.is_floating_point() else torch.float32)
+    return getattr(base, "compute_dtype", None) or (
+        weight.dtype if weight is not None and weight.is_floating_point() else torch.float32
+    )
 
 
 def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> str | Left:
@@ -209,7 +269,9 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
         if not is_ours(_forward_of(model)):
             return Left(f"the head: {type(model).__name__} is not patched")
         weight, dtype = _weight_of(base), _dtype_of(base)
-        alone = left_out(projection(m, dtype), torch.empty(0, dtype=dtype, device=None if weight is None else weight.device))
+        alone = left_out(
+            projection(m, dtype), torch.empty(0, dtype=dtype, device=None if weight is None else weight.device)
+        )
         return "the head, as part of the loss" if alone is None else Left(f"the head: {alone}")
     if not adapted and not _in_fp8_by_torchao(m):
         return Left("no adapter: its own module runs")
@@ -235,16 +297,22 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
         return Left("an adapter on another device")
     if isinstance(found.weight, Float8Trained):
         return f"in FP8, {found.weight.recipe.name}"
-    return f"beside its base, a {type(base).__name__}, which runs by itself" if isinstance(found.weight, Elsewhere) else ""
+    return (
+        f"beside its base, a {type(base).__name__}, which runs by itself" if isinstance(found.weight, Elsewhere) else ""
+    )
 
 
 def _reason_of_experts(m: Any, parent: Any, called: bool) -> str | Left:
-    """As ``_reason``, for PEFT's wrapper around experts. ``called``: whether the forward of the parent asks the engine to call it."""
+    """As ``_reason``, for PEFT's wrapper around experts. ``called``: whether the forward of the
+    parent asks the engine to call it."""
     inside = experts_of(m)
     if not hasattr(type(inside), GATE_UP) and GATE_UP not in inside._parameters:
         return Left(f"an adapter of the parameter {m.parameter_name} of a {type(inside).__name__}")
     if not called:
-        return Left(f"{type(parent).__name__} is not patched, or its forward does not call them as self.experts(x, index, weights)")
+        return Left(
+            f"{type(parent).__name__} is not patched, or its forward does not call them as self.experts(x, index, "
+            "weights)"
+        )
     x = input_of(inside)
     if not use_kernels(x):
         return Left(f"there are no kernels for {x.dtype} on {x.device.type}")

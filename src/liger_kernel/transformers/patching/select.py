@@ -31,7 +31,8 @@ from liger_kernel.transformers.recognise.variant import LINEARS, named_as
 
 @dataclass(frozen=True)
 class Head:
-    """A patch of a model's ``forward``: the loss is computed from the head's input, or (``keep_logits``) from its logits, which are then returned."""
+    """A patch of a model's ``forward``: the loss is computed from the head's input, or
+    (``keep_logits``) from its logits, which are then returned."""
 
     keep_logits: bool
 
@@ -41,7 +42,8 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadAndFunctions:
-    """A patch of a model's ``forward`` that also calls our functions with these ``labels``: the forward is one attribute, so one patch does both."""
+    """A patch of a model's ``forward`` that also calls our functions with these ``labels``: the
+    forward is one attribute, so one patch does both."""
 
     head: Head
     labels: tuple[str, ...]
@@ -52,22 +54,28 @@ class HeadAndFunctions:
 
 @dataclass(frozen=True)
 class Layer:
-    """A patch of a layer's ``forward``: residual additions run together with the norms after them, linear layers together with their adapters, and cheap
-    activations are recomputed as the level says.
+    """A patch of a layer's ``forward``: residual additions run together with the norms after them,
+    linear layers together with their adapters, and cheap activations are recomputed as the level
+    says.
     """
 
     parts: frozenset[str]
     level: str
 
     def __str__(self) -> str:
-        labels = [label for part, label in ((fusions.NORMS, "add_norm"), (fusions.PROJECTIONS, "projections")) if part in self.parts]
+        labels = [
+            label
+            for part, label in ((fusions.NORMS, "add_norm"), (fusions.PROJECTIONS, "projections"))
+            if part in self.parts
+        ]
         return ", ".join(labels + [f"rematerialised({self.level})"] * (self.level != "off"))
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A patch of another ``forward``: norms of heads run together with their rotation, linear layers together with their adapters, and masks of a model that
-    numbers its tokens are made without looking at positions.
+    """A patch of another ``forward``: norms of heads run together with their rotation, linear
+    layers together with their adapters, and masks of a model that numbers its tokens are made
+    without looking at positions.
     """
 
     parts: frozenset[str]
@@ -127,7 +135,8 @@ def _change(forward: Callable, level: str, parts: frozenset[str]) -> Callable:
 
 
 def _as_within(new: Callable, forward: Callable, parts: frozenset[str]) -> Callable:
-    """Register that ``new`` calls the same linear layers as ``forward`` with its patterns fused, and return ``new``."""
+    """Register that ``new`` calls the same linear layers as ``forward`` with its patterns fused,
+    and return ``new``."""
     if parts and (inner := fusions.fused(wrappers.core(forward), parts)) in LINEARS:
         LINEARS[new] = LINEARS[inner]
     return new
@@ -141,12 +150,15 @@ def _layer(forward: Callable, level: str, parts: frozenset[str], of_class: bool)
 
 @functools.cache
 def _live_layer(stock: Callable, level: str, parts: frozenset[str]) -> Callable:
-    """The new forward for one layer of a class with the forward ``stock``. The class, which FSDP2 may change later, decides about checkpointing."""
+    """The new forward for one layer of a class with the forward ``stock``. The class, which
+    FSDP2 may change later, decides about checkpointing."""
     usual = _layer(stock, level, parts, False)
 
     def forward(self, *args, **kwargs):
         outer = type(self).forward
-        return (usual if outer is stock or not within(outer, stock) else _layer(outer, level, parts, False))(self, *args, **kwargs)
+        return (usual if outer is stock or not within(outer, stock) else _layer(outer, level, parts, False))(
+            self, *args, **kwargs
+        )
 
     return _as_within(ours(forward), stock, parts)
 
@@ -165,11 +177,19 @@ def _found(forward: Callable, parts: frozenset[str]) -> frozenset[str]:
     return frozenset(part for part in parts if there & helpers[part])
 
 
-def _fusible(module: types.ModuleType, row: Family, parts: frozenset[str], swapped: set[type]) -> Iterator[tuple[type, Fused]]:
-    """The classes with patterns of these parts in their forward, each with a patch: attention and other classes with linear layers, except the ``swapped``."""
+def _fusible(
+    module: types.ModuleType, row: Family, parts: frozenset[str], swapped: set[type]
+) -> Iterator[tuple[type, Fused]]:
+    """The classes with patterns of these parts in their forward, each with a patch: attention
+    and other classes with linear layers, except the ``swapped``."""
     ropes = {name for name, label in row.swapped.items() if SLOT_OF[label] == "rope"}
     for cls in vars(module).values():
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module.__name__ and "forward" in cls.__dict__):
+        if not (
+            isinstance(cls, type)
+            and issubclass(cls, nn.Module)
+            and cls.__module__ == module.__name__
+            and "forward" in cls.__dict__
+        ):
             continue
         forward = wrappers.core(original(cls, "forward"))
         if cls in swapped or not isinstance(forward, types.FunctionType):
@@ -182,7 +202,8 @@ _lazily = functools.cache(lambda make: ours(lazily(make)))
 
 
 def _lazy_masks(module: types.ModuleType, label: str) -> Iterator[Patch]:
-    """Patches of the functions that make masks: the attention of this variant does not read masks that are made when they are read."""
+    """Patches of the functions that make masks: the attention of this variant does not read
+    masks that are made when they are read."""
     for name in makers_of(module):
         stock = original(module, name)
         if not _is_foreign(stock):
@@ -198,11 +219,16 @@ def _layers(module: types.ModuleType) -> list[type]:
 
 
 def _classes(module: types.ModuleType, base: type) -> list[type]:
-    return [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__]
+    return [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
+    ]
 
 
 def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
-    """All patches of these types and their parts, including patches for PyTorch's own classes. Only the first type's head is patched."""
+    """All patches of these types and their parts, including patches for PyTorch's own classes.
+    Only the first type's head is patched."""
     model_types = list(model_types)
     for i, (module, row) in enumerate(rows_of(model_types, rows)):
         tiles = parts.get("tiled_mlp", False)
@@ -213,7 +239,11 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
             if name in TORCHS_OWN:
                 owner, attribute = getattr(nn, TORCHS_OWN[name][0]), "forward"
             else:
-                owner, attribute = (getattr(module, name, None), "forward") if isinstance(getattr(module, name, None), type) else (module, name)
+                owner, attribute = (
+                    (getattr(module, name, None), "forward")
+                    if isinstance(getattr(module, name, None), type)
+                    else (module, name)
+                )
             if not hasattr(owner, attribute):  # other versions of transformers may not have this attribute
                 continue
             if _is_foreign(original(owner, attribute)):
@@ -228,11 +258,26 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
         wanted = {fusions.NORMS} if "rms_norm" in served else set()
         wanted |= {part for part, on in ((fusions.PROJECTIONS, parts.get("projections")), (fusions.MASKS, head)) if on}
-        swapped = {vars(module).get(name) for name in row.swapped}  # these handle their linear layers themselves, or their flag is off
-        plain = dict.fromkeys(vars(module)[name] for name, why in row.left_alone.items() if tiles and why == PLAIN_MLP and hasattr(module, name))
-        for cls, what in _fusible(module, row, frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}), swapped | set(_layers(module))):
+        swapped = {
+            vars(module).get(name) for name in row.swapped
+        }  # these handle their linear layers themselves, or their flag is off
+        plain = dict.fromkeys(
+            vars(module)[name]
+            for name, why in row.left_alone.items()
+            if tiles and why == PLAIN_MLP and hasattr(module, name)
+        )
+        for cls, what in _fusible(
+            module,
+            row,
+            frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}),
+            swapped | set(_layers(module)),
+        ):
             new = _fused(original(cls, "forward"), what.parts)
-            yield Patch(cls, "forward", _tiled(new, tiles), Also(what, "tiled")) if cls in plain else Patch(cls, "forward", new, what)
+            yield (
+                Patch(cls, "forward", _tiled(new, tiles), Also(what, "tiled"))
+                if cls in plain
+                else Patch(cls, "forward", new, what)
+            )
             plain.pop(cls, None)
         for cls in plain:
             if not _is_foreign(original(cls, "forward")):
@@ -246,33 +291,56 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):
                 cls = getattr(module, name)
-                yield Patch(cls, "forward", fused_head(original(cls, "forward"), head == "logits"), Head(head == "logits"))
+                yield Patch(
+                    cls, "forward", fused_head(original(cls, "forward"), head == "logits"), Head(head == "logits")
+                )
 
 
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
-    """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of PyTorch and of other families are not patched.
+    """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of
+    PyTorch and of other families are not patched.
 
-    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, "fp8": a wish, and the flags for long rows. ``head``: "fused", "logits"
-    (fused loss on real logits) or None.
+    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, "fp8": a wish,
+    and the flags for long rows. ``head``: "fused", "logits" (fused loss on real logits) or None.
     """
     own = {module.__name__ for module, _ in rows_of([model_type], rows)}
-    found = [p for p in _patches([model_type], parts, head, rows) if not isinstance(p.owner, type) or p.owner.__module__ in own]
-    found = [*_around_too(found, (cls for module, _ in rows_of([model_type], rows) for cls in _callers_of_layers(module)), parts)]
+    found = [
+        p
+        for p in _patches([model_type], parts, head, rows)
+        if not isinstance(p.owner, type) or p.owner.__module__ in own
+    ]
+    found = [
+        *_around_too(
+            found, (cls for module, _ in rows_of([model_type], rows) for cls in _callers_of_layers(module)), parts
+        )
+    ]
     if wish := parts.get("fp8"):
         models = [c for module, _ in rows_of([model_type], rows) for c in _classes(module, PreTrainedModel)]
         found += [Patch(cls, "__init__", _converting(original(cls, "__init__"), wish), wish) for cls in models]
-    return Patches(dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})]))
+    return Patches(
+        dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})])
+    )
 
 
 def _callers_of_layers(module: types.ModuleType) -> list[type]:
-    """The classes with lists of modules, which may be layers: only a live module shows whether they are."""
-    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, nn.Module) and c.__module__ == module.__name__]
-    makes = lambda c: "ModuleList" in getattr(c.__dict__.get("__init__"), "__code__", _callers_of_layers.__code__).co_names
-    return [c for c in classes if "forward" in c.__dict__ and not issubclass(c, GradientCheckpointingLayer) and makes(c)]
+    """The classes with lists of modules, which may be layers: only a live module shows whether
+    they are."""
+    classes = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, nn.Module) and c.__module__ == module.__name__
+    ]
+    makes = lambda c: (
+        "ModuleList" in getattr(c.__dict__.get("__init__"), "__code__", _callers_of_layers.__code__).co_names
+    )
+    return [
+        c for c in classes if "forward" in c.__dict__ and not issubclass(c, GradientCheckpointingLayer) and makes(c)
+    ]
 
 
 def _around_too(found: Iterable[Patch], owners: Iterable[Any], parts: Mapping[str, Any]) -> Iterator[Patch]:
-    """``found``, and patches around the forwards of ``owners`` (classes or live modules), which call layers. A forward that is patched anyway does both."""
+    """``found``, and patches around the forwards of ``owners`` (classes or live modules), which
+    call layers. A forward that is patched anyway does both."""
     how = bool(parts.get("activation_offloading")), bool(parts.get("keep_attention"))
     label = ", ".join(itertools.compress(("offloading", "keeping attention"), how))
     rest = {id(owner): owner for owner in (owners if any(how) else ())}
@@ -284,18 +352,26 @@ def _around_too(found: Iterable[Patch], owners: Iterable[Any], parts: Mapping[st
             new = _around_layers(p.new.function if bound else p.new, *how)
             if bound and new is getattr(type(p.owner), p.attribute, None):
                 continue  # the class is patched so
-            p = Patch(p.owner, p.attribute, Bound(new, p.owner, p.new.name, p.new.stock) if bound else new, Also(p.what, label))
+            p = Patch(
+                p.owner,
+                p.attribute,
+                Bound(new, p.owner, p.new.name, p.new.stock) if bound else new,
+                Also(p.what, label),
+            )
         yield p
     around = lambda forward: _around_layers(forward, *how)
     for owner in (owner for i, owner in rest.items() if i not in patched):
         if isinstance(owner, type):
             yield Patch(owner, "forward", around(original(owner, "forward")), Also("", label))
-        elif (bound_to := on_instance(owner, "forward", around(original(type(owner), "forward")), Also("", label), around)) is not None:
+        elif (
+            bound_to := on_instance(owner, "forward", around(original(type(owner), "forward")), Also("", label), around)
+        ) is not None:
             yield bound_to
 
 
 def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken: set[tuple[Any, str]]) -> list[Patch]:
-    """Patches of rope functions if only the types of parts in the same module know the form of the tables, and all of these agree."""
+    """Patches of rope functions if only the types of parts in the same module know the form of
+    the tables, and all of these agree."""
     found: dict[tuple[Any, str], set[Patch]] = {}
     config = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING and parts.get("rope") else PretrainedConfig
     for t in (getattr(c, "model_type", "") for c in config.sub_configs.values()):
@@ -305,27 +381,44 @@ def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken
     return [p for at, (p, *others) in found.items() if at not in taken and not others]
 
 
-def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
-    """``class_patches`` for the modules of one live model. Their classes identify them wherever they are (PEFT wrappers, towers); nothing else changes.
+def instance_patches(
+    model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family
+) -> Patches:
+    """``class_patches`` for the modules of one live model. Their classes identify them wherever
+    they are (PEFT wrappers, towers); nothing else changes.
 
-    A function, such as a rope, belongs to a Python module, not to a model: methods that call it are compiled again, with our function in its place.
+    A function, such as a rope, belongs to a Python module, not to a model: methods that call it are
+    compiled again, with our function in its place.
     """
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
-    seen: dict[tuple[nn.Module, str, types.FunctionType], list[Patch]] = {}  # module, method, its function -> the patches that it must see
+    seen: dict[
+        tuple[nn.Module, str, types.FunctionType], list[Patch]
+    ] = {}  # module, method, its function -> the patches that it must see
     callers = functools.cache(_callers)  # cached only here, because methods of classes may be replaced later
     for p in of_all:
         for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
             for name, f in callers(type(m), p.owner, p.attribute):
                 seen.setdefault((m, name, f), []).append(p)
-    choices = (fusions.NORMS, parts.get("rms_norm")), (fusions.PROJECTIONS, parts.get("projections")), (fusions.MASKS, head)
+    choices = (
+        (fusions.NORMS, parts.get("rms_norm")),
+        (fusions.PROJECTIONS, parts.get("projections")),
+        (fusions.MASKS, head),
+    )
     fuse = frozenset(part for part, on in choices if on)
     found: list[Patch | None] = []
     compiled: dict[tuple[nn.Module, str], tuple[Callable, list[Patch]]] = {}  # module, method -> what sees the patches
     for (m, name, f), ps in seen.items():
-        seeing = _seeing(f, tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in ps), fuse)  # one function for all labels
+        seeing = _seeing(
+            f, tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in ps), fuse
+        )  # one function for all labels
         if seeing is None:
-            once.warn(type(m).__name__, name, f"its source cannot be read, so {', '.join(dict.fromkeys(p.attribute for p in ps))} is not patched there")
+            once.warn(
+                type(m).__name__,
+                name,
+                f"its source cannot be read, so {', '.join(dict.fromkeys(p.attribute for p in ps))} is not patched "
+                "there",
+            )
         else:
             compiled[m, name] = seeing, ps
     turning = {(m, name) for m, name, _ in seen}
@@ -339,30 +432,49 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
                     around = functools.partial(fused, keep_logits=p.what.keep_logits)
                     if (m, "forward") in compiled:
                         seeing, ps = compiled.pop((m, "forward"))
-                        new, what = fused_head(seeing, p.what.keep_logits), HeadAndFunctions(p.what, tuple(dict.fromkeys(q.label for q in ps)))
+                        new, what = (
+                            fused_head(seeing, p.what.keep_logits),
+                            HeadAndFunctions(p.what, tuple(dict.fromkeys(q.label for q in ps))),
+                        )
                 elif isinstance(p.what, Layer) and p.new is not getattr(type(m), p.attribute, None):
                     new = _live_layer(original(type(m), p.attribute), p.what.level, p.what.parts)
-                    around = functools.partial(memory.rematerialised, level=p.what.level) if p.what.level != "off" else None
+                    around = (
+                        functools.partial(memory.rematerialised, level=p.what.level) if p.what.level != "off" else None
+                    )
                 patch = on_instance(m, p.attribute, new, what, around)
-                if patch is not None and what is not p.what and patch.new.function is not new:  # around the forward of other code: the head alone
+                if (
+                    patch is not None and what is not p.what and patch.new.function is not new
+                ):  # around the forward of other code: the head alone
                     patch = dataclasses.replace(patch, what=p.what)
                 found.append(patch)
-            elif isinstance(m, p.owner) and isinstance(p.what, Head) and not p.applied and _of_user(theirs := original(type(m), "forward")):
+            elif (
+                isinstance(m, p.owner)
+                and isinstance(p.what, Head)
+                and not p.applied
+                and _of_user(theirs := original(type(m), "forward"))
+            ):
                 # a subclass: its forward calls that of its base, or does everything itself
                 found.append(on_instance(m, "forward", fused_head(theirs, p.what.keep_logits, known=False), p.what))
     found += [on_instance(m, name, seeing, p.what) for (m, name), (seeing, ps) in compiled.items() for p in ps]
     found = [p for p in found if p]
     callers_of_layers = [m for m in model.modules() if long_rows.layers_of(m)]
     if parts.get("activation_offloading") and not callers_of_layers:
-        once.warn(type(model).__name__, "activation_offloading", "it has no layers that can be checkpointed, so nothing is offloaded")
+        once.warn(
+            type(model).__name__,
+            "activation_offloading",
+            "it has no layers that can be checkpointed, so nothing is offloaded",
+        )
     found = [*_around_too(found, callers_of_layers, parts)]
     return Patches(found)
 
 
 def _is_foreign(function: Any) -> bool:
-    """Whether other code put the function where it is: it comes from another module, even if ``functools.wraps`` gave it the name of the function inside."""
+    """Whether other code put the function where it is: it comes from another module, even if
+    ``functools.wraps`` gave it the name of the function inside."""
     function = wrappers.core(function)
-    return isinstance(function, types.FunctionType) and not function.__globals__.get("__name__", "").startswith(("transformers.", "torch.", "kernels."))
+    return isinstance(function, types.FunctionType) and not function.__globals__.get("__name__", "").startswith(
+        ("transformers.", "torch.", "kernels.")
+    )
 
 
 def _of_user(forward: Any) -> bool:
@@ -370,10 +482,14 @@ def _of_user(forward: Any) -> bool:
     return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
 
 
-def on_instance(m: nn.Module, attribute: str, new: Callable, what: object, around: Callable | None = None) -> Patch | None:
-    """A patch that binds ``new`` to ``m``, if a call of ``m`` runs the function of its class; None if that function is ours already.
+def on_instance(
+    m: nn.Module, attribute: str, new: Callable, what: object, around: Callable | None = None
+) -> Patch | None:
+    """A patch that binds ``new`` to ``m``, if a call of ``m`` runs the function of its class; None
+    if that function is ours already.
 
-    If other code has replaced the function on this module, the patch binds ``around(that function)``; without ``around`` the result is None.
+    If other code has replaced the function on this module, the patch binds ``around(that
+    function)``; without ``around`` the result is None.
     """
     if new is getattr(type(m), attribute, None):
         return None
@@ -388,7 +504,9 @@ def on_instance(m: nn.Module, attribute: str, new: Callable, what: object, aroun
             if around is None:
                 return None
             new = ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
-    return Patch(m, place, Bound(new, m, attribute, original(type(m), attribute)) if there is ABSENT else Bound(new, m), what)
+    return Patch(
+        m, place, Bound(new, m, attribute, original(type(m), attribute)) if there is ABSENT else Bound(new, m), what
+    )
 
 
 def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, types.FunctionType]]:
@@ -398,16 +516,24 @@ def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, 
         for attribute in base.__dict__:
             methods[attribute] = original(base, attribute)
     cores = {a: wrappers.core(f) for a, f in methods.items()}
-    looks = lambda f: isinstance(f, types.FunctionType) and f.__globals__ is module.__dict__ and name in f.__code__.co_names
+    looks = lambda f: (
+        isinstance(f, types.FunctionType) and f.__globals__ is module.__dict__ and name in f.__code__.co_names
+    )
     return [(a, f) for a, f in methods.items() if looks(cores[a])]
 
 
 @functools.cache
-def _seeing(function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: frozenset[str]) -> Callable | None:
-    """``function`` that reads each global (name, stock, ours) as ours; None if its source is not available. ``fuse``: the patterns to fuse."""
+def _seeing(
+    function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: frozenset[str]
+) -> Callable | None:
+    """``function`` that reads each global (name, stock, ours) as ours; None if its source is not
+    available. ``fuse``: the patterns to fuse."""
     if fusions.seeing(wrappers.core(function), swaps, fuse) is None:
         return None
-    new, inner = ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse))), fusions.seeing(wrappers.core(function), swaps, fuse)
+    new, inner = (
+        ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse))),
+        fusions.seeing(wrappers.core(function), swaps, fuse),
+    )
     if inner in LINEARS:
         LINEARS[new] = LINEARS[inner]
     return new

@@ -16,8 +16,11 @@ from liger_kernel.transformers.recognise.variant import are_numbers
 
 
 def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
-    """Bind ``new`` as the forward of ``module``; for PEFT's wrapper of a module that is trained and saved, as the forward of both modules in it."""
-    wrapped = [module.original_module, *module.modules_to_save.values()] if hasattr(module, "modules_to_save") else [module]
+    """Bind ``new`` as the forward of ``module``; for PEFT's wrapper of a module that is trained
+    and saved, as the forward of both modules in it."""
+    wrapped = (
+        [module.original_module, *module.modules_to_save.values()] if hasattr(module, "modules_to_save") else [module]
+    )
     Patches(p for m in wrapped if (p := on_instance(m, "forward", new, what))).apply()
 
 
@@ -46,9 +49,15 @@ def _eps(module: nn.Module, default: float) -> float:
 
 
 def _patch_rms_norm_module(
-    module: nn.Module, offset: float = 0.0, eps: float = 1e-6, casting_mode: str = "llama", in_place: bool = True, row_mode: bool | None = None
+    module: nn.Module,
+    offset: float = 0.0,
+    eps: float = 1e-6,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
 ) -> None:
-    """Make our RMSNorm the ``forward`` of one norm. ``eps`` is used if the norm has none. ``in_place`` and ``row_mode`` have no effect."""
+    """Make our RMSNorm the ``forward`` of one norm. ``eps`` is used if the norm has none.
+    ``in_place`` and ``row_mode`` have no effect."""
     _patch_forward(module, _rms_norm_forward(offset, eps, casting_mode), "rms_norm")
 
 
@@ -58,5 +67,6 @@ def _patch_layer_norm_module(module: nn.Module, eps: float = 1e-6) -> None:
 
 
 def _patch_swiglu_module(module: nn.Module, liger_module: type[nn.Module]) -> None:
-    """Make the ``forward`` of the class ``liger_module`` the ``forward`` of one gated MLP with the same projections."""
+    """Make the ``forward`` of the class ``liger_module`` the ``forward`` of one gated MLP with
+    the same projections."""
     _patch_forward(module, ours(liger_module.forward), "glu")

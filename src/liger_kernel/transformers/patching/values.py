@@ -1,7 +1,8 @@
 """Patches as values.
 
-A patch is (owner, attribute, replacement). The owner is a class or a module of Transformers, or one live module of a model. The previous attribute is
-stored, and ``restore`` puts back that very object. Nothing is ever assigned into ``torch``.
+A patch is (owner, attribute, replacement). The owner is a class or a module of Transformers, or one
+live module of a model. The previous attribute is stored, and ``restore`` puts back that very
+object. Nothing is ever assigned into ``torch``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.patching.bound import ABSENT, KEY, Bound, declare, is_ours, ours
 from liger_kernel.transformers.recognise.family import modeling
 
-_STOCK: dict[Any, dict[str, Any]] = {}  # for classes and Python modules: owner -> attribute -> its value before the patch
+_STOCK: dict[
+    Any, dict[str, Any]
+] = {}  # for classes and Python modules: owner -> attribute -> its value before the patch
 
 
 def remembered(owner: Any) -> dict[str, Any]:
-    """The attributes of ``owner`` before our patches. Live modules store them in their own ``__dict__``, so that copies of a model have them, too."""
+    """The attributes of ``owner`` before our patches. Live modules store them in their own
+    ``__dict__``, so that copies of a model have them, too."""
     return owner.__dict__.get(KEY, {}) if isinstance(owner, nn.Module) else _STOCK.get(owner, {})
 
 
@@ -32,7 +36,8 @@ REPLICATE = "_replicate_for_data_parallel"
 
 @ours
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
-    """Make a replica as the class does, and bind our methods to the replica, as methods of the class would be."""
+    """Make a replica as the class does, and bind our methods to the replica, as methods of the
+    class would be."""
     replica = getattr(type(self), REPLICATE)(self)
     replica.__dict__.update({name: value.to(replica) for name, value in Bound.all(self).items()})
     replica.__dict__[KEY] = dict(remembered(self))
@@ -59,7 +64,11 @@ class Patch:
         return self.attribute in remembered(self.owner) and (value == self.new or not is_ours(value))
 
     def apply(self) -> None:
-        stock = self.owner.__dict__.setdefault(KEY, {}) if isinstance(self.owner, nn.Module) else _STOCK.setdefault(self.owner, {})
+        stock = (
+            self.owner.__dict__.setdefault(KEY, {})
+            if isinstance(self.owner, nn.Module)
+            else _STOCK.setdefault(self.owner, {})
+        )
         stock.setdefault(self.attribute, self.owner.__dict__.get(self.attribute, ABSENT))
         setattr(self.owner, self.attribute, self.new)
         if isinstance(self.owner, nn.Module) and REPLICATE not in stock:
@@ -68,7 +77,11 @@ class Patch:
             Patch(self.owner, REPLICATE, replicate, "replicas").apply()
 
     def __str__(self) -> str:
-        name = self.owner.__name__.rpartition(".")[2] if hasattr(self.owner, "__name__") else f"<{type(self.owner).__name__}>"
+        name = (
+            self.owner.__name__.rpartition(".")[2]
+            if hasattr(self.owner, "__name__")
+            else f"<{type(self.owner).__name__}>"
+        )
         return f"{name}.{self.attribute} <- {self.label}"
 
 
@@ -83,7 +96,8 @@ class Patches(tuple[Patch, ...]):
         return new
 
     def restore(self) -> None:
-        """Put back what was there before the first patch of each attribute, if our patch is still in place."""
+        """Put back what was there before the first patch of each attribute, if our patch is
+        still in place."""
         for p in reversed(self):
             _give_back(p.owner, [p.attribute] if p.applied else [])
 
@@ -104,10 +118,15 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
     for name in attributes:
         stock = there_was.pop(name)
         if not is_ours(owner.__dict__.get(name)):
-            if name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound:  # accelerate's hooks were added over ours: put stock back beneath them
+            if (
+                name == "forward" and type(owner.__dict__.get("_old_forward")) is Bound
+            ):  # accelerate's hooks were added over ours: put stock back beneath them
                 owner._old_forward = types.MethodType(type(owner).forward, owner)
                 continue
-            warnings.warn(f"{Patch(owner, name, None)}: other code replaced it after the patch, so it is not restored", stacklevel=3)
+            warnings.warn(
+                f"{Patch(owner, name, None)}: other code replaced it after the patch, so it is not restored",
+                stacklevel=3,
+            )
         elif stock is ABSENT:
             delattr(owner, name)
         else:
@@ -119,16 +138,20 @@ def _give_back(owner: Any, attributes: Iterable[str]) -> None:
 
 
 def restore(model: nn.Module | str | None = None) -> None:
-    """Restore the stock functions of one live model, of one model type, or, without an argument, of all patched classes.
+    """Restore the stock functions of one live model, of one model type, or, without an argument, of
+    all patched classes.
 
-    Every attribute is the same object again that it was before the patch. A live model also leaves FP8; models of patched classes stay in it.
+    Every attribute is the same object again that it was before the patch. A live model also leaves
+    FP8; models of patched classes stay in it.
     """
     if isinstance(model, nn.Module):
         give_back(model)
         owners: list[Any] = [m for m in model.modules() if KEY in m.__dict__]
     elif isinstance(model, str):
         module = modeling(model)
-        owners = [o for o in _STOCK if (o.__name__ if isinstance(o, types.ModuleType) else o.__module__) == module.__name__]
+        owners = [
+            o for o in _STOCK if (o.__name__ if isinstance(o, types.ModuleType) else o.__module__) == module.__name__
+        ]
     else:
         owners = list(_STOCK)
     for owner in owners:
@@ -136,7 +159,8 @@ def restore(model: nn.Module | str | None = None) -> None:
 
 
 def original(owner: Any, attribute: str) -> Any:
-    """Return ``owner.attribute`` as it was before our patch; for a class, also if it inherits the attribute."""
+    """Return ``owner.attribute`` as it was before our patch; for a class, also if it inherits
+    the attribute."""
     for cls in owner.__mro__ if isinstance(owner, type) else (owner,):
         value = remembered(cls).get(attribute, ABSENT)
         value = cls.__dict__.get(attribute, ABSENT) if value is ABSENT else value

@@ -23,17 +23,21 @@ _NAMED: dict[str, tuple[Any, Callable]] = {}
 
 
 def named(name: str) -> Callable:
-    """Return ``ACT2FN[name]``, cached, because it would make a new module at each call, to be examined again. If its kind has changed, make it again."""
+    """Return ``ACT2FN[name]``, cached, because it would make a new module at each call, to be
+    examined again. If its kind has changed, make it again."""
     kind = ACT2FN.get(name)
     if name not in _NAMED or _NAMED[name][0] is not kind:
         _NAMED[name] = kind, ACT2FN[name]
     return _NAMED[name][1]
 
 
-# Modules that are only an activation in every mode, without parameters or state, and the attribute that the forward of each reads.
+# Modules that are only an activation in every mode, without parameters or state, and the attribute
+# that the forward of each reads.
 _ACTIVATION_MODULES: dict[type, str] = {nn.SiLU: "inplace", nn.GELU: "approximate", nn.Sigmoid: ""} | {
     getattr(transformers_activations, name): reads
-    for name, reads in dict(SiLUActivation="", GELUActivation="act", GELUTanh="act", PytorchGELUTanh="act", ReLUSquaredActivation="").items()
+    for name, reads in dict(
+        SiLUActivation="", GELUActivation="act", GELUTanh="act", PytorchGELUTanh="act", ReLUSquaredActivation=""
+    ).items()
     if hasattr(transformers_activations, name)  # releases differ
 }
 _ACTIVATION_FUNCTIONS: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu", F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid"}
@@ -42,16 +46,26 @@ _ACTIVATIONS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], str | 
 
 
 def activation(fn: Any) -> str | None:
-    """Return which of our activations a call of ``fn`` computes now; None if it computes another one, or if hooks observe its calls.
+    """Return which of our activations a call of ``fn`` computes now; None if it computes another
+    one, or if hooks observe its calls.
 
-    The class or function of PyTorch or Transformers decides. Equal values would also match a learnt gain that begins at 1, or dropout in evaluation.
+    The class or function of PyTorch or Transformers decides. Equal values would also match a learnt
+    gain that begins at 1, or dropout in evaluation.
     """
     reads = _ACTIVATION_MODULES.get(type(fn))
     if reads is None:
-        return _ACTIVATION_FUNCTIONS.get(fn) if isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)) else None
+        return (
+            _ACTIVATION_FUNCTIONS.get(fn) if isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)) else None
+        )
     if "forward" in fn.__dict__ or not unhooked(fn):
         return None
-    now = type(fn).forward, fn.__dict__.get(reads), F.silu, F.gelu, F.relu  # everything that may have been changed since the last check
+    now = (
+        type(fn).forward,
+        fn.__dict__.get(reads),
+        F.silu,
+        F.gelu,
+        F.relu,
+    )  # everything that may have been changed since the last check
     known = _ACTIVATIONS.get(fn)
     if known is None or known[0] != now:
         known = _ACTIVATIONS[fn] = now, _confirmed(fn, *now)
@@ -59,9 +73,14 @@ def activation(fn: Any) -> str | None:
 
 
 def _confirmed(fn: nn.Module, forward: Any, read: Any, *torchs: Callable) -> str | None:
-    """The activation with the values of ``fn``, if the forward of its class, and everything that it reads, are PyTorch's or Transformers' own."""
+    """The activation with the values of ``fn``, if the forward of its class, and everything that
+    it reads, are PyTorch's or Transformers' own."""
     read = read.func if isinstance(read, functools.partial) else read
-    if torchs != _TORCHS or forward.__globals__.get("__name__") != type(fn).__module__ or not (isinstance(read, (bool, str)) or read in (None, *_TORCHS)):
+    if (
+        torchs != _TORCHS
+        or forward.__globals__.get("__name__") != type(fn).__module__
+        or not (isinstance(read, (bool, str)) or read in (None, *_TORCHS))
+    ):
         return None
     with torch.no_grad(), unset_fake_temporarily(), contextlib.suppress(Exception):
         x = torch.linspace(-6, 6, 385, device="cpu")

@@ -1,12 +1,17 @@
-"""What PEFT's wrappers around the experts of a mixture compute at the moment of a call (``target_parameters`` of a ``LoraConfig``).
+"""What PEFT's wrappers around the experts of a mixture compute at the moment of a call
+(``target_parameters`` of a ``LoraConfig``).
 
-A ``ParamWrapper`` adapts one parameter of the module that it wraps; wrappers of several parameters are nested. During a call, PEFT puts W + scale B A of all
-experts in the place of the parameter W. The engine leaves W as it is and multiplies by the adapters. So it must see the wrappers, not the experts:
-``patching/projections.py`` makes a forward call ``experts(self.experts, x, index, weights)``.
+A ``ParamWrapper`` adapts one parameter of the module that it wraps; wrappers of several parameters
+are nested. During a call, PEFT puts W + scale B A of all experts in the place of the parameter W.
+The engine leaves W as it is and multiplies by the adapters. So it must see the wrappers, not the
+experts: ``patching/projections.py`` makes a forward call ``experts(self.experts, x, index,
+weights)``.
 
-How PEFT packs E adapters of rank r into two linear layers: lora_A's weight is (E r, K), expert by expert; in lora_B's weight (N, r E), the expert changes
-fastest. ``_did_swap_in_out_features`` says in which order PEFT takes the last two dims of the parameter for K and N. If it is wrong about a parameter that
-is stored as (E, in, out), A belongs to the output, so that the order of the products changes, too.
+How PEFT packs E adapters of rank r into two linear layers: lora_A's weight is (E r, K), expert by
+expert; in lora_B's weight (N, r E), the expert changes fastest. ``_did_swap_in_out_features`` says
+in which order PEFT takes the last two dims of the parameter for K and N. If it is wrong about a
+parameter that is stored as (E, in, out), A belongs to the output, so that the order of the products
+changes, too.
 """
 
 from __future__ import annotations
@@ -42,7 +47,9 @@ class AdaptedExperts:
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         adapters = self.gate_up_adapters, self.down_adapters
-        return adapted_moe(x, self.gate_up, self.down, index, weights, *adapters, recompute=memory.level() == "mlp", **self.how)
+        return adapted_moe(
+            x, self.gate_up, self.down, index, weights, *adapters, recompute=memory.level() == "mlp", **self.how
+        )
 
 
 def is_wrapper(m: Any) -> bool:
@@ -58,13 +65,15 @@ def experts_of(m: Any) -> Any:
 
 
 def input_of(m: Any) -> Tensor:
-    """An empty input of experts, of the dtype and on the device for which their weights are made."""
+    """An empty input of experts, of the dtype and on the device for which their weights are
+    made."""
     found = stored(m, GATE_UP) or getattr(m, GATE_UP)
     return torch.empty(0, dtype=found.dtype, device=(found if isinstance(found, Tensor) else found.data).device)
 
 
 def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
-    """lhs (E, ., r) and rhs (E, r, .) of an adapter, whose ``scaling * lhs @ rhs`` PEFT adds to the parameter."""
+    """lhs (E, ., r) and rhs (E, r, .) of an adapter, whose ``scaling * lhs @ rhs`` PEFT adds to
+    the parameter."""
     a, b, E = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
     a = a.reshape(E, -1, a.shape[1])
     b = b.reshape(b.shape[0], -1, E).permute(2, 0, 1)
@@ -72,7 +81,8 @@ def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
-    """The adapters that a call of ``wrapper`` adds now. ``transposed``: the parameter is stored as (E, K, N)."""
+    """The adapters that a call of ``wrapper`` adds now. ``transposed``: the parameter is stored
+    as (E, K, N)."""
     if not (_own(wrapper) and _of_package(type(wrapper), "peft.")):
         return Left("hooks, or a forward of its own")
     if wrapper.disable_adapters and wrapper.merged:
@@ -92,13 +102,22 @@ def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
 
 
 def _caching(m: nn.Module) -> bool:
-    """Whether all hooks of ``m`` are those with which bitsandbytes keeps dense weights during a call."""
-    hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values(), *m._backward_hooks.values(), *m._backward_pre_hooks.values())
-    return not _has_any_global_hook() and all(getattr(hook, "__module__", "") == "bitsandbytes.nn.parametrize" for hook in hooks)
+    """Whether all hooks of ``m`` are those with which bitsandbytes keeps dense weights during a
+    call."""
+    hooks = (
+        *m._forward_hooks.values(),
+        *m._forward_pre_hooks.values(),
+        *m._backward_hooks.values(),
+        *m._backward_pre_hooks.values(),
+    )
+    return not _has_any_global_hook() and all(
+        getattr(hook, "__module__", "") == "bitsandbytes.nn.parametrize" for hook in hooks
+    )
 
 
 def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Left:
-    """What PEFT's wrapper ``m`` computes from an x of this dtype and on this device, if our engine can run it; otherwise the reason."""
+    """What PEFT's wrapper ``m`` computes from an x of this dtype and on this device, if our
+    engine can run it; otherwise the reason."""
     wrappers = []
     while is_wrapper(m):
         wrappers.append(m)
@@ -129,7 +148,9 @@ def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Left:
     return _fitting(m, variant, adapters, how, x)
 
 
-def _fitting(m: Any, variant: Experts, adapters: dict[str, list[Adapter]], how: dict[str, Any], x: Tensor) -> AdaptedExperts | Left:
+def _fitting(
+    m: Any, variant: Experts, adapters: dict[str, list[Adapter]], how: dict[str, Any], x: Tensor
+) -> AdaptedExperts | Left:
     """The weights and adapters of the experts ``m``, if they can be multiplied by x together."""
     found = weights_of(m, variant.transposed, x)
     if isinstance(found, Left):
@@ -141,18 +162,31 @@ def _fitting(m: Any, variant: Experts, adapters: dict[str, list[Adapter]], how: 
         for adapter in adapters[name]:
             if adapter.a.shape[::2] != (E, K) or adapter.b.shape[:2] != (E, N):
                 return Left("adapters of another shape than the weight")
-    tensors = [*(t for t in found if isinstance(t, Tensor)), *(t for some in adapters.values() for one in some for t in (one.a, one.b))]
+    tensors = [
+        *(t for t in found if isinstance(t, Tensor)),
+        *(t for some in adapters.values() for one in some for t in (one.a, one.b)),
+    ]
     if any(t.device != x.device for t in tensors):
         return Left("weights or adapters on another device than their input")
     return AdaptedExperts(*found, adapters[GATE_UP], adapters[DOWN], how)
 
 
 def experts(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """``module(hidden_states, top_k_index, top_k_weights)``, by the engine if ``module`` is PEFT's wrapper around experts, and the engine can run it now."""
+    """``module(hidden_states, top_k_index, top_k_weights)``, by the engine if ``module`` is
+    PEFT's wrapper around experts, and the engine can run it now."""
     stock = lambda: module(hidden_states, top_k_index, top_k_weights)
-    if not is_wrapper(module) or torch.compiler.is_compiling() or not (plain(hidden_states) and plain(top_k_index) and plain(top_k_weights)):
+    if (
+        not is_wrapper(module)
+        or torch.compiler.is_compiling()
+        or not (plain(hidden_states) and plain(top_k_index) and plain(top_k_weights))
+    ):
         return stock()
-    if not hidden_states.is_floating_point() or not hidden_states.ndim or not hidden_states.numel() or not use_kernels(hidden_states):
+    if (
+        not hidden_states.is_floating_point()
+        or not hidden_states.ndim
+        or not hidden_states.numel()
+        or not use_kernels(hidden_states)
+    ):
         return stock()
     found = adapted_experts(module, hidden_states)
     if isinstance(found, Left) or found.gate_up.shape[2] != hidden_states.shape[-1]:

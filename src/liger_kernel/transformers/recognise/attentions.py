@@ -1,7 +1,9 @@
 """The variant of attention with sinks, and the stand-ins on which it is compared with stock.
 
-PyTorch's attention kernels know no sinks, so models such as gpt-oss run eager attention, which makes the scores of every pair of tokens. Ours runs if the mask
-is a ``LazyMask``, which says what a token sees. Stock runs for every other mask, for dropout, and if a hook may read the attention weights.
+PyTorch's attention kernels know no sinks, so models such as gpt-oss run eager attention, which
+makes the scores of every pair of tokens. Ours runs if the mask is a ``LazyMask``, which says what a
+token sees. Stock runs for every other mask, for dropout, and if a hook may read the attention
+weights.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")  # of the m
 
 
 def has_sinks(name: str, candidate: Any) -> bool:
-    """Whether this is the eager attention of a family with sinks whose models make the masks of their layers by ``MAKERS``.
+    """Whether this is the eager attention of a family with sinks whose models make the masks of
+    their layers by ``MAKERS``.
 
-    Not if it computes scores in fp32 whatever the dtype, as Flint's does: under autocast it takes them from queries and keys in fp32, and ours in 16 bits.
+    Not if it computes scores in fp32 whatever the dtype, as Flint's does: under autocast it takes
+    them from queries and keys in fp32, and ours in 16 bits.
     """
     names = candidate.__code__.co_names if name == "eager_attention_forward" and inspect.isfunction(candidate) else ()
     if "sinks" not in names or "float" in names:
         return False
-    classes = [c for c in candidate.__globals__.values() if isinstance(c, type) and c.__module__ == candidate.__module__]
+    classes = [
+        c for c in candidate.__globals__.values() if isinstance(c, type) and c.__module__ == candidate.__module__
+    ]
     forwards = [inspect.unwrap(c.__dict__["forward"]) for c in classes if "forward" in c.__dict__]
     return any({*MAKERS} <= {*getattr(f, "__code__", has_sinks.__code__).co_names} for f in forwards)
 
@@ -40,18 +46,28 @@ def has_sinks(name: str, candidate: Any) -> bool:
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any) -> bool:
     tensors = isinstance(sinks, Tensor) and all(plain(t) for t in (query, key, value, sinks))
     whole = tensors and (query.shape[0], 1, query.shape[2], key.shape[2]) == mask.shape and query.ndim == key.ndim == 4
-    return whole and value.shape == key.shape and sinks.shape == (query.shape[1],) and query.shape[3] <= MAX_D and _alike(query, key, value)
+    return (
+        whole
+        and value.shape == key.shape
+        and sinks.shape == (query.shape[1],)
+        and query.shape[3] <= MAX_D
+        and _alike(query, key, value)
+    )
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether they are multiplied in one dtype: under autocast, rotated queries and keys are fp32."""
+    """Whether they are multiplied in one dtype: under autocast, rotated queries and keys are
+    fp32."""
     dtypes = {query.dtype, key.dtype, value.dtype}
     return len(dtypes) == 1 or (torch.float64 not in dtypes and torch.is_autocast_enabled(query.device.type))
 
 
 def _watched(module: nn.Module) -> bool:
     """Whether a hook of somebody's may read the attention weights that ``module`` returns."""
-    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
+    return any(
+        getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
+        for hook in module._forward_hooks.values()
+    )
 
 
 @dataclass(frozen=True)
@@ -70,9 +86,20 @@ class SinkAttention(Variant):
     def __call__(self, stock: Callable) -> Callable:
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
             sinks, said = getattr(module, "sinks", None), known(attention_mask)
-            more = dropout or not are_numbers(scaling) or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
-            if said is not None and not more and _fits(query, key, value, attention_mask, sinks) and not _watched(module):
-                out = sink_attention(query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling)
+            more = (
+                dropout
+                or not are_numbers(scaling)
+                or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
+            )
+            if (
+                said is not None
+                and not more
+                and _fits(query, key, value, attention_mask, sinks)
+                and not _watched(module)
+            ):
+                out = sink_attention(
+                    query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling
+                )
                 return out.transpose(1, 2), None
             if isinstance(attention_mask, LazyMask):
                 attention_mask = attention_mask.dense()
@@ -83,7 +110,12 @@ class SinkAttention(Variant):
     def stand_ins(self) -> StandIns:
         B, H, groups, T, D = 3, 4, 2, 11, 8
         valid = torch.arange(T) < torch.tensor([[T], [T - 3], [T - 7]])
-        for seen, scaling in ((Seen(), D**-0.5), (Seen(4), 0.5), (Seen(valid=valid), 0.3), (Seen(3, valid=valid.flip(1)), 0.2)):
+        for seen, scaling in (
+            (Seen(), D**-0.5),
+            (Seen(4), 0.5),
+            (Seen(valid=valid), 0.3),
+            (Seen(3, valid=valid.flip(1)), 0.2),
+        ):
             q, k, v = (torch.randn(B, heads, T, D) for heads in (H, H // groups, H // groups))
             attributes = dict(num_key_value_groups=groups, training=True, sinks=nn.Parameter(torch.randn(H)))
             module = Made(lambda dtype, weights, attributes=attributes: stand_in(nn.Module, attributes).to(weights))

@@ -21,7 +21,8 @@ from liger_kernel.transformers.recognise.variant import Made, Variant
 
 @contextlib.contextmanager
 def references() -> Iterator[None]:
-    """Run references instead of kernels, on every device: here every bit matters, and other tests compare kernels with references."""
+    """Run references instead of kernels, on every device: here every bit matters, and other
+    tests compare kernels with references."""
     devices = set(operator._KERNEL_DEVICES)
     operator._KERNEL_DEVICES.clear()
     try:
@@ -30,17 +31,40 @@ def references() -> Iterator[None]:
         operator._KERNEL_DEVICES.update(devices)
 
 
-def _run(fn: Callable, owner: Any, attributes: dict, inputs: tuple, dtype: torch.dtype, weight_dtype: torch.dtype, results: int | None = None) -> list[Tensor]:
-    """The outputs, as many as ``results`` says, and in fp32 also the gradients of parameters and of all tensor inputs except angles."""
+def _run(
+    fn: Callable,
+    owner: Any,
+    attributes: dict,
+    inputs: tuple,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    results: int | None = None,
+) -> list[Tensor]:
+    """The outputs, as many as ``results`` says, and in fp32 also the gradients of parameters and
+    of all tensor inputs except angles."""
     learns = dtype == torch.float32
     if any(isinstance(each, Made) for each in inputs):
-        given = [each.make(dtype, weight_dtype) if isinstance(each, Made) else each.detach().to(dtype).requires_grad_(learns) for each in inputs]
+        given = [
+            each.make(dtype, weight_dtype) if isinstance(each, Made) else each.detach().to(dtype).requires_grad_(learns)
+            for each in inputs
+        ]
         outs = list(fn(*given, **attributes))[:results]
         modules = [each for each in given if isinstance(each, nn.Module)]
-        leaves = [*(t for t in given if isinstance(t, Tensor) and t.requires_grad), *(p for m in modules for p in m.parameters())]
-        return [*outs, *torch.autograd.grad(sum((o * o).sum() for o in outs), leaves)] if learns else [o.detach() for o in outs]
+        leaves = [
+            *(t for t in given if isinstance(t, Tensor) and t.requires_grad),
+            *(p for m in modules for p in m.parameters()),
+        ]
+        return (
+            [*outs, *torch.autograd.grad(sum((o * o).sum() for o in outs), leaves)]
+            if learns
+            else [o.detach() for o in outs]
+        )
     # a function of several tensors is a rope: the last ones are tables, treated like weights
-    turned = len(inputs) if isinstance(owner, type) or len(inputs) == 1 else len(inputs) - (1 if inputs[-1].is_complex() else 2)
+    turned = (
+        len(inputs)
+        if isinstance(owner, type) or len(inputs) == 1
+        else len(inputs) - (1 if inputs[-1].is_complex() else 2)
+    )
     cast = lambda t, dtype, learns: t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t
     floats = lambda inputs, dtype, learns: [tree_map(lambda t: cast(t, dtype, learns), each) for each in inputs]
     tensors = [*floats(inputs[:turned], dtype, learns), *floats(inputs[turned:], weight_dtype, False)]
@@ -68,17 +92,24 @@ def _close(variant: Variant, dtype: torch.dtype, of: torch.dtype) -> dict[str, f
 
 
 def reproduces(variant: Variant, owner: Any, stock: Callable) -> bool:
-    """Whether ``variant`` gives the result of ``stock`` on every stand-in: bit-identical in bf16, if the variant is exact."""
+    """Whether ``variant`` gives the result of ``stock`` on every stand-in: bit-identical in
+    bf16, if the variant is exact."""
     new, compared = variant(stock), 0
     full, half = torch.float32, torch.bfloat16
     for attributes, inputs in variant.stand_ins():
-        for dtype, weight_dtype in ((full, full), (half, half), (half, full), *(() if isinstance(owner, type) else ((full, half),))):
+        for dtype, weight_dtype in (
+            (full, full),
+            (half, half),
+            (half, full),
+            *(() if isinstance(owner, type) else ((full, half),)),
+        ):
             try:
                 expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype, variant.results)
             except RuntimeError:
                 if isinstance(owner, type) and dtype == weight_dtype:
                     return False
-                # stock cannot run this stand-in: its projections do not mix dtypes, or it passes no columns through. So its callers never do this
+                # stock cannot run this stand-in: its projections do not mix dtypes, or it passes no
+                # columns through. So its callers never do this
                 continue
             found = _run(new, owner, attributes, inputs, dtype, weight_dtype, variant.results)
             if [o.dtype for o in expected] != [o.dtype for o in found] or len(expected) != len(found):
@@ -96,7 +127,8 @@ def _known(variant: Variant) -> frozenset[str]:
 
 
 def recognise(slot: Slot, owner: Any, stock: Callable, tables: set[str] | None = None) -> tuple[Variant | None, str]:
-    """Return the variant that reproduces ``stock``, or None and the reason. ``tables``: the forms of the tables that a rope function receives."""
+    """Return the variant that reproduces ``stock``, or None and the reason. ``tables``: the
+    forms of the tables that a rope function receives."""
     names = [p.name for p in inspect.signature(stock).parameters.values()]
     if isinstance(owner, type):
         if len(names) != len(slot.parameters[0]) + 1:

@@ -1,4 +1,5 @@
-"""Variants of modules that hold the experts of a mixture, and the stand-ins on which they are compared with stock."""
+"""Variants of modules that hold the experts of a mixture, and the stand-ins on which they are
+compared with stock."""
 
 from __future__ import annotations
 
@@ -28,26 +29,31 @@ from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Va
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 SPREAD = "weights that are spread over ranks"
-DEFAULT_EXPERTS = "grouped_mm"  # the implementation that transformers runs by default; a user who names this one cannot be told from the default
+# the implementation that transformers runs by default; a user who names this one cannot be told
+# from the default
+DEFAULT_EXPERTS = "grouped_mm"
 
 
 @functools.cache
 def _say_chosen(implementation: str) -> None:
     warnings.warn(
-        f"liger_kernel: experts run Transformers' {implementation!r}, which the model's configuration names; our kernels replace only the default, "
+        f"liger_kernel: experts run Transformers' {implementation!r}, which the model's configuration names; our "
+        "kernels replace only the default, "
         f"{DEFAULT_EXPERTS!r}",
         stacklevel=2,
     )
 
 
 class _Eager:
-    """A configuration with which a module of experts runs its own source, not another implementation."""
+    """A configuration with which a module of experts runs its own source, not another
+    implementation."""
 
     _experts_implementation = "eager"
 
 
 def chosen(experts: Any) -> str | None:
-    """The implementation that the user has chosen for these experts. Look at each call, because it can be set at any time."""
+    """The implementation that the user has chosen for these experts. Look at each call, because
+    it can be set at any time."""
     config = getattr(experts, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
     return None if implementation == DEFAULT_EXPERTS or isinstance(config, _Eager) else implementation
@@ -55,7 +61,8 @@ def chosen(experts: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A parameter that is made dense when it is read: its data, the dtype that a reader gets, and ``weight(transposed)``, with which the operators multiply."""
+    """A parameter that is made dense when it is read: its data, the dtype that a reader gets,
+    and ``weight(transposed)``, with which the operators multiply."""
 
     data: Tensor
     dtype: torch.dtype
@@ -63,7 +70,8 @@ class Stored:
 
 
 def stored(experts: Any, name: str) -> Stored | None:
-    """What a parameter of experts is that is held in FP8 by ``quantize_base``, or in 4 bits by bitsandbytes; None for any other parameter."""
+    """What a parameter of experts is that is held in FP8 by ``quantize_base``, or in 4 bits by
+    bitsandbytes; None for any other parameter."""
     computed = experts._modules.get("parametrizations")
     if computed is None or name not in computed or len(computed[name]) != 1:
         return None
@@ -73,7 +81,11 @@ def stored(experts: Any, name: str) -> Stored | None:
     if type(how) is LigerFloat8Experts:
         return Stored(data, how.dtype, functools.partial(how.stored, data)) if plain(how.float8_scale) else None
     kind = _class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
-    if type(how) is not kind or kind.forward.__module__ != kind.__module__ or getattr(how.quant_state, "packing_format_for_cpu", False):
+    if (
+        type(how) is not kind
+        or kind.forward.__module__ != kind.__module__
+        or getattr(how.quant_state, "packing_format_for_cpu", False)
+    ):
         return None
     return Stored(data, how.quant_state.dtype, functools.partial(four_bits, data, how.quant_state))
 
@@ -85,12 +97,14 @@ def _bits(experts: Any, name: str) -> list[Tensor]:
 
 
 def subclassed(t: Any) -> Left | None:
-    """Why a weight or bias of experts stays with Transformers' code: its class replaces products, for example by torchao's FP8."""
+    """Why a weight or bias of experts stays with Transformers' code: its class replaces
+    products, for example by torchao's FP8."""
     return Left(f"weights of the class {type(t).__name__}, which has products of its own") if of_a_subclass(t) else None
 
 
 def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weight, Tensor | Weight] | Left:
-    """gate_up and down of experts as (E, N, K), dense, in FP8 or in 4 bits, if they can be multiplied by x; otherwise the reason."""
+    """gate_up and down of experts as (E, N, K), dense, in FP8 or in 4 bits, if they can be
+    multiplied by x; otherwise the reason."""
     found: list[Tensor | Weight] = []
     for name in (GATE_UP, DOWN):
         packed = stored(experts, name) if use_kernels(x) else None
@@ -123,13 +137,18 @@ EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, fl
         lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0},
         {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
     ),
-    "alpha, limit": ("F.silu", lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0}, {"alpha": 1.7, "limit": 0.3}),
+    "alpha, limit": (
+        "F.silu",
+        lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0},
+        {"alpha": 1.7, "limit": 0.3},
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Experts(Variant):
-    """The experts of a mixture. ``transposed``: weights (E, in, out). ``interleaved``: gate and up alternate. ``form``: one of ``EXPERT_FORMS``."""
+    """The experts of a mixture. ``transposed``: weights (E, in, out). ``interleaved``: gate and
+    up alternate. ``form``: one of ``EXPERT_FORMS``."""
 
     kind = "moe"
     transposed: bool
@@ -138,7 +157,14 @@ class Experts(Variant):
     form: str
 
     def words(self) -> tuple[str, ...]:
-        said = (word if is_so else "" for word, is_so in (("transposed", self.transposed), ("interleaved", self.interleaved), ("biased", self.biased)))
+        said = (
+            word if is_so else ""
+            for word, is_so in (
+                ("transposed", self.transposed),
+                ("interleaved", self.interleaved),
+                ("biased", self.biased),
+            )
+        )
         return *said, EXPERT_FORMS[self.form][0], self.form
 
     @property
@@ -146,7 +172,8 @@ class Experts(Variant):
         return False
 
     def keywords(self, experts: Any) -> dict[str, Any] | Left:
-        """The options of ``moe`` with which it computes what these experts compute now, or the reason why it cannot."""
+        """The options of ``moe`` with which it computes what these experts compute now, or the
+        reason why it cannot."""
         act, options, _ = EXPERT_FORMS[self.form]
         name, numbers = activation(F.silu if act == "F.silu" else getattr(experts, act)), options(experts)
         if name is None:
@@ -164,7 +191,9 @@ class Experts(Variant):
         variant, transposed = self, self.transposed
 
         def forward(self, hidden_states, top_k_index, top_k_weights, **more):
-            if torch.compiler.is_compiling() or only_pytorch() or more:  # such as the group of ranks, for kernels that exchange tokens
+            if (
+                torch.compiler.is_compiling() or only_pytorch() or more
+            ):  # such as the group of ranks, for kernels that exchange tokens
                 return stock(self, hidden_states, top_k_index, top_k_weights, **more)
             how = variant.keywords(self)
             found = how if isinstance(how, Left) else weights_of(self, transposed, hidden_states)
@@ -179,7 +208,9 @@ class Experts(Variant):
             if all(isinstance(w, Tensor) for w in found):
                 y = moe(x, *found, index, weights, recompute=memory.level() == "mlp", **how)
             else:
-                y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), recompute=memory.level() == "mlp", **how)
+                y = adapted_moe(
+                    x.to(product_dtype(x)), *found, index, weights, (), (), recompute=memory.level() == "mlp", **how
+                )
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
         vars(forward)["__signature__"] = inspect.signature(stock)

@@ -1,4 +1,5 @@
-"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not edit."""
+"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION;
+do not edit."""
 
 VERSION = "5.24.0"
 
@@ -333,8 +334,10 @@ FAMILIES: dict[str, dict] = {
     'step3p5_vision': dict(glu='geglu', swapped={'Step3p7RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)', 'apply_rotary_pos_emb_vision': 'rope(fp32, flat)', 'nn.LayerNorm': 'layer_norm(torch, eps)'}, left_alone={'Step3p7Experts': 'no variant computes the same', 'Step3p7MLP': 'no variant computes the same', 'Step3p7VisionMLP': 'one activation: PyTorch has a kernel for it'}),
     'step3p7': dict(heads=('Step3p7ForConditionalGeneration',), swapped={'Step3p7RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)', 'apply_rotary_pos_emb_vision': 'rope(fp32, flat)', 'nn.LayerNorm': 'layer_norm(torch, eps)'}, left_alone={'Step3p7Experts': 'no variant computes the same', 'Step3p7MLP': 'no variant computes the same', 'Step3p7VisionMLP': 'one activation: PyTorch has a kernel for it'}, images=True),
     't5gemma2': dict(heads=('T5Gemma2ForConditionalGeneration',), glu='geglu', swapped={'T5Gemma2MLP': 'glu(gate_proj, up_proj, down_proj, act_fn, dropout)', 'T5Gemma2RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)'}, parts=('siglip_vision_model',), images=True),
-    't5gemma2_decoder': dict(glu='geglu', swapped={'T5Gemma2MLP': 'glu(gate_proj, up_proj, down_proj, act_fn, dropout)', 'T5Gemma2RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)'}),
-    't5gemma2_encoder': dict(glu='geglu', swapped={'T5Gemma2MLP': 'glu(gate_proj, up_proj, down_proj, act_fn, dropout)', 'T5Gemma2RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)'}, parts=('siglip_vision_model',)),
+    't5gemma2_decoder': dict(glu='geglu', swapped={'T5Gemma2MLP': 'glu(gate_proj, up_proj, down_proj, act_fn, '
+        'dropout)', 'T5Gemma2RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)'}),
+    't5gemma2_encoder': dict(glu='geglu', swapped={'T5Gemma2MLP': 'glu(gate_proj, up_proj, down_proj, act_fn, '
+        'dropout)', 'T5Gemma2RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)'}, parts=('siglip_vision_model',)),
     't5gemma2_text': dict(glu='geglu', swapped={'T5Gemma2MLP': 'glu(gate_proj, up_proj, down_proj, act_fn, dropout)', 'T5Gemma2RMSNorm': 'rms_norm(1, gemma, eps)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)'}),
     'trocr': dict(heads=('TrOCRForCausalLM',), swapped={'nn.LayerNorm': 'layer_norm(torch, eps)'}),
     'unlimited_ocr': dict(heads=('UnlimitedOcrForConditionalGeneration',), swapped={'UnlimitedOcrTextExperts': 'moe(act_fn)', 'UnlimitedOcrTextMLP': 'glu(gate_proj, up_proj, down_proj, act_fn)', 'UnlimitedOcrTextRMSNorm': 'rms_norm(0, llama, variance_epsilon)', 'apply_rotary_pos_emb': 'rope(none, halves, twice)', 'nn.LayerNorm': 'layer_norm(torch, eps)'}, left_alone={'UnlimitedOcrMLP': 'one activation: PyTorch has a kernel for it', 'UnlimitedOcrSamLayerNorm': 'uses data_format'}),
@@ -363,9 +366,11 @@ FAMILIES: dict[str, dict] = {
 
 # not tried on a tiny model, so recognised only when asked for, or not at all
 UNVERIFIED: dict[str, str] = {
-    'apertus1p5': "StrictDataclassClassValidationError: Class validation error for validator 'validate_architecture'...",
+    'apertus1p5': "StrictDataclassClassValidationError: Class validation error for validator "
+        "'validate_architecture'...",
     'diffusion_gemma': "AttributeError: 'NoneType' object has no attribute 'backward'",
-    'dots3_note': "StrictDataclassClassValidationError: Class validation error for validator 'validate_architecture'...",
+    'dots3_note': "StrictDataclassClassValidationError: Class validation error for validator "
+        "'validate_architecture'...",
     'exaone': "ValueError: transformers has no model of it with a language model's head and a loss",
     'fast_vlm': 'ImportError: TimmWrapperModel requires the timm library but it was not found in your environment....',
     'gemma3n': 'ImportError: TimmWrapperModel requires the timm library but it was not found in your environment....',
@@ -376,15 +381,18 @@ UNVERIFIED: dict[str, str] = {
     'hy_v4_vl': "StrictDataclassClassValidationError: Class validation error for validator 'validate_architecture'...",
     'idefics': 'ValueError: Exactly 1 of pixel_values, image_encoder_embeddings or perceiver_embeddings has to be...',
     'inkling_mm_model': "ModuleNotFoundError: No module named 'scipy'",
-    'instructblip': 'TypeError: InstructBlipForConditionalGeneration.forward() missing 2 required positional arguments...',
-    'instructblipvideo': 'TypeError: InstructBlipVideoForConditionalGeneration.forward() missing 2 required positional argu...',
+    'instructblip': 'TypeError: InstructBlipForConditionalGeneration.forward() missing 2 required positional '
+        'arguments...',
+    'instructblipvideo': 'TypeError: InstructBlipVideoForConditionalGeneration.forward() missing 2 required '
+        'positional argu...',
     'internlm3': "ValueError: transformers has no model of it with a language model's head and a loss",
     'iquestcoder': "ValueError: transformers has no model of it with a language model's head and a loss",
     'kosmos-2': 'ValueError: You have to specify either `pixel_values` or `image_embeds`.',
     'molmo2': "StrictDataclassClassValidationError: Class validation error for validator 'validate_architecture'...",
     'musicgen': "ValueError: transformers has no model of it with a language model's head and a loss",
     'musicgen_melody': "ValueError: transformers has no model of it with a language model's head and a loss",
-    'perception_lm': 'ImportError: TimmWrapperModel requires the timm library but it was not found in your environment....',
+    'perception_lm': 'ImportError: TimmWrapperModel requires the timm library but it was not found in your '
+        'environment....',
     'pi0': "TypeError: PI0ForConditionalGeneration.forward() missing 1 required positional argument: 'state'",
     'pix2struct': 'ValueError: You have to specify flattened_patches',
     'pp_chart2table': "ValueError: transformers has no model of it with a language model's head and a loss",

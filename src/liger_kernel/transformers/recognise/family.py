@@ -1,4 +1,5 @@
-"""The model types of Transformers: module, configurations and heads of each, and the row that says what is replaced in it."""
+"""The model types of Transformers: module, configurations and heads of each, and the row that
+says what is replaced in it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def configs_of(config: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """What is replaced in the models of one type. Maps names in its module to a variant, or to the reason why it stays stock."""
+    """What is replaced in the models of one type. Maps names in its module to a variant, or to
+    the reason why it stays stock."""
 
     heads: tuple[str, ...] = ()  # classes whose forward ends with a head and a loss
     fused: str = ""  # why the head is not fused; empty if it is

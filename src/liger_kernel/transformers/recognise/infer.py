@@ -1,4 +1,5 @@
-"""Find out what can be replaced in the models of one type: read its module, and compare each candidate."""
+"""Find out what can be replaced in the models of one type: read its module, and compare each
+candidate."""
 
 from __future__ import annotations
 
@@ -21,21 +22,36 @@ from liger_kernel.transformers.recognise.slots import FLAT, PLAIN_MLP, SLOTS, TO
 
 
 def tables_of(module: ModuleType, config: Any) -> set[str]:
-    """The forms in which the rotary embeddings of this module hold their angles, as far as ``config`` or its parts can make them."""
+    """The forms in which the rotary embeddings of this module hold their angles, as far as
+    ``config`` or its parts can make them."""
     forms = set()
     for name, cls in vars(module).items():
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module) and "Rotary" in name and cls.__module__ == module.__name__):
+        if not (
+            isinstance(cls, type)
+            and issubclass(cls, nn.Module)
+            and "Rotary" in name
+            and cls.__module__ == module.__name__
+        ):
             continue
         for each in configs_of(config):
-            with contextlib.suppress(Exception):  # this configuration may not fit the class: a vision tower's, for example
+            with contextlib.suppress(
+                Exception
+            ):  # this configuration may not fit the class: a vision tower's, for example
                 embed = _embedding(cls, each)
-                # take the kind of layer from the class: some kinds in the config have no rotation, or another name here
-                more = {"layer_type": next(iter(embed.rope_type))} if "layer_type" in inspect.signature(cls.forward).parameters else {}
+                # take the kind of layer from the class: some kinds in the config have no rotation,
+                # or another name here
+                more = (
+                    {"layer_type": next(iter(embed.rope_type))}
+                    if "layer_type" in inspect.signature(cls.forward).parameters
+                    else {}
+                )
                 positions = torch.arange(5)[None]
                 try:
                     cos, sin = embed(torch.zeros(1, 5, 8), positions, **more)
                 except Exception:  # multimodal positions: time, height and width
-                    cos, sin = embed(torch.zeros(1, 5, 8), torch.stack((positions, 3 * positions, 7 * positions)), **more)
+                    cos, sin = embed(
+                        torch.zeros(1, 5, 8), torch.stack((positions, 3 * positions, 7 * positions)), **more
+                    )
                 forms.add(_form(torch.stack((cos, sin))))
                 break
     return forms
@@ -61,7 +77,8 @@ def _form(both: Tensor) -> str:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Compute on the CPU with PyTorch's defaults, even if the caller uses fake tensors, autocast, inference mode, another device or another default dtype."""
+    """Compute on the CPU with PyTorch's defaults, even if the caller uses fake tensors,
+    autocast, inference mode, another device or another default dtype."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -74,16 +91,25 @@ def undisturbed() -> Iterator[None]:
             torch.device("cpu"),
             references(),
         ):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would also change the state of the GPUs, which belongs to the user
+            torch.default_generator.manual_seed(
+                0
+            )  # torch.manual_seed would also change the state of the GPUs, which belongs to the user
             yield
     finally:
         torch.set_default_dtype(dtype)
 
 
 def without_flat(row: Family) -> Family:
-    """Return ``row`` without rope functions whose tables are made inside a tower: only images show whether they fit."""
+    """Return ``row`` without rope functions whose tables are made inside a tower: only images
+    show whether they fit."""
     flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label in FLAT}
-    return dataclasses.replace(row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat) if flat else row
+    return (
+        dataclasses.replace(
+            row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat
+        )
+        if flat
+        else row
+    )
 
 
 def infer(model_type: str, config: Any = None) -> Family:
@@ -91,13 +117,21 @@ def infer(model_type: str, config: Any = None) -> Family:
     module = modeling(model_type)
     config = CONFIG_MAPPING[model_type]() if config is None else config
     swapped, left_alone = {}, {}
-    activations = {str(getattr(c, a, "")) for c in configs_of(config) for a in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")}
+    activations = {
+        str(getattr(c, a, ""))
+        for c in configs_of(config)
+        for a in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
+    }
     with undisturbed():
         tables = tables_of(module, config)
         for name, candidate in inspect.getmembers(module):
-            if not str(getattr(candidate, "__module__", "")).startswith(PLACE):  # it is not the family's own, nor imported from another family
+            if not str(getattr(candidate, "__module__", "")).startswith(
+                PLACE
+            ):  # it is not the family's own, nor imported from another family
                 continue
-            owner, stock = (candidate, candidate.__dict__.get("forward")) if isinstance(candidate, type) else (module, candidate)
+            owner, stock = (
+                (candidate, candidate.__dict__.get("forward")) if isinstance(candidate, type) else (module, candidate)
+            )
             reasons: list[str] = []
             for slot in SLOTS:
                 if not slot.candidate(name, candidate):
@@ -111,15 +145,34 @@ def infer(model_type: str, config: Any = None) -> Family:
                 reasons.append(reason)
             else:
                 if reasons:
-                    left_alone[name] = next((r for r in reasons if r.startswith("one ")), next((r for r in reasons if " take" not in f" {r}"), reasons[0]))
+                    left_alone[name] = next(
+                        (r for r in reasons if r.startswith("one ")),
+                        next((r for r in reasons if " take" not in f" {r}"), reasons[0]),
+                    )
         for name, (cls, label) in TORCHS_OWN.items():
-            if any(_makes(c, cls) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__):
+            if any(
+                _makes(c, cls) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
+            ):
                 swapped[name] = label
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    act = str(next((getattr(c, a) for c in (text, *configs_of(config)) for a in ("hidden_activation", "hidden_act") if getattr(c, a, None)), ""))
+    act = str(
+        next(
+            (
+                getattr(c, a)
+                for c in (text, *configs_of(config))
+                for a in ("hidden_activation", "hidden_act")
+                if getattr(c, a, None)
+            ),
+            "",
+        )
+    )
     own = config.__class__.__module__
-    parts = dict.fromkeys(c.model_type for c in configs_of(config) if c.__class__.__module__ != own and c.model_type in CONFIG_MAPPING)
-    return Family(heads_of(model_type, module), "", "geglu" if "gelu" in act else "swiglu", swapped, left_alone, tuple(parts))
+    parts = dict.fromkeys(
+        c.model_type for c in configs_of(config) if c.__class__.__module__ != own and c.model_type in CONFIG_MAPPING
+    )
+    return Family(
+        heads_of(model_type, module), "", "geglu" if "gelu" in act else "swiglu", swapped, left_alone, tuple(parts)
+    )
 
 
 def _makes(cls: type, name: str) -> bool:

@@ -23,14 +23,23 @@ from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp, count_of
 from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.plain import plain, unhooked
-from liger_kernel.transformers.recognise.projections import beside, fitting, linear, product_dtype, projection, served, shared
+from liger_kernel.transformers.recognise.projections import (
+    beside,
+    fitting,
+    linear,
+    product_dtype,
+    projection,
+    served,
+    shared,
+)
 from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
 from liger_kernel.transformers.recognise.variant import LINEARS, StandIns, Variant, are_numbers
 
 
 @dataclass(frozen=True)
 class GLUForm:
-    """What a gated MLP does in addition to ``down(act(gate(x)) * up(x))``. ``attributes``: sets of attributes for its stand-ins."""
+    """What a gated MLP does in addition to ``down(act(gate(x)) * up(x))``. ``attributes``: sets
+    of attributes for its stand-ins."""
 
     attributes: tuple[Callable[[], dict[str, Any]], ...] = (dict,)
     gate: Callable[[Any, Tensor], Tensor] = lambda self, gate: gate
@@ -59,7 +68,9 @@ GLU_FORMS = {
         options=lambda self: {"gate_multiplier": self.gate_multiplier},
         after=lambda self, y: y * self.down_multiplier,
     ),
-    "global_scale": GLUForm((lambda: {"global_scale": nn.Parameter(torch.full((1,), 0.7))},), after=lambda self, y: y * self.global_scale),
+    "global_scale": GLUForm(
+        (lambda: {"global_scale": nn.Parameter(torch.full((1,), 0.7))},), after=lambda self, y: y * self.global_scale
+    ),
     "residual_dropout": GLUForm(
         (lambda: {"residual_dropout": 0.0}, lambda: {"residual_dropout": 1.0}),
         after=lambda self, y: F.dropout(y, p=self.residual_dropout, training=self.training),
@@ -90,7 +101,9 @@ _LINEAR: Any = nn.Linear.forward
 
 def _bare(m: Any) -> bool:
     """Whether a call of ``m`` only multiplies by its weight: no bias, adapter, sharding or hook."""
-    return type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and "forward" not in m.__dict__ and unhooked(m)
+    return (
+        type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and "forward" not in m.__dict__ and unhooked(m)
+    )
 
 
 def _whole(x: Tensor, *projections: Any) -> bool:
@@ -103,7 +116,8 @@ def _whole(x: Tensor, *projections: Any) -> bool:
 
 
 def in_tiles(run: Callable, module: Any, x: Any, tiles: bool | int) -> Any:
-    """``run(module, x)``, an MLP, in ``tiles`` of the tokens; in one piece if that is one tile, or if something must see all tokens at once."""
+    """``run(module, x)``, an MLP, in ``tiles`` of the tokens; in one piece if that is one tile,
+    or if something must see all tokens at once."""
     count = _tiles_of(x, tiles)
     if count > 1 and not torch.compiler.is_compiling() and (why := _in_one_piece(module)):
         _say_in_one_piece(type(module).__name__, why)
@@ -145,7 +159,8 @@ def tiled(forward: Callable, tiles: bool | int) -> Callable:
 
 @dataclass(frozen=True)
 class GLU(Variant):
-    """``down(act(gate(x)) * up(x))``, with the names of its projections and its activation. ``form``: what else it does, one of ``GLU_FORMS``."""
+    """``down(act(gate(x)) * up(x))``, with the names of its projections and its activation.
+    ``form``: what else it does, one of ``GLU_FORMS``."""
 
     kind = "glu"
     gate: str
@@ -165,7 +180,9 @@ class GLU(Variant):
         gate, up, down, act, form = self.gate, self.up, self.down, self.act, GLU_FORMS[self.form]
 
         activation_of = lambda self: activation(F.silu if act == "F.silu" else getattr(self, act))
-        stays_stock = lambda self: None if are_numbers(*form.options(self).values()) else "a factor or limit that is a tensor"
+        stays_stock = lambda self: (
+            None if are_numbers(*form.options(self).values()) else "a factor or limit that is a tensor"
+        )
 
         def whole(self, x, name):
             """Run the MLP as one operator; None if it does anything else."""
@@ -175,15 +192,22 @@ class GLU(Variant):
                 return None
             memory.needed()
             first, *second, last = (m.weight for m in projections)
-            y = mlp(x, first, second[0] if second else None, last, act=name, recompute=memory.level() == "mlp", **options)
+            y = mlp(
+                x, first, second[0] if second else None, last, act=name, recompute=memory.level() == "mlp", **options
+            )
             memory.taken()
             return form.after(self, y)
 
         def adapted(self, x, name, count):
-            """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less; None if it has none of them, or if it does more."""
+            """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less;
+            None if it has none of them, or if it does more."""
             projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
             options = form.options(self)
-            if (count == 1 and all(type(p) is nn.Linear for p in projections)) or options.keys() - {"gate_multiplier"} or not served(x, projections):
+            if (
+                (count == 1 and all(type(p) is nn.Linear for p in projections))
+                or options.keys() - {"gate_multiplier"}
+                or not served(x, projections)
+            ):
                 return None
             dtype = product_dtype(x)
             found = [projection(p, dtype) for p in projections]
@@ -193,13 +217,17 @@ class GLU(Variant):
                 return None
             *first, last = found
             inner = first[0].weight.shape[0] // (2 if up == gate else 1)
-            if any(isinstance(p.weight, Elsewhere) for p in found) or not all(fitting(p, x.shape[-1], x.device) for p in first):
+            if any(isinstance(p.weight, Elsewhere) for p in found) or not all(
+                fitting(p, x.shape[-1], x.device) for p in first
+            ):
                 return None
             if not fitting(last, inner, x.device) or any(p.weight.shape[0] != first[0].weight.shape[0] for p in first):
                 return None
             memory.needed()
             ends = form.after is GLUForm.after and memory.is_last(self)
-            y = adapted_mlp(x, first, last, act=name, recompute=memory.level() == "mlp", ends=ends, tiles=count, **options)
+            y = adapted_mlp(
+                x, first, last, act=name, recompute=memory.level() == "mlp", ends=ends, tiles=count, **options
+            )
             memory.taken()
             return form.after(self, beside(y, last, projections[-1], x))
 
@@ -229,13 +257,23 @@ class GLU(Variant):
                 return in_tiles(lambda self, x: run(self, name, x), self, x, tiles)
             return memory.projected(functools.partial(run, self, name), x) if y is None else y
 
-        LINEARS[forward] = frozenset((gate, up, down)), lambda self: stays_stock(self) or (None if activation_of(self) else NO_ACTIVATION)
+        LINEARS[forward] = (
+            frozenset((gate, up, down)),
+            lambda self: stays_stock(self) or (None if activation_of(self) else NO_ACTIVATION),
+        )
         return forward
 
     def stand_ins(self) -> StandIns:
-        for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):  # we have no Softplus: the MLP must use act_fn
+        for fn in (
+            nn.SiLU(),
+            nn.GELU(approximate="tanh"),
+            nn.Softplus(),
+        ):  # we have no Softplus: the MLP must use act_fn
             for more in GLU_FORMS[self.form].attributes:
-                attributes: dict[str, Any] = {self.gate: random_linear(8, 24 if self.up == self.gate else 12), self.down: random_linear(12, 8)} | more()
+                attributes: dict[str, Any] = {
+                    self.gate: random_linear(8, 24 if self.up == self.gate else 12),
+                    self.down: random_linear(12, 8),
+                } | more()
                 if self.up != self.gate:
                     attributes[self.up] = random_linear(8, 12)
                 if self.act != "F.silu":
@@ -266,12 +304,18 @@ class MLP(Variant):
         def forward(self, x):
             return in_tiles(run, self, x, tiles)
 
-        LINEARS[forward] = frozenset((up, down)), lambda self: None if activation(getattr(self, act)) == "relu2" else NO_ACTIVATION
+        LINEARS[forward] = (
+            frozenset((up, down)),
+            lambda self: None if activation(getattr(self, act)) == "relu2" else NO_ACTIVATION,
+        )
         return forward
 
     def stand_ins(self) -> StandIns:
         for fn in (ACT2FN["relu2"], nn.SiLU()):
-            yield {self.up: random_linear(8, 12), self.down: random_linear(12, 8), self.act: fn}, (torch.randn(2, 5, 8),)
+            yield (
+                {self.up: random_linear(8, 12), self.down: random_linear(12, 8), self.act: fn},
+                (torch.randn(2, 5, 8),),
+            )
 
 
 GLU_NAMES = [

@@ -23,7 +23,8 @@ OLMO_EPS = 1e-5
 
 @dataclass(frozen=True)
 class RMSNorm(Variant):
-    """``weight``: the module has a weight ("weight"), an attribute says whether it has one ("with_scale"), or it has none ("none")."""
+    """``weight``: the module has a weight ("weight"), an attribute says whether it has one
+    ("with_scale"), or it has none ("none")."""
 
     kind = "rms_norm"
     offset: float
@@ -32,7 +33,12 @@ class RMSNorm(Variant):
     weight: str
 
     def words(self) -> tuple[str, ...]:
-        return f"{self.offset:g}", self.casting, self.eps, {"weight": "", "none": "unweighted"}.get(self.weight, self.weight)
+        return (
+            f"{self.offset:g}",
+            self.casting,
+            self.eps,
+            {"weight": "", "none": "unweighted"}.get(self.weight, self.weight),
+        )
 
     def __call__(self, stock: Callable) -> Callable:
         offset, casting, eps, weight = self.offset, self.casting, self.eps, self.weight
@@ -62,9 +68,11 @@ class RMSNorm(Variant):
 
 @dataclass(frozen=True)
 class GatedRMSNorm(Variant):
-    """``first``: "norm", "gate", or "norm_before_gate" if that attribute decides. ``groups``: the attribute from which the number of parts of a row follows.
+    """``first``: "norm", "gate", or "norm_before_gate" if that attribute decides. ``groups``: the
+    attribute from which the number of parts of a row follows.
 
-    ``named``: whether the module names its activation. ``casting``: that of the norm, if it is first.
+    ``named``: whether the module names its activation. ``casting``: that of the norm, if it is
+    first.
     """
 
     kind = "gated_rms_norm"
@@ -75,15 +83,29 @@ class GatedRMSNorm(Variant):
     casting: str = "llama"
 
     def words(self) -> tuple[str, ...]:
-        return f"{self.first} first", "" if self.casting == "llama" else self.casting, self.eps, self.groups, "activation" if self.named else ""
+        return (
+            f"{self.first} first",
+            "" if self.casting == "llama" else self.casting,
+            self.eps,
+            self.groups,
+            "activation" if self.named else "",
+        )
 
     def __call__(self, stock: Callable) -> Callable:
         first, eps, groups, casting = self.first, self.eps, self.groups, self.casting
 
         def forward(self, hidden_states, gate=None):
-            act = activation(named(self.activation)) if "activation" in self.__dict__ and not torch.compiler.is_compiling() else "silu"
+            act = (
+                activation(named(self.activation))
+                if "activation" in self.__dict__ and not torch.compiler.is_compiling()
+                else "silu"
+            )
             epsilon = getattr(self, eps)
-            if act is None or not are_numbers(epsilon) or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish")):
+            if (
+                act is None
+                or not are_numbers(epsilon)
+                or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish"))
+            ):
                 return stock(self, hidden_states, gate)
             if first == "norm":
                 if gate is None or gate.shape != hidden_states.shape:
@@ -95,7 +117,13 @@ class GatedRMSNorm(Variant):
             h = h.float()
             if gate is not None and not norm_first:
                 h = glu(gate, h, act=act)
-            size = h.shape[-1] if not groups else self.group_size if groups == "group_size" else h.shape[-1] // self.n_groups
+            size = (
+                h.shape[-1]
+                if not groups
+                else self.group_size
+                if groups == "group_size"
+                else h.shape[-1] // self.n_groups
+            )
             h = rms_norm(h.unflatten(-1, (-1, size)), None, eps=epsilon).flatten(-2)
             if first == "gate":
                 return self.weight * h.to(dtype)
@@ -119,7 +147,8 @@ class GatedRMSNorm(Variant):
 
 @dataclass(frozen=True)
 class LayerNorm(Variant):
-    """``form``: PyTorch's ("torch"), with one added to the weight ("1P"), or with only a "weight", only a "bias", or "none" of the two."""
+    """``form``: PyTorch's ("torch"), with one added to the weight ("1P"), or with only a
+    "weight", only a "bias", or "none" of the two."""
 
     kind = "layer_norm"
     form: str
@@ -136,11 +165,17 @@ class LayerNorm(Variant):
             autocast = form in ("torch", "1P") and torch.is_autocast_enabled(device)
             epsilon = OLMO_EPS if eps == "constant" else getattr(self, eps)
             # a "1P" norm casts by itself
-            if len(getattr(self, "normalized_shape", (0,))) != 1 or (autocast and form == "1P") or not are_numbers(epsilon):
+            if (
+                len(getattr(self, "normalized_shape", (0,))) != 1
+                or (autocast and form == "1P")
+                or not are_numbers(epsilon)
+            ):
                 return stock(self, hidden_states)
             w, b = (getattr(self, name, None) for name in ("weight", "bias"))
             w = w + 1.0 if form == "1P" else w
-            if autocast and device == "cuda" and hidden_states.dtype != torch.float64:  # as PyTorch's autocast does on GPUs but not on CPUs
+            if (
+                autocast and device == "cuda" and hidden_states.dtype != torch.float64
+            ):  # as PyTorch's autocast does on GPUs but not on CPUs
                 hidden_states = hidden_states.float()
             return memory.cheap(layer_norm, hidden_states, w, b, eps=epsilon)
 
@@ -167,7 +202,13 @@ RMS_NORMS = [
 LAYER_NORMS = [LayerNorm(form, eps) for form in ("torch", "1P", "weight", "bias", "none") for eps in (*EPS, "constant")]
 GATED_RMS_NORMS = [
     GatedRMSNorm(first, eps, groups, named, casting)
-    for first, groups in (("norm", ""), ("gate", ""), ("gate", "group_size"), ("gate", "n_groups"), ("norm_before_gate", "n_groups"))
+    for first, groups in (
+        ("norm", ""),
+        ("gate", ""),
+        ("gate", "group_size"),
+        ("gate", "n_groups"),
+        ("norm_before_gate", "n_groups"),
+    )
     for casting in (("llama", "gemma") if first == "norm" else ("llama",))
     for named in (False, True)
     for eps in ("variance_epsilon", "eps")

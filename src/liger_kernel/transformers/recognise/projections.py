@@ -1,11 +1,14 @@
-"""What a live linear layer computes at the moment of a call: its stored weight, and the adapters that PEFT would add now.
+"""What a live linear layer computes at the moment of a call: its stored weight, and the adapters
+that PEFT would add now.
 
-``projection(module, dtype)`` returns the ``Projection`` that a call of ``module`` computes, or a short reason why the module itself must run. It reads at each
-call what PEFT's own forward reads, because adapters may be activated, disabled or merged at any time. This module imports no other package: if a package
-is not imported yet, no module can be an instance of its classes.
+``projection(module, dtype)`` returns the ``Projection`` that a call of ``module`` computes, or a
+short reason why the module itself must run. It reads at each call what PEFT's own forward reads,
+because adapters may be activated, disabled or merged at any time. This module imports no other
+package: if a package is not imported yet, no module can be an instance of its classes.
 
-The base layer inside a PEFT layer may be anything. If its storage is unknown, if it has hooks, or if it has its own forward, it is called for its product,
-and the node computes only what the adapters add.
+The base layer inside a PEFT layer may be anything. If its storage is unknown, if it has hooks, or
+if it has its own forward, it is called for its product, and the node computes only what the
+adapters add.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ from liger_kernel.transformers.recognise.plain import plain, unhooked
 from liger_kernel.transformers.recognise.variant import are_numbers
 
 _FORWARD = nn.Linear.forward
-# Calls without gradients and with up to so many rows (generation) run the modules themselves: some have kernels for single tokens. Not with dropout: a
-# reentrant checkpoint calls them again with gradients, and then the masks must be drawn in the same order and dtype
+# Calls without gradients and with up to so many rows (generation) run the modules themselves: some
+# have kernels for single tokens. Not with dropout: a reentrant checkpoint calls them again with
+# gradients, and then the masks must be drawn in the same order and dtype
 _FEW_ROWS = 64
 
 
@@ -145,7 +149,8 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
 
 
 def _gathered_cast(w: Any) -> Cast:
-    """What FSDP2 has gathered of a weight of torchao (``enable_fsdp_float8_all_gather``): values that were multiplied by a scale."""
+    """What FSDP2 has gathered of a weight of torchao (``enable_fsdp_float8_all_gather``): values
+    that were multiplied by a scale."""
     return Cast(w._data, w._scale.reciprocal().reshape(()))
 
 
@@ -153,23 +158,39 @@ def gathered_in_fp8(m: Any) -> bool:
     """Whether FSDP2 will gather the weight of a layer of torchao in FP8."""
     w = m._parameters.get("weight")
     waiting = _class("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
-    return waiting is not None and is_sharded(w) and type(w.to_local()) is waiting and sum(p.is_shard() for p in w.placements) == 1
+    return (
+        waiting is not None
+        and is_sharded(w)
+        and type(w.to_local()) is waiting
+        and sum(p.is_shard() for p in w.placements) == 1
+    )
 
 
 # options of torchao's config that do not change the result
-_SAME_RESULT = dict.fromkeys(("emulate", "force_recompute_fp8_weight_in_bwd", "pad_inner_dim", "enable_fsdp_float8_all_gather"), False)
+_SAME_RESULT = dict.fromkeys(
+    ("emulate", "force_recompute_fp8_weight_in_bwd", "pad_inner_dim", "enable_fsdp_float8_all_gather"), False
+)
 
 
 @functools.lru_cache(16)
 def _recipe_of(config: Any) -> str | None:
-    """The recipe that a torchao config describes, apart from options that do not change the result; None if it is none of ours."""
+    """The recipe that a torchao config describes, apart from options that do not change the
+    result; None if it is none of ours."""
     of = type(config).from_recipe_name
     same = lambda recipe: dataclasses.replace(config, **_SAME_RESULT) == of(recipe)
     return next((recipe for recipe in RECIPES if not RECIPES[recipe].blocks and same(recipe)), None)
 
 
-STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [_dense, _float8_trained, _four_bits, _float8]
-_ALONE = (nn.Linear, LigerFloat8TrainingLinear)  # classes of layers without another inside, of which nobody need ask for it
+STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [
+    _dense,
+    _float8_trained,
+    _four_bits,
+    _float8,
+]
+_ALONE = (
+    nn.Linear,
+    LigerFloat8TrainingLinear,
+)  # classes of layers without another inside, of which nobody need ask for it
 
 
 def _adapters(m: Any) -> list[str]:
@@ -180,7 +201,9 @@ def _adapters(m: Any) -> list[str]:
 
 
 def _adapter(m: Any, name: str) -> Adapter | Left:
-    parts = m._modules  # a module asks each other place before this one for an attribute, and these layers are read at each call
+    parts = (
+        m._modules
+    )  # a module asks each other place before this one for an attribute, and these layers are read at each call
     a, b, dropout = (parts[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     if not (is_dense(a) and is_dense(b)) or a.bias is not None:
         return Left(f"parts of adapter {name!r} are sharded, hooked or replaced")
@@ -197,13 +220,18 @@ def _adapter(m: Any, name: str) -> Adapter | Left:
     if wa.dtype != wb.dtype:
         return Left(f"the two matrices of adapter {name!r} have different dtypes")
     if not scales(scale := m.scaling[name], wb.shape[0] if name not in m.lora_variant else 1):
-        return Left(f"adapter {name!r} has a scaling that is sharded, or of neither one element nor one for each output")
+        return Left(
+            f"adapter {name!r} has a scaling that is sharded, or of neither one element nor one for each output"
+        )
     return Adapter.scaled(wa, wb, scale, p, b.bias)
 
 
 def scales(scale: Any, outputs: int) -> bool:
-    """Whether the scaling of an adapter is a number, or a tensor that multiplies all outputs or each of them."""
-    return not isinstance(scale, Tensor) or (plain(scale) and not scale.is_complex() and scale.ndim < 2 and scale.numel() in (1, outputs))
+    """Whether the scaling of an adapter is a number, or a tensor that multiplies all outputs or
+    each of them."""
+    return not isinstance(scale, Tensor) or (
+        plain(scale) and not scale.is_complex() and scale.ndim < 2 and scale.numel() in (1, outputs)
+    )
 
 
 def _sharded(m: nn.Module) -> bool:
@@ -236,7 +264,9 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
         return Projection(weight, base.bias, tuple(adapters), magnitude)
     if not adapters or magnitude is not None or _sharded(base):
         return weight
-    return Projection(Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None, why=weight), None, tuple(adapters))
+    return Projection(
+        Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None, why=weight), None, tuple(adapters)
+    )
 
 
 def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Left:
@@ -257,7 +287,8 @@ def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Lef
 
 
 def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
-    """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the reason."""
+    """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the
+    reason."""
     cls = type(m)
     if _of_peft(cls) and _of_package(cls, "peft."):
         return _peft(m, dtype)
@@ -267,7 +298,8 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     return weight if isinstance(weight, Left) else Projection(weight, m.bias)
 
 
-# PEFT's layers with a forward that adds the output of each active adapter to the base's product. The first two may add in another dtype under autocast
+# PEFT's layers with a forward that adds the output of each active adapter to the base's product.
+# The first two may add in another dtype under autocast
 _PEFT = {
     "layer": "Linear",
     "bnb": "Linear4bit Linear8bitLt",
@@ -298,12 +330,16 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
-    """PEFT's layer that trains some rows of a frozen weight W (``trainable_token_indices`` with a tied head); None if ``m`` is another module.
+    """PEFT's layer that trains some rows of a frozen weight W (``trainable_token_indices`` with a
+    tied head); None if ``m`` is another module.
 
-    With rows D in place of the rows i of W, x W'^T = x W^T + x (D - W_i)^T E_i^T, where E_i (N, n) has a 1 for each row. This product of low rank needs no
-    gradient of all rows. The layer's own forward copies W in each call and computes the gradient of the copy.
+    With rows D in place of the rows i of W, x W'^T = x W^T + x (D - W_i)^T E_i^T, where E_i (N, n)
+    has a 1 for each row. This product of low rank needs no gradient of all rows. The layer's own
+    forward copies W in each call and computes the gradient of the copy.
     """
-    if type(m) is not _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer") or not _of_package(type(m), "peft."):
+    if type(m) is not _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer") or not _of_package(
+        type(m), "peft."
+    ):
         return None
     if not _own(m) or (m.disable_adapters and m.merged):
         return Left("trained tokens with hooks or a forward of their own, or to be taken out")
@@ -331,8 +367,9 @@ def base_of(m: Any) -> nn.Module:
 
 
 def copy_in_use(m: Any) -> nn.Module:
-    """The module that a call of ``m`` runs: for PEFT's ``modules_to_save`` the active copy, or the original if none is active; for a wrapper with trained
-    tokens the layer that holds them; else ``m``."""
+    """The module that a call of ``m`` runs: for PEFT's ``modules_to_save`` the active copy, or the
+    original if none is active; for a wrapper with trained tokens the layer that holds them; else
+    ``m``."""
     cls = type(m)
     if cls is nn.Linear or torch.compiler.is_compiling() or not _of_package(cls, "peft.utils.other") or not _own(m):
         return m
@@ -352,7 +389,14 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 def served(x: Any, modules: Iterable[Any]) -> bool:
     """Whether the engine can run these linear layers on x at all."""
-    if torch.compiler.is_compiling() or not plain(x) or not x.is_floating_point() or not x.ndim or not x.numel() or not use_kernels(x, fusible=True):
+    if (
+        torch.compiler.is_compiling()
+        or not plain(x)
+        or not x.is_floating_point()
+        or not x.ndim
+        or not x.numel()
+        or not use_kernels(x, fusible=True)
+    ):
         return False
     return torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS or any(map(_drops, modules))
 

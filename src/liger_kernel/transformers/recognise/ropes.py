@@ -1,4 +1,5 @@
-"""Variants of functions that rotate queries and keys, and the stand-ins on which they are compared with stock."""
+"""Variants of functions that rotate queries and keys, and the stand-ins on which they are
+compared with stock."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from liger_kernel.ops.rotary.rope import CASTING, by_sections, of_complex, rope
 from liger_kernel.transformers.recognise.variant import ROPE_FORMS, StandIns, Variant
 
 # How a rope function's tables hold the angles of pairs: once, or for first and second columns,
-# which may differ: a module of the user's own makes what it likes, and may be exchanged after the patch.
+# which may differ: a module of the user's own makes what it likes, and may be exchanged after the
+# patch.
 TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "once": lambda t: t,
     "twice": lambda t: t.view(*t.shape[:-1], 2, t.shape[-1] // 2),  # cat(angles, angles)
@@ -31,12 +33,14 @@ ABSENT = object()
 
 
 def _learn(*tables: Tensor) -> bool:
-    """Whether a table requires a gradient. Stock must run then, because our kernels read each angle only once and would return a partial gradient."""
+    """Whether a table requires a gradient. Stock must run then, because our kernels read each
+    angle only once and would return a partial gradient."""
     return (tables[0].requires_grad or tables[-1].requires_grad) and torch.is_grad_enabled()
 
 
 def _angles(tables: str, turn: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    """What a rope function ``turn(x, table)`` reads of its tables: both columns' angles, or the first's."""
+    """What a rope function ``turn(x, table)`` reads of its tables: both columns' angles, or the
+    first's."""
     if tables != "once":
         # It may fail where tensors have no values: then both, which is right if they are equal
         with contextlib.suppress(Exception), torch.no_grad():
@@ -53,14 +57,17 @@ def _angles(tables: str, turn: Callable[[Tensor, Tensor], Any]) -> Callable[[Ten
 def _stand_ins(tables: str) -> StandIns:
     for width in (16, 24):  # 24: the last eight columns pass through
         for batch, unsqueeze_dim in ((1, 1), (3, 1), (3, 2)):
-            q, k = (torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1))
+            q, k = (
+                torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1)
+            )
             angle = torch.randn(batch, 5, 8 if tables == "once" else 16)
             yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
 
 
 @dataclass(frozen=True)
 class _OfTables(Variant):
-    """A rope that the form of its ``tables`` distinguishes from other ropes. ``casting``: see ``ops.rotary.rope``."""
+    """A rope that the form of its ``tables`` distinguishes from other ropes. ``casting``: see
+    ``ops.rotary.rope``."""
 
     kind, by_tables = "rope", True
     casting: str
@@ -72,7 +79,8 @@ class _OfTables(Variant):
 
 
 class Rope(_OfTables):
-    """Queries and keys. ``layout`` "apart": the input has pairs, and the output has the first values of all pairs, then the second values."""
+    """Queries and keys. ``layout`` "apart": the input has pairs, and the output has the first
+    values of all pairs, then the second values."""
 
     def words(self) -> tuple[str, ...]:
         return self.casting, self.layout, self.tables
@@ -81,12 +89,30 @@ class Rope(_OfTables):
         casting, layout = self.casting, self.layout
         angles = _angles(self.tables, lambda x, table: stock(x, x, table, table))
 
-        def turn(q: Tensor, k: Any, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int) -> tuple[Tensor, ...]:
+        def turn(
+            q: Tensor, k: Any, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int
+        ) -> tuple[Tensor, ...]:
             memory.taken()  # the projections have read the value
-            fits = k is not None and q.ndim == k.ndim == 4 and cos.ndim == 3 and cos.shape[0] in (1, q.shape[0]) and unsqueeze_dim in (1, 2)
+            fits = (
+                k is not None
+                and q.ndim == k.ndim == 4
+                and cos.ndim == 3
+                and cos.shape[0] in (1, q.shape[0])
+                and unsqueeze_dim in (1, 2)
+            )
             if fits and not _learn(cos, sin):
-                turned = rope(q, k, angles(cos), angles(sin), layout="pairs" if layout == "apart" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
-                return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned
+                turned = rope(
+                    q,
+                    k,
+                    angles(cos),
+                    angles(sin),
+                    layout="pairs" if layout == "apart" else layout,
+                    unsqueeze_dim=unsqueeze_dim,
+                    casting=casting,
+                )
+                return (
+                    tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned
+                )
             more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
             return stock(q, k, cos, sin, *more)
 
@@ -114,7 +140,8 @@ class Rope(_OfTables):
 
 @dataclass(frozen=True)
 class RopeAlone(_OfTables):
-    """One tensor. The kernel gets a second tensor without heads. ``layout`` "behind": pairs in the last columns; the other columns pass through."""
+    """One tensor. The kernel gets a second tensor without heads. ``layout`` "behind": pairs in
+    the last columns; the other columns pass through."""
 
     sin_first: bool = False
 
@@ -126,13 +153,27 @@ class RopeAlone(_OfTables):
         angles = _angles(self.tables, lambda x, table: stock(x, table, table))
 
         def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
-            if x.ndim != 4 or cos.ndim != 3 or cos.shape[0] not in (1, x.shape[0]) or unsqueeze_dim not in (1, 2) or _learn(cos, sin):
+            if (
+                x.ndim != 4
+                or cos.ndim != 3
+                or cos.shape[0] not in (1, x.shape[0])
+                or unsqueeze_dim not in (1, 2)
+                or _learn(cos, sin)
+            ):
                 return None
             cos, sin = angles(cos), angles(sin)
             first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
             part = x[..., first:] if first else x
             none = part.detach().narrow(unsqueeze_dim, 0, 0)
-            y, _ = rope(part, none, cos, sin, layout="pairs" if layout == "behind" else layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
+            y, _ = rope(
+                part,
+                none,
+                cos,
+                sin,
+                layout="pairs" if layout == "behind" else layout,
+                unsqueeze_dim=unsqueeze_dim,
+                casting=casting,
+            )
             return torch.cat((x[..., :first], y), -1) if first else y
 
         if self.sin_first:
@@ -213,7 +254,8 @@ class FlatRope(Variant):
 
 @dataclass(frozen=True)
 class ComplexRope(Variant):
-    """Queries and keys with complex tables. ``unsqueeze_dim``: where the tables get a dimension for the heads."""
+    """Queries and keys with complex tables. ``unsqueeze_dim``: where the tables get a dimension
+    for the heads."""
 
     kind = "rope"
     unsqueeze_dim: int
@@ -229,7 +271,9 @@ class ComplexRope(Variant):
         unsqueeze_dim = self.unsqueeze_dim
 
         def apply_rotary_emb(xq, xk, freqs_cis):
-            if unsqueeze_dim == 2 and freqs_cis.numel() == xq.shape[1] * (xq.shape[-1] // 2):  # one table for all images
+            if unsqueeze_dim == 2 and freqs_cis.numel() == xq.shape[1] * (
+                xq.shape[-1] // 2
+            ):  # one table for all images
                 table = freqs_cis.reshape(1, xq.shape[1], xq.shape[-1] // 2)
             else:
                 table = freqs_cis
@@ -241,13 +285,24 @@ class ComplexRope(Variant):
 
     def stand_ins(self) -> StandIns:
         for batch in (1, 3):
-            q, k = (torch.randn((3, heads, 5, 16) if self.unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+            q, k = (
+                torch.randn((3, heads, 5, 16) if self.unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1)
+            )
             yield {}, (q, k, torch.polar(torch.ones(batch, 5, 8), torch.randn(batch, 5, 8)))
 
 
-ROPES = [Rope(casting, layout, tables) for casting in CASTING for layout in ("halves", "pairs", "apart") for tables in TABLES]
-ROPES_ALONE = [RopeAlone(casting, layout, tables) for casting in CASTING for layout in ("halves", "pairs", "behind") for tables in TABLES]
-SIN_FIRST = [RopeAlone(casting, layout, "once", sin_first=True) for casting in CASTING for layout in ("halves", "pairs")]
+ROPES = [
+    Rope(casting, layout, tables) for casting in CASTING for layout in ("halves", "pairs", "apart") for tables in TABLES
+]
+ROPES_ALONE = [
+    RopeAlone(casting, layout, tables)
+    for casting in CASTING
+    for layout in ("halves", "pairs", "behind")
+    for tables in TABLES
+]
+SIN_FIRST = [
+    RopeAlone(casting, layout, "once", sin_first=True) for casting in CASTING for layout in ("halves", "pairs")
+]
 ROPES_OF_SECTIONS = [RopeOfSections(casting) for casting in CASTING]
 FLAT_ROPES = [FlatRope(casting) for casting in CASTING]
 COMPLEX_ROPES = [ComplexRope(d) for d in (2, 1)]

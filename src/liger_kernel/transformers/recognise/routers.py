@@ -1,4 +1,5 @@
-"""The variant of the auxiliary loss that balances the load of experts, and the stand-ins on which it is compared with stock."""
+"""The variant of the auxiliary loss that balances the load of experts, and the stand-ins on
+which it is compared with stock."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from liger_kernel.transformers.recognise.variant import StandIns, Variant
 
 @dataclass(frozen=True)
 class LoadBalancing(Variant):
-    """The loss of all layers' router logits together: experts chosen by softmax, in the dtype of the logits."""
+    """The loss of all layers' router logits together: experts chosen by softmax, in the dtype of
+    the logits."""
 
     kind = "load_balancing"
 
@@ -40,7 +42,8 @@ class LoadBalancing(Variant):
         B, L, E = 3, 40, 6
         mask = (torch.arange(L) < torch.tensor([[L], [L - 7], [11]])).to(torch.int64)
         random = lambda: 2 * torch.randn(B * L, E)
-        # half of the rows prefer an expert by one step of bf16, and in bf16 its probability is that of the next one; the other half prefer one by far
+        # half of the rows prefer an expert by one step of bf16, and in bf16 its probability is that
+        # of the next one; the other half prefer one by far
         close = torch.tensor([0.5, 0.50390625, *[-0.349609375] * (E - 2)]).repeat(B * L, 1)
         close[::2, 0] += 4.0
         for logits, top_k, attention_mask in (
@@ -57,7 +60,19 @@ class LoadBalancing(Variant):
 
 def _fits(logits: object, num_experts: object, top_k: object, mask: object) -> bool:
     """Whether stock would count the rows of this layer with this mask, each once."""
-    if not (isinstance(logits, Tensor) and plain(logits) and logits.ndim == 2 and logits.is_floating_point() and logits.shape[1] == num_experts):
+    if not (
+        isinstance(logits, Tensor)
+        and plain(logits)
+        and logits.ndim == 2
+        and logits.is_floating_point()
+        and logits.shape[1] == num_experts
+    ):
         return False
-    whole = mask is None or (isinstance(mask, Tensor) and plain(mask) and not mask.requires_grad and mask.ndim == 2 and mask.numel() == len(logits))
+    whole = mask is None or (
+        isinstance(mask, Tensor)
+        and plain(mask)
+        and not mask.requires_grad
+        and mask.ndim == 2
+        and mask.numel() == len(logits)
+    )
     return isinstance(top_k, int) and 0 < top_k <= logits.shape[1] and whole

@@ -17,9 +17,11 @@ from liger_kernel.transformers.recognise.slots import FLAT, SLOT_OF
 
 @functools.cache
 def family(model_type: str) -> Family | None:
-    """The row of a model type from the table, or what recognition finds now if there is none; None if Transformers has no such type.
+    """The row of a model type from the table, or what recognition finds now if there is none; None
+    if Transformers has no such type.
 
-    With another version of Transformers than the table's, rows are recognised again, because releases change where they round.
+    With another version of Transformers than the table's, rows are recognised again, because
+    releases change where they round.
     """
     frozen = Family(**FAMILIES[model_type]) if model_type in FAMILIES else None
     if frozen and transformers.__version__ == VERSION:
@@ -31,7 +33,9 @@ def family(model_type: str) -> Family | None:
     if frozen is None or not FLAT & set(frozen.swapped.values()):
         found = without_flat(found)
     if frozen:
-        return dataclasses.replace(frozen, heads=found.heads, swapped=found.swapped, left_alone=found.left_alone, parts=found.parts)
+        return dataclasses.replace(
+            frozen, heads=found.heads, swapped=found.swapped, left_alone=found.left_alone, parts=found.parts
+        )
     return found if found.heads or found.swapped else None
 
 

@@ -1,11 +1,15 @@
 """What can be replaced in a Hugging Face model, and how to know that the replacement is right.
 
-A slot is a kind of candidate (norm, gated MLP, rope function) with the variants for which we have kernels. A variant is *borrowed*: it is a function that
-runs on the model's own module and reads its attributes, so constructors, checkpoints and existing instances do not change. A candidate is replaced only
-if a variant reproduces it on a stand-in that has exactly the attributes that the variant reads: bit-identical outputs in bf16, and everything in fp32 up to
-rounding. A candidate that needs more stays stock and is listed with the reason.
+A slot is a kind of candidate (norm, gated MLP, rope function) with the variants for which we have
+kernels. A variant is *borrowed*: it is a function that runs on the model's own module and reads its
+attributes, so constructors, checkpoints and existing instances do not change. A candidate is
+replaced only
+if a variant reproduces it on a stand-in that has exactly the attributes that the variant reads:
+bit-identical outputs in bf16, and everything in fp32 up to rounding. A candidate that needs more
+stays stock and is listed with the reason.
 
-``infer`` does this for the installed Transformers. ``families.py`` is its result, written by ``liger models --write``.
+``infer`` does this for the installed Transformers. ``families.py`` is its result, written by
+``liger models --write``.
 """
 
 from __future__ import annotations
@@ -22,7 +26,14 @@ from liger_kernel.transformers.recognise.attentions import SinkAttention, has_si
 from liger_kernel.transformers.recognise.experts import EXPERTS
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
-from liger_kernel.transformers.recognise.ropes import COMPLEX_ROPES, FLAT_ROPES, ROPES, ROPES_ALONE, ROPES_OF_SECTIONS, SIN_FIRST
+from liger_kernel.transformers.recognise.ropes import (
+    COMPLEX_ROPES,
+    FLAT_ROPES,
+    ROPES,
+    ROPES_ALONE,
+    ROPES_OF_SECTIONS,
+    SIN_FIRST,
+)
 from liger_kernel.transformers.recognise.routers import LoadBalancing
 from liger_kernel.transformers.recognise.variant import Variant
 
@@ -33,12 +44,19 @@ class Slot:
 
     flag: str
     candidate: Callable[[str, Any], bool]
-    parameters: tuple[tuple[str, ...], ...]  # the candidate's parameters after self; the names matter only for functions
+    parameters: tuple[
+        tuple[str, ...], ...
+    ]  # the candidate's parameters after self; the names matter only for functions
     variants: Sequence[Variant]
 
 
 def _module(named: str) -> Callable[[str, Any], bool]:
-    return lambda name, c: isinstance(c, type) and issubclass(c, nn.Module) and "forward" in c.__dict__ and re.search(named, name) is not None
+    return lambda name, c: (
+        isinstance(c, type)
+        and issubclass(c, nn.Module)
+        and "forward" in c.__dict__
+        and re.search(named, name) is not None
+    )
 
 
 def _function(named: str) -> Callable[[str, Any], bool]:
@@ -58,20 +76,36 @@ SLOTS = [
     Slot("glu", _GATED_MLP, (("x",),), GLUS),
     Slot("relu_squared", _MLP, (("x",),), MLPS),
     Slot("glu", _module("Experts$"), (("x", "index", "weights"),), EXPERTS),
-    Slot("glu", _function("^load_balancing_loss_func$"), (("gate_logits", "num_experts", "top_k", "attention_mask"),), [LoadBalancing()]),
-    Slot("attention", has_sinks, (("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"),), [SinkAttention()]),
+    Slot(
+        "glu",
+        _function("^load_balancing_loss_func$"),
+        (("gate_logits", "num_experts", "top_k", "attention_mask"),),
+        [LoadBalancing()],
+    ),
+    Slot(
+        "attention",
+        has_sinks,
+        (("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"),),
+        [SinkAttention()],
+    ),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),
     Slot("rope", _ROTARY, (("tensor", "sin", "cos"),), SIN_FIRST),
-    Slot("rope", _function("^apply_multimodal_rotary"), ((*_Q_K, "mrope_section", "unsqueeze_dim"),), ROPES_OF_SECTIONS),
+    Slot(
+        "rope", _function("^apply_multimodal_rotary"), ((*_Q_K, "mrope_section", "unsqueeze_dim"),), ROPES_OF_SECTIONS
+    ),
     Slot("rope", _function("rotary.*vision"), (_Q_K,), FLAT_ROPES),
     Slot("rope", _function("rotary_emb$"), (("xq", "xk", "freqs_cis"), ("query", "key", "freqs_ci")), COMPLEX_ROPES),
 ]
-# label -> variant, and label -> the flag of its slot. The table of families names variants by their labels
+# label -> variant, and label -> the flag of its slot. The table of families names variants by their
+# labels
 VARIANTS = {variant.label: variant for slot in SLOTS for variant in slot.variants}
 SLOT_OF = {variant.label: slot.flag for slot in SLOTS for variant in slot.variants}
-# with these, whole models stay bit-identical. LayerNorms may add their means and deviations in another order, and then rarely round differently
+# with these, whole models stay bit-identical. LayerNorms may add their means and deviations in
+# another order, and then rarely round differently
 EXACT = {label for label, variant in VARIANTS.items() if variant.exact and SLOT_OF[label] != "layer_norm"}
 FLAT = {variant.label for variant in FLAT_ROPES}
 PLAIN_MLP = "one activation: PyTorch has a kernel for it"  # why an MLP that a variant reproduces stays stock
-TORCHS_OWN = {"nn.LayerNorm": ("LayerNorm", LayerNorm("torch", "eps").label)}  # name in the table -> name in torch.nn, and the variant's label
+TORCHS_OWN = {
+    "nn.LayerNorm": ("LayerNorm", LayerNorm("torch", "eps").label)
+}  # name in the table -> name in torch.nn, and the variant's label

@@ -1,4 +1,5 @@
-"""Parts of stand-ins: modules that have exactly the attributes that a variant reads, filled with numbers."""
+"""Parts of stand-ins: modules that have exactly the attributes that a variant reads, filled with
+numbers."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ def random_weight(n: int = 32) -> nn.Parameter:
 
 
 def random_linear(n: int, out: int, cls: type[nn.Linear] = nn.Linear) -> nn.Module:
-    """An ``nn.Linear`` with random values, independent of replaced constructors and initialisers."""
+    """An ``nn.Linear`` with random values, independent of replaced constructors and
+    initialisers."""
     attributes = dict(in_features=n, out_features=out, weight=nn.Parameter((torch.rand(out, n) - 0.5) / n**0.5 * 2))
     return stand_in(cls, attributes | dict(bias=nn.Parameter((torch.rand(out) - 0.5) / n**0.5 * 2)))
 
 
 def stand_in(cls: type, attributes: dict[str, Any]) -> nn.Module:
-    """A ``cls`` with these attributes and no others. Its constructor is not called, and parameters are registered without hooks (accelerate)."""
+    """A ``cls`` with these attributes and no others. Its constructor is not called, and
+    parameters are registered without hooks (accelerate)."""
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     for name, value in attributes.items():

@@ -1,4 +1,5 @@
-"""A tiny random model of any family, with inputs, for tests and for the table of families. Its scales and caps are not 1."""
+"""A tiny random model of any family, with inputs, for tests and for the table of families. Its
+scales and caps are not 1."""
 
 from __future__ import annotations
 
@@ -17,39 +18,147 @@ from liger_kernel.transformers.recognise.family import heads_of, modeling
 VOCAB = 257
 IMAGE = 16  # pixels on each side of an image; a patch has 4
 
-# one size a line would be long, and they belong together as they stand: hence fmt: skip, here and below
+# one size a line would be long, and they belong together as they stand: hence fmt: skip, here and
+# below
 SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128,
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    moe_intermediate_size=32, shared_expert_intermediate_size=32, moe_shared_expert_intermediate_size=32, shared_intermediate_size=32,
-    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
-    moe_num_experts=4, moe_k=2, moe_topk=2, moe_num_shared_experts=1,
-    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
-    n_embd=64, n_layer=2, n_head=4, n_positions=128, n_inner=96, d_model=64, n_layers=2, n_heads=4, ffn_dim=96, ffn_hidden_size=96, word_embed_proj_dim=64,
-    mamba_d_state=8, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_n_groups=1, state_size=8, sliding_window=8,
-    query_pre_attn_scalar=16, rotary_dim=8, dense_intermediate_size=96, intermediate_size_mlp=96, num_global_key_value_heads=2, global_head_dim=16,
-    encoder_layers=2, decoder_layers=2, encoder_ffn_dim=96, decoder_ffn_dim=96, encoder_attention_heads=4, decoder_attention_heads=4,
-    hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, laurel_rank=8, altup_num_inputs=2,
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
-    index_n_heads=2, index_head_dim=16, index_topk=8, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, swa_v_head_dim=16,
+    vocab_size=VOCAB,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    max_position_embeddings=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    moe_shared_expert_intermediate_size=32,
+    shared_intermediate_size=32,
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_num_experts=4,
+    moe_k=2,
+    moe_topk=2,
+    moe_num_shared_experts=1,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    n_embd=64,
+    n_layer=2,
+    n_head=4,
+    n_positions=128,
+    n_inner=96,
+    d_model=64,
+    n_layers=2,
+    n_heads=4,
+    ffn_dim=96,
+    ffn_hidden_size=96,
+    word_embed_proj_dim=64,
+    mamba_d_state=8,
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_d_ssm=128,
+    mamba_n_groups=1,
+    state_size=8,
+    sliding_window=8,
+    query_pre_attn_scalar=16,
+    rotary_dim=8,
+    dense_intermediate_size=96,
+    intermediate_size_mlp=96,
+    num_global_key_value_heads=2,
+    global_head_dim=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_ffn_dim=96,
+    decoder_ffn_dim=96,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCAB,
+    laurel_rank=8,
+    altup_num_inputs=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_topk=8,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=16,
+    swa_v_head_dim=16,
     # sizes of vision towers and of the modules that connect them to the text model
-    image_size=IMAGE, patch_size=4, depth=2, embed_dim=64, num_heads=4, out_hidden_size=64, projection_dim=64, num_channels=3, vision_output_dim=64,
-    vision_use_head=False, projector_input_dim=64, projector_output_dim=64, text_hidden_size=64, mlp_dim=64, qk_hidden_size=64, mm_tokens_per_image=4,
-    num_global_layers=1, image_grid_pinpoints=[[IMAGE, 2 * IMAGE]], attention_heads=4, pixel_shuffle_ratio=0.5, scale_factor=2, projector_hidden_size=64,
-    num_position_embeddings=64, window_size=16, in_hidden_size=64, llm_hidden_size=64, resampler_n_latents=4, resampler_depth=1,
-    resampler_n_heads=4, resampler_head_dim=16, base_channels=32,
-)  # fmt: skip
+    image_size=IMAGE,
+    patch_size=4,
+    depth=2,
+    embed_dim=64,
+    num_heads=4,
+    out_hidden_size=64,
+    projection_dim=64,
+    num_channels=3,
+    vision_output_dim=64,
+    vision_use_head=False,
+    projector_input_dim=64,
+    projector_output_dim=64,
+    text_hidden_size=64,
+    mlp_dim=64,
+    qk_hidden_size=64,
+    mm_tokens_per_image=4,
+    num_global_layers=1,
+    image_grid_pinpoints=[[IMAGE, 2 * IMAGE]],
+    attention_heads=4,
+    pixel_shuffle_ratio=0.5,
+    scale_factor=2,
+    projector_hidden_size=64,
+    num_position_embeddings=64,
+    window_size=16,
+    in_hidden_size=64,
+    llm_hidden_size=64,
+    resampler_n_latents=4,
+    resampler_depth=1,
+    resampler_n_heads=4,
+    resampler_head_dim=16,
+    base_channels=32,
+)
 
 # Multipliers that are 1, or None, by default in at least one family
 SCALES: dict[str, Any] = dict(
-    logits_scaling=3.0, logit_scale=0.25, lm_head_multiplier=0.5, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.3,
-    final_logit_softcapping=1.5, attn_logit_softcapping=5.0, mlp_multipliers=[0.7, 1.3], logits_softcap=1.5, router_aux_loss_coef=0.1,
+    logits_scaling=3.0,
+    logit_scale=0.25,
+    lm_head_multiplier=0.5,
+    embedding_multiplier=2.0,
+    residual_multiplier=0.5,
+    attention_multiplier=0.3,
+    final_logit_softcapping=1.5,
+    attn_logit_softcapping=5.0,
+    mlp_multipliers=[0.7, 1.3],
+    logits_softcap=1.5,
+    router_aux_loss_coef=0.1,
     output_router_logits=True,
-)  # fmt: skip
+)
 
 
 # Sizes to set even if their default is None, which means that they follow from other sizes
-ALWAYS = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"}
+ALWAYS = {
+    "num_key_value_heads",
+    "head_dim",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "n_shared_experts",
+}
 
 # Sizes that no name implies: they must fit each other in the models of one type
 FITTING: dict[str, dict[str, Any]] = {
@@ -58,20 +167,38 @@ FITTING: dict[str, dict[str, Any]] = {
     "blt_local_encoder": dict(hidden_size_global=64),
     "blt_local_decoder": dict(hidden_size_global=64),
     "chameleon": dict(vocabulary_map={"<image>": VOCAB - 1}),
-    "cohere_compass_text": dict(rope_parameters={
-        kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]} for kind in ("full_attention", "sliding_attention")
-    }),
-    "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0), ffn_config=dict(ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2)),
+    "cohere_compass_text": dict(
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    ),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2),
+    ),
     "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"]),
     "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
     "dots1": dict(n_shared_experts=1),
     "dots3_note_text": dict(shared_experts_intermediate_size=32),
     "emu3": dict(vocabulary_map={"<|extra_200|>": VOCAB - 2, "<image>": VOCAB - 1}),
     "emu3_vqgan": dict(channel_multiplier=[1, 1, 1, 2]),
-    "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[32, 32], rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}),
+    "ernie4_5_vl_moe_text": dict(
+        moe_intermediate_size=[32, 32],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    ),
     "flint": dict(mlp_only_layers=[0]),
-    "florence_vision": dict(depths=[1, 1], embed_dim=[32, 64], num_heads=[2, 4], num_groups=[2, 4], window_size=2,
-                            patch_size=[4, 2], patch_stride=[4, 2], patch_padding=[0, 0], patch_prenorm=[False, True]),
+    "florence_vision": dict(
+        depths=[1, 1],
+        embed_dim=[32, 64],
+        num_heads=[2, 4],
+        num_groups=[2, 4],
+        window_size=2,
+        patch_size=[4, 2],
+        patch_stride=[4, 2],
+        patch_padding=[0, 0],
+        patch_prenorm=[False, True],
+    ),
     "gemma4_text": dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32),
     "gemma3n_text": dict(num_kv_shared_layers=0),
     "glm5_next_text": dict(index_kpool=4, qk_rope_head_dim=0),
@@ -82,23 +209,58 @@ FITTING: dict[str, dict[str, Any]] = {
     "mllama_vision_model": dict(max_num_tiles=4, intermediate_layers_indices=[0], vision_output_dim=128),
     "mistral_large4_text": dict(kv_source_layers=[0, 1]),
     "muse_spark_audio": dict(hidden_sizes=[16, 16], depths=[1, 1]),
-    "prophetnet": dict(num_hidden_layers=None, num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4),
-    "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
+    "prophetnet": dict(
+        num_hidden_layers=None,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        num_encoder_attention_heads=4,
+        num_decoder_attention_heads=4,
+    ),
+    "qwen4_exp_text": dict(
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2
+    ),
     "radio": dict(video_temporal_patch_size=2),
-    "reformer": dict(is_decoder=True, axial_pos_shape=[4, 3], axial_pos_embds_dim=[32, 32], attn_layers=["local", "lsh"], num_hidden_layers=2,
-                     local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_buckets=2, max_position_embeddings=12,
-                     hash_seed=0, hidden_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0, lsh_attention_probs_dropout_prob=0.0),
-    "roc_bert": dict(enable_pronunciation=False, enable_shape=False, shape_vocab_size=100, pronunciation_vocab_size=100),
+    "reformer": dict(
+        is_decoder=True,
+        axial_pos_shape=[4, 3],
+        axial_pos_embds_dim=[32, 32],
+        attn_layers=["local", "lsh"],
+        num_hidden_layers=2,
+        local_attn_chunk_length=4,
+        lsh_attn_chunk_length=4,
+        num_buckets=2,
+        max_position_embeddings=12,
+        hash_seed=0,
+        hidden_dropout_prob=0.0,
+        local_attention_probs_dropout_prob=0.0,
+        lsh_attention_probs_dropout_prob=0.0,
+    ),
+    "roc_bert": dict(
+        enable_pronunciation=False, enable_shape=False, shape_vocab_size=100, pronunciation_vocab_size=100
+    ),
     "step3p5": dict(layer_types=["full_attention", "sliding_attention"], sliding_window=8),
     "unlimited_ocr_text": dict(num_key_value_heads=4),
     "vipllava": dict(vision_feature_layers=[-2, -1, 1, 0, -2]),
     "xmod": dict(default_language="en_XX", languages=["en_XX"]),
     "xlnet": dict(max_position_embeddings=None),
-    "zamba": dict(layers_block_type=["hybrid", "linear_attention", "hybrid"], num_hidden_layers=3, attention_hidden_size=128, attention_head_dim=32,
-                  mamba_dt_rank=8, n_mamba_heads=2),
+    "zamba": dict(
+        layers_block_type=["hybrid", "linear_attention", "hybrid"],
+        num_hidden_layers=3,
+        attention_hidden_size=128,
+        attention_head_dim=32,
+        mamba_dt_rank=8,
+        n_mamba_heads=2,
+    ),
     "zaya": dict(num_experts_per_tok=1),
-}  # fmt: skip
-LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types", "attn_layer_indices", "hybrid_override_pattern")
+}
+LAYER_KINDS = (
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "block_types",
+    "attn_layer_indices",
+    "hybrid_override_pattern",
+)
 
 
 def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
@@ -111,11 +273,21 @@ def tiny_of(config: PretrainedConfig) -> PretrainedConfig:
     return _tiny(type(config), {}, config)
 
 
-def _tiny(cls: type[PretrainedConfig], more: dict[str, Any], default: PretrainedConfig | None = None, part: bool = False) -> PretrainedConfig:
+def _tiny(
+    cls: type[PretrainedConfig], more: dict[str, Any], default: PretrainedConfig | None = None, part: bool = False
+) -> PretrainedConfig:
     default = default or cls()
-    known = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {})) | {k for k in SIZES if _get(default, k) is not None}
+    known = (
+        set(inspect.signature(cls.__init__).parameters)
+        | set(getattr(cls, "__dataclass_fields__", {}))
+        | {k for k in SIZES if _get(default, k) is not None}
+    )
     known -= {k for c in cls.__mro__ for k, v in vars(c).items() if isinstance(v, property) and v.fset is None}
-    values = {k: _like(v, _get(default, k)) for k, v in (SIZES | SCALES).items() if k in known and (k in ALWAYS or _get(default, k) is not None)}
+    values = {
+        k: _like(v, _get(default, k))
+        for k, v in (SIZES | SCALES).items()
+        if k in known and (k in ALWAYS or _get(default, k) is not None)
+    }
     if "qk_rope_head_dim" in known:  # with latent attention, head_dim is this width
         values.pop("head_dim", None)
         values["num_key_value_heads"] = values["num_attention_heads"]
@@ -145,12 +317,22 @@ def _like(value: Any, default: Any) -> Any:
 
 
 def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, at least two layers, with lists of values for each layer cut to that number."""
-    name = next((n for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth") if isinstance(_get(default, n), int)), None)
+    """One layer of each kind, at least two layers, with lists of values for each layer cut to
+    that number."""
+    name = next(
+        (
+            n
+            for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
+            if isinstance(_get(default, n), int)
+        ),
+        None,
+    )
     if name is None:
         return {}
     count = _get(default, name)
-    lists = {k: v for k in list(default.__dict__) if isinstance(v := default.__dict__[k], (list, tuple)) and len(v) == count}
+    lists = {
+        k: v for k in list(default.__dict__) if isinstance(v := default.__dict__[k], (list, tuple)) and len(v) == count
+    }
     lists = {k: v for k, v in lists.items() if count > 2 or k in LAYER_KINDS}
     kinds = next((lists[k] for k in LAYER_KINDS if k in lists), None)
     chosen = [0, count - 1]
@@ -158,17 +340,23 @@ def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]
         chosen = sorted({list(kinds).index(k) for k in dict.fromkeys(kinds)})[:4]
         chosen = chosen if len(chosen) > 1 else [0, count - 1]
     cut = {k: [v[i] for i in chosen] for k, v in lists.items()}
-    cut |= {k: [values[k]] * len(chosen) for k in cut.keys() & values.keys() if not isinstance(values[k], (list, tuple))}
+    cut |= {
+        k: [values[k]] * len(chosen) for k in cut.keys() & values.keys() if not isinstance(values[k], (list, tuple))
+    }
     return ({name: len(chosen)} if name in values or cut else {}) | cut
 
 
 def _sections(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Sections of multimodal rotary embeddings, cut to the width of the tiny heads."""
-    name = "rope_parameters" if hasattr(default, "rope_parameters") else "rope_scaling"  # the name before transformers 5
+    name = (
+        "rope_parameters" if hasattr(default, "rope_parameters") else "rope_scaling"
+    )  # the name before transformers 5
     rope = _get(default, name) or {}
     sections = rope.get("mrope_section") or (16, 24, 24)
     try:
-        named = "mrope_section" in inspect.getsource(importlib.import_module(type(default).__module__.replace("configuration_", "modeling_")))
+        named = "mrope_section" in inspect.getsource(
+            importlib.import_module(type(default).__module__.replace("configuration_", "modeling_"))
+        )
     except ImportError:
         named = False
     if not named or "num_attention_heads" not in values or any(isinstance(v, dict) for v in rope.values()):
@@ -176,18 +364,25 @@ def _sections(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, An
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     width = int(width * (rope.get("partial_rotary_factor") or _get(default, "partial_rotary_factor") or 1.0)) // 2
     small = [max(1, width * n // sum(sections)) for n in sections[1:]]
-    return {name: {"rope_type": "default", "rope_theta": 10000.0} | rope | {"mrope_section": [width - sum(small), *small]}}
+    return {
+        name: {"rope_type": "default", "rope_theta": 10000.0} | rope | {"mrope_section": [width - sum(small), *small]}
+    }
 
 
 def _tokens(default: PretrainedConfig) -> dict[str, Any]:
     """Ids of special tokens, all different, that fit the vocabulary."""
-    given = {k: v for k in list(default.__dict__) if k.endswith(("token_id", "token_index")) and isinstance(v := default.__dict__[k], int)}
+    given = {
+        k: v
+        for k in list(default.__dict__)
+        if k.endswith(("token_id", "token_index")) and isinstance(v := default.__dict__[k], int)
+    }
     large = [k for k in sorted(given) if given[k] >= VOCAB - 20]
     return {k: VOCAB - 20 + i for i, k in enumerate(large)}
 
 
 def tiny_model(model_type: str, *, attention: str = "eager", head: str | None = None, **more: Any) -> PreTrainedModel:
-    """A model with a language model's head, of ``tiny_config``, in training mode, in fp32, without dropout. ``head``: another class of the model."""
+    """A model with a language model's head, of ``tiny_config``, in training mode, in fp32,
+    without dropout. ``head``: another class of the model."""
     return model_of(tiny_config(model_type, **more), attention, head)
 
 
@@ -211,7 +406,8 @@ def words(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def images(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Inputs with two images, in each form that processors produce. The first form that the model accepts is the right one."""
+    """Inputs with two images, in each form that processors produce. The first form that the
+    model accepts is the right one."""
     pixels = torch.randn(2, 3, IMAGE, IMAGE)
     grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
     for channels in (3 * 2 * 4 * 4, 3 * 4 * 4):
@@ -229,10 +425,21 @@ def images(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return ``batch`` (2 sequences) with an image in each; None if no form of images is understood."""
+    """Return ``batch`` (2 sequences) with an image in each; None if no form of images is
+    understood."""
     configs = (model.config, getattr(model.config, "text_config", None))
-    token = next((t for c in configs for n in ("image_token_id", "image_token_index") if (t := getattr(c, n, None)) is not None), None)
-    features = next((f for m in (model, getattr(model, "model", None)) if (f := getattr(m, "get_image_features", None)) is not None), None)
+    token = next(
+        (t for c in configs for n in ("image_token_id", "image_token_index") if (t := getattr(c, n, None)) is not None),
+        None,
+    )
+    features = next(
+        (
+            f
+            for m in (model, getattr(model, "model", None))
+            if (f := getattr(m, "get_image_features", None)) is not None
+        ),
+        None,
+    )
     if token is None or features is None:
         return _with_pictures(model, batch)
     for form in images(model):
@@ -240,7 +447,11 @@ def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, T
             found = features(**form)
             found = getattr(found, "pooler_output", found)
             found = getattr(found, "last_hidden_state", found)
-            rows = sum(t.shape[:-1].numel() for t in found) if isinstance(found, (list, tuple)) else found.shape[:-1].numel()
+            rows = (
+                sum(t.shape[:-1].numel() for t in found)
+                if isinstance(found, (list, tuple))
+                else found.shape[:-1].numel()
+            )
             if rows % 2 or not rows:
                 continue
             ids = torch.full((2, rows // 2), token, device=batch["input_ids"].device)

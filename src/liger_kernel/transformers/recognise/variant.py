@@ -1,4 +1,5 @@
-"""A variant is a value: it makes the replacement of a stock function, and the stand-ins that show whether the replacement is right."""
+"""A variant is a value: it makes the replacement of a stock function, and the stand-ins that
+show whether the replacement is right."""
 
 from __future__ import annotations
 
@@ -10,19 +11,23 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]  # attributes of a module (or options of a function), and inputs
+StandIns = Iterator[
+    tuple[dict[str, Any], tuple[Any, ...]]
+]  # attributes of a module (or options of a function), and inputs
 
 
 @dataclass(frozen=True)
 class Made:
-    """An input of a stand-in that depends on the dtypes of the other inputs and of weights: ``make(dtype, weight_dtype)``."""
+    """An input of a stand-in that depends on the dtypes of the other inputs and of weights:
+    ``make(dtype, weight_dtype)``."""
 
     make: Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Our replacement for candidates of one form; the fields say which form. ``variant(stock)`` replaces the stock function."""
+    """Our replacement for candidates of one form; the fields say which form. ``variant(stock)``
+    replaces the stock function."""
 
     kind: ClassVar[str]  # how its label begins
     results: ClassVar[int | None] = None  # how many of its results are compared with stock's; None: all
@@ -32,11 +37,13 @@ class Variant:
         raise NotImplementedError
 
     def stand_ins(self) -> StandIns:
-        """The attributes and inputs with which it is compared with stock functions. They differ in everything that may matter."""
+        """The attributes and inputs with which it is compared with stock functions. They differ
+        in everything that may matter."""
         raise NotImplementedError
 
     def words(self) -> tuple[str, ...]:
-        """The words of its label. Empty words and repeated words are allowed, and left out of the label."""
+        """The words of its label. Empty words and repeated words are allowed, and left out of
+        the label."""
         raise NotImplementedError
 
     @property
@@ -55,26 +62,43 @@ class Variant:
 
 
 def are_numbers(*values: Any) -> bool:
-    """Whether no value that a forward reads from its module is a tensor. A kernel takes a number, which has no gradient, and to read one from a tensor on a GPU
-    makes the host wait."""
+    """Whether no value that a forward reads from its module is a tensor. A kernel takes a number,
+    which has no gradient, and to read one from a tensor on a GPU makes the host wait."""
     return not any(isinstance(value, Tensor) for value in values)
 
 
 def named_as(function: Any, stock: Callable) -> Callable:
-    """``function`` with the parameter names of ``stock``, because callers may use them. The names change in its code object, so calls cost nothing more."""
+    """``function`` with the parameter names of ``stock``, because callers may use them. The
+    names change in its code object, so calls cost nothing more."""
     code = function.__code__
     theirs = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     new = {old: name for old, name in zip(code.co_varnames[: code.co_argcount], theirs) if old != name}
-    if len(theirs) >= code.co_argcount and not set(new.values()) & {*code.co_freevars, *code.co_varnames[: code.co_argcount]}:
+    if len(theirs) >= code.co_argcount and not set(new.values()) & {
+        *code.co_freevars,
+        *code.co_varnames[: code.co_argcount],
+    }:
         taken = {name: f"_{name}" for name in new.values()}  # rename locals that have one of the new names
-        names = {part: tuple((new | taken).get(name, name) for name in getattr(code, part)) for part in ("co_varnames", "co_cellvars")}
+        names = {
+            part: tuple((new | taken).get(name, name) for name in getattr(code, part))
+            for part in ("co_varnames", "co_cellvars")
+        }
         function.__code__ = code.replace(**names)
     return function
 
 
-# Replacements register here, not by attributes: functools.wraps would copy an attribute to every function that wraps them
-NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()  # offset, casting, attribute with the eps
-ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()  # layout, angles of a table, casting
-# The attributes that a forward calls as linear layers of the projection engine, and why a module runs its stock forward all the same, or None
-LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], Callable[[nn.Module], str | None]]] = weakref.WeakKeyDictionary()
-OF_EXPERTS: weakref.WeakKeyDictionary[Callable, Variant] = weakref.WeakKeyDictionary()  # the variant whose forward runs experts
+# Replacements register here, not by attributes: functools.wraps would copy an attribute to every
+# function that wraps them
+NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = (
+    weakref.WeakKeyDictionary()
+)  # offset, casting, attribute with the eps
+ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = (
+    weakref.WeakKeyDictionary()
+)  # layout, angles of a table, casting
+# The attributes that a forward calls as linear layers of the projection engine, and why a module
+# runs its stock forward all the same, or None
+LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], Callable[[nn.Module], str | None]]] = (
+    weakref.WeakKeyDictionary()
+)
+OF_EXPERTS: weakref.WeakKeyDictionary[Callable, Variant] = (
+    weakref.WeakKeyDictionary()
+)  # the variant whose forward runs experts

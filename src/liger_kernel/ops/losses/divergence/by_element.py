@@ -1,6 +1,8 @@
-"""Divergences of two distributions given by element: the one kernel behind ``kl_div``, ``jsd`` and ``tvd``, and the formulas in Triton and in torch.
+"""Divergences of two distributions given by element: the one kernel behind ``kl_div``, ``jsd`` and
+``tvd``, and the formulas in Triton and in torch.
 
-A kind is a function of x and y at one element, summed over a row. With q = exp(x), p = exp(y) and m = beta p + (1 - beta) q:
+A kind is a function of x and y at one element, summed over a row. With q = exp(x), p = exp(y) and m
+= beta p + (1 - beta) q:
 
   kl          y (log(max(y, eps)) - x)                          KL(y || exp(x)); y is a probability, x the log of one
   forward_kl  p (y - x)                                         KL(p || q)
@@ -8,7 +10,8 @@ A kind is a function of x and y at one element, summed over a row. With q = exp(
   jsd         beta p (y - log m) + (1 - beta) q (x - log m)     beta KL(p || m) + (1 - beta) KL(q || m)
   tvd         |x - y| / 2                                       x and y are probabilities
 
-Where a probability is 0, what it multiplies counts as 0, also where that is infinite. A mean of no rows is 0.
+Where a probability is 0, what it multiplies counts as 0, also where that is infinite. A mean of no
+rows is 0.
 """
 
 from __future__ import annotations
@@ -19,7 +22,18 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import acc, as_index, launch, launcher, nbytes, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    acc,
+    as_index,
+    launch,
+    launcher,
+    nbytes,
+    once_differentiable,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 
@@ -27,7 +41,8 @@ TINY = 1.1754944e-38  # the smallest normal fp32
 
 
 def elements(x: Tensor, y: Tensor, kind: str, beta: float = 0.5, eps: float = TINY) -> Tensor:
-    """The divergence at each element, in ``acc`` of the dtypes, with the derivatives that autograd finds."""
+    """The divergence at each element, in ``acc`` of the dtypes, with the derivatives that
+    autograd finds."""
     dtype = acc(torch.promote_types(x.dtype, y.dtype))
     x, y = x.to(dtype), y.to(dtype)
     if kind == "tvd":
@@ -45,7 +60,8 @@ def elements(x: Tensor, y: Tensor, kind: str, beta: float = 0.5, eps: float = TI
 
 
 def jsd_kind(beta: float) -> str:
-    """The kind to use for "jsd" with this ``beta``: at 0 and 1 the divergence vanishes, and a KL replaces it."""
+    """The kind to use for "jsd" with this ``beta``: at 0 and 1 the divergence vanishes, and a KL
+    replaces it."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
 
 
@@ -69,7 +85,8 @@ def at_least(x, least):
 
 @jit
 def element(x, y, beta, eps, KIND: tl.constexpr):
-    """The divergence at each element of fp32 x and y, and its derivatives with respect to x and to y."""
+    """The divergence at each element of fp32 x and y, and its derivatives with respect to x and
+    to y."""
     if KIND == "tvd":
         d = x - y
         loss = 0.5 * tl.abs(d)
@@ -94,7 +111,9 @@ def element(x, y, beta, eps, KIND: tl.constexpr):
     else:  # the logarithms' own derivatives cancel: the two terms of the loss are its derivatives
         p = tl.exp(y)
         q = tl.exp(x)
-        log_m = tl.log(at_least(beta * p + (1.0 - beta) * q, 1.1754944e-38))  # of probabilities that are not 0, m may underflow
+        log_m = tl.log(
+            at_least(beta * p + (1.0 - beta) * q, 1.1754944e-38)
+        )  # of probabilities that are not 0, m may underflow
         dx = (1.0 - beta) * q * tl.where(q == 0.0, 0.0, x - log_m)
         dy = beta * p * tl.where(p == 0.0, 0.0, y - log_m)
         loss = dx + dy
@@ -109,7 +128,8 @@ def times(a, weight):
 
 @jit
 def online(z, top, total):
-    """The running maximum of each lane, its sum of exponentials relative to it, those of ``z``, and what older sums are to be multiplied by."""
+    """The running maximum of each lane, its sum of exponentials relative to it, those of ``z``,
+    and what older sums are to be multiplied by."""
     new = tl.maximum(top, tl.max(z, axis=1))
     shift = tl.where(new == -float("inf"), 0.0, new)  # a lane of -inf only has no maximum to subtract
     rescale = tl.exp(top - shift)
@@ -128,7 +148,8 @@ def joined(top, total):
 
 @jit
 def derived(x, y, beta, KIND: tl.constexpr):
-    """Loss and dloss / dx at each element, and q; of the kinds that are not linear in the log-probabilities."""
+    """Loss and dloss / dx at each element, and q; of the kinds that are not linear in the
+    log-probabilities."""
     q = tl.exp(x)
     if KIND == "tvd":
         loss, dq, _ = element(q, tl.exp(y), beta, 0.0, KIND)
@@ -145,7 +166,8 @@ def _dense(
     KIND: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr,
     SUM: tl.constexpr, ELEMENTS: tl.constexpr, NEED_DX: tl.constexpr, NEED_DY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``span`` columns of one row a program: their sum or each of them, and the gradients, in one sweep."""
+    """``span`` columns of one row a program: their sum or each of them, and the gradients, in
+    one sweep."""
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
     begin = (program % splits) * span
@@ -186,7 +208,9 @@ def _dense(
         tl.store(loss_ptr + program, tl.sum(total, axis=0))
 
 
-def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_dx, need_dy) -> tuple[Tensor, Tensor, Tensor]:
+def _launch(
+    losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_dx, need_dy
+) -> tuple[Tensor, Tensor, Tensor]:
     """losses ("elements": (M, V); "sums": of parts of rows, (M, splits); "": none), dx and dy."""
     M, V = x.shape
     dtype = torch.promote_types(x.dtype, y.dtype) if losses == "elements" else torch.float32
@@ -194,29 +218,58 @@ def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_d
     if tracing(x):
         return x.new_empty({"elements": (M, V), "sums": (M, 1), "": 0}[losses], dtype=dtype), dx, dy
     c = config.tile("divergence", V, max(x.itemsize, y.itemsize), elements=1, per_thread=8, max_block_n=4096)
-    # with many rows, parts of eight blocks leave no processor idle at the end; with few rows, shorter parts occupy all processors
+    # with many rows, parts of eight blocks leave no processor idle at the end; with few rows,
+    # shorter parts occupy all processors
     span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * config.processors())))
     splits = cdiv(V, span)
     loss = x.new_empty({"elements": (M, V), "sums": (M, splits), "": 0}[losses], dtype=dtype)
     tensors = y, x if labels is None else labels, x if norm is None else norm, x if g is None else g, loss, dx, dy
-    strides = x.stride(0), y.stride(0), 0 if labels is None else labels.stride(0), *((0, 0) if g is None else g.stride())
+    strides = (
+        x.stride(0),
+        y.stride(0),
+        0 if labels is None else labels.stride(0),
+        *((0, 0) if g is None else g.stride()),
+    )
     flags = dict(KIND=kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None)
     needs = dict(SUM=losses == "sums", ELEMENTS=losses == "elements", NEED_DX=need_dx, NEED_DY=need_dy)
-    launch(_dense, (M * splits,), x, *tensors, V, span, splits, *strides, ignore_index, beta, max(eps, TINY), **flags, **needs, **c.row)
+    launch(
+        _dense,
+        (M * splits,),
+        x,
+        *tensors,
+        V,
+        span,
+        splits,
+        *strides,
+        ignore_index,
+        beta,
+        max(eps, TINY),
+        **flags,
+        **needs,
+        **c.row,
+    )
     return loss, dx, dy
 
 
 _NUMBERS = "str kind, float beta, float eps, int ignore_index, bool need_dx, bool need_dy"
 
 
-@launcher(f"(Tensor x, Tensor y, Tensor? labels, Tensor? norm, str out, {_NUMBERS}) -> (Tensor loss, Tensor dx, Tensor dy)")
-def divergence_fwd(x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, *numbers) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients of rows x and y (M, V). ``out``: "elements" (M, V), "rows" (M,) fp32, "sum": 0-dim fp32, divided by ``norm``.
+@launcher(
+    f"(Tensor x, Tensor y, Tensor? labels, Tensor? norm, str out, {_NUMBERS}) -> (Tensor loss, Tensor dx, Tensor dy)"
+)
+def divergence_fwd(
+    x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, *numbers
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of rows x and y (M, V). ``out``: "elements" (M, V), "rows" (M,) fp32,
+    "sum": 0-dim fp32, divided by ``norm``.
 
-    fp16 gradients of a mean would underflow before a loss scaler reaches them: these are not divided yet.
+    fp16 gradients of a mean would underflow before a loss scaler reaches them: these are not
+    divided yet.
     """
     half = torch.float16 in (x.dtype, y.dtype)
-    loss, dx, dy = _launch("elements" if out == "elements" else "sums", x, y, labels, None if half else norm, None, *numbers)
+    loss, dx, dy = _launch(
+        "elements" if out == "elements" else "sums", x, y, labels, None if half else norm, None, *numbers
+    )
     if out == "rows":
         loss = loss.sum(1)
     elif out == "sum":
@@ -226,12 +279,25 @@ def divergence_fwd(x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | N
 
 @launcher(f"(Tensor g, Tensor x, Tensor y, Tensor? labels, {_NUMBERS}) -> (Tensor dx, Tensor dy)")
 def divergence_bwd(g: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, *numbers) -> tuple[Tensor, Tensor]:
-    """dx and dy for upstream gradients g (M, V) of any strides; gradients that are not needed are empty."""
+    """dx and dy for upstream gradients g (M, V) of any strides; gradients that are not needed
+    are empty."""
     return _launch("", x, y, labels, None, g, *numbers)[1:]
 
 
-def forward(ctx, x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, kind: str, beta: float, eps: float, ignore_index: int) -> Tensor:
-    """``forward`` of a Function whose first two arguments are x and y (..., V): a reduced loss leaves its gradients behind, others the inputs."""
+def forward(
+    ctx,
+    x: Tensor,
+    y: Tensor,
+    labels: Tensor | None,
+    norm: Tensor | None,
+    out: str,
+    kind: str,
+    beta: float,
+    eps: float,
+    ignore_index: int,
+) -> Tensor:
+    """``forward`` of a Function whose first two arguments are x and y (..., V): a reduced loss
+    leaves its gradients behind, others the inputs."""
     need, numbers = ctx.needs_input_grad[:2], (kind, beta, eps, ignore_index)
     now = need if out == "sum" else (False, False)
     x2, y2, rows = rows_of(x), rows_of(y), None if labels is None else labels.reshape(-1)
@@ -245,7 +311,8 @@ def forward(ctx, x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | Non
 
 
 class ByElement(torch.autograd.Function):
-    """A Function whose ``forward`` is the one above, of x, y and other arguments, which get no gradient."""
+    """A Function whose ``forward`` is the one above, of x, y and other arguments, which get no
+    gradient."""
 
     @staticmethod
     @once_differentiable
@@ -264,8 +331,15 @@ class ByElement(torch.autograd.Function):
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
-def check(name: str, pair: dict[str, Tensor], shift_labels: Tensor | None, reduction: str, reductions: tuple[str, ...] = REDUCTIONS) -> Tensor | None:
-    """Return ``shift_labels`` in a dtype that kernels read. Raise ``ValueError`` for arguments that have no meaning for a ``pair`` of tensors."""
+def check(
+    name: str,
+    pair: dict[str, Tensor],
+    shift_labels: Tensor | None,
+    reduction: str,
+    reductions: tuple[str, ...] = REDUCTIONS,
+) -> Tensor | None:
+    """Return ``shift_labels`` in a dtype that kernels read. Raise ``ValueError`` for arguments
+    that have no meaning for a ``pair`` of tensors."""
     (a, x), (b, y) = pair.items()
     if not (x.is_floating_point() and y.is_floating_point()):
         raise ValueError(f"{name}: {a} and {b} must be floating point, got {x.dtype} and {y.dtype}")
@@ -287,12 +361,14 @@ def served(x: Tensor, y: Tensor) -> bool:
 
 
 def without_graph(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, detached if gradients are off: a Function that computes gradients in its forward sees only whether its inputs require them."""
+    """The tensors, detached if gradients are off: a Function that computes gradients in its
+    forward sees only whether its inputs require them."""
     return tensors if torch.is_grad_enabled() else tuple(t.detach() for t in tensors)
 
 
 def moved(x: Tensor, y: Tensor, elementwise: bool = False) -> tuple[int, int, int]:
-    """The least bytes of forward, of backward, and of both: one pass if the loss is one number, two if it is ``elementwise``."""
+    """The least bytes of forward, of backward, and of both: one pass if the loss is one number,
+    two if it is ``elementwise``."""
     grads, each = nbytes(*(t for t in (x, y) if t.requires_grad)), nbytes(x) if elementwise else 0
     forward, backward = nbytes(x, y) + each, nbytes(x, y) + each + grads
     return forward, backward, forward + backward if elementwise else backward

@@ -1,9 +1,11 @@
-"""The row kernels of distillation: from the logits of a student and a teacher's, or its K likeliest tokens, to losses and the gradient in place.
+"""The row kernels of distillation: from the logits of a student and a teacher's, or its K likeliest
+tokens, to losses and the gradient in place.
 
 Formulas and letters are those of ``linear_divergence``.
 
-A teacher is given by its logits (``_rows``), by its probabilities (``_rows`` of kind "kl"), or by the log-probabilities of its K likeliest tokens
-(``_topk_rows``); ``row_kernel`` chooses among these, and without kernels does the same in torch.
+A teacher is given by its logits (``_rows``), by its probabilities (``_rows`` of kind "kl"), or by
+the log-probabilities of its K likeliest tokens (``_topk_rows``); ``row_kernel`` chooses among
+these, and without kernels does the same in torch.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def given_kl(z: Tensor, p: Tensor, temperature: float, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Distillation:
-    """The numbers that define a row's loss, apart from its tensors. ``kind``: one of ``KINDS``, or "kl" for a teacher given by probabilities."""
+    """The numbers that define a row's loss, apart from its tensors. ``kind``: one of ``KINDS``,
+    or "kl" for a teacher given by probabilities."""
 
     kind: str = "jsd"
     beta: float = 0.5
@@ -77,12 +80,16 @@ class Distillation:
 
 
 # The same numbers in a launcher's schema, in the order of the fields of ``Distillation``.
-NUMBERS = "str kind, float beta, float temperature, float weight_hard, float weight_soft, bool tail, int ignore_index, str reduction, float eps"
+NUMBERS = (
+    "str kind, float beta, float temperature, float weight_hard, float weight_soft, bool tail, int "
+    "ignore_index, str reduction, float eps"
+)
 
 
 @jit
 def _load(z_ptr, bias_ptr, start, V, origin, HAS_BIAS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """A block of one row's logits less ``origin``, (LANES, VEC): what a thread reads at once is a row of it. -inf outside."""
+    """A block of one row's logits less ``origin``, (LANES, VEC): what a thread reads at once is
+    a row of it. -inf outside."""
     col = start + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     return col, _at(z_ptr, bias_ptr, col, col < V, HAS_BIAS) - origin
 
@@ -98,7 +105,8 @@ def _at(z_ptr, bias_ptr, col, mask, HAS_BIAS: tl.constexpr):
 
 @jit
 def _origin(z_ptr, bias_ptr, V, HAS_BIAS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """The first block's maximum: softmax does not see what is subtracted from all logits, the rounding of their differences does."""
+    """The first block's maximum: softmax does not see what is subtracted from all logits, the
+    rounding of their differences does."""
     _, z = _load(z_ptr, bias_ptr, 0, V, 0.0, HAS_BIAS, LANES, VEC)
     top = tl.max(tl.max(z, axis=1), axis=0)
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
@@ -136,12 +144,42 @@ def _factor(norm_ptr, g_ptr, row, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr):
 
 @jit
 def _rows(
-    s_ptr, t_ptr, s_bias_ptr, t_bias_ptr, target_ptr, norm_ptr, g_ptr, g_hard_ptr, soft_ptr, hard_ptr, dz_ptr,
-    V, s_stride, t_stride, dz_stride, ignore_index, beta, eps, scale, weight_hard, weight_soft,
-    KIND: tl.constexpr, S_BIAS: tl.constexpr, T_BIAS: tl.constexpr, HAS_TARGET: tl.constexpr, HARD: tl.constexpr, HARD_LSE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_G: tl.constexpr, HAS_G_HARD: tl.constexpr, NEED_DZ: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row a program, as in ``logit_divergence``, the hard loss in the same sweeps. HARD_LSE: it has a normaliser of its own."""
+    s_ptr,
+    t_ptr,
+    s_bias_ptr,
+    t_bias_ptr,
+    target_ptr,
+    norm_ptr,
+    g_ptr,
+    g_hard_ptr,
+    soft_ptr,
+    hard_ptr,
+    dz_ptr,
+    V,
+    s_stride,
+    t_stride,
+    dz_stride,
+    ignore_index,
+    beta,
+    eps,
+    scale,
+    weight_hard,
+    weight_soft,
+    KIND: tl.constexpr,
+    S_BIAS: tl.constexpr,
+    T_BIAS: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    HARD: tl.constexpr,
+    HARD_LSE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_G: tl.constexpr,
+    HAS_G_HARD: tl.constexpr,
+    NEED_DZ: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program, as in ``logit_divergence``, the hard loss in the same sweeps. HARD_LSE:
+    it has a normaliser of its own."""
     row = tl.program_id(0).to(tl.int64)
     s_ptr += row * s_stride
     t_ptr += row * t_stride
@@ -277,12 +315,38 @@ def _rows(
 
 @jit
 def _topk_rows(
-    s_ptr, log_p_ptr, index_ptr, s_bias_ptr, target_ptr, norm_ptr, g_ptr, soft_ptr, hard_ptr, dz_ptr,
-    V, K, s_stride, dz_stride, ignore_index, scale, weight_hard, weight_soft,
-    TAIL: tl.constexpr, S_BIAS: tl.constexpr, HAS_TARGET: tl.constexpr, HARD: tl.constexpr, HARD_LSE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr,
-    NEED_DZ: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One row a program: the K tokens are taken out of z (which becomes -inf there), so that the mass of the others is a sum and no difference."""
+    s_ptr,
+    log_p_ptr,
+    index_ptr,
+    s_bias_ptr,
+    target_ptr,
+    norm_ptr,
+    g_ptr,
+    soft_ptr,
+    hard_ptr,
+    dz_ptr,
+    V,
+    K,
+    s_stride,
+    dz_stride,
+    ignore_index,
+    scale,
+    weight_hard,
+    weight_soft,
+    TAIL: tl.constexpr,
+    S_BIAS: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    HARD: tl.constexpr,
+    HARD_LSE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_G: tl.constexpr,
+    NEED_DZ: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One row a program: the K tokens are taken out of z (which becomes -inf there), so that the
+    mass of the others is a sum and no difference."""
     row = tl.program_id(0).to(tl.int64)
     s_ptr += row * s_stride
     dz_ptr += row * dz_stride
@@ -366,16 +430,40 @@ def _topk_rows(
             tl.store(dz_ptr + index, dz_k.to(dz_ptr.dtype.element_ty), mask=known)
 
 
-def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, teacher_bias=None, dz=None, norm=None, g=None, g_hard=None) -> None:
-    """Per-row losses of logits z (M, V) into ``soft`` and ``hard`` (empty without a hard loss) and the gradient into ``dz``, which may be z itself.
+def row_kernel(
+    z: Tensor,
+    t,
+    target,
+    s: Distillation,
+    *,
+    soft,
+    hard,
+    bias=None,
+    teacher_bias=None,
+    dz=None,
+    norm=None,
+    g=None,
+    g_hard=None,
+) -> None:
+    """Per-row losses of logits z (M, V) into ``soft`` and ``hard`` (empty without a hard loss) and
+    the gradient into ``dz``, which may be z itself.
 
-    ``t``: the teacher's logits, of kind "kl" its probabilities, or log-probabilities and indices (M, K). The biases (V,) are added first; z is spent.
-    The gradient is multiplied by ``g`` (M,) and divided by ``norm``; with ``g_hard`` (M,), which excludes a ``norm``, the hard loss' own is by that.
+    ``t``: the teacher's logits, of kind "kl" its probabilities, or log-probabilities and indices
+    (M, K). The biases (V,) are added first; z is spent.
+    The gradient is multiplied by ``g`` (M,) and divided by ``norm``; with ``g_hard`` (M,), which
+    excludes a ``norm``, the hard loss' own is by that.
     """
     if tracing(z):
         return
     topk = isinstance(t, tuple)
-    if not topk and bias is None and teacher_bias is None and s.kind not in ("cosine", "kl") and not s.weight_hard and s.weight_soft == 1.0:
+    if (
+        not topk
+        and bias is None
+        and teacher_bias is None
+        and s.kind not in ("cosine", "kl")
+        and not s.weight_hard
+        and s.weight_soft == 1.0
+    ):
         return divergence_rows(z, t, s.divergence(), labels=target, out=soft, dz=dz, norm=norm, g=g)
     if not (use_kernels(z) and (topk or use_kernels(t))):
         return _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g, g_hard)
@@ -385,7 +473,11 @@ def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, 
     c = config.tile("linear_divergence", V, itemsize, elements=1, max_block_n=8192 // itemsize, per_thread=8)
     given = lambda a: z if a is None else a  # a pointer for arguments that a flag switches off
     has: dict[str, object] = dict(
-        S_BIAS=bias is not None, HAS_TARGET=target is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None
+        S_BIAS=bias is not None,
+        HAS_TARGET=target is not None,
+        HAS_NORM=norm is not None,
+        HAS_G=g is not None,
+        NEED_DZ=dz is not None,
     )
     hard_loss = dict(HARD=s.weight_hard != 0, HARD_LSE=s.weight_hard != 0 and (s.kind == "cosine" or scale != 1.0))
     flags = has | hard_loss | dict(VEC=min(c.block_n, 16 // z.itemsize)) | c.row
@@ -394,7 +486,23 @@ def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, 
     if topk:
         (log_p, index), K = t, t[1].shape[1]
         flags |= dict(TAIL=s.tail, BLOCK_K=next_power_of_2(max(K, 1)))
-        launch(_topk_rows, (M,), z, log_p, index, given(bias), *upstream, *results, V, K, z.stride(0), stride, s.ignore_index, *numbers, **flags)
+        launch(
+            _topk_rows,
+            (M,),
+            z,
+            log_p,
+            index,
+            given(bias),
+            *upstream,
+            *results,
+            V,
+            K,
+            z.stride(0),
+            stride,
+            s.ignore_index,
+            *numbers,
+            **flags,
+        )
     else:
         tensors = t, given(bias), given(teacher_bias), *upstream, given(g_hard), *results
         strides = z.stride(0), t.stride(0), stride
@@ -404,7 +512,18 @@ def row_kernel(z: Tensor, t, target, s: Distillation, *, soft, hard, bias=None, 
 
 
 def _rows_in_torch(
-    z: Tensor, t: Tensor | tuple[Tensor, Tensor], target: Tensor | None, s: Distillation, soft, hard, bias, teacher_bias, dz, norm, g, g_hard
+    z: Tensor,
+    t: Tensor | tuple[Tensor, Tensor],
+    target: Tensor | None,
+    s: Distillation,
+    soft,
+    hard,
+    bias,
+    teacher_bias,
+    dz,
+    norm,
+    g,
+    g_hard,
 ) -> None:
     a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
     if teacher_bias is not None:
@@ -414,7 +533,10 @@ def _rows_in_torch(
         _topk_in_torch(a, *t, s, soft, d)
     elif s.kind == "cosine":
         b = t.to(a.dtype)
-        (a_norm, b_norm), dot = (v.norm(dim=-1, keepdim=True).clamp(min=TINY) for v in (a, b)), (a * b).sum(-1, keepdim=True)
+        (a_norm, b_norm), dot = (
+            (v.norm(dim=-1, keepdim=True).clamp(min=TINY) for v in (a, b)),
+            (a * b).sum(-1, keepdim=True),
+        )
         cos = dot / a_norm / b_norm
         soft.copy_(1 - cos[:, 0])
         if d is not None:
@@ -459,8 +581,12 @@ def _topk_in_torch(z: Tensor, log_p: Tensor, index: Tensor, s: Distillation, sof
 
 
 def check_teacher(name: str, M: int, V: int, **tensors: Tensor | None) -> None:
-    """Raise ``ValueError`` for a teacher's tensors that do not fit M rows and V tokens, have a wrong dtype, or require a gradient."""
-    G, K = (None if t is None or not t.ndim else t.shape[-1] for t in (tensors.get("teacher_x"), tensors.get("topk_indices")))
+    """Raise ``ValueError`` for a teacher's tensors that do not fit M rows and V tokens, have a
+    wrong dtype, or require a gradient."""
+    G, K = (
+        None if t is None or not t.ndim else t.shape[-1]
+        for t in (tensors.get("teacher_x"), tensors.get("topk_indices"))
+    )
     shapes = dict(teacher_x=(M, G), teacher_w=(V, G), teacher_bias=(V,), topk_log_probs=(M, K), topk_indices=(M, K))
     shapes |= dict.fromkeys(("teacher_logits", "teacher_probs"), (M, V))
     for key, t in tensors.items():
@@ -469,6 +595,11 @@ def check_teacher(name: str, M: int, V: int, **tensors: Tensor | None) -> None:
         if t.shape != shapes[key]:
             raise ValueError(f"{name}: {key} must have shape {shapes[key]}, got {tuple(t.shape)}")
         if t.is_floating_point() == (key == "topk_indices"):
-            raise ValueError(f"{name}: {key} must hold {'integers' if key == 'topk_indices' else 'floating point'}, got {t.dtype}")
+            raise ValueError(
+                f"{name}: {key} must hold {'integers' if key == 'topk_indices' else 'floating point'}, got {t.dtype}"
+            )
         if t.requires_grad and torch.is_grad_enabled() and key not in ("teacher_w", "teacher_bias"):
-            raise ValueError(f"{name}: {key} must not require a gradient (there is none for the teacher: detach it), got one that does")
+            raise ValueError(
+                f"{name}: {key} must not require a gradient (there is none for the teacher: detach it), got one that "
+                "does"
+            )

@@ -1,13 +1,16 @@
-"""Cross entropy and total variation distance of each token, from the same logits in the same sweeps, for losses that mix and weigh them on their own.
+"""Cross entropy and total variation distance of each token, from the same logits in the same
+sweeps, for losses that mix and weigh them on their own.
 
-Shapes: student and teacher logits (M, V), target (M,).  With q = softmax(student) and p = softmax(teacher) (TVD: arXiv:2307.15190):
+Shapes: student and teacher logits (M, V), target (M,).  With q = softmax(student) and p =
+softmax(teacher) (TVD: arXiv:2307.15190):
 
     ce = -log q_y        tvd = sum_j |q_j - p_j| / 2
 
     d ce / d z_j = q_j - [j = y]        d tvd / d z_j = q_j (s_j - sum_i q_i s_i) / 2,   s_j = sign(q_j - p_j)
 
-Rows whose target is ``ignore_index`` have both 0, and no gradient; a target outside [0, V) makes ``ce`` and the gradient NaN. It is the row kernel of
-``linear_divergence``, with an upstream gradient for each of its two losses; the backward computes the normalisers again.
+Rows whose target is ``ignore_index`` have both 0, and no gradient; a target outside [0, V) makes
+``ce`` and the gradient NaN. It is the row kernel of ``linear_divergence``, with an upstream
+gradient for each of its two losses; the backward computes the normalisers again.
 """
 
 from __future__ import annotations
@@ -15,7 +18,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    computed,
+    launcher,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    use_kernels,
+)
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
@@ -25,7 +39,9 @@ from liger_kernel.ops.losses.divergence.logit_divergence import reference as div
 
 def reference(student, teacher, target, *, ignore_index):
     ce = cross_entropy_reference(student, target, ignore_index=ignore_index, reduction="none")
-    tvd = divergence_reference(student, teacher.detach(), target, kind="tvd", ignore_index=ignore_index, reduction="none")
+    tvd = divergence_reference(
+        student, teacher.detach(), target, kind="tvd", ignore_index=ignore_index, reduction="none"
+    )
     return ce, tvd
 
 
@@ -42,7 +58,9 @@ def fused_ce_tvd_fwd(student: Tensor, teacher: Tensor, target: Tensor, ignore_in
 
 
 @launcher("(Tensor g_ce, Tensor g_tvd, Tensor student, Tensor teacher, Tensor target, int ignore_index) -> Tensor dz")
-def fused_ce_tvd_bwd(g_ce: Tensor, g_tvd: Tensor, student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+def fused_ce_tvd_bwd(
+    g_ce: Tensor, g_tvd: Tensor, student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int
+) -> Tensor:
     """The student's gradient for upstream gradients (M,) of both losses."""
     dz = student.new_empty(student.shape)
     ce, tvd = (student.new_empty(student.shape[0], dtype=torch.float32) for _ in range(2))
@@ -51,7 +69,8 @@ def fused_ce_tvd_bwd(g_ce: Tensor, g_tvd: Tensor, student: Tensor, teacher: Tens
 
 
 class LigerFusedCETVDFunction(torch.autograd.Function):
-    """``apply(student_logits, teacher_logits, target, ignore_index=-100)`` -> ce, tvd. The teacher is constant, whether it asks for a gradient or not."""
+    """``apply(student_logits, teacher_logits, target, ignore_index=-100)`` -> ce, tvd. The
+    teacher is constant, whether it asks for a gradient or not."""
 
     @staticmethod
     def forward(ctx, student_logits, teacher_logits, target, ignore_index=-100):
@@ -63,7 +82,11 @@ class LigerFusedCETVDFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_ce, g_tvd):
-        dz = fused_ce_tvd_bwd(g_ce.contiguous(), g_tvd.contiguous(), *ctx.saved_tensors, ctx.ignore_index) if ctx.needs_input_grad[0] else None
+        dz = (
+            fused_ce_tvd_bwd(g_ce.contiguous(), g_tvd.contiguous(), *ctx.saved_tensors, ctx.ignore_index)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return dz, None, None, None
 
 
@@ -75,12 +98,27 @@ def _rows(M: int, V: int, ignored: int = 3) -> dict[str, T]:
     reference=reference,
     cases=[
         Case("labels", _rows(9, 130)),
-        Case("fp32-teacher", dict(student=T((7, 61)), teacher=T((7, 61), grad=False, dtype=torch.float32), target=targets(7, 61))),
+        Case(
+            "fp32-teacher",
+            dict(student=T((7, 61)), teacher=T((7, 61), grad=False, dtype=torch.float32), target=targets(7, 61)),
+        ),
         Case("all-ignored", _rows(3, 20, 1)),
         Case("two-blocks", _rows(2, 9001, 5)),
-        Case("3d", dict(student=T((2, 3, 5)), teacher=T((2, 3, 5), grad=False), target=targets(6, 5)), error="student must have shape (M, V), got (2, 3, 5)"),
-        Case("bad-teacher", dict(student=T((3, 5)), teacher=T((3, 6), grad=False), target=targets(3, 5)), error="teacher must have shape (3, 5), got (3, 6)"),
-        Case("bad-target", dict(student=T((3, 5)), teacher=T((3, 5), grad=False), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
+        Case(
+            "3d",
+            dict(student=T((2, 3, 5)), teacher=T((2, 3, 5), grad=False), target=targets(6, 5)),
+            error="student must have shape (M, V), got (2, 3, 5)",
+        ),
+        Case(
+            "bad-teacher",
+            dict(student=T((3, 5)), teacher=T((3, 6), grad=False), target=targets(3, 5)),
+            error="teacher must have shape (3, 5), got (3, 6)",
+        ),
+        Case(
+            "bad-target",
+            dict(student=T((3, 5)), teacher=T((3, 5), grad=False), target=targets(4, 5)),
+            error="target must have shape (3,), got (4,)",
+        ),
         Case(
             "integers",
             dict(student=T((3, 5)), teacher=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
@@ -88,18 +126,25 @@ def _rows(M: int, V: int, ignored: int = 3) -> dict[str, T]:
         ),
     ],
     cost=lambda student, teacher, target, **_: Cost(
-        nbytes(student, teacher, target), nbytes(student, teacher, target, student), flops=(6 * student.numel(), 8 * student.numel())
+        nbytes(student, teacher, target),
+        nbytes(student, teacher, target, student),
+        flops=(6 * student.numel(), 8 * student.numel()),
     ),
 )
-def fused_ce_tvd(student: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Cross entropy and total variation distance of each token, fp32 (M,) each, both differentiable in the student's logits.
+def fused_ce_tvd(
+    student: Tensor, teacher: Tensor, target: Tensor, *, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy and total variation distance of each token, fp32 (M,) each, both differentiable
+    in the student's logits.
 
-    student and teacher (M, V), of any two floating-point dtypes, target (M,) of class indices. The teacher gets no gradient, also if it asks for one.
-    ``ValueError`` for other shapes and dtypes.
+    student and teacher (M, V), of any two floating-point dtypes, target (M,) of class indices. The
+    teacher gets no gradient, also if it asks for one. ``ValueError`` for other shapes and dtypes.
     """
     student, teacher = computed(student), computed(teacher)
     if not (student.is_floating_point() and teacher.is_floating_point()):
-        raise ValueError(f"fused_ce_tvd: student and teacher must be floating point, got {student.dtype} and {teacher.dtype}")
+        raise ValueError(
+            f"fused_ce_tvd: student and teacher must be floating point, got {student.dtype} and {teacher.dtype}"
+        )
     if student.ndim != 2:
         raise ValueError(f"fused_ce_tvd: student must have shape (M, V), got {tuple(student.shape)}")
     if teacher.shape != student.shape:
@@ -110,15 +155,32 @@ def fused_ce_tvd(student: Tensor, teacher: Tensor, target: Tensor, *, ignore_ind
     return LigerFusedCETVDFunction.apply(student, teacher, target, ignore_index)
 
 
-def fused_ce_tvd_forward(student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor | None, ...]:
-    """``fused_ce_tvd`` without autograd, and three times None for its backward, which needs nothing more."""
+def fused_ce_tvd_forward(
+    student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int
+) -> tuple[Tensor | None, ...]:
+    """``fused_ce_tvd`` without autograd, and three times None for its backward, which needs
+    nothing more."""
     with torch.no_grad():
         return *fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=ignore_index), None, None, None
 
 
 def fused_ce_tvd_backward(
-    grad_ce: Tensor, grad_tvd: Tensor, student_logits: Tensor, teacher_logits: Tensor, target: Tensor, student_lse: Tensor | None,
-    teacher_lse: Tensor | None, sigma: Tensor | None, ignore_index: int,
-) -> Tensor:  # fmt: skip
+    grad_ce: Tensor,
+    grad_tvd: Tensor,
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    target: Tensor,
+    student_lse: Tensor | None,
+    teacher_lse: Tensor | None,
+    sigma: Tensor | None,
+    ignore_index: int,
+) -> Tensor:
     """The gradient of the student's logits (M, V)."""
-    return fused_ce_tvd_bwd(grad_ce.contiguous(), grad_tvd.contiguous(), rows_of(student_logits), rows_of(teacher_logits), target.contiguous(), ignore_index)
+    return fused_ce_tvd_bwd(
+        grad_ce.contiguous(),
+        grad_tvd.contiguous(),
+        rows_of(student_logits),
+        rows_of(teacher_logits),
+        target.contiguous(),
+        ignore_index,
+    )

@@ -1,19 +1,27 @@
 """Distillation of a linear head from a teacher's head, without ever storing all logits of either.
 
-Shapes: x (M, H), w (V, H), bias (V,) of the student, teacher_x (M, G), teacher_w (V, G), teacher_bias (V,), target (M,). A row's loss is
+Shapes: x (M, H), w (V, H), bias (V,) of the student, teacher_x (M, G), teacher_w (V, G),
+teacher_bias (V,), target (M,). A row's loss is
 
     weight_hard cross_entropy(z, target) + weight_soft D(z / temperature, t / temperature),   z = x w^T + bias,  t = teacher_x teacher_w^T + teacher_bias
 
-where D is, by ``kind``, a divergence of ``logit_divergence`` (formulas there; arXiv:2306.13649) or "cosine": 1 - <z, t> / (|z| |t|). Neither is
-multiplied by temperature^2. A teacher may also be given by its logits t (M, V); by probabilities p (M, V), which need not sum to 1, then the loss is
-sum_j p_j (log max(p_j, eps) - log q_j), as in ``kl_div``, for q = softmax(z / temperature); or by the log-probabilities p of K tokens a row: then it is the
-forward KL of these and, with ``tail``, of all other tokens lumped into one, sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest), a lower bound of
-the whole KL; without ``tail`` p is normalised to sum to 1 over the K tokens, q remains what it is over all V.
+where D is, by ``kind``, a divergence of ``logit_divergence`` (formulas there; arXiv:2306.13649) or
+"cosine": 1 - <z, t> / (|z| |t|). Neither is
+multiplied by temperature^2. A teacher may also be given by its logits t (M, V); by probabilities p
+(M, V), which need not sum to 1, then the loss is
+sum_j p_j (log max(p_j, eps) - log q_j), as in ``kl_div``, for q = softmax(z / temperature); or by
+the log-probabilities p of K tokens a row: then it is the forward KL of these and, with ``tail``, of
+all other tokens lumped into one, sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest), a lower
+bound of
+the whole KL; without ``tail`` p is normalised to sum to 1 over the K tokens, q remains what it is
+over all V.
 
-Each chunk: one GEMM each for z and t into reused buffers, a row kernel that leaves the gradient of z in its place, one GEMM each for dx and dw. That is
-6 M H V + 2 M G V operations, without gradients 2 M (H + G) V. The row kernel reads z and t twice (jsd, tvd: three times) and writes z once; the hard
+Each chunk: one GEMM each for z and t into reused buffers, a row kernel that leaves the gradient of
+z in its place, one GEMM each for dx and dw. That is
+6 M H V + 2 M G V operations, without gradients 2 M (H + G) V. The row kernel reads z and t twice
+(jsd, tvd: three times) and writes z once; the hard
 loss costs it no pass of its own. With ``reduction="none"`` the backward computes the logits again.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,7 +31,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, as_index, launcher, nbytes, on_gpu, once_differentiable, only_pytorch, op, rows_of
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    as_index,
+    launcher,
+    nbytes,
+    on_gpu,
+    once_differentiable,
+    only_pytorch,
+    op,
+    rows_of,
+)
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, values
@@ -31,15 +52,46 @@ from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import counted, probs
-from liger_kernel.ops.losses.divergence.distillation import KINDS, NUMBERS, TINY, Distillation, check_teacher, given_kl, row_kernel, topk_forward_kl
+from liger_kernel.ops.losses.divergence.distillation import (
+    KINDS,
+    NUMBERS,
+    TINY,
+    Distillation,
+    check_teacher,
+    given_kl,
+    row_kernel,
+    topk_forward_kl,
+)
 from liger_kernel.ops.losses.divergence.logit_divergence import reference as divergence_reference
 from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, kept_rows, promoted
 
 
 def reference(
-    x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, teacher_logits, teacher_probs, topk_log_probs, topk_indices,
-    kind, beta, temperature, weight_hard, weight_soft, tail, eps, ignore_index, reduction, parts, num_items, **how,
-):  # fmt: skip  # the teacher, the loss
+    x,
+    w,
+    teacher_x,
+    teacher_w,
+    target,
+    bias,
+    teacher_bias,
+    *,
+    teacher_logits,
+    teacher_probs,
+    topk_log_probs,
+    topk_indices,
+    kind,
+    beta,
+    temperature,
+    weight_hard,
+    weight_soft,
+    tail,
+    eps,
+    ignore_index,
+    reduction,
+    parts,
+    num_items,
+    **how,
+):  # the teacher, the loss
     z = F.linear(x, w, bias)
     valid = x.new_ones(x.shape[0], dtype=torch.bool) if target is None else target != ignore_index
     if topk_log_probs is not None:
@@ -54,7 +106,11 @@ def reference(
         else:
             soft = divergence_reference(z, t, kind=kind, beta=beta, temperature=temperature, reduction="none")
     soft = soft.where(valid, 0)
-    hard = cross_entropy_reference(z, target, ignore_index=ignore_index, reduction="none") if weight_hard else torch.zeros_like(soft)
+    hard = (
+        cross_entropy_reference(z, target, ignore_index=ignore_index, reduction="none")
+        if weight_hard
+        else torch.zeros_like(soft)
+    )
     n = counted(x, target, ignore_index) if num_items is None else num_items or 1
     reduce = {"mean": lambda r: r.sum() / n, "sum": torch.sum, "none": lambda r: r}[reduction]
     loss, soft, hard = reduce(weight_hard * hard + weight_soft * soft), reduce(soft), reduce(hard)
@@ -63,13 +119,30 @@ def reference(
 
 _N = len(Distillation.__dataclass_fields__)
 _IN = (
-    "Tensor x, Tensor w, Tensor? bias, Tensor? teacher_x, Tensor? teacher_w, Tensor? teacher_bias, Tensor? teacher_logits, Tensor? log_probs, "
-    f"Tensor? indices, Tensor? target, Tensor? kept, {NUMBERS}, ScalarType? accum_dtype, int? chunk_rows, bool fp32_logits, bool need_dx, bool need_dw, "
+    "Tensor x, Tensor w, Tensor? bias, Tensor? teacher_x, Tensor? teacher_w, Tensor? teacher_bias, Tensor? "
+    "teacher_logits, Tensor? log_probs, "
+    f"Tensor? indices, Tensor? target, Tensor? kept, {NUMBERS}, ScalarType? accum_dtype, int? chunk_rows, bool "
+    "fp32_logits, bool need_dx, bool need_dw, "
     "bool need_db"
 )
 
 
-def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_probs, indices, target, kept, *rest, norm=None, g=None):
+def _chunks(
+    x,
+    w,
+    bias,
+    teacher_x,
+    teacher_w,
+    teacher_bias,
+    teacher_logits,
+    log_probs,
+    indices,
+    target,
+    kept,
+    *rest,
+    norm=None,
+    g=None,
+):
     """Soft and hard losses of each row, those that are not ignored, and dx, dw, dbias."""
     s, (accum_dtype, chunk_rows, fp32_logits, *need) = Distillation(*rest[:_N]), rest[_N:]
     of = lambda t: t if t is None or kept is None else t.index_select(0, kept)
@@ -78,7 +151,11 @@ def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_
     rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))))
     soft, hard = (x.new_empty(size, dtype=acc(x.dtype)) for size in (n, n if s.weight_hard else 0))
     bias, teacher_bias = (None if t is None else t.contiguous() for t in (bias, teacher_bias))
-    buffer = None if teacher_w is None else teacher_w.new_empty(rows, V, dtype=acc(teacher_w.dtype) if fp32_logits else teacher_w.dtype)
+    buffer = (
+        None
+        if teacher_w is None
+        else teacher_w.new_empty(rows, V, dtype=acc(teacher_w.dtype) if fp32_logits else teacher_w.dtype)
+    )
 
     def teacher(rows: slice) -> Tensor | tuple[Tensor, Tensor]:
         some = lambda t: t[rows] if kept is None else t.index_select(0, kept[rows])
@@ -95,11 +172,16 @@ def _chunks(x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_
         out = dict(soft=soft[rows], hard=hard[rows] if s.weight_hard else hard, dz=dz)
         row_kernel(z, teacher(rows), of(y), s, **out, bias=bias, teacher_bias=teacher_bias, norm=norm, g=of(g))
 
-    grads = chunk_gradients(x, w, body, need=tuple(need), chunk_rows=rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
+    grads = chunk_gradients(
+        x, w, body, need=tuple(need), chunk_rows=rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits
+    )
     return soft, hard, *grads
 
 
-@launcher(f"({_IN}, Tensor? num_items) -> (Tensor loss, Tensor soft, Tensor hard, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
+@launcher(
+    f"({_IN}, Tensor? num_items) -> (Tensor loss, Tensor soft, Tensor hard, Tensor? norm, Tensor dx, Tensor dw, "
+    "Tensor db)"
+)
 def linear_divergence_fwd(x, w, bias, *rest):
     """Run the forward chunk by chunk, including the gradients."""
     *rest, num_items = rest
@@ -107,7 +189,8 @@ def linear_divergence_fwd(x, w, bias, *rest):
     s, norm = Distillation(*numbers), None
     if s.reduction == "mean":
         norm = counted(x, target, s.ignore_index) if num_items is None else num_items.float().where(num_items != 0, 1)
-    # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
+    # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them:
+    # the backward divides
     soft, hard, *grads = _chunks(x, w, bias, *rest, norm=None if x.dtype == torch.float16 else norm)
     if not s.weight_hard:
         hard = torch.zeros_like(soft)
@@ -125,14 +208,28 @@ def linear_divergence_bwd(g, *inputs):
 
 
 class LinearDivergenceFunction(torch.autograd.Function):
-    """``apply(x, w, bias, teacher's x, w, bias, logits, log-probs and indices, target, kept, num_items, Distillation, Options)`` -> loss, soft, hard."""
+    """``apply(x, w, bias, teacher's x, w, bias, logits, log-probs and indices, target, kept,
+    num_items, Distillation, Options)`` -> loss, soft, hard."""
 
     @staticmethod
     def forward(ctx, x, w, bias, *rest):
         *tensors, num_items, s, o = rest
-        ctx.o, ctx.numbers, ctx.again = o, (*values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits), s.reduction == "none"
+        ctx.o, ctx.numbers, ctx.again = (
+            o,
+            (*values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits),
+            s.reduction == "none",
+        )
         teacher_x, teacher_w, teacher_bias, teacher_logits, *others = tensors
-        inputs = (rows_of(x), w, bias, teacher_x, teacher_w, teacher_bias, None if teacher_logits is None else rows_of(teacher_logits), *others)
+        inputs = (
+            rows_of(x),
+            w,
+            bias,
+            teacher_x,
+            teacher_w,
+            teacher_bias,
+            None if teacher_logits is None else rows_of(teacher_logits),
+            *others,
+        )
         need = (False,) * 3 if ctx.again else o.need
         loss, soft, hard, norm, *grads = linear_divergence_fwd(*inputs, *ctx.numbers, *need, num_items)
         ctx.save_for_backward(*(inputs if ctx.again else (*grads, norm if x.dtype == torch.float16 else None)))
@@ -156,7 +253,13 @@ def _head(M: int, H: int, V: int, **options: Any) -> dict[str, Any]:
 
 
 def _heads(M: int, H: int, G: int, V: int, draw=torch.randn, **options) -> dict[str, Any]:
-    return dict(x=T((M, H)), w=T((V, H), draw), teacher_x=T((M, G), grad=False), teacher_w=T((V, G), draw, grad=False), **options)
+    return dict(
+        x=T((M, H)),
+        w=T((V, H), draw),
+        teacher_x=T((M, G), grad=False),
+        teacher_w=T((V, G), draw, grad=False),
+        **options,
+    )
 
 
 def _sparse(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -185,61 +288,211 @@ def _cost(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_
     cases=[
         Case("jsd", _heads(9, 16, 24, 65, chunk_rows=4)),
         Case("hard", _heads(9, 16, 24, 65, target=targets(9, 65), weight_hard=0.5, weight_soft=0.5, chunk_rows=4)),
-        Case("hard-parts", _heads(8, 16, 8, 61, target=targets(8, 61), beta=0.2, temperature=2.0, weight_hard=0.3, weight_soft=0.7, parts=True)),
-        Case("forward-kl", _heads(7, 16, 24, 50, target=targets(7, 50), kind="forward_kl", weight_hard=0.5, temperature=0.7, chunk_rows=3)),
-        Case("reverse-kl", _heads(7, 16, 24, 50, target=targets(7, 50), kind="reverse_kl", weight_hard=1.0, num_items=17, reduction="mean")),
-        Case("tvd", _heads(7, 16, 24, 50, target=targets(7, 50), kind="tvd", weight_hard=0.5, temperature=2.0, reduction="sum", chunk_rows=5)),
+        Case(
+            "hard-parts",
+            _heads(
+                8,
+                16,
+                8,
+                61,
+                target=targets(8, 61),
+                beta=0.2,
+                temperature=2.0,
+                weight_hard=0.3,
+                weight_soft=0.7,
+                parts=True,
+            ),
+        ),
+        Case(
+            "forward-kl",
+            _heads(
+                7, 16, 24, 50, target=targets(7, 50), kind="forward_kl", weight_hard=0.5, temperature=0.7, chunk_rows=3
+            ),
+        ),
+        Case(
+            "reverse-kl",
+            _heads(
+                7, 16, 24, 50, target=targets(7, 50), kind="reverse_kl", weight_hard=1.0, num_items=17, reduction="mean"
+            ),
+        ),
+        Case(
+            "tvd",
+            _heads(
+                7,
+                16,
+                24,
+                50,
+                target=targets(7, 50),
+                kind="tvd",
+                weight_hard=0.5,
+                temperature=2.0,
+                reduction="sum",
+                chunk_rows=5,
+            ),
+        ),
         Case("cosine", _heads(7, 16, 24, 50, kind="cosine", reduction="sum", chunk_rows=3)),
         Case(
             "cosine-hard",
-            _heads(7, 16, 24, 50, bias=T((50,)), teacher_bias=T((50,), grad=False), target=targets(7, 50), kind="cosine")
+            _heads(
+                7, 16, 24, 50, bias=T((50,)), teacher_bias=T((50,), grad=False), target=targets(7, 50), kind="cosine"
+            )
             | dict(weight_hard=0.5, weight_soft=0.5, chunk_rows=3),
         ),
         Case("beta-0", _heads(5, 16, 8, 40, target=targets(5, 40), beta=0.0, weight_hard=0.5)),
-        Case("none", _heads(7, 16, 24, 40, target=targets(7, 40), weight_hard=0.5, reduction="none", chunk_rows=3, parts=True)),
-        Case("bias", _heads(7, 16, 24, 40, target=targets(7, 40), bias=T((40,)), teacher_bias=T((40,), grad=False), weight_hard=0.5, chunk_rows=3)),
-        Case("compact", _heads(9, 16, 24, 40, target=targets(9, 40), bias=T((40,)), weight_hard=0.5, compact=True, chunk_rows=4)),
-        Case("compact-none", _heads(9, 16, 24, 40, target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")),
-        Case("fp32-logits", _heads(9, 16, 24, 40, target=targets(9, 40), weight_hard=0.5, fp32_logits=True, chunk_rows=4)),
-        Case("teacher-logits", _head(7, 16, 40, teacher_logits=T((7, 40), grad=False), target=targets(7, 40), kind="tvd", chunk_rows=3)),
-        Case("probs", _head(7, 16, 65, teacher_probs=T((7, 65), probs, grad=False), target=targets(7, 65), kind="forward_kl", chunk_rows=3)),
+        Case(
+            "none",
+            _heads(7, 16, 24, 40, target=targets(7, 40), weight_hard=0.5, reduction="none", chunk_rows=3, parts=True),
+        ),
+        Case(
+            "bias",
+            _heads(
+                7,
+                16,
+                24,
+                40,
+                target=targets(7, 40),
+                bias=T((40,)),
+                teacher_bias=T((40,), grad=False),
+                weight_hard=0.5,
+                chunk_rows=3,
+            ),
+        ),
+        Case(
+            "compact",
+            _heads(9, 16, 24, 40, target=targets(9, 40), bias=T((40,)), weight_hard=0.5, compact=True, chunk_rows=4),
+        ),
+        Case(
+            "compact-none", _heads(9, 16, 24, 40, target=targets(9, 40), compact=True, chunk_rows=4, reduction="none")
+        ),
+        Case(
+            "fp32-logits", _heads(9, 16, 24, 40, target=targets(9, 40), weight_hard=0.5, fp32_logits=True, chunk_rows=4)
+        ),
+        Case(
+            "teacher-logits",
+            _head(7, 16, 40, teacher_logits=T((7, 40), grad=False), target=targets(7, 40), kind="tvd", chunk_rows=3),
+        ),
+        Case(
+            "probs",
+            _head(
+                7,
+                16,
+                65,
+                teacher_probs=T((7, 65), probs, grad=False),
+                target=targets(7, 65),
+                kind="forward_kl",
+                chunk_rows=3,
+            ),
+        ),
         Case(
             "probs-hard",
-            _head(9, 16, 40, bias=T((40,)), teacher_probs=T((9, 40), probs, grad=False, dtype=torch.float32), target=targets(9, 40))
+            _head(
+                9,
+                16,
+                40,
+                bias=T((40,)),
+                teacher_probs=T((9, 40), probs, grad=False, dtype=torch.float32),
+                target=targets(9, 40),
+            )
             | dict(kind="forward_kl", weight_hard=0.5, weight_soft=0.7, temperature=2.0, compact=True, chunk_rows=4),
         ),
-        Case("probs-zero", _head(6, 16, 33, teacher_probs=T((6, 33), _sparse, grad=False), kind="forward_kl", reduction="none", temperature=0.7, eps=0.02)),
-        Case("probs-two-blocks", _head(2, 8, 9001, teacher_probs=T((2, 9001), probs, grad=False), kind="forward_kl", reduction="sum")),
-        Case("fp32-teacher", _head(24, 16, 40, teacher_x=T((24, 8), grad=False, dtype=torch.float32), teacher_w=T((40, 8), grad=False, dtype=torch.float32))),
+        Case(
+            "probs-zero",
+            _head(
+                6,
+                16,
+                33,
+                teacher_probs=T((6, 33), _sparse, grad=False),
+                kind="forward_kl",
+                reduction="none",
+                temperature=0.7,
+                eps=0.02,
+            ),
+        ),
+        Case(
+            "probs-two-blocks",
+            _head(2, 8, 9001, teacher_probs=T((2, 9001), probs, grad=False), kind="forward_kl", reduction="sum"),
+        ),
+        Case(
+            "fp32-teacher",
+            _head(
+                24,
+                16,
+                40,
+                teacher_x=T((24, 8), grad=False, dtype=torch.float32),
+                teacher_w=T((40, 8), grad=False, dtype=torch.float32),
+            ),
+        ),
         Case("topk", _head(7, 16, 65, **_topk(7, 65, 5), kind="forward_kl", chunk_rows=3)),
-        Case("topk-hard", _head(7, 16, 65, target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl", weight_hard=0.5, temperature=1.5)),
-        Case("topk-no-tail", _head(7, 16, 65, bias=T((65,)), target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl", tail=False, weight_hard=0.5)),
+        Case(
+            "topk-hard",
+            _head(
+                7, 16, 65, target=targets(7, 65), **_topk(7, 65, 6), kind="forward_kl", weight_hard=0.5, temperature=1.5
+            ),
+        ),
+        Case(
+            "topk-no-tail",
+            _head(
+                7,
+                16,
+                65,
+                bias=T((65,)),
+                target=targets(7, 65),
+                **_topk(7, 65, 6),
+                kind="forward_kl",
+                tail=False,
+                weight_hard=0.5,
+            ),
+        ),
         Case("topk-all", _head(4, 16, 9, **_topk(4, 9, 9), kind="forward_kl", reduction="none")),
         Case("all-ignored", _heads(3, 16, 8, 20, target=targets(3, 20, 1), weight_hard=0.5, reduction="sum")),
         Case("two-blocks", _heads(2, 8, 4, 9001, target=targets(2, 9001, 5), weight_hard=0.5, temperature=2.0)),
-        Case("topk-two-blocks", _head(2, 8, 9001, target=targets(2, 9001, 5), **_topk(2, 9001, 33), kind="forward_kl", weight_hard=0.5)),
+        Case(
+            "topk-two-blocks",
+            _head(2, 8, 9001, target=targets(2, 9001, 5), **_topk(2, 9001, 33), kind="forward_kl", weight_hard=0.5),
+        ),
         Case("bad-width", dict(x=T((4, 8)), w=T((10, 6))), error="w must have shape (V, 8), got (10, 6)"),
         Case(
             "no-teacher",
             _head(4, 8, 10, teacher_x=T((4, 8), grad=False)),
-            error="the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, got teacher_x",
+            error="the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or "
+            "topk_log_probs and topk_indices, got teacher_x",
         ),
         Case(
             "bias-alone",
             _head(4, 8, 10, teacher_logits=T((4, 10), grad=False), teacher_bias=T((10,))),
             error="teacher_bias must be None without teacher_w, got (10,)",
         ),
-        Case("bad-teacher", _heads(4, 8, 6, 10) | dict(teacher_w=T((11, 6), grad=False)), error="teacher_w must have shape (10, 6), got (11, 6)"),
+        Case(
+            "bad-teacher",
+            _heads(4, 8, 6, 10) | dict(teacher_w=T((11, 6), grad=False)),
+            error="teacher_w must have shape (10, 6), got (11, 6)",
+        ),
         Case(
             "teacher-gradient",
             _heads(4, 8, 6, 10) | dict(teacher_x=T((4, 6))),
             error="teacher_x must not require a gradient (there is none for the teacher: detach it), got one that does",
         ),
         Case("no-target", _heads(4, 8, 6, 10, weight_hard=0.5), error="target must be given for a hard loss, got None"),
-        Case("bad-kind", _heads(4, 8, 6, 10, kind="kl"), error="kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd', 'cosine'), got 'kl'"),
-        Case("topk-kind", _head(4, 8, 10, **_topk(4, 10, 2)), error="kind must be 'forward_kl' for a top-k teacher, got 'jsd'"),
-        Case("probs-kind", _head(4, 8, 10, teacher_probs=T((4, 10), grad=False)), error="kind must be 'forward_kl' for a teacher's probabilities, got 'jsd'"),
-        Case("bad-eps", _head(4, 8, 10, teacher_probs=T((4, 10), grad=False), kind="forward_kl", eps=-1.0), error="eps must not be negative, got -1.0"),
+        Case(
+            "bad-kind",
+            _heads(4, 8, 6, 10, kind="kl"),
+            error="kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd', 'cosine'), got 'kl'",
+        ),
+        Case(
+            "topk-kind",
+            _head(4, 8, 10, **_topk(4, 10, 2)),
+            error="kind must be 'forward_kl' for a top-k teacher, got 'jsd'",
+        ),
+        Case(
+            "probs-kind",
+            _head(4, 8, 10, teacher_probs=T((4, 10), grad=False)),
+            error="kind must be 'forward_kl' for a teacher's probabilities, got 'jsd'",
+        ),
+        Case(
+            "bad-eps",
+            _head(4, 8, 10, teacher_probs=T((4, 10), grad=False), kind="forward_kl", eps=-1.0),
+            error="eps must not be negative, got -1.0",
+        ),
         Case("bad-beta", _heads(4, 8, 6, 10, beta=2.0), error="beta must be between 0 and 1, got 2.0"),
         Case("cold", _heads(4, 8, 6, 10, temperature=0.0), error="temperature must be positive, got 0.0"),
         Case("bad-target", _heads(4, 8, 6, 10, target=targets(5, 10)), error="target must have shape (4,), got (5,)"),
@@ -275,13 +528,17 @@ def linear_divergence(
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """``weight_hard`` times the cross entropy of a student's head and ``weight_soft`` times its divergence from a teacher's, in chunks of tokens.
+    """``weight_hard`` times the cross entropy of a student's head and ``weight_soft`` times its
+    divergence from a teacher's, in chunks of tokens.
 
-    x (M, H), w (V, H), bias (V,), target (M,) int64 (without it, all rows count and there is no hard loss). The teacher: teacher_x (M, G), teacher_w (V, G)
-    and teacher_bias (V,); or teacher_logits (M, V); or, with kind "forward_kl", teacher_probs (M, V), or topk_log_probs and topk_indices (M, K): these are
-    log-probabilities of distinct tokens at this ``temperature``, and an index outside [0, V) is no token. The teacher is constant: if its hidden states,
-    logits or probabilities require a gradient, the call raises; if its weight does, the weight gets none. The student's tensors are promoted to one dtype,
-    and so are the teacher's; under autocast this is autocast's dtype.
+    x (M, H), w (V, H), bias (V,), target (M,) int64 (without it, all rows count and there is no
+    hard loss). The teacher: teacher_x (M, G), teacher_w (V, G) and teacher_bias (V,); or
+    teacher_logits (M, V); or, with kind "forward_kl", teacher_probs (M, V), or topk_log_probs and
+    topk_indices (M, K): these are log-probabilities of distinct tokens at this ``temperature``, and
+    an index outside [0, V) is no token. The teacher is constant: if its hidden states, logits or
+    probabilities require a gradient, the call raises; if its weight does, the weight gets none. The
+    student's tensors are promoted to one dtype, and so are the teacher's; under autocast this is
+    autocast's dtype.
 
     Returns the fp32 loss: "mean" over the rows whose target is not ``ignore_index`` (none: 0) or
     divided by ``num_items`` (0: the sum), "sum", or (M,) for "none"; with ``parts`` also the soft
@@ -294,9 +551,15 @@ def linear_divergence(
     teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs)
     teacher |= dict(topk_log_probs=topk_log_probs, topk_indices=topk_indices)
     given = tuple(n for n, t in teacher.items() if t is not None)
-    if given not in (("teacher_x", "teacher_w"), ("teacher_logits",), ("teacher_probs",), ("topk_log_probs", "topk_indices")):
+    if given not in (
+        ("teacher_x", "teacher_w"),
+        ("teacher_logits",),
+        ("teacher_probs",),
+        ("topk_log_probs", "topk_indices"),
+    ):
         raise ValueError(
-            f"{name}: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or topk_log_probs and topk_indices, "
+            f"{name}: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or "
+            "topk_log_probs and topk_indices, "
             f"got {' and '.join(given) or None}"
         )
     if teacher_bias is not None and teacher_x is None:
@@ -323,10 +586,25 @@ def linear_divergence(
     topk_indices = None if topk_indices is None else as_index(topk_indices)
     x, w, bias = promoted(x, w, bias)
     if teacher_x is not None and teacher_w is not None:
-        teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias))
+        teacher_x, teacher_w, teacher_bias = (
+            None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias)
+        )
     if only_pytorch():
-        of_teacher = dict(teacher_logits=teacher_logits, teacher_probs=teacher_probs, topk_log_probs=topk_log_probs, topk_indices=topk_indices)
-        loss = dict(kind=kind, beta=beta, temperature=temperature, weight_hard=weight_hard, weight_soft=weight_soft, tail=tail, eps=eps)
+        of_teacher = dict(
+            teacher_logits=teacher_logits,
+            teacher_probs=teacher_probs,
+            topk_log_probs=topk_log_probs,
+            topk_indices=topk_indices,
+        )
+        loss = dict(
+            kind=kind,
+            beta=beta,
+            temperature=temperature,
+            weight_hard=weight_hard,
+            weight_soft=weight_soft,
+            tail=tail,
+            eps=eps,
+        )
         loss |= dict(ignore_index=ignore_index, reduction=reduction, parts=parts, num_items=items(num_items, x))
         return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **of_teacher, **loss)
     if teacher_probs is not None:
@@ -334,6 +612,20 @@ def linear_divergence(
     s = Distillation(kind, beta, temperature, weight_hard, weight_soft, tail, ignore_index, reduction, eps)
     need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
     kept = None if target is None else kept_rows(compact, target, ignore_index)
-    tensors = (x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, topk_log_probs, topk_indices, target, kept)
-    out = LinearDivergenceFunction.apply(*tensors, items(num_items, x), s, Options(need, accum_dtype, chunk_rows, fp32_logits))
+    tensors = (
+        x,
+        w,
+        bias,
+        teacher_x,
+        teacher_w,
+        teacher_bias,
+        teacher_logits,
+        topk_log_probs,
+        topk_indices,
+        target,
+        kept,
+    )
+    out = LinearDivergenceFunction.apply(
+        *tensors, items(num_items, x), s, Options(need, accum_dtype, chunk_rows, fp32_logits)
+    )
     return out if parts else out[0]

@@ -1,6 +1,8 @@
-"""Divergence of two softmax distributions given by their logits, for distillation; one row kernel, also used by the fused linear losses.
+"""Divergence of two softmax distributions given by their logits, for distillation; one row kernel,
+also used by the fused linear losses.
 
-Shapes: student and teacher logits (..., V), shift_labels (...).  With x = log_softmax(student / temperature), y = log_softmax(teacher / temperature),
+Shapes: student and teacher logits (..., V), shift_labels (...).  With x = log_softmax(student /
+temperature), y = log_softmax(teacher / temperature),
 q = exp(x) and p = exp(y), a row's loss is, by ``kind``,
 
   forward_kl  KL(p || q)
@@ -8,15 +10,18 @@ q = exp(x) and p = exp(y), a row's loss is, by ``kind``,
   jsd         beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q; beta = 0 and 1 mean the two above (arXiv:2306.13649, eq. 1)
   tvd         sum |q - p| / 2
 
-It is not multiplied by temperature^2. For g = dloss / dx at each element (``by_element``), the gradient of the student's logits is
-``(g - q sum(g)) / temperature``: (q - p) / temperature in forward_kl, and q (d - sum(q d)) / temperature in reverse_kl, for the difference d of the
-scaled logits. As these losses are linear in d, too, they need a sweep for the loss and one for the gradient; the others need the normalisers first.
+It is not multiplied by temperature^2. For g = dloss / dx at each element (``by_element``), the
+gradient of the student's logits is
+``(g - q sum(g)) / temperature``: (q - p) / temperature in forward_kl, and q (d - sum(q d)) /
+temperature in reverse_kl, for the difference d of the
+scaled logits. As these losses are linear in d, too, they need a sweep for the loss and one for the
+gradient; the others need the normalisers first.
 The teacher's gradient is the student's with their roles exchanged.
 
 Rows whose label is ``ignore_index`` have loss and gradient 0.
 "batchmean" divides by the number of the others (none: 0).
 ``bench/cases/divergence.py`` has the shapes of real models and the rivals.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -26,7 +31,21 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, computed, launch, launcher, once_differentiable, op, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    computed,
+    launch,
+    launcher,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import jit, tl
 from liger_kernel.ops.losses.cross_entropy import targets
@@ -39,7 +58,8 @@ REDUCTIONS = ("none", "sum", "batchmean")
 
 @dataclass(frozen=True)
 class Divergence:
-    """The numbers that define a row's loss, apart from its tensors. The row kernel and the linear losses pass them on."""
+    """The numbers that define a row's loss, apart from its tensors. The row kernel and the
+    linear losses pass them on."""
 
     kind: str = "jsd"
     beta: float = 0.5
@@ -52,7 +72,11 @@ class Divergence:
 
     def exchanged(self) -> Divergence:
         """The same with the roles of student and teacher exchanged."""
-        return replace(self, kind={"forward_kl": "reverse_kl", "reverse_kl": "forward_kl"}.get(self.kind, self.kind), beta=1 - self.beta)
+        return replace(
+            self,
+            kind={"forward_kl": "reverse_kl", "reverse_kl": "forward_kl"}.get(self.kind, self.kind),
+            beta=1 - self.beta,
+        )
 
 
 # The same numbers in a launcher's schema, in the order of the fields of ``Divergence``.
@@ -87,14 +111,16 @@ def reference(
 
 @jit
 def _load(z_ptr, start, V, origin, scale, LANES: tl.constexpr, VEC: tl.constexpr):
-    """A block of one row's scaled logits, (LANES, VEC): what a thread reads at once is a row of it. -inf outside."""
+    """A block of one row's scaled logits, (LANES, VEC): what a thread reads at once is a row of
+    it. -inf outside."""
     col = start + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     return col, (tl.load(z_ptr + col, mask=col < V, other=-float("inf")).to(tl.float32) - origin) * scale
 
 
 @jit
 def _origin(z_ptr, V, LANES: tl.constexpr, VEC: tl.constexpr):
-    """The first block's maximum, to count a row's logits from: softmax does not see a shift, the rounding of differences does."""
+    """The first block's maximum, to count a row's logits from: softmax does not see a shift, the
+    rounding of differences does."""
     _, z = _load(z_ptr, 0, V, 0.0, 1.0, LANES, VEC)
     top = tl.max(tl.max(z, axis=1), axis=0)
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
@@ -102,11 +128,32 @@ def _origin(z_ptr, V, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @jit
 def _rows(
-    s_ptr, t_ptr, label_ptr, norm_ptr, g_ptr, loss_ptr, dz_ptr, V, s_stride, t_stride, label_stride, g_stride, dz_stride, ignore_index, beta, scale,
-    KIND: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr, NEED_DZ: tl.constexpr,
-    VEC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row a program. Sweeps alternate in direction, so that a sweep begins with what the last one left in the cache."""
+    s_ptr,
+    t_ptr,
+    label_ptr,
+    norm_ptr,
+    g_ptr,
+    loss_ptr,
+    dz_ptr,
+    V,
+    s_stride,
+    t_stride,
+    label_stride,
+    g_stride,
+    dz_stride,
+    ignore_index,
+    beta,
+    scale,
+    KIND: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_G: tl.constexpr,
+    NEED_DZ: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program. Sweeps alternate in direction, so that a sweep begins with what the
+    last one left in the cache."""
     row = tl.program_id(0).to(tl.int64)
     s_ptr += row * s_stride
     t_ptr += row * t_stride
@@ -184,10 +231,14 @@ def _rows(
                 tl.store(dz_ptr + col, (dz * factor).to(dz_ptr.dtype.element_ty), mask=col < V)
 
 
-def row_kernel(student: Tensor, teacher: Tensor, d: Divergence, *, labels=None, out=None, dz=None, norm=None, g=None) -> None:
-    """The row kernel over logits (M, V): per-row losses into ``out`` (M,), the student's gradient into ``dz``, which may be ``student`` itself.
+def row_kernel(
+    student: Tensor, teacher: Tensor, d: Divergence, *, labels=None, out=None, dz=None, norm=None, g=None
+) -> None:
+    """The row kernel over logits (M, V): per-row losses into ``out`` (M,), the student's gradient
+    into ``dz``, which may be ``student`` itself.
 
-    The gradient is multiplied by ``g`` (M,) and divided by the 0-dim ``norm``. Rows whose label is ``d.ignore_index`` have 0 in both.
+    The gradient is multiplied by ``g`` (M,) and divided by the 0-dim ``norm``. Rows whose label is
+    ``d.ignore_index`` have 0 in both.
     Called by launchers; without kernels, the same in torch.
     """
     if tracing(student):
@@ -196,19 +247,57 @@ def row_kernel(student: Tensor, teacher: Tensor, d: Divergence, *, labels=None, 
     if not (use_kernels(student) and use_kernels(teacher)):
         return _rows_in_torch(student, teacher, d, labels, out, dz, norm, g)
     M, V = student.shape
-    # one row per processor at a time, with as many bytes in flight as in ``cross_entropy``: later sweeps find a part of the row in the cache
-    c = config.tile("logit_divergence", V, max(student.itemsize, teacher.itemsize), elements=1, per_thread=8, max_block_n=8192)
+    # one row per processor at a time, with as many bytes in flight as in ``cross_entropy``: later
+    # sweeps find a part of the row in the cache
+    c = config.tile(
+        "logit_divergence", V, max(student.itemsize, teacher.itemsize), elements=1, per_thread=8, max_block_n=8192
+    )
     none = student  # a pointer for arguments that a flag switches off
     out = student.new_empty(M, dtype=torch.float32) if out is None else out
-    tensors = teacher, none if labels is None else labels, none if norm is None else norm, none if g is None else g, out, none if dz is None else dz
+    tensors = (
+        teacher,
+        none if labels is None else labels,
+        none if norm is None else norm,
+        none if g is None else g,
+        out,
+        none if dz is None else dz,
+    )
     strides = student.stride(0), teacher.stride(0), *(0 if t is None else t.stride(0) for t in (labels, g, dz))
-    flags = dict(KIND=d.kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None, NEED_DZ=dz is not None)
+    flags = dict(
+        KIND=d.kind,
+        HAS_LABELS=labels is not None,
+        HAS_NORM=norm is not None,
+        HAS_G=g is not None,
+        NEED_DZ=dz is not None,
+    )
     vector = min(c.block_n, 16 // student.itemsize)
-    launch(_rows, (M,), student, *tensors, V, *strides, d.ignore_index, d.beta, 1 / d.temperature, **flags, VEC=vector, **c.row)
+    launch(
+        _rows,
+        (M,),
+        student,
+        *tensors,
+        V,
+        *strides,
+        d.ignore_index,
+        d.beta,
+        1 / d.temperature,
+        **flags,
+        VEC=vector,
+        **c.row,
+    )
     return None
 
 
-def _rows_in_torch(student: Tensor, teacher: Tensor, d: Divergence, labels: Tensor | None, out: Tensor | None, dz: Tensor | None, norm, g) -> None:
+def _rows_in_torch(
+    student: Tensor,
+    teacher: Tensor,
+    d: Divergence,
+    labels: Tensor | None,
+    out: Tensor | None,
+    dz: Tensor | None,
+    norm,
+    g,
+) -> None:
     x, y, loss = _elements(student, teacher, d)
     q, p = x.exp(), y.exp()
     if out is not None:
@@ -221,14 +310,20 @@ def _rows_in_torch(student: Tensor, teacher: Tensor, d: Divergence, labels: Tens
         elif d.kind == "tvd":
             dx = q * (q - p).sign() / 2
         else:
-            dx = (1 - d.beta) * q * (x - (d.beta * p + (1 - d.beta) * q).clamp(min=by_element.TINY).log()).masked_fill(q == 0, 0)
+            dx = (
+                (1 - d.beta)
+                * q
+                * (x - (d.beta * p + (1 - d.beta) * q).clamp(min=by_element.TINY).log()).masked_fill(q == 0, 0)
+            )
         dx = (dx - q * dx.sum(-1, keepdim=True)) / d.temperature
         if norm is not None:
             dx = dx / norm
         dz.copy_(by_element.masked(dx if g is None else dx * g[:, None], labels, d.ignore_index))
 
 
-def _gradients(student: Tensor, teacher: Tensor, labels, norm, g, d: Divergence, out: Tensor | None, need: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+def _gradients(
+    student: Tensor, teacher: Tensor, labels, norm, g, d: Divergence, out: Tensor | None, need: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
     """The student's and the teacher's; those that are not needed are empty; losses into ``out``."""
     ds, dt = (z.new_empty(z.shape if needed else 0) for z, needed in zip((student, teacher), need))
     if out is not None or need[0]:
@@ -242,29 +337,51 @@ _ROWS = f"Tensor student, Tensor teacher, Tensor? labels, bool need_ds, bool nee
 
 
 @launcher(f"(Tensor? norm, bool reduced, {_ROWS}) -> (Tensor loss, Tensor ds, Tensor dt)")
-def logit_divergence_fwd(norm: Tensor | None, reduced: bool, student: Tensor, teacher: Tensor, labels: Tensor | None, need_ds: bool, need_dt: bool, *numbers):
-    """The loss, summed and divided by ``norm`` if ``reduced``, and gradients, which in fp16 are not divided yet: they would underflow."""
+def logit_divergence_fwd(
+    norm: Tensor | None,
+    reduced: bool,
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor | None,
+    need_ds: bool,
+    need_dt: bool,
+    *numbers,
+):
+    """The loss, summed and divided by ``norm`` if ``reduced``, and gradients, which in fp16 are
+    not divided yet: they would underflow."""
     out = student.new_empty(student.shape[0], dtype=torch.float32)
     half = torch.float16 in (student.dtype, teacher.dtype)
-    ds, dt = _gradients(student, teacher, labels, None if half else norm, None, Divergence(*numbers), out, (need_ds, need_dt))
+    ds, dt = _gradients(
+        student, teacher, labels, None if half else norm, None, Divergence(*numbers), out, (need_ds, need_dt)
+    )
     return out if not reduced else out.sum() if norm is None else out.sum() / norm, ds, dt
 
 
 @launcher(f"(Tensor g, {_ROWS}) -> (Tensor ds, Tensor dt)")
-def logit_divergence_bwd(g: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, need_ds: bool, need_dt: bool, *numbers):
+def logit_divergence_bwd(
+    g: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, need_ds: bool, need_dt: bool, *numbers
+):
     """Gradients for upstream gradients g (M,); gradients that are not needed are empty."""
     return _gradients(student, teacher, labels, None, g, Divergence(*numbers), None, (need_ds, need_dt))
 
 
 class LogitDivergenceFunction(torch.autograd.Function):
-    """``apply(student, teacher, shift_labels, reduction, *fields of Divergence)``: a reduced loss leaves its gradients behind, others the logits."""
+    """``apply(student, teacher, shift_labels, reduction, *fields of Divergence)``: a reduced
+    loss leaves its gradients behind, others the logits."""
 
     @staticmethod
     def forward(ctx, student, teacher, shift_labels, reduction, *numbers):
         s, t, labels = rows_of(student), rows_of(teacher), None if shift_labels is None else shift_labels.reshape(-1)
         norm = counted(student, labels, numbers[-1]) if reduction == "batchmean" else None
-        ctx.need, ctx.numbers, ctx.shape, ctx.reduced = ctx.needs_input_grad[:2], numbers, student.shape, reduction != "none"
-        loss, ds, dt = logit_divergence_fwd(norm, ctx.reduced, s, t, labels, *(ctx.need if ctx.reduced else (False, False)), *numbers)
+        ctx.need, ctx.numbers, ctx.shape, ctx.reduced = (
+            ctx.needs_input_grad[:2],
+            numbers,
+            student.shape,
+            reduction != "none",
+        )
+        loss, ds, dt = logit_divergence_fwd(
+            norm, ctx.reduced, s, t, labels, *(ctx.need if ctx.reduced else (False, False)), *numbers
+        )
         if ctx.reduced:
             ctx.save_for_backward(ds, dt, norm if torch.float16 in (s.dtype, t.dtype) else None)
             return loss
@@ -279,7 +396,9 @@ class LogitDivergenceFunction(torch.autograd.Function):
             grads = scaled(tuple(d if need else None for d, need in zip(grads, ctx.need)), divided(g, norm))
         else:
             grads = logit_divergence_bwd(g.reshape(-1), *ctx.saved_tensors, *ctx.need, *ctx.numbers)
-        return *(d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need)), *(None,) * (2 + len(ctx.numbers))
+        return *(d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need)), *(None,) * (
+            2 + len(ctx.numbers)
+        )
 
 
 def _pair(M: int, V: int, grad: bool = True) -> dict[str, T]:
@@ -304,12 +423,20 @@ def _pair(M: int, V: int, grad: bool = True) -> dict[str, T]:
         Case("one-column", dict(**_pair(5, 1), kind="forward_kl", reduction="sum")),
         Case("two-blocks", dict(**_pair(2, 9001), shift_labels=targets(2, 9001, 5))),
         Case("two-blocks-kl", dict(**_pair(2, 9001), kind="reverse_kl")),
-        Case("bad-shape", dict(student=T((3, 5)), teacher=T((3, 4))), error="teacher must have shape (3, 5), got (3, 4)"),
-        Case("bad-kind", dict(**_pair(3, 5), kind="kl"), error="kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd'), got 'kl'"),
+        Case(
+            "bad-shape", dict(student=T((3, 5)), teacher=T((3, 4))), error="teacher must have shape (3, 5), got (3, 4)"
+        ),
+        Case(
+            "bad-kind",
+            dict(**_pair(3, 5), kind="kl"),
+            error="kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd'), got 'kl'",
+        ),
         Case("bad-beta", dict(**_pair(3, 5), beta=-0.5), error="beta must be between 0 and 1, got -0.5"),
         Case("bad-temperature", dict(**_pair(3, 5), temperature=0.0), error="temperature must be positive, got 0.0"),
     ],
-    cost=lambda student, teacher, shift_labels=None, **_: Cost(*by_element.moved(student, teacher), flops=(12 * student.numel(), 10 * student.numel())),
+    cost=lambda student, teacher, shift_labels=None, **_: Cost(
+        *by_element.moved(student, teacher), flops=(12 * student.numel(), 10 * student.numel())
+    ),
 )
 def logit_divergence(
     student: Tensor,
@@ -322,13 +449,17 @@ def logit_divergence(
     ignore_index: int = -100,
     reduction: str = "batchmean",
 ) -> Tensor:
-    """Divergence of the softmax distributions of student and teacher logits (..., V), both divided by ``temperature``.
+    """Divergence of the softmax distributions of student and teacher logits (..., V), both divided
+    by ``temperature``.
 
-    ``kind``: "jsd", "forward_kl", "reverse_kl" or "tvd". Returns fp32: the sum over rows, this sum divided by the number of rows with a label other than
-    ``ignore_index`` ("batchmean"), or one per row ("none"). Both arguments get gradients; the teacher's gradient costs the same sweeps again.
+    ``kind``: "jsd", "forward_kl", "reverse_kl" or "tvd". Returns fp32: the sum over rows, this sum
+    divided by the number of rows with a label other than ``ignore_index`` ("batchmean"), or one per
+    row ("none"). Both arguments get gradients; the teacher's gradient costs the same sweeps again.
     """
     student, teacher = computed(student), computed(teacher)
-    shift_labels = by_element.check("logit_divergence", {"student": student, "teacher": teacher}, shift_labels, reduction, REDUCTIONS)
+    shift_labels = by_element.check(
+        "logit_divergence", {"student": student, "teacher": teacher}, shift_labels, reduction, REDUCTIONS
+    )
     if kind not in KINDS:
         raise ValueError(f"logit_divergence: kind must be one of {KINDS}, got {kind!r}")
     if not 0 <= beta <= 1:
@@ -339,4 +470,6 @@ def logit_divergence(
         options = dict(kind=kind, beta=beta, temperature=temperature, ignore_index=ignore_index, reduction=reduction)
         return reference(student, teacher, shift_labels, **options)
     student, teacher = by_element.without_graph(student, teacher)
-    return LogitDivergenceFunction.apply(student, teacher, shift_labels, reduction, kind, beta, temperature, ignore_index)
+    return LogitDivergenceFunction.apply(
+        student, teacher, shift_labels, reduction, kind, beta, temperature, ignore_index
+    )

@@ -1,7 +1,10 @@
-"""Total variation distance of two distributions given by their probabilities: ``sum |p - q| / 2`` (as in f-distillation, arXiv:2307.15190).
+"""Total variation distance of two distributions given by their probabilities: ``sum |p - q| / 2``
+(as in f-distillation, arXiv:2307.15190).
 
-Shapes: p and q (..., V), shift_labels (...).  Its gradient to p is 1/2 where p > q, -1/2 where p < q and 0 where they are equal; to q the opposite.
-Rows whose label is ``ignore_index`` have loss and gradient 0; "mean" and "batchmean" count the others (none: 0).
+Shapes: p and q (..., V), shift_labels (...).  Its gradient to p is 1/2 where p > q, -1/2 where p <
+q and 0 where they are equal; to q the opposite.
+Rows whose label is ``ignore_index`` have loss and gradient 0; "mean" and "batchmean" count the
+others (none: 0).
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ def _count(p: Tensor, shift_labels: Tensor | None, ignore_index: int, reduction:
     return {"mean": rows * p.shape[-1], "batchmean": rows}.get(reduction)
 
 
-def reference(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100) -> Tensor:
+def reference(
+    p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100
+) -> Tensor:
     loss = by_element.masked(elements(p, q, "tvd"), shift_labels, ignore_index)
     if reduction == "none":
         return loss.to(torch.promote_types(p.dtype, q.dtype))
@@ -36,7 +41,9 @@ class LigerTVDLossFunction(by_element.ByElement):
     @staticmethod
     def forward(ctx, p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
         norm = _count(p, shift_labels, ignore_index, reduction)
-        return by_element.forward(ctx, p, q, shift_labels, norm, "elements" if reduction == "none" else "sum", "tvd", 0.5, 0.0, ignore_index)
+        return by_element.forward(
+            ctx, p, q, shift_labels, norm, "elements" if reduction == "none" else "sum", "tvd", 0.5, 0.0, ignore_index
+        )
 
 
 def _pair(*shape: int, **options: Any) -> dict[str, Any]:
@@ -55,17 +62,26 @@ def _pair(*shape: int, **options: Any) -> dict[str, Any]:
         Case("all-ignored", _pair(3, 20, shift_labels=targets(3, 20, 1), reduction="sum")),
         Case("three-blocks", _pair(2, 9001, shift_labels=targets(2, 9001, 5))),
         Case("bad-shape", dict(p=T((3, 5)), q=T((3, 4))), error="q must have shape (3, 5), got (3, 4)"),
-        Case("bad-labels", _pair(3, 5, shift_labels=targets(4, 5)), error="shift_labels must have shape (3,), got (4,)"),
-        Case("bad-reduction", _pair(3, 5, reduction="avg"), error="reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'"),
+        Case(
+            "bad-labels", _pair(3, 5, shift_labels=targets(4, 5)), error="shift_labels must have shape (3,), got (4,)"
+        ),
+        Case(
+            "bad-reduction",
+            _pair(3, 5, reduction="avg"),
+            error="reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'",
+        ),
     ],
     cost=lambda p, q, shift_labels=None, *, reduction="batchmean", **_: Cost(
         *by_element.moved(p, q, reduction == "none"), flops=(3 * p.numel(), 3 * p.numel())
     ),
 )
-def tvd(p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100) -> Tensor:
+def tvd(
+    p: Tensor, q: Tensor, shift_labels: Tensor | None = None, *, reduction: str = "batchmean", ignore_index: int = -100
+) -> Tensor:
     """Total variation distance of probabilities p and q (..., V).
 
-    Returns 0-dim fp32: the sum, or the sum divided by the number of rows with a label other than ``ignore_index`` ("batchmean"), or by the number of
+    Returns 0-dim fp32: the sum, or the sum divided by the number of rows with a label other than
+    ``ignore_index`` ("batchmean"), or by the number of
     their elements ("mean"); "none": a tensor of p's shape. Both arguments get gradients.
     """
     shift_labels = by_element.check("tvd", {"p": p, "q": q}, shift_labels, reduction)

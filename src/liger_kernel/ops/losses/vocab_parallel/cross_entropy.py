@@ -1,23 +1,33 @@
-"""Cross entropy of logits with classes sharded over the ranks of a process group (tensor parallelism: Megatron-LM, arXiv:1909.08053).
+"""Cross entropy of logits with classes sharded over the ranks of a process group (tensor
+parallelism: Megatron-LM, arXiv:1909.08053).
 
-Shapes: logits (..., N), the N classes of this rank; target (...) of class indices among all V. M = rows = product of the leading dims.
-With z = softcap * tanh(logit_scale * logits / softcap), or z = logit_scale * logits, and lse over all V classes, a row's loss is
+Shapes: logits (..., N), the N classes of this rank; target (...) of class indices among all V. M =
+rows = product of the leading dims.
+With z = softcap * tanh(logit_scale * logits / softcap), or z = logit_scale * logits, and lse over
+all V classes, a row's loss is
 
     (1 - e) (lse - z_y)  +  e / K * sum_j (lse - z_j)  +  z_loss * lse^2
 
-formula  "pytorch": e = label_smoothing; "megatron": e = label_smoothing * K / (K - 1), which leaves y exactly 1 - label_smoothing if K = V
+formula  "pytorch": e = label_smoothing; "megatron": e = label_smoothing * K / (K - 1), which leaves
+y exactly 1 - label_smoothing if K = V
 mode     "global": j runs over all classes, K = V; "partition": j runs over this rank's classes, K = N, so that each rank has its own loss
 
-With ``entropy`` (for the linear loss), also the distribution's entropy H = -sum_j p_j log p_j. Its gradient with respect to z is -p_j (log p_j + H).
+With ``entropy`` (for the linear loss), also the distribution's entropy H = -sum_j p_j log p_j. Its
+gradient with respect to z is -p_j (log p_j + H).
 
-The gradient of this rank's loss is  p_j (1 + 2 z_loss lse) - [j = y] (1 - e) - e / K,  and needs no communication. Rows whose target is
-``ignore_index`` have loss and gradient 0; a target outside [0, V) makes its row's loss and gradient NaN.
+The gradient of this rank's loss is  p_j (1 + 2 z_loss lse) - [j = y] (1 - e) - e / K,  and needs no
+communication. Rows whose target is
+``ignore_index`` have loss and gradient 0; a target outside [0, V) makes its row's loss and gradient
+NaN.
 
-There is one collective: every rank gathers every rank's maximum, sum of exponentials and target logit (for smoothing also the sum of logits, for the entropy
-their sum weighted by exponentials), 12 to 20 bytes per row and rank, and merges them in the same order. Reductions would need two collectives, because sums
-wait for the maximum, and such small messages cost their latency. p is exp(z - top) / total with separate top and total: their lse is rounded relative to its
-own size, which would be an error of p. ``bench/cases/vocab_parallel.py`` has the shapes of real models and the rivals.
-"""
+There is one collective: every rank gathers every rank's maximum, sum of exponentials and target
+logit (for smoothing also the sum of logits, for the entropy their sum weighted by exponentials), 12
+to 20 bytes per row and rank, and merges them in the same order. Reductions would need two
+collectives, because sums wait for the maximum, and such small messages cost their latency. p is
+exp(z - top) / total with separate top and total: their lse is rounded relative to its own size,
+which would be an error of p. ``bench/cases/vocab_parallel.py`` has the shapes of real models and
+the rivals.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -62,7 +72,8 @@ MODES = ("global", "partition")
 
 @dataclass(frozen=True)
 class Part:
-    """The numbers that define this rank's part of the loss, apart from its tensors. Launchers pass them on."""
+    """The numbers that define this rank's part of the loss, apart from its tensors. Launchers
+    pass them on."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -89,7 +100,8 @@ class Part:
 
 # The same numbers in a launcher's schema, in the order of the fields of ``Part``.
 PART_SCHEMA = (
-    "int ignore_index, float label_smoothing, str formula, str mode, float z_loss, float logit_scale, float? softcap, SymInt first, SymInt V, str group, "
+    "int ignore_index, float label_smoothing, str formula, str mode, float z_loss, float logit_scale, float? "
+    "softcap, SymInt first, SymInt V, str group, "
     "bool entropy"
 )
 
@@ -107,10 +119,21 @@ def _check_options(name: str, formula: str, mode: str, prefix: str = "") -> None
 
 
 def part_of(
-    name: str, N: int, group: ProcessGroup | None, sizes: Sequence[int] | None, ignore_index: int, label_smoothing: float, formula: str, mode: str,
-    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None, entropy: bool = False,
-) -> tuple:  # fmt: skip
-    """The fields of this rank's ``Part``. Raises ``ValueError`` for arguments that have no meaning."""
+    name: str,
+    N: int,
+    group: ProcessGroup | None,
+    sizes: Sequence[int] | None,
+    ignore_index: int,
+    label_smoothing: float,
+    formula: str,
+    mode: str,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+) -> tuple:
+    """The fields of this rank's ``Part``. Raises ``ValueError`` for arguments that have no
+    meaning."""
     _check_options(name, formula, mode)
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     if N < 1:
@@ -129,7 +152,8 @@ def process_group(name: str) -> ProcessGroup:
 
 
 def gathered(t: Tensor, group: str, async_op: bool = False) -> tuple[Tensor, Any]:
-    """``t`` (n,) of every rank, as (ranks, n), and with ``async_op`` the handle to wait for before reading it."""
+    """``t`` (n,) of every rank, as (ranks, n), and with ``async_op`` the handle to wait for
+    before reading it."""
     if not group:
         return t[None], None
     if torch.compiler.is_compiling():  # which knows no groups but by name, and would leave the graph here
@@ -155,7 +179,19 @@ def reference(
     softcap: float | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    part = part_of("reference", logits.shape[-1], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap)
+    part = part_of(
+        "reference",
+        logits.shape[-1],
+        group,
+        sizes,
+        ignore_index,
+        label_smoothing,
+        formula,
+        mode,
+        z_loss,
+        logit_scale,
+        softcap,
+    )
     return of_slice(logits, target, Part(*part), reduction)[0]
 
 
@@ -191,7 +227,9 @@ def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[T
     if s.entropy:
         of_all = ((ranks[:, 0] - constant).exp() * ranks[:, 3]).sum(0)
         own_mean = mean(p)
-        entropy = lse - (own_mean + (of_all - own_mean.detach())) * (constant - lse).exp()  # the last factor is 1, and says how p depends on lse
+        entropy = (
+            lse - (own_mean + (of_all - own_mean.detach())) * (constant - lse).exp()
+        )  # the last factor is 1, and says how p depends on lse
         entropy = picked(entropy + (entropy.clamp(min=0) - entropy).detach())
     return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss), entropy
 
@@ -212,17 +250,35 @@ def _logits(z_ptr, bias_ptr, at, mask, logit_scale, softcap, HAS_BIAS: tl.conste
 
 @jit
 def _moved(weighted, total, top, shift):
-    """The sum of (z - top) exp(z - top), whose exponentials add up to ``total``, counted from ``shift`` instead of ``top``."""
+    """The sum of (z - top) exp(z - top), whose exponentials add up to ``total``, counted from
+    ``shift`` instead of ``top``."""
     return tl.where(total == 0.0, 0.0, (weighted + total * (top - shift)) * tl.exp(top - shift))
 
 
 @jit
 def _stats(
-    z_ptr, bias_ptr, target_ptr, out_ptr, M, N, z_stride, first, V, ignore_index, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, SUM: tl.constexpr, ENTROPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of one row a program: maximum, sum of exponentials, the target's logit (inf on ranks that have it not), sum of logits, that of logits less the maximum
-    weighted by exponentials; after all rows, V."""
+    z_ptr,
+    bias_ptr,
+    target_ptr,
+    out_ptr,
+    M,
+    N,
+    z_stride,
+    first,
+    V,
+    ignore_index,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SUM: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of one row a program: maximum, sum of exponentials, the target's logit (inf on ranks that
+    have it not), sum of logits, that of logits less the maximum weighted by exponentials; after all
+    rows, V."""
     row = tl.program_id(0).to(tl.int64)
     M = tl.cast(M, tl.int64)
     z_ptr += row * z_stride
@@ -266,7 +322,8 @@ def _merge(
     parts_ptr, own_ptr, target_ptr, loss_ptr, top_ptr, total_ptr, entropy_ptr, M, RANKS, V, ignore_index, e, K, z_loss,
     SUM: tl.constexpr, PARTITION: tl.constexpr, ENTROPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, top, total and entropy of rows from the ``_stats`` of all ranks. NaN where no rank has the target, or they do not agree on V: unequal slices."""
+    """Loss, top, total and entropy of rows from the ``_stats`` of all ranks. NaN where no rank
+    has the target, or they do not agree on V: unequal slices."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < M
     M = tl.cast(M, tl.int64)
@@ -313,10 +370,35 @@ def _merge(
 
 @jit
 def _grad(
-    z_ptr, bias_ptr, target_ptr, top_ptr, total_ptr, entropy_ptr, g_ptr, g_entropy_ptr, norm_ptr, dz_ptr,
-    N, z_stride, dz_stride, g_stride, first, V, ignore_index, on, off, z_loss, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_G: tl.constexpr, HAS_GE: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    bias_ptr,
+    target_ptr,
+    top_ptr,
+    total_ptr,
+    entropy_ptr,
+    g_ptr,
+    g_entropy_ptr,
+    norm_ptr,
+    dz_ptr,
+    N,
+    z_stride,
+    dz_stride,
+    g_stride,
+    first,
+    V,
+    ignore_index,
+    on,
+    off,
+    z_loss,
+    logit_scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_G: tl.constexpr,
+    HAS_GE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A block of one row's gradient a program, which may be written where z was read."""
     blocks = tl.cdiv(N, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -325,8 +407,12 @@ def _grad(
     ignored = target == ignore_index
     top = tl.load(top_ptr + row)
     total = tl.load(total_ptr + row)
-    z, t = _logits(z_ptr + row * z_stride, bias_ptr, col, (col < N) & (not ignored), logit_scale, softcap, HAS_BIAS, HAS_CAP)
-    dz = tl.exp(z - top) * ((1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + log(total))) / total) - tl.cast(off, tl.float32)
+    z, t = _logits(
+        z_ptr + row * z_stride, bias_ptr, col, (col < N) & (not ignored), logit_scale, softcap, HAS_BIAS, HAS_CAP
+    )
+    dz = tl.exp(z - top) * ((1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + log(total))) / total) - tl.cast(
+        off, tl.float32
+    )
     dz = tl.where(col == target - first, dz - tl.cast(on, tl.float32), dz)
     scale = tl.where((target >= 0) & (target < V), tl.cast(logit_scale, tl.float32), float("nan"))
     if HAS_NORM:
@@ -345,35 +431,98 @@ def _grad(
 
 
 def row_stats(z: Tensor, target: Tensor, s: Part, bias: Tensor | None = None) -> Tensor:
-    """The statistics of this rank's logits z (M, N) and bias (N,) that other ranks need: a vector for ``gathered``."""
+    """The statistics of this rank's logits z (M, N) and bias (N,) that other ranks need: a
+    vector for ``gathered``."""
     M, N = z.shape
     stats = z.new_empty(s.parts * M + 1, dtype=torch.float32)
-    c = config.tile("vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192)  # one row a program; blocks of 16384 spill
+    c = config.tile(
+        "vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192
+    )  # one row a program; blocks of 16384 spill
     numbers = M, N, z.stride(0), s.first, s.V, s.ignore_index, s.logit_scale, 1.0 if s.softcap is None else s.softcap
-    flags = dict(HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None, SUM=s.label_smoothing != 0.0, ENTROPY=s.entropy, PARTS=s.parts)
+    flags = dict(
+        HAS_BIAS=bias is not None,
+        HAS_CAP=s.softcap is not None,
+        SUM=s.label_smoothing != 0.0,
+        ENTROPY=s.entropy,
+        PARTS=s.parts,
+    )
     launch(_stats, (M,), z, z if bias is None else bias, target, stats, *numbers, **flags, **c.row)
     return stats
 
 
-def merge(parts: Tensor, own: Tensor, target: Tensor, s: Part, N: int, loss: Tensor, top: Tensor, total: Tensor, entropy: Tensor | None = None) -> None:
-    """Fill loss, top and total (M,), and with ``s.entropy`` that, from the ``row_stats`` of all ranks, and of this one."""
+def merge(
+    parts: Tensor,
+    own: Tensor,
+    target: Tensor,
+    s: Part,
+    N: int,
+    loss: Tensor,
+    top: Tensor,
+    total: Tensor,
+    entropy: Tensor | None = None,
+) -> None:
+    """Fill loss, top and total (M,), and with ``s.entropy`` that, from the ``row_stats`` of all
+    ranks, and of this one."""
     e, K = s.smoothing(N)
     M = target.shape[0]
-    args = own, target, loss, top, total, loss if entropy is None else entropy, M, parts.shape[0], s.V, s.ignore_index, e, K, s.z_loss
+    args = (
+        own,
+        target,
+        loss,
+        top,
+        total,
+        loss if entropy is None else entropy,
+        M,
+        parts.shape[0],
+        s.V,
+        s.ignore_index,
+        e,
+        K,
+        s.z_loss,
+    )
     flags = dict(SUM=s.label_smoothing != 0.0, PARTITION=s.mode == "partition", ENTROPY=s.entropy, PARTS=s.parts)
     launch(_merge, (cdiv(M, 256),), parts, *args, **flags, BLOCK=256, num_warps=4)
 
 
-def row_grad(z: Tensor, target: Tensor, s: Part, top: Tensor, total: Tensor, dz: Tensor, *, bias=None, g=None, norm=None, g_entropy=None, entropy=None) -> None:
-    """Fill dz (M, N), which may be z, times g (M,), divided by the 0-dim norm; with ``g_entropy`` (M,) also of the ``entropy`` (M,) times that."""
+def row_grad(
+    z: Tensor,
+    target: Tensor,
+    s: Part,
+    top: Tensor,
+    total: Tensor,
+    dz: Tensor,
+    *,
+    bias=None,
+    g=None,
+    norm=None,
+    g_entropy=None,
+    entropy=None,
+) -> None:
+    """Fill dz (M, N), which may be z, times g (M,), divided by the 0-dim norm; with
+    ``g_entropy`` (M,) also of the ``entropy`` (M,) times that."""
     M, N = z.shape
     e, K = s.smoothing(N)
     c = config.tile("vocab_parallel_grad", N, z.itemsize, elements=4096, max_block_n=4096)
     given = lambda t: z if t is None else t  # a pointer for arguments that a flag switches off
     tensors = given(bias), target, top, total, given(entropy), given(g), given(g_entropy), given(norm), dz
     strides = z.stride(0), dz.stride(0), 0 if g is None else g.stride(0)
-    numbers = s.first, s.V, s.ignore_index, 1.0 - e, e / K, s.z_loss, s.logit_scale, 1.0 if s.softcap is None else s.softcap
-    flags = dict(HAS_BIAS=bias is not None, HAS_CAP=s.softcap is not None, HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_NORM=norm is not None)
+    numbers = (
+        s.first,
+        s.V,
+        s.ignore_index,
+        1.0 - e,
+        e / K,
+        s.z_loss,
+        s.logit_scale,
+        1.0 if s.softcap is None else s.softcap,
+    )
+    flags = dict(
+        HAS_BIAS=bias is not None,
+        HAS_CAP=s.softcap is not None,
+        HAS_G=g is not None,
+        HAS_GE=g_entropy is not None,
+        HAS_NORM=norm is not None,
+    )
     launch(_grad, (M * cdiv(N, c.block_n),), z, *tensors, N, *strides, *numbers, **flags, **c.row)
 
 
@@ -388,7 +537,9 @@ def vocab_parallel_cross_entropy_fwd(z: Tensor, target: Tensor, *numbers) -> tup
 
 
 @launcher(f"(Tensor g, Tensor z, Tensor target, Tensor top, Tensor total, {PART_SCHEMA}) -> Tensor dz")
-def vocab_parallel_cross_entropy_bwd(g: Tensor, z: Tensor, target: Tensor, top: Tensor, total: Tensor, *numbers) -> Tensor:
+def vocab_parallel_cross_entropy_bwd(
+    g: Tensor, z: Tensor, target: Tensor, top: Tensor, total: Tensor, *numbers
+) -> Tensor:
     dz = z.new_empty(z.shape)
     if not tracing(z):
         row_grad(z, target, Part(*numbers), top, total, dz, g=g)
@@ -396,18 +547,37 @@ def vocab_parallel_cross_entropy_bwd(g: Tensor, z: Tensor, target: Tensor, top: 
 
 
 class LigerVocabParallelCEFunction(torch.autograd.Function):
-    """Loss per row, fp32: ``apply(logits, target, tp_group, ignore_index, label_smoothing, formula, mode, z_loss=0, logit_scale=1, softcap=None, sizes=None)``.
+    """Loss per row, fp32: ``apply(logits, target, tp_group, ignore_index, label_smoothing, formula,
+    mode, z_loss=0, logit_scale=1, softcap=None, sizes=None)``.
 
     logits (..., N), target (...). The logits do not change, and the backward may run again.
     """
 
     @staticmethod
     def forward(
-        ctx, vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode,
-        z_loss=0.0, logit_scale=1.0, softcap=None, sizes=None,
-    ):  # fmt: skip
+        ctx,
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        ignore_index,
+        label_smoothing,
+        label_smoothing_formula,
+        label_smoothing_mode,
+        z_loss=0.0,
+        logit_scale=1.0,
+        softcap=None,
+        sizes=None,
+    ):
         z, y = rows_of(vocab_parallel_logits), target.reshape(-1).contiguous()
-        numbers = ignore_index, label_smoothing, label_smoothing_formula, label_smoothing_mode, z_loss, logit_scale, softcap
+        numbers = (
+            ignore_index,
+            label_smoothing,
+            label_smoothing_formula,
+            label_smoothing_mode,
+            z_loss,
+            logit_scale,
+            softcap,
+        )
         ctx.numbers = part_of("vocab_parallel_cross_entropy", z.shape[1], tp_group, sizes, *numbers)
         loss, *sums = vocab_parallel_cross_entropy_fwd(z, y, *ctx.numbers)
         ctx.save_for_backward(z, y, *sums)
@@ -417,7 +587,11 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        dz = vocab_parallel_cross_entropy_bwd(g.reshape(-1), *ctx.saved_tensors, *ctx.numbers) if ctx.needs_input_grad[0] else None
+        dz = (
+            vocab_parallel_cross_entropy_bwd(g.reshape(-1), *ctx.saved_tensors, *ctx.numbers)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return None if dz is None else dz.view(ctx.shape), *(None,) * 10
 
 
@@ -429,21 +603,61 @@ def _rows(M: int, N: int, **options: Any) -> dict[str, Any]:
     reference=reference,
     cases=[
         Case("mean", _rows(9, 130)),
-        Case("megatron", dict(logits=T((5, 2, 61)), target=targets((5, 2), 61), reduction="none", label_smoothing=0.1, formula="megatron", mode="partition")),
+        Case(
+            "megatron",
+            dict(
+                logits=T((5, 2, 61)),
+                target=targets((5, 2), 61),
+                reduction="none",
+                label_smoothing=0.1,
+                formula="megatron",
+                mode="partition",
+            ),
+        ),
         Case("smoothing", _rows(6, 99, label_smoothing=0.1, reduction="sum")),
         Case("gemma2", _rows(6, 99, softcap=2.0)),
-        Case("everything", _rows(6, 99, label_smoothing=0.2, formula="megatron", z_loss=1e-2, logit_scale=1.5, softcap=3.0, reduction="none")),
+        Case(
+            "everything",
+            _rows(
+                6,
+                99,
+                label_smoothing=0.2,
+                formula="megatron",
+                z_loss=1e-2,
+                logit_scale=1.5,
+                softcap=3.0,
+                reduction="none",
+            ),
+        ),
         Case("two-blocks", _rows(2, 8500, label_smoothing=0.1)),
         Case("all-ignored", _rows(1, 20, reduction="sum")),
         Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
-        Case("integers", dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)), error="logits must be floating point, got torch.int64"),
-        Case("bad-formula", _rows(3, 5, formula="torch"), error="formula must be one of ('pytorch', 'megatron'), got 'torch'"),
+        Case(
+            "integers",
+            dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
+            error="logits must be floating point, got torch.int64",
+        ),
+        Case(
+            "bad-formula",
+            _rows(3, 5, formula="torch"),
+            error="formula must be one of ('pytorch', 'megatron'), got 'torch'",
+        ),
         Case("bad-mode", _rows(3, 5, mode="local"), error="mode must be one of ('global', 'partition'), got 'local'"),
-        Case("bad-sizes", _rows(3, 5, sizes=(5, 5)), error="sizes must be the classes of 1 ranks, 5 of rank 0, got (5, 5)"),
+        Case(
+            "bad-sizes",
+            _rows(3, 5, sizes=(5, 5)),
+            error="sizes must be the classes of 1 ranks, 5 of rank 0, got (5, 5)",
+        ),
         Case("no-class", dict(logits=T((3, 0)), target=targets(3, 5)), error="every rank must have a class, got none"),
-        Case("one-class", _rows(3, 1, formula="megatron", label_smoothing=0.1), error="formula 'megatron' must smooth over two classes or more, got one"),
+        Case(
+            "one-class",
+            _rows(3, 1, formula="megatron", label_smoothing=0.1),
+            error="formula 'megatron' must smooth over two classes or more, got one",
+        ),
     ],
-    cost=lambda logits, target, *_, **__: Cost(nbytes(logits, target), nbytes(logits, logits, target), flops=(4 * logits.numel(), 4 * logits.numel())),
+    cost=lambda logits, target, *_, **__: Cost(
+        nbytes(logits, target), nbytes(logits, logits, target), flops=(4 * logits.numel(), 4 * logits.numel())
+    ),
 )
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -460,21 +674,43 @@ def vocab_parallel_cross_entropy(
     softcap: float | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Cross entropy of logits (..., N), this rank's slice of the classes, and indices among all classes (...), the same on all ranks of ``group``.
+    """Cross entropy of logits (..., N), this rank's slice of the classes, and indices among all
+    classes (...), the same on all ranks of ``group``.
 
-    Slices follow the ranks and are of equal size, or ``sizes`` lists the classes of every rank; the loss is NaN if they are unequal without it.
-    Returns the fp32 loss, 0-dim or like target with ``reduction="none"``, the same on all ranks unless ``mode`` is "partition". No ``group``: one rank.
+    Slices follow the ranks and are of equal size, or ``sizes`` lists the classes of every rank; the
+    loss is NaN if they are unequal without it.
+    Returns the fp32 loss, 0-dim or like target with ``reduction="none"``, the same on all ranks
+    unless ``mode`` is "partition". No ``group``: one rank.
     """
     logits = computed(logits)
     if not logits.is_floating_point():
         raise ValueError(f"vocab_parallel_cross_entropy: logits must be floating point, got {logits.dtype}")
     if target.shape != logits.shape[:-1]:
-        raise ValueError(f"vocab_parallel_cross_entropy: target must have shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}")
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: target must have shape {tuple(logits.shape[:-1])}, got "
+            f"{tuple(target.shape)}"
+        )
     numbers = (ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap)
     V = Part(*part_of("vocab_parallel_cross_entropy", logits.shape[-1], group, sizes, *numbers)).V
-    target = check("vocab_parallel_cross_entropy", (target.numel(), V), target.reshape(-1), None, reduction, ignore_index).view(target.shape)
+    target = check(
+        "vocab_parallel_cross_entropy", (target.numel(), V), target.reshape(-1), None, reduction, ignore_index
+    ).view(target.shape)
     if not use_kernels(logits):
-        options = dict(label_smoothing=label_smoothing, formula=formula, mode=mode, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes)
+        options = dict(
+            label_smoothing=label_smoothing,
+            formula=formula,
+            mode=mode,
+            z_loss=z_loss,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            sizes=sizes,
+        )
         return reference(logits, target, group, ignore_index=ignore_index, reduction=reduction, **options)
     loss = LigerVocabParallelCEFunction.apply(logits, target, group, *numbers, sizes)
-    return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
+    return (
+        loss
+        if reduction == "none"
+        else loss.sum()
+        if reduction == "sum"
+        else loss.sum() / (target != ignore_index).sum()
+    )

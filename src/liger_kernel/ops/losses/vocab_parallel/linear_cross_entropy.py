@@ -1,10 +1,14 @@
-"""Vocabulary-parallel cross entropy of ``x w^T + bias`` without ever storing all of this rank's logits: a loop over chunks of tokens.
+"""Vocabulary-parallel cross entropy of ``x w^T + bias`` without ever storing all of this rank's
+logits: a loop over chunks of tokens.
 
-Shapes: x (M, H), the same on all ranks; w (N, H), bias (N,) of this rank's classes; target (M,). The loss is that of ``vocab_parallel_cross_entropy``.
+Shapes: x (M, H), the same on all ranks; w (N, H), bias (N,) of this rank's classes; target (M,).
+The loss is that of ``vocab_parallel_cross_entropy``.
 
-For each chunk, one GEMM computes the logits, all ranks gather their row statistics, the gradient replaces the logits, and one GEMM each computes dx and dw.
-A chunk's statistics are sent while the chunk before it computes its gradients, so there are two buffers of logits. dx is a sum over ranks, computed in fp32
-chunk by chunk while the next chunk runs. dw and dbias need no other rank. With ``reduction="none"``, the backward computes the chunks again.
+For each chunk, one GEMM computes the logits, all ranks gather their row statistics, the gradient
+replaces the logits, and one GEMM each computes dx and dw. A chunk's statistics are sent while the
+chunk before it computes its gradients, so there are two buffers of logits. dx is a sum over ranks,
+computed in fp32 chunk by chunk while the next chunk runs. dw and dbias need no other rank. With
+``reduction="none"``, the backward computes the chunks again.
 """
 
 from __future__ import annotations
@@ -17,14 +21,37 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launcher, nbytes, on_gpu, once_differentiable, op, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    launcher,
+    nbytes,
+    on_gpu,
+    once_differentiable,
+    op,
+    rows_of,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.losses.chunks import auto_chunk_rows, chunks_of, rounded_sums
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
-from liger_kernel.ops.losses.vocab_parallel.cross_entropy import PART_SCHEMA, Part, gathered, merge, of_slice, part_of, process_group, row_grad, row_stats
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
+    PART_SCHEMA,
+    Part,
+    gathered,
+    merge,
+    of_slice,
+    part_of,
+    process_group,
+    row_grad,
+    row_stats,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,17 +73,50 @@ class _SumGradients(torch.autograd.Function):
 
 
 def reference(
-    x, w, target, group, bias, *, ignore_index, reduction, label_smoothing, formula, mode, z_loss, logit_scale, softcap, sizes, sum_dx, entropy, **how
+    x,
+    w,
+    target,
+    group,
+    bias,
+    *,
+    ignore_index,
+    reduction,
+    label_smoothing,
+    formula,
+    mode,
+    z_loss,
+    logit_scale,
+    softcap,
+    sizes,
+    sum_dx,
+    entropy,
+    **how,
 ):
     if sum_dx and group is not None and group.size() > 1:
         x = _SumGradients.apply(x, group)
-    part = part_of("reference", w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)
+    part = part_of(
+        "reference",
+        w.shape[0],
+        group,
+        sizes,
+        ignore_index,
+        label_smoothing,
+        formula,
+        mode,
+        z_loss,
+        logit_scale,
+        softcap,
+        entropy,
+    )
     loss, entropies = of_slice(F.linear(x, w, bias), target, Part(*part), reduction)
     return loss if entropies is None else (loss, entropies)
 
 
-def _chunks(x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, loss, top, total, entropy, norm, g, g_entropy) -> tuple[Tensor, Tensor, Tensor]:
-    """The loop. Fills ``loss``, top, total and entropy (M,); without ``loss``, it reads the other three.
+def _chunks(
+    x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, loss, top, total, entropy, norm, g, g_entropy
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loop. Fills ``loss``, top, total and entropy (M,); without ``loss``, it reads the other
+    three.
 
     Returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
     Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too.
@@ -96,7 +156,19 @@ def _chunks(x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, los
         if loss is not None:
             merge(parts, own, target[rows], s, N, loss[rows], top[rows], total[rows], some(entropy))
         if any(need):
-            row_grad(z, target[rows], s, top[rows], total[rows], z, bias=bias, g=some(g), norm=norm, g_entropy=some(g_entropy), entropy=some(entropy))
+            row_grad(
+                z,
+                target[rows],
+                s,
+                top[rows],
+                total[rows],
+                z,
+                bias=bias,
+                g=some(g),
+                norm=norm,
+                g_entropy=some(g_entropy),
+                entropy=some(entropy),
+            )
         if need_dx and group and sum_dx:
             partial = x.new_empty(z.shape[0], H, dtype=torch.float32)
             add_mm(partial, z, w, first=True)
@@ -125,44 +197,86 @@ def _chunks(x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, los
     return dx, dw if dw_sum is dw else dw.copy_(dw_sum), db
 
 
-_IN = f"Tensor x, Tensor w, Tensor target, Tensor? bias, {PART_SCHEMA}, bool sum_dx, ScalarType? accum_dtype, int? chunk_rows, bool need_dx, bool need_dw, bool need_db"  # noqa: E501
+_IN = (
+    f"Tensor x, Tensor w, Tensor target, Tensor? bias, {PART_SCHEMA}, bool sum_dx, ScalarType? accum_dtype, int? "
+    "chunk_rows, bool need_dx, bool need_dw, bool need_db"
+)
 _N = len(Part.__dataclass_fields__)
 
 
-@launcher(f"({_IN}, str reduction) -> (Tensor loss, Tensor entropy, Tensor top, Tensor total, Tensor? norm, Tensor dx, Tensor dw, Tensor db)")
+@launcher(
+    f"({_IN}, str reduction) -> (Tensor loss, Tensor entropy, Tensor top, Tensor total, Tensor? norm, Tensor dx, "
+    "Tensor dw, Tensor db)"
+)
 def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers):
     s, (sum_dx, accum_dtype, chunk_rows, *need, reduction) = Part(*numbers[:_N]), numbers[_N:]
     loss, top, total = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(3))
     entropy = x.new_empty(x.shape[0] if s.entropy else 0, dtype=torch.float32)
     norm = (target != s.ignore_index).sum().float() if reduction == "mean" else None
-    # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them: the backward divides
+    # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them:
+    # the backward divides
     how = tuple(need), sum_dx, accum_dtype, chunk_rows
-    sums = dict(loss=loss, top=top, total=total, entropy=entropy if s.entropy else None, norm=None if x.dtype == torch.float16 else norm)
+    sums = dict(
+        loss=loss,
+        top=top,
+        total=total,
+        entropy=entropy if s.entropy else None,
+        norm=None if x.dtype == torch.float16 else norm,
+    )
     dx, dw, db = _chunks(x, w, target, bias, s, *how, **sums, g=None, g_entropy=None)
     if reduction != "none":
         loss = loss.sum() if norm is None else loss.sum() / norm
     return loss, entropy, top, total, norm, dx, dw, db
 
 
-@launcher(f"(Tensor g, Tensor? g_entropy, Tensor? entropy_of_rows, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
+@launcher(
+    f"(Tensor g, Tensor? g_entropy, Tensor? entropy_of_rows, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor "
+    "dw, Tensor db)"
+)
 def vocab_parallel_linear_cross_entropy_bwd(
-    g: Tensor, g_entropy: Tensor | None, entropy: Tensor | None, top: Tensor, total: Tensor, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers
+    g: Tensor,
+    g_entropy: Tensor | None,
+    entropy: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *numbers,
 ):
     """Compute the chunks again, for per-token upstream gradients g and g_entropy (M,)."""
     s, (sum_dx, accum_dtype, chunk_rows, *need) = Part(*numbers[:_N]), numbers[_N:]
     how = tuple(need), sum_dx, accum_dtype, chunk_rows
-    return _chunks(x, w, target, bias, s, *how, loss=None, top=top, total=total, entropy=entropy, norm=None, g=g, g_entropy=g_entropy)
+    return _chunks(
+        x,
+        w,
+        target,
+        bias,
+        s,
+        *how,
+        loss=None,
+        top=top,
+        total=total,
+        entropy=entropy,
+        norm=None,
+        g=g,
+        g_entropy=g_entropy,
+    )
 
 
 class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, need, reduction, *fields of Part, sum_dx, accum_dtype, chunk_rows)`` -> loss, and entropy if requested."""
+    """``apply(x, w, target, bias, need, reduction, *fields of Part, sum_dx, accum_dtype,
+    chunk_rows)`` -> loss, and entropy if requested."""
 
     @staticmethod
     def forward(ctx, x, w, target, bias, need, reduction, *numbers):
         x, target, bias = rows_of(x), target.contiguous(), bias if bias is None else bias.contiguous()
         ctx.need, ctx.numbers, ctx.dtype, ctx.recompute = need, numbers, x.dtype, reduction == "none"
         now = (False, False, False) if ctx.recompute else need
-        loss, entropy, top, total, norm, dx, dw, db = vocab_parallel_linear_cross_entropy_fwd(x, w, target, bias, *numbers, *now, reduction)
+        loss, entropy, top, total, norm, dx, dw, db = vocab_parallel_linear_cross_entropy_fwd(
+            x, w, target, bias, *numbers, *now, reduction
+        )
         if ctx.recompute:
             ctx.save_for_backward(entropy if entropy.numel() else None, top, total, x, w, target, bias)
         else:
@@ -174,7 +288,9 @@ class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, g, g_entropy=None):
         if ctx.recompute:
             g_entropy = None if g_entropy is None else g_entropy.contiguous()
-            grads = vocab_parallel_linear_cross_entropy_bwd(g.contiguous(), g_entropy, *ctx.saved_tensors, *ctx.numbers, *ctx.need)
+            grads = vocab_parallel_linear_cross_entropy_bwd(
+                g.contiguous(), g_entropy, *ctx.saved_tensors, *ctx.numbers, *ctx.need
+            )
         else:
             *grads, norm = ctx.saved_tensors
             grads = scaled(tuple(grads), divided(g, norm))
@@ -199,7 +315,12 @@ def _cost(x, w, target, group=None, bias=None, **_) -> Cost:
         Case("chunks", _head(11, 16, 37, reduction="sum", chunk_rows=4)),
         Case("none", _head(7, 16, 40, reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")),
         Case("bias", _head(7, 16, 40, bias=T((40,)), chunk_rows=3)),
-        Case("everything", _head(8, 16, 50, bias=T((50,)), label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5)),
+        Case(
+            "everything",
+            _head(
+                8, 16, 50, bias=T((50,)), label_smoothing=0.1, z_loss=1e-2, logit_scale=0.5, softcap=3.0, chunk_rows=5
+            ),
+        ),
         Case("many-chunks", _head(20, 16, 30, chunk_rows=2)),
         Case("entropy", _head(9, 16, 37, bias=T((37,)), reduction="none", entropy=True, logit_scale=0.7, chunk_rows=4)),
         Case("entropy-smooth", _head(5, 16, 37, reduction="none", entropy=True, label_smoothing=0.1, softcap=3.0)),
@@ -208,10 +329,22 @@ def _cost(x, w, target, group=None, bias=None, **_) -> Cost:
             dict(x=T((4, 8), dtype=torch.int64), w=T((10, 8)), target=targets(4, 10)),
             error="x and w must be floating point, got torch.int64 and torch.float32",
         ),
-        Case("bad-width", dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)), error="w must have shape (N, 8), got (10, 6)"),
+        Case(
+            "bad-width",
+            dict(x=T((4, 8)), w=T((10, 6)), target=targets(4, 10)),
+            error="w must have shape (N, 8), got (10, 6)",
+        ),
         Case("bad-bias", _head(4, 8, 10, bias=T((4,))), error="bias must have shape (10,), got (4,)"),
-        Case("bad-target", dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)), error="target must have shape (4,), got (5,)"),
-        Case("3d", dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)), error="x must have shape (M, H), got (2, 4, 8)"),
+        Case(
+            "bad-target",
+            dict(x=T((4, 8)), w=T((10, 8)), target=targets(5, 10)),
+            error="target must have shape (4,), got (5,)",
+        ),
+        Case(
+            "3d",
+            dict(x=T((2, 4, 8)), w=T((10, 8)), target=targets(8, 10)),
+            error="x must have shape (M, H), got (2, 4, 8)",
+        ),
         Case("entropy-mean", _head(4, 8, 10, entropy=True), error="reduction must be 'none' with entropy, got 'mean'"),
         Case("bad-chunk", _head(4, 8, 10, chunk_rows=0), error="chunk_rows must be positive, got 0"),
     ],
@@ -238,11 +371,14 @@ def vocab_parallel_linear_cross_entropy(
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Cross entropy of ``x @ w.T + bias`` in chunks of tokens, where w (N, H) and bias (N,) are this rank's slice of the classes.
+    """Cross entropy of ``x @ w.T + bias`` in chunks of tokens, where w (N, H) and bias (N,) are
+    this rank's slice of the classes.
 
-    x (M, H) and target (M,) are the same on all ranks of ``group``; dtypes, ``accum_dtype`` and ``chunk_rows`` are as in ``linear_cross_entropy``, the
-    rest and the result as in ``vocab_parallel_cross_entropy``. dx is the sum over all ranks, or with ``sum_dx=False`` this rank's term of it, for layers
-    that add these up themselves. With ``entropy``, and without reduction, returns ``(loss, entropy)``, fp32 (M,) each, both differentiable.
+    x (M, H) and target (M,) are the same on all ranks of ``group``; dtypes, ``accum_dtype`` and
+    ``chunk_rows`` are as in ``linear_cross_entropy``, the rest and the result as in
+    ``vocab_parallel_cross_entropy``. dx is the sum over all ranks, or with ``sum_dx=False`` this
+    rank's term of it, for layers that add these up themselves. With ``entropy``, and without
+    reduction, returns ``(loss, entropy)``, fp32 (M,) each, both differentiable.
     """
     name = "vocab_parallel_linear_cross_entropy"
     if not (x.is_floating_point() and w.is_floating_point()):
@@ -257,15 +393,40 @@ def vocab_parallel_linear_cross_entropy(
         raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
     if entropy and reduction != "none":
         raise ValueError(f"{name}: reduction must be 'none' with entropy, got {reduction!r}")
-    part = part_of(name, w.shape[0], group, sizes, ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy)
+    part = part_of(
+        name,
+        w.shape[0],
+        group,
+        sizes,
+        ignore_index,
+        label_smoothing,
+        formula,
+        mode,
+        z_loss,
+        logit_scale,
+        softcap,
+        entropy,
+    )
     target = check(name, (x.shape[0], Part(*part).V), target, None, reduction, ignore_index)
     device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)  # as F.linear has it
+    autocast = (
+        device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
+    )  # as F.linear has it
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
     x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
     if not use_kernels(x):
-        options = dict(label_smoothing=label_smoothing, formula=formula, mode=mode, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, sizes=sizes)
+        options = dict(
+            label_smoothing=label_smoothing,
+            formula=formula,
+            mode=mode,
+            z_loss=z_loss,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            sizes=sizes,
+        )
         options |= dict(ignore_index=ignore_index, reduction=reduction, sum_dx=sum_dx, entropy=entropy)
         return reference(x, w, target, group, bias, **options)
     need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
-    return VocabParallelLinearCrossEntropyFunction.apply(x, w, target, bias, need, reduction, *part, sum_dx, accum_dtype, chunk_rows)
+    return VocabParallelLinearCrossEntropyFunction.apply(
+        x, w, target, bias, need, reduction, *part, sum_dx, accum_dtype, chunk_rows
+    )

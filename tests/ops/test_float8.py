@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -242,86 +239,4 @@ def test_launchers_have_true_schemas_and_fakes():
         torch.ops.liger.dense_experts.default,
         (x.to(E4)[None], by[:1].view(1, 1, 1), torch.bfloat16),
         test_utils="test_faketensor",
-    )
-
-
-COMPILE = """
-import sys, torch
-from liger_kernel.compile.launches import Mock
-from liger_kernel.compile.targets import compiling_for
-from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.projections import float8, float8_experts, float8_training, four_bits, magnitude
-from liger_kernel.ops.activations import glu
-sys.path.insert(0, sys.argv[2])
-from compile_kernels import resources, shared_bytes
-
-def compile(kernel, grid, args, meta):
-    compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
-    print(kernel.fn.__name__, resources(compiled))
-    assert resources(compiled)["spills"] == 0
-    assert not shared_bytes(compiled)
-
-by = torch.empty(14336, device="meta")
-with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for N in (4096, 14336, 28672):
-            x = torch.empty(64, N, device="meta", dtype=dtype)
-            for how in ((float8.E4, False), (float8.E5, False), (float8.E4, True)):
-                float8.cast(x, *how)
-        float8.cast(torch.empty(64, 14336, device="meta", dtype=dtype), float8.E4, True, by)
-        for by_rows, rows, columns in ((False, True, True), (True, True, True), (True, True, False), (True, False, True)):
-            for kind in (float8.E4, float8.E5):
-                float8_training.casts(x, kind, float8_training.amax_of(x, by_rows), by_rows, rows=rows, columns=columns)
-        for count in range(1, float8_training.MOST + 1):
-            float8_training.tops_of([x] * count)
-        both = [float8_training.Wanted(x, kind, float8_training.amax_of(x, False), True, True) for kind in (float8.E4, float8.E5)]
-        for other in (both[0]._replace(rows=False), both[0]._replace(columns=False)):
-            for one in both:
-                float8_training.two_casts(one, other, False)
-        float8_training.glu_and_tops(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
-        glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, tops=torch.empty(3, glu.TOPS, device="meta"))
-        magnitude.column_sums(x, x)
-        magnitude.scaled_columns(x, torch.empty(28672, device="meta"))
-    float8.transposed(torch.empty(4096, 14336, device="meta", dtype=float8.E4))
-    for dtype in (torch.bfloat16, torch.float32):
-        packed, absmax = torch.empty(14336 * 2048, 1, device="meta", dtype=torch.uint8), torch.empty(14336 * 64, device="meta")
-        code, code2, absmax2, offset = (torch.empty(n, device="meta") for n in (16, 256, 3584, 1))
-        four_bits.dense_four_bits(packed, absmax, code, None, None, None, [14336, 4096], 64, 1, dtype)
-        four_bits.dense_four_bits(packed, absmax.to(torch.uint8), code, absmax2, code2, offset, [14336, 4096], 64, 256, dtype)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for sizes, scales in (((128, 1536, 2048), (1, 1)), ((128, 1536, 2048), (1536, 1)), ((32, 2880, 5760), (1, 5760)), ((3, 5, 7), (1, 7))):
-            q, scale = torch.empty(sizes, device="meta", dtype=float8.E4), torch.empty((sizes[0], *scales), device="meta")
-            float8_experts.dense_experts(q, scale, dtype)
-"""  # noqa: E501
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    "target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)]
-)
-def test_kernels_of_stored_weights_compile(target, user_env):
-    from pathlib import Path
-
-    folder = Path(__file__).parents[1] / "compile"
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    assert {line.split()[0] for line in done.stdout.splitlines()} == set(
-        [
-            "_amax",
-            "_tops",
-            "_cast",
-            "_cast_rows",
-            "_transpose",
-            "_casts",
-            "_two_casts",
-            "_fwd",
-            "_bwd",
-            "_dot_columns",
-            "_times_columns",
-            "_dense",
-            "_dense_experts",
-        ]
     )

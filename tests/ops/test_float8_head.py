@@ -3,10 +3,6 @@ what a case cannot say."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -290,47 +286,3 @@ def test_memory_is_at_most_that_of_bf16(M, H, V, learns):
     # few classes, added to a gradient in fp32: 409 MB, where bf16, whose products add without a
     # copy, needs 364
     assert ours.bytes <= (1.13 if (V, learns) == (32000, "into") else 1.01) * bf16.bytes
-
-
-COMPILE = """
-import sys, torch
-from liger_kernel.compile.launches import Mock
-from liger_kernel.compile.targets import compiling_for
-from liger_kernel.ops import linear_cross_entropy, linear_logprobs
-from liger_kernel.ops._core import operator as _op
-sys.path.insert(0, sys.argv[2])
-from compile_kernels import resources, shared_bytes
-
-seen = set()
-
-def compile(kernel, grid, args, meta):
-    kinds = *meta.items(), *(str(getattr(a, "dtype", "")) for a in args)
-    if "float8_head" in kernel.fn.__module__ and kinds not in seen:
-        seen.add(kinds)
-        compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
-        print(kernel.fn.__name__, resources(compiled))
-        assert resources(compiled)["spills"] == 0
-        assert not shared_bytes(compiled)
-
-with compiling_for(sys.argv[1]), _op.intercept_launches(compile):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        new = lambda *shape: torch.empty(*shape, device="meta", dtype=dtype, requires_grad=True)
-        x, w, bias, target = new(256, 64), new(128256, 64), new(128256), torch.empty(256, device="meta", dtype=torch.int64)
-        linear_cross_entropy(x, w, target, fp8="tensorwise")
-        options = dict(label_smoothing=0.1, softcap=30.0, logit_scale=0.5, stats=True)
-        linear_cross_entropy(x, w, target, bias, torch.empty_like(bias), fp8="tensorwise", **options)
-        linear_logprobs(x, w, target, bias, return_entropy=True, fp8="rowwise")[0].sum().backward()
-"""  # noqa: E501
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    "target", ["sm90", pytest.param("sm89", marks=pytest.mark.slow), pytest.param("sm100", marks=pytest.mark.slow)]
-)
-def test_kernels_compile(target, user_env):
-    folder = Path(__file__).parents[1] / "compile"
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, target, str(folder)], env=user_env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()} == {"_stats", "_gradient"}

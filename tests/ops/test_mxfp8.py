@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -109,34 +105,3 @@ def test_other_gpus_and_shapes_are_refused(monkeypatch):
         ValueError, match="LigerFloat8TrainingLinear: weight must have sizes that are multiples of 32, got"
     ):
         LigerFloat8TrainingLinear.of(torch.nn.Linear(48, 64), "mxfp8_rceil")
-
-
-COMPILE = """
-import sys, torch
-from liger_kernel.compile.launches import Mock
-from liger_kernel.compile.targets import compiling_for
-from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.projections import mxfp8
-sys.path.insert(0, sys.argv[1])
-from compile_kernels import resources, shared_bytes
-
-def compile(kernel, grid, args, meta):
-    compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
-    print(kernel.fn.__name__, args[0].dtype, {k: v for k, v in meta.items() if v is True}, resources(compiled))
-    assert resources(compiled)["spills"] == 0
-    assert not shared_bytes(compiled)
-
-with compiling_for("sm100"), _op.intercept_launches(compile):
-    for dtype in (torch.bfloat16, torch.float32):
-        for rows, columns in ((True, True), (True, False), (False, True)):
-            mxfp8.mx_casts(torch.empty(64, 4096, device="meta", dtype=dtype), rows=rows, columns=columns)
-"""
-
-
-@needs_kernels
-def test_kernels_compile_for_blackwell(user_env):
-    folder = Path(__file__).parents[1] / "compile"
-    done = subprocess.run([sys.executable, "-c", COMPILE, str(folder)], env=user_env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    assert len(done.stdout.splitlines()) == 6

@@ -1,4 +1,4 @@
-"""Tables and plots of docs/benchmarks, from the files of benchmarks/data:  python
+"""Tables and plots of docs/benchmarks, from the files of benchmarks/data: python
 benchmarks/pages.py [--check] [--plots]
 
 A page says where a table stands, and what is in it, by a comment; the table between that line and
@@ -19,22 +19,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench import plots
-from liger_kernel.bench.estimates import NOT_ESTIMATED, measured
-from liger_kernel.bench.rows import (
-    OURS,
-    Row,
-    digits,
-    hardware_line,
-    merged,
-    parts_of,
-    ratio,
-    read,
-    status,
-    times,
-    variant_label,
-    with_ours,
-)
+from labels import hardware_line, variant_label
+
+from liger_kernel.bench.results import OURS, Row, digits, merged, parts_of, ratio, read, status, times, with_ours
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGES = ROOT / "benchmarks" / "data", ROOT / "docs" / "benchmarks"
@@ -221,6 +208,11 @@ def largest(*files: str) -> str:
     )
 
 
+def drawn() -> set[Path]:
+    """The plots of the pages that ``draw`` makes."""
+    return {PAGES / f"{name.rpartition(':')[2]}.png" for names in PLOTS.values() for name in names.split()}
+
+
 KINDS: dict[str, Callable[..., str]] = {"operators": operators, "steps": steps, "largest": largest}
 TABLE = re.compile(r"(<!-- (operators|steps|largest) ([^\n]*?) -->\n).*?(<!-- end -->)", re.S)
 
@@ -232,20 +224,31 @@ def written(text: str) -> str:
 
 def estimated(row: Row) -> float | None:
     """What ``liger fit`` says of the peak of a row, in GB."""
+    from estimates import NOT_ESTIMATED, measured
+
     known = not row.get("failed") and not any(outside(row) for outside in NOT_ESTIMATED.values())
     return measured(row).estimate().total / 1e9 if known else None
 
 
-def draw() -> None:
+def draw(folder: Path = PAGES) -> None:
+    """Draw the plots of the pages into ``folder``; what is newer than its data and this code stays."""
+    import plots
+
+    code = max(path.stat().st_mtime for path in (ROOT / "benchmarks").rglob("*.py"))
     for files, names in PLOTS.items():
-        result = merged([read(DATA / file) for file in files.split()])
+        paths = [DATA / file for file in files.split()]
+        kept = {folder / f"{name.partition(':')[2] or name}.png": name.partition(":")[0] for name in names.split()}
+        newest = max(code, *(path.stat().st_mtime for path in paths))
+        if all(path.exists() and path.stat().st_mtime > newest for path in kept):
+            continue
+        result = merged([read(path) for path in paths])
+        result["rows"] = [row for row in result["rows"] if "model" in row or f"-{row['op']}-" in names]
         if "lengths-" in names:
             result["rows"] = [row | {"estimated_gb": estimated(row)} for row in result["rows"]]
-        with tempfile.TemporaryDirectory() as folder:
-            (plots.steps if "model" in result["rows"][0] else plots.operators)(result, folder)
-            for name in names.split():
-                drawn, _, kept = name.partition(":")
-                (PAGES / f"{kept or drawn}.png").write_bytes((Path(folder) / f"{drawn}.png").read_bytes())
+        with tempfile.TemporaryDirectory() as drawn:
+            (plots.steps if "model" in result["rows"][0] else plots.operators)(result, drawn)
+            for path, name in kept.items():
+                path.write_bytes((Path(drawn) / f"{name}.png").read_bytes())
 
 
 def main() -> int:
@@ -253,7 +256,7 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit code 1 if a table is not what the data says"
     )
-    parser.add_argument("--plots", action="store_true", help="draw the plots, too")
+    parser.add_argument("--plots", action="store_true", help="draw the plots, as building the site does")
     a = parser.parse_args()
     stale = [page for page in sorted(PAGES.glob("*.md")) if written(page.read_text()) != page.read_text()]
     for page in stale:

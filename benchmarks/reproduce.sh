@@ -2,6 +2,7 @@
 # The tables of training steps and operators in docs/benchmarks, on your machine:  benchmarks/reproduce.sh OUT [steps|largest|batches|operators ...]   (default: all)
 # OUT gets a JSON file and a log a command, and the plots. GPUS=4 spreads the batches over four (default: all there are).
 set -euo pipefail
+here=$(dirname "$(realpath "$0")")
 out=$(realpath -m "${1:?a folder for the results}")
 shift
 mkdir -p "$out"
@@ -21,7 +22,7 @@ bench() { # NAME ARGUMENTS
 steps() {
     bench steps-1b step --model llama-3.2-1b --batch 4 --seq 4096 --against stock,compile,upstream,ours,ours+layers,ours+compile --profile
     bench steps-others step --model gemma-2b,llama-3-8b-4layers --batch 4 --seq 2048 --against stock,compile,upstream,ours,ours+compile --profile
-    liger bench report "$out"/steps-*.json --plot "$out"
+    python "$here/draw.py" "$out"/steps-*.json "$out"
 }
 
 largest() {
@@ -36,12 +37,12 @@ batches() {
     bench batches-8b-checkpointing $curve --model llama-3-8b --batch 32,64,96,128,192 --checkpointing
     bench batches-7b $curve --model gemma-7b --batch 8,16,32,48,64
     bench batches-7b-checkpointing $curve --model gemma-7b --batch 32,64,96,128 --checkpointing
-    liger bench report "$out"/batches-*.json --plot "$out"
+    python "$here/draw.py" "$out"/batches-*.json "$out"
 }
 
 operators() {
     bench operators --against eager,compile,torch,upstream
-    liger bench report "$out/operators.json" --plot "$out"
+    python "$here/draw.py" "$out/operators.json" "$out"
 }
 
 for stage in "${@:-steps largest batches operators}"; do

@@ -4,18 +4,18 @@ side, and are measured one after the other.
     python benchmarks/side_by_side.py COMMANDS OUT.csv [--one-step] [--without-attention]
 
 COMMANDS is a file with the arguments of one command in each line; lines that an empty one follows
-are a group. The models of a group must fit together:
-a variant that waits for its turn holds its weights, or its part of them, and nothing else. One
-after the other builds its model, since with --parallel fsdp2 each GPU has all weights until they
-are sharded. Whoever has the turn is alone with the GPUs, until its process ends. Weights for
-Unsloth are saved once for all variants of a model.
+are a group. The models of a group must fit together: a variant that waits for its turn holds its
+weights, or its part of them, and nothing else. One after the other builds its model, since with
+--parallel fsdp2 each GPU has all weights until they are sharded. Whoever has the turn is alone with
+the GPUs, until its process ends.
 
 Steps on the longest rows that fit take minutes, almost all of them in attention. ``--one-step``
 measures one step, after one of 4096 tokens that compiles kernels and makes moments; so does each
 trial of ``--largest-seq``, which OUT.trials lists. ``--without-attention`` also replaces the
 kernels of PyTorch's flash attention by some that allocate the same tensors and workspace, and
 return the queries, and zero for their gradients. All else is computed, and the peak is about that
-of the real step (MEASURED.md, "Long rows"); losses and times are not.
+of the real step (MEASURED.md, "Long rows"); losses and times are not. The variants of
+``step_rivals.py`` are there, too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import step_rivals
 
 TURNS, NUMBER, ALL = (
     f"SIDE_BY_SIDE_{name}" for name in ("TURNS", "NUMBER", "ALL")
@@ -76,24 +78,6 @@ def list_trial(number: str, batch: int, seq: int, said: str) -> None:
         file.write(f"variant {number}, {batch} x {seq}: {said}\n")
 
 
-class SavedOnce:
-    """``save_weights`` for several variants at a time, of which those of the same model share
-    the weights."""
-
-    def __init__(self, save: Any):
-        self.save, self.lock = save, threading.Lock()
-        self.saved: dict[str, Path] = {}
-
-    def __call__(self, spec: dict[str, Any], folder: Path) -> None:
-        key, wanted = json.dumps([spec["config"], spec["dtype"]], sort_keys=True), Path(spec["unsloth"])
-        with self.lock:
-            if key in self.saved and self.saved[key].exists():
-                wanted.symlink_to(self.saved[key])
-                return
-            self.save(spec, folder)
-            self.saved[key] = wanted
-
-
 def variant(path: str, spec: str, result: str) -> int:
     """``step_child.py``, which waits for its turn when it has built its model."""
     sys.path[:] = [
@@ -106,7 +90,7 @@ def variant(path: str, spec: str, result: str) -> int:
     train, model, locks = child.Training.__init__, child.models.build, []
 
     def build_model(spec: dict[str, Any], *args: Any) -> Any:
-        if not spec["unsloth"]:  # which must be imported first
+        if not spec["script"]:  # whose package may have to be imported first
             import transformers  # noqa: F401
         if spec["package"]:
             import liger_kernel.transformers  # noqa: F401
@@ -121,46 +105,38 @@ def variant(path: str, spec: str, result: str) -> int:
 
     child.models.build, child.Training.__init__ = build_model, build
     if os.environ.get(MODE):
-        child.Training.measure = lambda training, batch: one_step(child.batches, training, batch)
-        trial = child.Training.peak
-
-        def peak(training: Any, batch: int, seq: int) -> float | None:  # of --largest-seq, after the first row
-            found = trial(training, batch, seq, steps=1)
-            list_trial(os.environ[NUMBER], batch, seq, training.why if found is None else f"{found:.2f} GB")
-            return found
-
-        child.Training.peak = peak
+        child.Training.measure = lambda training, batch: one_step(child, training, batch)
+        child.Training.trial = lambda training, batch: one_step(child, training, batch)["peak_allocated_gb"]
     if os.environ.get(MODE) == "without-attention":
         replace_attention()
     return child.main(spec, result)
 
 
-def one_step(batches: Any, training: Any, batch: int) -> dict[str, Any]:
+def one_step(child: Any, training: Any, batch: int) -> dict[str, Any]:
     """The row of one step with this batch, after a short one."""
     import torch
 
-    seq, memory = training.spec["seq"], training.memory
-    for short in batches(training.spec | {"batch": 1, "seq": min(seq, 4096)}, training.share, training.device, 1):
-        training.step([short])
-    data = batches(training.spec | {"batch": batch}, training.share, training.device, 1)
-    memory.reset()
-    training.synchronize()
+    seq = training.spec["seq"]
+    short = training.spec | {"seq": min(seq, 4096)}
+    training.step([next(child.batches(short, 1, training.share, training.device))])
+    data = [next(child.batches(training.spec, batch, training.share, training.device))]
+    child.reset_peak()
+    child.synchronize()
     begun = time.perf_counter()
     training.step(data)
-    training.synchronize()
+    child.synchronize()
     seconds = time.perf_counter() - begun
-    row = {
+    return {
         "batch": batch,
         "tokens_per_s": batch * seq * training.shares / seconds,
         "step_ms": 1e3 * seconds,
         "spread": 0.0,
-    }
-    row |= {
-        "peak_allocated_gb": memory.peak(),
-        "peak_reserved_gb": memory.reserved(),
+        "peak_allocated_gb": child.peak(),
+        "peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if child.GPU else None,
         "losses": torch.stack(training.losses[1:]).tolist(),
+        "gradient": None if training.gradient is None else training.gradient.item(),
+        "memory_timeline": [],
     }
-    return row | {"gradient": None if training.gradient is None else training.gradient.item(), "memory_timeline": []}
 
 
 def replace_attention(device: str = "CUDA") -> None:
@@ -219,9 +195,10 @@ def main(argv: list[str]) -> int:
     os.environ[MODE] = "without-attention" if given.without_attention else "one-step" if given.one_step else ""
     os.environ[TRIALS] = str(Path(out).resolve().with_suffix(".trials"))
     from liger_kernel.bench import step
-    from liger_kernel.bench.rows import parts_of, write_step_csv
+    from liger_kernel.bench.results import parts_of, write_csv
     from liger_kernel.model_sizes import config_of
 
+    step_rivals.register()
     parsed = [
         [step.parse(line.split()) for line in group.splitlines() if line.strip()]
         for group in Path(commands).read_text().split("\n\n")
@@ -230,21 +207,19 @@ def main(argv: list[str]) -> int:
     meta = step.environment()
     rows: list[dict[str, Any]] = []  # of groups that are over
     finished: list[dict[str, Any]] = []  # and what this group has so far
-    gpu = meta["gpus"] > 0
-    meta |= {"dtype": "bfloat16" if gpu else "float32"}
+    meta |= {"dtype": "bfloat16" if meta["gpus"] > 0 else "float32"}
     own, run = threading.local(), step.subprocess.run
     step.subprocess.run = lambda *args, env=None, **more: run(
         *args, env={**(os.environ if env is None else env), **getattr(own, "turn", {})}, **more
     )
 
-    step.save_weights = SavedOnce(step.save_weights)
     child = step.run_child
 
     def tried(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
         """A child, which OUT.trials lists if it is a trial."""
         found = child(spec, folder)
         if spec["trial"]:
-            list_trial(own.turn[NUMBER], spec["batches"][0], spec["seq"], found["failed"] or f"{found['peak']:.2f} GB")
+            list_trial(own.turn[NUMBER], spec["batch"][0], spec["seq"], found["failed"] or f"{found['peak']:.2f} GB")
         return found
 
     step.run_child = tried
@@ -257,7 +232,7 @@ def main(argv: list[str]) -> int:
         mine.mkdir()
         (mine / f"{model}.pt").symlink_to(folder / f"{commands_of.index(a)}-{model}.pt")
         try:
-            found = step.measure(a, model, name, mine, a.peak_tflops or meta["gemm_tflops"], gpu)
+            found = step.measure(a, model, name, mine, meta, a.peak_tflops or meta["gemm_tflops"])
         finally:
             (folder / f"built-{number}").touch()
         same = {field: getattr(a, field) for field in ("data", "lengths", "masked", "optimizer")}
@@ -285,9 +260,9 @@ def main(argv: list[str]) -> int:
                 if job == (a, model, "stock")
                 for row in measured.get(m, [])
             }
-            tolerance = step.PARITY["bfloat16" if a.autocast or a.quantize else meta["dtype"]]
+            tolerance = step.tolerance_of(a, meta["dtype"])
             done += [step.judge(dict(row), stock.get(row["batch"]), tolerance) for row in measured.get(n, [])]
-        write_step_csv({"meta": meta, "rows": done}, out)
+        write_csv({"meta": meta, "rows": done}, out)
         Path(out).with_suffix(".json").write_text(json.dumps({"meta": meta, "rows": done}, indent=1))
         finished[:] = done
 

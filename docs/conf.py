@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "src")]
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "src"), str(HERE.parent / "benchmarks")]
 
 import liger_kernel  # noqa: E402  found by the line above
 
@@ -14,7 +14,8 @@ author = "the authors of liger-kernel"
 release = version = liger_kernel.__version__
 html_title = f"liger-kernel {release}"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "surface", "command_line", "all_rows", "outside"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions += ["surface", "command_line", "all_rows", "benchmark_plots", "outside"]  # of _ext
 exclude_patterns = ["_ext", "benchmarks/data"]
 nitpicky = True
 highlight_language = "text"  # of blocks that name none: output, formulas

@@ -40,7 +40,7 @@ import yaml
 from safetensors.torch import save_file
 
 from liger_kernel import cli
-from liger_kernel.bench import rows as results
+from liger_kernel.bench import results
 from liger_kernel.deploy.job import Job
 from liger_kernel.train import checkpoint, folder, hub, loop, metrics, resume, stream, tokenise
 from liger_kernel.train.config import TrainConfig, UserError

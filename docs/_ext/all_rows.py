@@ -1,9 +1,9 @@
-"""``all-rows``: every row of benchmarks/data as tables that can be sorted and filtered, by the
-table and the script of ``liger bench report``."""
+"""``all-rows``: every row of benchmarks/data as tables that can be sorted and filtered
+(``_static/rows.js``)."""
 
 from __future__ import annotations
 
-import importlib.util
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,45 @@ ROOT = Path(__file__).parents[2]
 
 
 def tables() -> str:
-    """The tables of operators and of steps, and the script that sorts them, as HTML."""
-    from liger_kernel.bench import report
-    from liger_kernel.bench.rows import variant_label
+    """The tables of operators and of steps as HTML."""
+    import pages  # of benchmarks/, which conf.py puts on the path
+    from labels import variant_label
 
-    spec = importlib.util.spec_from_file_location("benchmark_pages", ROOT / "benchmarks" / "pages.py")
-    assert spec and spec.loader
-    pages = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pages)
     parts = []
     for title, kind in (("Operators", "op"), ("Training steps", "model")):
-        labelled = lambda row: (
-            row | {"source": row["source"].removesuffix(".csv"), "variant": variant_label(row["variant"])}
-        )
-        rows = [labelled(row) for result in pages.results(kind) for row in result["rows"]]
-        parts += [f'<p class="rubric">{title}</p>', report.sortable_table(rows, f"table-{kind}")]
-    return "\n".join([*parts, f"<script>{report.SCRIPT}</script>"])
+        rows = [
+            row | {"source": row["source"].removesuffix(".csv")} for data in pages.results(kind) for row in data["rows"]
+        ]
+        parts += [f'<p class="rubric">{title}</p>', table(rows, f"table-{kind}", variant_label)]
+    return "\n".join(parts)
+
+
+def table(rows: list[dict[str, Any]], identity: str, variant_label: Any) -> str:
+    from liger_kernel.bench.report import cells
+
+    columns, lines = cells(rows, everything=True)
+    who = next(i for i, column in enumerate(columns) if column.name == "variant")
+    lines = [[variant_label(text) if i == who else text for i, text in enumerate(line)] for line in lines]
+    left = [' class="left"' if column.left else "" for column in columns]
+    filters = ""
+    for i, column in enumerate(columns):
+        texts = dict.fromkeys(line[i] for line in lines)
+        if column.left and 1 < len(texts) < 100:
+            options = "".join(f"<option>{escape(text)}</option>" for text in texts if text)
+            select = f'<select data-column="{i}"><option value="">all</option>{options}</select>'
+            filters += f"<label>{escape(column.name)} {select}</label>"
+    filters += f'<label>Search <input type="search"></label><output>{len(lines)} rows</output>'
+    head = "".join(
+        f'<th{c}><button type="button">{escape(column.name)}</button></th>' for c, column in zip(left, columns)
+    )
+    body = []
+    for row, line in zip(rows, lines):
+        ours = ' class="ours"' if row["variant"] == "ours" else ""
+        body.append(f"<tr{ours}>" + "".join(f"<td{c}>{escape(text)}</td>" for c, text in zip(left, line)) + "</tr>")
+    return (
+        f'<div class="filters" data-table="{identity}">{filters}</div>\n<div class="scroll"><table id="{identity}">\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{chr(10).join(body)}\n</tbody></table></div>"
+    )
 
 
 def setup(app: Any) -> dict[str, Any]:
@@ -40,4 +63,5 @@ def setup(app: Any) -> dict[str, Any]:
             return [nodes.raw("", tables(), format="html")]
 
     app.add_directive("all-rows", AllRows)
+    app.add_js_file("rows.js")
     return {"parallel_read_safe": True}

@@ -8,16 +8,16 @@ import types
 
 import pytest
 import torch
+from fp8_operators import CASTS
+from preference_losses import LOSSES
 from quick import further
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel import cli
-from liger_kernel.bench import clock, flags, operators, rivals, tune
+from liger_kernel.bench import clock, flags, operators, report, rivals, tune
 from liger_kernel.bench.cases import OPS
-from liger_kernel.bench.casts import CASTS
-from liger_kernel.bench.losses import LOSSES
 from liger_kernel.ops._core import config as _config
 from liger_kernel.ops._core.config import Tile
 from liger_kernel.testing import backward, forward, like
@@ -124,7 +124,6 @@ def test_a_wrong_kernel_is_caught_and_gets_no_speed_up(error, accurate, monkeypa
     rows = list(operators.measure(op, op.cases[0], torch.float32, ["full"], ["eager"], {}, 3))
     ours = next(r for r in rows if r["variant"] == "ours")
     assert ours["accurate"] is accurate and ours["device_ms"] > 0
-    report = pytest.importorskip("liger_kernel.bench.report")
     line = next(line for line in report.text_table(rows).splitlines() if " eager " in line)
     assert ("x  " in line) is accurate, line
 
@@ -145,20 +144,8 @@ def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
     for name in ("TRITON_INTERPRET",):
         monkeypatch.delenv(name, raising=False)
     json_file, csv_file = tmp_path / "b.json", tmp_path / "b.csv"
-    code = cli.main(
-        [
-            "bench",
-            "rms_norm",
-            "linear_cross_entropy",
-            "--smoke",
-            "--against",
-            "eager,quack,upstream",
-            "--json",
-            str(json_file),
-            "--csv",
-            str(csv_file),
-        ]
-    )
+    ops, files = ["rms_norm", "linear_cross_entropy"], ["--json", str(json_file), "--csv", str(csv_file)]
+    code = cli.main(["bench", *ops, "--smoke", "--against", "eager,upstream", *files])
     said = capsys.readouterr().out
     assert code == 0 and "this measures the CPU path" in said
     assert "pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR" in said
@@ -177,6 +164,22 @@ def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
     # resumed, it measures nothing again
     cli.main(["bench", "rms_norm", "--smoke", "--json", str(json_file), "--resume"])
     assert json.loads(json_file.read_text())["rows"] == result["rows"]
+
+
+@pytest.mark.parametrize(
+    "argv, script",
+    [
+        (["dpo"], "operator_rivals"),
+        (["--against", "eager,cce"], "operator_rivals"),
+        (["--ao-path", "DIR"], "operator_rivals"),
+        (["--plot=DIR"], "draw"),
+        (["step", "--against", "stock,unsloth"], "step_rivals"),
+        (["report", "--plot", "DIR"], "draw"),
+    ],
+)
+def test_what_is_in_a_script_now_is_said(argv, script, capsys):
+    assert cli.main(["bench", *argv]) == 2
+    assert f"benchmarks/{script}.py" in capsys.readouterr().err
 
 
 def test_unknown_names_are_refused():
@@ -323,25 +326,14 @@ def test_losses_are_their_references_at_their_products(op):
 
 
 @pytest.mark.parametrize("op", [next(iter(CASTS.values())), *further(*list(CASTS.values())[1:])], ids=CASTS)
-def test_casts_are_measured_beside_torchao(op):
+def test_casts_are_measured(op):
     """Forward alone: nothing has gradients. Each is accurate, and moves at least its inputs."""
-    pytest.importorskip("torchao")
-    eager = dataclasses.replace(op, rivals={name: rival for name, rival in op.rivals.items() if "+" not in name})
     for case in (c for c in op.cases if not c.gpu):
-        rows = list(
-            operators.measure(
-                eager, case, torch.bfloat16, ["backward", "full"], ["eager"], {"ao": rivals.load("ao")}, 3
-            )
-        )
-        assert {row["mode"] for row in rows} == {"full"} and {row["variant"] for row in rows} == {
-            "ours",
-            "eager",
-            *eager.rivals,
-        }
+        rows = list(operators.measure(op, case, torch.bfloat16, ["backward", "full"], ["eager"], {}, 3))
+        assert {(row["mode"], row["variant"]) for row in rows} == {("full", "ours"), ("full", "eager")}
         assert not any(row["failed"] for row in rows) and all(row["accurate"] for row in rows), rows
-        assert rows[0]["bytes"] >= sum(
-            t.nbytes for t in case.make(torch.bfloat16, operators.DEVICE).values() if isinstance(t, Tensor)
-        )
+        inputs = [t for t in case.make(torch.bfloat16, operators.DEVICE).values() if isinstance(t, Tensor)]
+        assert rows[0]["bytes"] >= sum(t.nbytes for t in inputs)
 
 
 def test_values_of_casts_are_those_of_torchao():
@@ -351,9 +343,37 @@ def test_values_of_casts_are_those_of_torchao():
     for case in (c for c in op.cases if not c.gpu):
         args = case.make(torch.bfloat16, operators.DEVICE)
         ours, theirs, reference = op.fn(**args), op.rivals["ao"](None, **args), op.reference(**args)
+        least = 1 if args["recipe"] == "mxfp8_rceil" else 0.98  # torchao's factor is rounded twice
         for found, other, expected in zip(ours, theirs, reference):
             assert found.shape == other.shape and found.dtype == other.dtype and torch.equal(found, expected)
-            if found.dtype == torch.uint8:
-                assert (found == other).float().mean() >= (
-                    1 if args["recipe"] == "mxfp8_rceil" else 0.98
-                )  # torchao's factor is rounded twice
+            assert found.dtype != torch.uint8 or (found == other).float().mean() >= least
+
+
+def test_rivals_of_campaigns_are_those_of_the_command(monkeypatch):
+    """``operator_rivals.py`` adds packages and operators, and gives each case to a rival in its
+    own form."""
+    import operator_rivals
+
+    monkeypatch.setattr(operators, "OPS", dict(OPS))
+    monkeypatch.setattr(operators, "ENTRY", operators.ENTRY)
+    monkeypatch.setattr(rivals, "PACKAGES", dict(rivals.PACKAGES))
+    monkeypatch.setattr(flags, "PACKAGES", rivals.PACKAGES)
+    monkeypatch.setattr(flags, "MOVED_OPERATORS", dict(flags.MOVED_OPERATORS))
+    operator_rivals.register()
+    a = operators.parse(["dpo", "float8_casts", "softmax", "--against", "eager,ao,quack"])
+    assert a.op == ["dpo", "float8_casts", "softmax"] and operators.ENTRY[0].endswith("operator_rivals.py")
+    package = types.SimpleNamespace(
+        softmax=lambda x: x.softmax(-1),
+        rmsnorm=lambda x, w, eps: torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps),
+        cross_entropy=torch.nn.functional.cross_entropy,
+        linear_cross_entropy=lambda x, w, target, **how: torch.nn.functional.cross_entropy(x @ w.T, target, **how),
+    )
+    for name, rival in (
+        ("softmax", "quack"),
+        ("rms_norm", "quack"),
+        ("cross_entropy", "quack"),
+        ("linear_cross_entropy", "cce"),
+    ):
+        op = operators.OPS[name]
+        args = op.cases[0].make(torch.float64, "cpu")
+        torch.testing.assert_close(op.rivals[rival](package, **args), op.reference(**args))

@@ -1,18 +1,14 @@
 """The pages of docs/benchmarks say what the files of benchmarks/data say, and these files read
 as the results that they were written from."""
 
-import importlib.util
 import re
-from pathlib import Path
+import sys
 
+import pages
 import pytest
 
-from liger_kernel.bench import report, rows
+from liger_kernel.bench import report, results
 
-ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("benchmark_pages", ROOT / "benchmarks" / "pages.py")
-pages = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(pages)
 PAGES = {path.name: path.read_text() for path in pages.PAGES.glob("*.md")}
 FILES = sorted(path.name for path in pages.DATA.glob("*.csv") if path.name != "commands.csv")
 
@@ -49,22 +45,11 @@ def test_every_file_says_its_command_and_every_table_its_baseline():
 
 
 def test_a_rival_is_compared_within_its_file_only():
-    text = pages.operators("rms_norm")
-    line = next(line for line in text.splitlines() if line.startswith("| rms_norm | llama3-8b |"))
-    file = next(
-        r
-        for r in pages.results("op")[::-1]
-        if any((row["op"], row["case"]) == ("rms_norm", "llama3-8b") for row in r["rows"])
-    )
-    ms = {
-        row["variant"]: row["device_ms"]
-        for row in file["rows"]
-        if (row["op"], row["case"]) == ("rms_norm", "llama3-8b")
-    }
-    assert (
-        f"| {rows.digits(ms['ours'])} |" in line
-        and f"{rows.digits(ms['torch'])} ({rows.times(ms['torch'] / ms['ours'])})" in line
-    )
+    line = next(line for line in pages.operators("rms_norm").splitlines() if "| rms_norm | llama3-8b |" in line)
+    of_case = lambda data: [row for row in data["rows"] if (row["op"], row["case"]) == ("rms_norm", "llama3-8b")]
+    ms = {row["variant"]: row["device_ms"] for row in next(filter(None, map(of_case, pages.results("op")[::-1])))}
+    theirs = f"{results.digits(ms['torch'])} ({results.times(ms['torch'] / ms['ours'])})"
+    assert f"| {results.digits(ms['ours'])} |" in line and theirs in line
 
 
 def test_a_variant_that_is_there_again_begins_another_run():
@@ -74,49 +59,44 @@ def test_a_variant_that_is_there_again_begins_another_run():
 
 
 def test_a_csv_reads_as_the_result_it_was_made_of(tmp_path):
-    meta = dict.fromkeys(rows.META) | {"hardware": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-20"}
-    operator = {
-        "op": "glu",
-        "case": "1e5",
-        "dtype": "bf16",
-        "mode": "full",
-        "variant": "ours",
-        "shape": {"x": [2, 3]},
-        "failed": None,
-        "accurate": True,
-        "device_ms": 0.5,
-        "kernels": 3,
-    }
-    rows.write_csv(
-        {
-            "meta": meta,
-            "rows": [operator, operator | {"variant": "eager", "failed": "out of memory", "device_ms": None}],
-        },
-        tmp_path / "ops.csv",
-    )
-    read = rows.read(tmp_path / "ops.csv")
-    assert read["meta"] == meta
-    first = {name: value for name, value in read["rows"][0].items() if value is not None}
-    assert first == {name: value for name, value in operator.items() if value is not None}
-    assert read["rows"][1]["failed"] == "out of memory"
-    step = {
-        "model": "m",
-        "variant": "ours",
-        "batch": 4,
-        "seq": 8,
-        "gpus": 1,
-        "tokens_per_s": 10.0,
-        "step_ms": 2.5,
-        "breakdown_ms": {"gemm": 1.5, "idle": 0.5},
-    }
-    run = {"meta": meta | {"data": "random", "lengths": 0, "masked": 0, "optimizer": "sgd"}, "rows": [step]}
-    rows.write_step_csv(run, tmp_path / "steps.csv")
-    (found,) = rows.read(tmp_path / "steps.csv")["rows"]
-    assert found["breakdown_ms"] == step["breakdown_ms"] and found["step_ms"] == 2.5 and found["tokens_per_s"] == 10
+    meta = dict.fromkeys(results.META) | {"hardware": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-20"}
+    operator = {"op": "glu", "case": "1e5", "dtype": "bf16", "mode": "full", "variant": "ours", "shape": {"x": [2, 3]}}
+    operator |= {"failed": None, "accurate": True, "device_ms": 0.5, "kernels": 3}
+    broken = operator | {"variant": "eager", "failed": "out of memory", "device_ms": None}
+    step = {"model": "m", "variant": "ours", "batch": 4, "seq": 8, "gpus": 1, "tokens_per_s": 10.0, "step_ms": 2.5}
+    step |= {"breakdown_ms": {"gemm": 1.5, "idle": 0.5}}
+    for rows in ([operator, broken], [step]):
+        results.write_csv({"meta": meta | {"data": "random"}, "rows": rows}, tmp_path / "result.csv")
+        read = results.read(tmp_path / "result.csv")
+        known = [{name: row[name] for name in wanted} for row, wanted in zip(read["rows"], rows)]
+        assert read["meta"] == meta and known == rows
 
 
 def test_report_takes_the_csv(tmp_path, capsys):
-    assert (
-        report.main([str(pages.DATA / "2026-11-22-h200-steps-all.csv"), "--markdown", str(tmp_path / "table.md")]) == 0
-    )
-    assert "66,766" in capsys.readouterr().out and "66,766" in (tmp_path / "table.md").read_text()
+    file, table = pages.DATA / "2026-11-22-h200-steps-all.csv", tmp_path / "table.md"
+    assert report.main([str(file), "--markdown", str(table)]) == 0
+    assert "66,766" in capsys.readouterr().out and "66,766" in table.read_text()
+
+
+def test_plots_of_the_site_are_those_that_pages_show(tmp_path, monkeypatch):
+    """Each is drawn once, and again only when its data is newer."""
+    pytest.importorskip("matplotlib")
+    shown = {name for text in PAGES.values() for name in re.findall(r"\]\(([\w.-]+\.png)\)", text)}
+    drawn = {path.name for path in pages.drawn()}
+    assert shown - drawn == {"fp8-quality.png", "memory_over_step-llama_3.2_1b_4_x_4096.png"} and drawn <= shown
+    file = "2026-11-22-h200-4gpus-steps.csv"
+    monkeypatch.setattr(pages, "PLOTS", {file: pages.PLOTS[file]})
+    pages.draw(tmp_path)
+    (path,) = tmp_path.iterdir()
+    written = path.stat().st_mtime_ns
+    pages.draw(tmp_path)
+    assert path.name == "step-4gpus.png" and path.stat().st_mtime_ns == written
+
+
+def test_all_rows_of_the_site():
+    sys.path.append(str(pages.ROOT / "docs" / "_ext"))
+    import all_rows
+
+    html = all_rows.tables()
+    count = sum(len(data["rows"]) for kind in ("op", "model") for data in pages.results(kind))
+    assert html.count("<tr") == count + 2 and "LinkedIn's package" in html.replace("&#x27;", "'")

@@ -1,9 +1,10 @@
-"""``benchmarks/side_by_side.py``: several commands, whose variants are measured one after the
-other."""
+"""``benchmarks/side_by_side.py``: several commands, whose variants are measured one after the other;
+and ``step_rivals.py``: more variants."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -51,31 +52,6 @@ def test_one_step(user_env, tmp_path):
     assert "tiny ours, 1 x 16: " in said
 
 
-def test_weights_are_saved_once(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from side_by_side import SavedOnce
-
-    saved = []
-
-    def save(spec, folder):
-        saved.append(spec["config"]["layers"])
-        if saved.count(3) != 1:  # the first time, that one fails
-            Path(spec["unsloth"]).mkdir()
-
-    once = SavedOnce(save)
-    for number, layers in enumerate((1, 2, 1, 3, 3)):
-        (tmp_path / str(number)).mkdir()
-        once(
-            {"config": {"layers": layers}, "dtype": "bfloat16", "unsloth": str(tmp_path / str(number) / "weights")},
-            tmp_path,
-        )
-    assert saved == [1, 2, 3, 3]
-    assert (tmp_path / "2" / "weights").resolve() == tmp_path / "0" / "weights" and not (
-        tmp_path / "3" / "weights"
-    ).exists()
-    assert (tmp_path / "4" / "weights").is_dir()
-
-
 def test_attention_that_computes_nothing():
     """Beside the real operator: shapes and types of all that it returns, and zero as gradients
     of what it was given."""
@@ -92,3 +68,89 @@ assert all(t.grad.shape == t.shape and not t.grad.any() for t in (q, k, v))
         [sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def rivals(monkeypatch):
+    """``liger bench step`` with the variants of campaigns."""
+    import step_rivals
+
+    from liger_kernel.bench import flags, step
+
+    for name in ("VARIANTS", "NEEDS_FP8"):
+        monkeypatch.setattr(step, name, dict(getattr(step, name)))
+    for name in ("parser_of", "refused", "spec_of"):
+        monkeypatch.setattr(step, name, getattr(step, name))
+    monkeypatch.setattr(step, "MOVED_STEPS", {})
+    monkeypatch.setattr(flags, "MOVED_STEPS", {})
+    step_rivals.register()
+    return step
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--against stock,unsloth", "unsloth needs --lora R"),
+        ("--lora 8 --against unsloth --gpus 2 --parallel fsdp2", "unsloth has no --parallel fsdp2"),
+        ("--against torchao", "torchao needs --fp8 tensorwise"),
+        ("--against torchao --fp8 mxfp8_rceil", "torchao needs --fp8 tensorwise"),
+        ("--against ours:gathered --fp8 tensorwise --gpus 2", "ours:gathered needs --parallel fsdp2"),
+    ],
+)
+def test_mistakes_in_flags_of_rivals(argv, message, rivals):
+    pytest.importorskip("torchao")
+    with pytest.raises(ValueError, match=message):
+        rivals.parse(argv.split())
+
+
+def test_layers_of_torchao(rivals, tmp_path):
+    """Linear layers but the head, in a model that we patch."""
+    torchao = pytest.importorskip("torchao.float8.float8_linear")
+    import step_rivals
+    import torch
+
+    from liger_kernel.bench import step_model
+
+    a = rivals.parse(["--model", "tiny", "--fp8", "rowwise", "--against", "torchao", "--seq", "8"])
+    spec = rivals.spec_of(a, "tiny", "torchao", tmp_path, False)
+    assert (spec["package"], spec["fp8"], spec["compile"]) == (str(rivals.PACKAGE), None, "layers")
+    model = step_model.build(spec, torch.device("cpu"), step_rivals)
+    assert (
+        sum(type(m) is torchao.Float8Linear for m in model.modules()) == 14 and type(model.lm_head) is torch.nn.Linear
+    )
+
+
+UNSLOTH = """
+import sys
+
+assert not {"transformers", "peft"} & sys.modules.keys(), "it has to come first"
+import os, peft, transformers
+
+
+class FastLanguageModel:
+    def from_pretrained(path, max_seq_length, dtype, use_gradient_checkpointing, local_files_only, **options):
+        assert os.environ["HF_HUB_OFFLINE"] == "1" and max_seq_length == 64 and use_gradient_checkpointing == "unsloth"
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype), None
+
+    def get_peft_model(model, use_gradient_checkpointing, **adapters):
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
+
+    def for_training(model):
+        model.train()
+"""
+
+
+@pytest.mark.slow
+def test_unsloth_end_to_end(user_env, tmp_path):
+    """It needs a GPU: a package with its name stands for it, gets the same weights and learns the
+    same."""
+    pytest.importorskip("peft")
+    (tmp_path / "unsloth.py").write_text(UNSLOTH)
+    argv = [*TINY.split(), "--seq", "64", "--layers", "1", "--checkpointing", "--lora", "8"]
+    argv += ["--against", "unsloth:offload,stock", "--unsloth-path", str(tmp_path), "--json", str(tmp_path / "r.json")]
+    env = user_env | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, ROOT / "benchmarks" / "step_rivals.py", *argv]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _, unsloth = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert not unsloth["failed"] and unsloth["loss_parity"] < 1e-6 and unsloth["gradient_parity"] < 1e-5

@@ -16,12 +16,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton")
 
 import transformers
+from estimates import NOT_ESTIMATED, Measured, measured
 from quick import further
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from liger_kernel import cli, memory, offloading
-from liger_kernel.bench.estimates import NOT_ESTIMATED, Measured, measured
-from liger_kernel.bench.rows import Row, read
+from liger_kernel.bench.results import Row, read
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import fit, loop, simulated
 from liger_kernel.train.config import TrainConfig, UserError

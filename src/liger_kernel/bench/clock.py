@@ -2,9 +2,8 @@
 reaches.
 
 Device time is the sum of the durations of the kernels that a call launched, as CUPTI records them.
-It includes neither host work nor
-synchronisations inside the call. The L2 cache is overwritten before each call. Without a GPU, all
-three are wall time.
+It includes neither host work nor synchronisations inside the call. The L2 cache is overwritten
+before each call. Without a GPU, all three are wall time.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def race(
     cold L2.
 
     A GPU at its power limit is slower after matrix products than after copies. If a contestant
-    always followed the same other one, that one's
-    heat would change its time.
+    always followed the same other one, that one's heat would change its time.
 
     A contestant is a function that does the work that is not timed (such as the forward before a
     backward) and returns the call to time.
@@ -139,10 +137,15 @@ def _between_separators(profile: Any) -> list[list[float]]:
     return calls
 
 
+def ready(call: Callable[[], Any]) -> Prepare:
+    """A contestant of a call that needs no preparation."""
+    return lambda: call
+
+
 def device_ms(calls: dict[str, Callable[[], Any]], repeats: int = 11) -> dict[str, Times]:
     """The device time of calls that need no preparation."""
-    ready: dict[str, Prepare] = {name: functools.partial(lambda call: call, call) for name, call in calls.items()}
-    return {name: timed.device for name, timed in race(ready, repeats, device_only=True).items()}
+    contestants = {name: ready(call) for name, call in calls.items()}
+    return {name: timed.device for name, timed in race(contestants, repeats, device_only=True).items()}
 
 
 def peak_bytes(prepare: Prepare) -> int:

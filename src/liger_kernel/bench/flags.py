@@ -4,23 +4,38 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from pathlib import Path
 
 from liger_kernel.bench.rivals import PACKAGES
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
 
 DTYPES = ("bf16", "fp16", "fp32")
 MODES = ("forward", "backward", "full")
-TITLE = "Benchmarks of liger-kernel"
+VARIANTS = ("ours", "eager", "compile", "torch", "base")  # and packages
 # how the files begin that the commands write
-JSON, CSV, MARKDOWN, HTML = r'\s*\{\s*"meta":', "(op|model),", r"\| (op|model) \|", f"(?s:.){{0,300}}<title>{TITLE}"
-VARIANTS = ("ours", "eager", "compile", "torch", "upstream", "cce", "quack", "ao", "base")
+JSON, CSV, MARKDOWN = r'\s*\{\s*"meta":', "(op|model),", r"\| (op|model) \|"
+# what campaigns measure, by the script in benchmarks/ of a checkout that has it
+MOVED_PLOTS = {"--plot": "draw.py"}
+MOVED_OPERATORS = {
+    **dict.fromkeys(("--cce-path", "--quack-path", "--ao-path"), "operator_rivals.py"),
+    **dict.fromkeys(("cce", "quack", "ao", "dpo", "grpo", "orpo"), "operator_rivals.py"),
+    **dict.fromkeys(("float8_amax", "float8_casts", "float8_product", "glu_and_tops"), "operator_rivals.py"),
+}
+MOVED_STEPS = dict.fromkeys(
+    ("--unsloth-path", "unsloth", "unsloth:offload", "torchao", "ours:gathered", "torchao:gathered"), "step_rivals.py"
+)
+
+
+def refuse_moved(argv: list[str], moved: dict[str, str]) -> None:
+    """``UserError`` for a flag, variant or operator that a script of ``benchmarks/`` has."""
+    for word in (part for given in argv for part in given.partition("=")[0].split(",")):
+        if word in moved:
+            raise UserError(f"{word} is no part of this command: see benchmarks/{moved[word]} --help in a checkout")
 
 
 def operators(argv: list[str]) -> argparse.Namespace:
     """Parse the flags of ``liger bench``. Dtypes and variants have defaults that depend on the
     GPU: if they are not given, they are None."""
+    refuse_moved(argv, MOVED_OPERATORS | MOVED_PLOTS)
     parser = Parser(
         prog="liger bench",
         description="Measure operators. `liger bench step` measures training steps, `liger bench report` makes "
@@ -28,60 +43,43 @@ def operators(argv: list[str]) -> argparse.Namespace:
         usage="%(prog)s [OP ...] [--name value ...]",
     )
     add = parser.add_argument
-    more = (
-        "the losses dpo, grpo and orpo, and steps of layers in FP8: float8_amax, float8_casts, float8_product, "
-        "glu_and_tops"
-    )
-    add("op", nargs="*", help=f"operators that `liger ops` lists, {more} (default: all)")
+    variants = (*VARIANTS[1:4], *PACKAGES)
+    add("op", nargs="*", help="operators that `liger ops` lists (default: all)")
     add("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
     add("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
     add("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
     add("--mode", default="full", help="forward, backward, full; comma-separated (default: full)")
-    add(
-        "--against",
-        help="eager, compile, torch, upstream, cce, quack, ao (torchao); comma-separated (default: "
-        "eager,compile,torch, eager without a GPU)",
-    )
+    default = "default: eager,compile,torch, eager without a GPU"
+    add("--against", help=f"{', '.join(variants)}; comma-separated ({default})")
     for name, package in PACKAGES.items():
-        add(
-            f"--{name}-path",
-            metavar="DIR",
-            help=f"where {package.requirement} is: pip install --no-deps --target DIR {package.requirement}",
-        )
+        where = f"where {package.requirement} is: pip install --no-deps --target DIR {package.requirement}"
+        add(f"--{name}-path", metavar="DIR", help=where)
     add("--base", metavar="GITREF", help="our operators at this revision, too")
     add("--repeats", type=int, default=11, help="timed calls of each variant (default: 11)")
     add("--json", metavar="FILE", help="write rows as they come")
     add("--resume", action="store_true", help="leave out what --json FILE has already")
     add("--csv", metavar="FILE", help="write rows as a table")
-    add("--plot", metavar="DIR", help="write PNG charts and report.html")
     add("--smoke", action="store_true", help="two small cases of each operator, three repeats")
     add("--child", help=argparse.SUPPRESS)
     add("--done", default="[]", help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
     a.mode = _several("mode", a.mode, MODES)
     a.dtype = _several("dtype", a.dtype, DTYPES) if a.dtype else None
-    a.against = _several("variant", a.against, VARIANTS) if a.against else None
+    a.against = _several("variant", a.against, (*VARIANTS, *PACKAGES)) if a.against else None
     at_least(1, repeats=a.repeats)
     a.repeats = 3 if a.smoke else a.repeats
-    if a.plot and importlib.util.find_spec("matplotlib") is None:  # fail now, not after ten minutes
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
     if a.resume and not a.json:
         raise UserError("--resume needs --json FILE, whose rows it leaves out")
     for name, package in PACKAGES.items():
         holds(package.module.partition(".")[0], getattr(a, f"{name}_path"), f"--{name}-path", package.requirement)
-    outputs(None if a.resume else a.json, a.csv, a.plot)
+    outputs(None if a.resume else a.json, a.csv)
     return a
 
 
-def outputs(json: str | None, csv: str | None, plot: str | None, markdown: str | None = None) -> None:
+def outputs(json: str | None = None, csv: str | None = None, markdown: str | None = None) -> None:
     """``UserError`` for what cannot be written, or is there and is of something else."""
     for file, ours in ((json, JSON), (csv, CSV), (markdown, MARKDOWN)):
         writable(file=file, ours=ours)
-    if plot:
-        page = Path(plot) / "report.html"
-        writable(file=page, ours=HTML)
-        if not page.exists() and (picture := next(Path(plot).glob("*.png"), None)):
-            raise UserError(f"cannot write to {plot}: it holds {picture.name} and no report; give another folder")
 
 
 def tune(argv: list[str]) -> argparse.Namespace:

@@ -13,6 +13,16 @@ Rivals = Mapping[str, Callable[..., Any]]
 Sweeps = Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]]
 
 
+def real(name: str, **args: Any) -> Case:
+    """A case with shapes of a real model, which tests run on a GPU."""
+    return Case(name, args, gpu=True)
+
+
+def timed(name: str, **args: Any) -> Case:
+    """One that is only measured, because smaller shapes test the same kernels as well."""
+    return Case(name, args, gpu=True, timed=True)
+
+
 @dataclass(frozen=True)
 class Measured:
     """``cases``: shapes of real models, for GPUs only.

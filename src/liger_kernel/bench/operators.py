@@ -2,10 +2,9 @@
 ``torch.compile`` and other packages.
 
 A row is one (operator, case, dtype, mode, variant). The variants of a case race in one process.
-Each operator has its own process. Finished
-rows are written at once, so that a run can be resumed. If a variant is less accurate than the rule
-of ``liger_kernel.testing`` allows, it is
-measured, but no table shows a speed-up for it.
+Each operator has its own process. Finished rows are written at once, so that a run can be resumed.
+If a variant is less accurate than the rule of ``liger_kernel.testing`` allows, it is measured, but
+no table shows a speed-up for it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -29,8 +29,8 @@ from torch import Tensor
 from liger_kernel.bench import clock, flags, rivals
 from liger_kernel.bench.cases import OPS
 from liger_kernel.bench.measured import MeasuredOp
-from liger_kernel.bench.rows import read, text_table, write_csv
-from liger_kernel.nearest import no_such
+from liger_kernel.bench.report import text_table
+from liger_kernel.bench.results import Row, read, write_csv
 from liger_kernel.ops._core.operator import Case
 from liger_kernel.testing import Named, backward, differentiable, errors, floors, forward, like
 from liger_kernel.train.files import export
@@ -89,8 +89,7 @@ def inputs(fn: Callable[..., Any], base: dict[str, Any]) -> dict[str, Any]:
 
 def gradients(outs: Named) -> Named:
     """Upstream gradients: 1 for a loss, as in ``loss.backward()``; for tensors random multiples of
-    1/32, which are exact in every dtype, in the
-    memory layout of the output."""
+    1/32, which are exact in every dtype, in the memory layout of the output."""
 
     def draw(o: Tensor) -> Tensor:
         generator = torch.Generator(DEVICE).manual_seed(1)
@@ -131,6 +130,31 @@ def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> t
 PRODUCTS = "products"  # a contestant that computes only an operator's matrix products
 
 
+def judge(
+    functions: dict[str, Callable[..., Any]], loaded: dict[str, rivals.Rival], base: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Row]:
+    """variant -> what a row says about its accuracy, without implementations that lack an option
+    of the case."""
+    reference, rows = functions["eager"], {}
+    truth = results(reference, like(base, torch.float64))
+    # large results in fp64 would not fit beside those of the variants
+    truth = {k: t.float() if t.dtype == torch.float64 and t.numel() > 1 << 28 else t for k, t in truth.items()}
+    pytorch = results(reference, like(base))
+    for name, fn in functions.items():
+        row: Row = {"failed": None, "accurate": False, "error": None, "error_pytorch": None}
+        try:
+            with _present(loaded.get(name)):
+                found = pytorch if name == "eager" else results(fn, inputs(fn, base))
+            row["error"], row["error_pytorch"], row["accurate"] = accuracy(found, pytorch, truth, dtype)
+            del found  # the next variant needs its memory
+        except NotImplementedError:
+            continue
+        except Exception as error:
+            row["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        rows[name] = row
+    return rows
+
+
 def measure(
     op: MeasuredOp,
     case: Case,
@@ -139,74 +163,40 @@ def measure(
     against: list[str],
     loaded: dict[str, rivals.Rival],
     repeats: int,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """The rows of one case: first accuracy, then the race."""
     base = case.make(dtype, DEVICE)
     functions = implementations(op, against, loaded)
-    rows: dict[str, dict[str, Any]] = {}
-    truth = results(op.reference, like(base, torch.float64))
-    truth = {k: t.float() if t.dtype == torch.float64 and t.numel() > 1 << 28 else t for k, t in truth.items()}
-    pytorch = results(op.reference, like(base))
-    alive = {}
-    for name, fn in functions.items():
-        row = rows[name] = {"failed": None, "accurate": False, "error": None, "error_pytorch": None}
-        try:
-            with _present(loaded.get(name)):
-                found = pytorch if name == "eager" else results(fn, inputs(fn, base))
-            row["error"], row["error_pytorch"], row["accurate"] = accuracy(found, pytorch, truth, dtype)
-            del found
-            alive[name] = fn
-        except NotImplementedError:
-            del rows[name]  # this implementation lacks the option
-        except Exception as error:
-            row["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    del truth, pytorch
+    judged = judge(functions, loaded, base, dtype)
     _free()
     shape = {k: list(v.shape) for k, v in base.items() if isinstance(v, Tensor)}
+    about: Row = {"op": op.name, "case": case.name, "dtype": _name(dtype)}
     cost = op.cost(**base)
     for mode in modes:
         if mode == "backward" and not differentiable(base):
             continue
         moved, flops, products = cost.of(mode)
         with contextlib.ExitStack() as stack:
+            alive = [name for name, row in judged.items() if not row["failed"]]
             for name in alive:
                 stack.enter_context(_present(loaded.get(name)))
-            contestants = {name: _contestant(fn, base, mode) for name, fn in alive.items()}
+            contestants = {name: _contestant(functions[name], base, mode) for name in alive}
             # a GPU at its power limit slows down: the products run interleaved with the others, or
             # they would seem faster
-            alone = (
-                {PRODUCTS: functools.partial(lambda call: call, clock.products(products, dtype))} if products else {}
-            )
+            alone = {PRODUCTS: clock.ready(clock.products(products, dtype))} if products else {}
             timed = clock.race(contestants | alone, repeats)
             alone.clear()
             peaks = {name: clock.peak_bytes(prepare) for name, prepare in contestants.items()}
         floor = max(moved / clock.copy_tb_s() / 1e9, timed[PRODUCTS].device.median / cost.rate if products else 0.0)
-        for name, row in rows.items():
-            row = {
-                "op": op.name,
-                "case": case.name,
-                "dtype": _name(dtype),
-                "mode": mode,
-                "variant": name,
-                "shape": shape,
-            } | row
+        for name, found in judged.items():
+            row = about | {"mode": mode, "variant": name, "shape": shape} | found
             row |= {"bytes": moved, "flops": flops, "floor_ms": floor}
             if name in timed:
-                t = timed[name]
-                ms = t.device.median
-                row |= {
-                    "device_ms": ms,
-                    "device_spread": t.device.spread,
-                    "wall_ms": t.wall.median,
-                    "host_ms": t.host.median,
-                    "kernels": t.kernels,
-                }
-                row |= {
-                    "peak_mb": peaks[name] / 1e6,
-                    "percent_of_floor": 100 * floor / ms,
-                    "tb_s": moved / ms / 1e9,
-                    "tflop_s": flops / ms / 1e9,
-                }
+                t, ms = timed[name], timed[name].device.median
+                row |= {"device_ms": ms, "device_spread": t.device.spread}
+                row |= {"wall_ms": t.wall.median, "host_ms": t.host.median, "kernels": t.kernels}
+                row |= {"peak_mb": peaks[name] / 1e6, "percent_of_floor": 100 * floor / ms}
+                row |= {"tb_s": moved / ms / 1e9, "tflop_s": flops / ms / 1e9}
             yield row
         _free()
 
@@ -244,18 +234,13 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def known() -> dict[str, MeasuredOp]:
-    """All operators, losses and steps of layers in FP8 that can be measured, by name."""
-    from liger_kernel.bench.casts import CASTS
-    from liger_kernel.bench.losses import LOSSES
-
-    return OPS | LOSSES | CASTS
+ENTRY = ("-m", "liger_kernel.bench.operators")  # what a child runs; a script that adds operators names itself
 
 
 def child(a: argparse.Namespace) -> None:
     """Measure operators in this process. It starts when it has read a line, and prints a JSON
     line for each row."""
-    ops = [known()[one] for one in a.child.split(",")]
+    ops = [OPS[name] for name in a.child.split(",")]
     loaded = {}
     for name in a.against:
         with contextlib.suppress(rivals.Missing):
@@ -266,68 +251,49 @@ def child(a: argparse.Namespace) -> None:
     done = {tuple(key) for key in json.loads(a.done)}
     if not sys.stdin.readline():  # the parent process has ended
         return
-    for op, case, more in (
-        (one, *found) for one in ops for found in cases_of(one, a.case, a.sweep, small=not clock.GPU or a.smoke)
-    ):
-        for dtype in a.dtype:
-            if (op.name, case.name, dtype) not in done:
-                for row in measure(op, case, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
-                    print("ROW " + json.dumps(row | more), flush=True)
+    for op in ops:
+        for case, more in cases_of(op, a.case, a.sweep, small=not clock.GPU or a.smoke):
+            for dtype in a.dtype:
+                if (op.name, case.name, dtype) not in done:
+                    for row in measure(op, case, DTYPES[dtype], a.mode, a.against, loaded, a.repeats):
+                        print("ROW " + json.dumps(row | more), flush=True)
 
 
-class _Child:
+@contextlib.contextmanager
+def _started(argv: list[str], names: str, rows: list[Row]) -> Iterator[Callable[[], Iterator[Row]]]:
     """The process of an operator, or of several separated by commas. It does its imports, and
-    then waits until its rows are requested."""
+    waits; what this yields starts the measurement and returns the rows as they come."""
+    done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] in names.split(",")]
+    command = [sys.executable, *ENTRY, *argv, "--child", names, "--done", json.dumps(done)]
+    with (
+        tempfile.TemporaryFile("w+") as messages,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True) as process,
+    ):
 
-    def __init__(self, a: argparse.Namespace, argv: list[str], name: str, rows: list[dict[str, Any]]):
-        done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] in name.split(",")]
-        command = [
-            sys.executable,
-            "-m",
-            "liger_kernel.bench.operators",
-            *argv,
-            "--child",
-            name,
-            "--done",
-            json.dumps(done),
-        ]
-        self.messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  __exit__ closes it
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages, text=True
-        )
+        def measured() -> Iterator[Row]:
+            assert process.stdin and process.stdout
+            with contextlib.suppress(BrokenPipeError):  # the process has already failed
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("ROW "):
+                    yield json.loads(line[4:])
+            if process.wait():
+                messages.seek(0)
+                print(f"{names}: stopped, because of {(messages.read().strip().splitlines() or ['?'])[-1]}")
 
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self.messages.close()
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdin and self.process.stdout
-        with contextlib.suppress(BrokenPipeError):  # the process has already failed
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("ROW "):
-                yield json.loads(line[4:])
-
-    def error(self) -> str | None:
-        if not self.process.wait():
-            return None
-        self.messages.seek(0)
-        return (self.messages.read().strip().splitlines() or ["?"])[-1]
+        try:
+            yield measured
+        finally:
+            process.kill()
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Measure all requested operators, each in its own process; in a smoke run, whose times do
     not matter, all in one process."""
     path = Path(a.json) if a.json else None
-    result: dict[str, Any] = {
-        "meta": clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)},
-        "rows": [],
-    }
+    meta = clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)}
+    result: dict[str, Any] = {"meta": meta, "rows": []}
     if a.resume and path and path.exists():
         result["rows"] = read(path)["rows"]
     for name in a.against:
@@ -343,24 +309,22 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             "Measured on a CPU: this measures the CPU path, PyTorch references on small cases. It says nothing about "
             "kernels on a GPU."
         )
-    names = a.op or list(known())
+    names = a.op or list(OPS)
     names = [",".join(names)] if a.smoke else names
-    ahead = int(clock.GPU and (os.cpu_count() or 1) >= 8)  # importing during a measurement needs free cores
+    early = clock.GPU and (os.cpu_count() or 1) >= 8  # importing during a measurement needs free cores
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_Child(a, argv, name, result["rows"])) for name in names[:ahead]]
-        for i, name in enumerate(names):
-            children += [
-                stack.enter_context(_Child(a, argv, following, result["rows"]))
-                for following in names[i + ahead : i + ahead + 1]
-            ]  # the next process imports meanwhile
-            rows: list[dict[str, Any]] = []
-            for row in children[i].rows():
+        start = lambda name: stack.enter_context(_started(argv, name, result["rows"]))
+        waiting = [start(names[0])]
+        for name, following in itertools.zip_longest(names, names[1:]):
+            measured = waiting.pop() if waiting else start(name)
+            if following and early:  # the next process imports meanwhile
+                waiting.append(start(following))
+            rows = []
+            for row in measured():
                 rows.append(row)
                 result["rows"].append(row)
                 if path:
                     export(path, json.dumps(result, indent=1))
-            if why := children[i].error():
-                print(f"{name}: stopped after {len(rows)} rows, because of {why}")
             if rows:
                 print(text_table(rows), flush=True)
     return result
@@ -371,8 +335,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     a.dtype = a.dtype or ["bf16" if clock.GPU else "fp32"]
     a.against = a.against or (["eager", "compile", "torch"] if clock.GPU else ["eager"])
     for name in a.op:
-        one_of("operator", name, [*known(), "step", "report"])
-    check_cases([known()[name] for name in a.op or known()], a.case, a.sweep)
+        one_of("operator", name, [*OPS, "step", "report"])
+    check_cases([OPS[name] for name in a.op or OPS], a.case, a.sweep)
     if a.base and not a.child:
         rivals.check_revision(a.base)
     return a
@@ -382,8 +346,7 @@ def check_cases(ops: Sequence[MeasuredOp], cases: Sequence[str], sweep: str | No
     """Raise ``UserError`` for a case or a sweep that none of the operators has."""
     there = {case.name for op in ops for case in op.cases if not case.error}
     for name in cases:
-        if name not in there:
-            raise UserError(no_such("case", name, sorted(there)))
+        one_of("case", name, sorted(there))
     if sweep:
         one_of("sweep", sweep, sorted({name for op in ops for name in op.sweeps}))
 
@@ -398,12 +361,6 @@ def main(argv: list[str]) -> int:
     result = run(a, argv)
     if a.csv:
         write_csv(result, a.csv)
-    if a.plot:
-        from liger_kernel.bench import plots, report
-
-        folder = Path(a.plot)
-        images = plots.operators(result, folder)
-        print(report.html(folder / "report.html", result, None, images))
     wrong = [r for r in result["rows"] if r["variant"] == "ours" and (r["failed"] or not r["accurate"])]
     for row in wrong:
         reason = row["failed"] or f"its error is {row['error']:.2e}, that of PyTorch {row['error_pytorch']:.2e}"

@@ -1,12 +1,11 @@
 """Where the time of a step goes: device time by kind of work, from a trace of ``torch.profiler``.
 
 The names of GEMMs, attention, communication and some other kernels say which kind they are. For all
-other kernels, such as the elementwise kernels
-of a norm or a Triton kernel called ``_fwd``, the chain of operators and annotations around the
-launch decides. It is searched from the inside out.
-A kernel of the backward belongs to the chain of its forward: autograd gives both the same sequence
-number. Without a GPU, operators replace kernels,
-each with the time that it did not spend in other operators.
+other kernels, such as the elementwise kernels of a norm or a Triton kernel called ``_fwd``, the
+chain of operators and annotations around the launch decides. It is searched from the inside out. A
+kernel of the backward belongs to the chain of its forward: autograd gives both the same sequence
+number. Without a GPU, operators replace kernels, each with the time that it did not spend in other
+operators.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def breakdown(events: list[dict[str, Any]], steps: int, step_ms: float) -> dict[
     """Milliseconds of one step by kind, from a Chrome trace of ``steps`` steps.
 
     If kinds run at the same time, such as communication, each counts in full. ``idle`` is the part
-    of ``step_ms`` (measured without the profiler)
-    in which no kernel runs.
+    of ``step_ms`` (measured without the profiler) in which no kernel runs.
     """
     nodes, launches, operators = _nodes(events)
     forwards: dict[int, list[Node]] = {}

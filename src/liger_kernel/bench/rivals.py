@@ -27,12 +27,8 @@ class Package:
     requirement: str
 
 
-PACKAGES = {
-    "upstream": Package("liger_kernel.transformers.functional", "liger-kernel==0.8.5"),
-    "cce": Package("cut_cross_entropy", "cut-cross-entropy"),
-    "quack": Package("quack", "quack-kernels"),
-    "ao": Package("torchao.float8", "torchao"),
-}
+# scripts of benchmarks/ add others
+PACKAGES = {"upstream": Package("liger_kernel.transformers.functional", "liger-kernel==0.8.5")}
 
 
 class Missing(Exception):

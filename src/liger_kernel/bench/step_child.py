@@ -7,8 +7,8 @@ import os
 import sys
 
 # Only PYTHONPATH decides which package `liger_kernel` is here: ours or LinkedIn's. Therefore this
-# file is run by its path, imports no file beside it,
-# and removes its folder from the path, where `profile.py` would hide Python's own module.
+# file is run by its path, imports no file beside it, and removes its folder from the path, where
+# `profile.py` would hide Python's own module.
 if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
 
@@ -30,80 +30,77 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Functions import transformers and PEFT themselves, because Unsloth changes both and must be
+# Functions import transformers and PEFT themselves, because some packages change both and must be
 # imported first.
 
 
-def _beside(name: str, room: str = "bench") -> ModuleType:
-    """Load a module beside this file, or of another room, by its path."""
-    spec = importlib.util.spec_from_file_location(f"_{name}", Path(__file__).parents[1] / room / f"{name}.py")
+def load(path: str | Path) -> ModuleType:
+    """A module by its path."""
+    spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-models = _beside("step_model")
-adamw = _beside("adamw", "train")
+HERE = Path(__file__).parent
+models = load(HERE / "step_model.py")
+adamw = load(HERE.parent / "train" / "adamw.py")
 
 BATCHES = 4  # distinct batches, which steps use in turn
 IGNORE = -100
-OUT_OF_MEMORY = "out of memory"
 SHARED_ROWS = ("ulysses", "ulysses-fsdp2")  # all ranks compute the same rows
+GPU = torch.cuda.is_available()
+
+# -- memory in GB: that of PyTorch's allocator on a GPU, or without a GPU that of the whole process
 
 
-class Memory:
-    """GB that PyTorch's allocator holds on a GPU, or without a GPU the whole process."""
+def held() -> float:
+    return (torch.cuda.memory_allocated() if GPU else _status("VmRSS")) / 1e9
 
-    def __init__(self, gpu: bool):
-        self.gpu = gpu
 
-    def now(self) -> float:
-        return (torch.cuda.memory_allocated() if self.gpu else _status("VmRSS")) / 1e9
+def peak() -> float:
+    return (torch.cuda.max_memory_allocated() if GPU else _status("VmHWM")) / 1e9
 
-    def peak(self) -> float:
-        return (torch.cuda.max_memory_allocated() if self.gpu else _status("VmHWM")) / 1e9
 
-    def reserved(self) -> float | None:
-        return torch.cuda.max_memory_reserved() / 1e9 if self.gpu else None
-
-    def reset(self) -> None:
-        if self.gpu:
-            return torch.cuda.reset_peak_memory_stats()
-        with contextlib.suppress(OSError):  # some containers forbid it: then the peak includes the start-up
-            Path("/proc/self/clear_refs").write_text("5")
+def reset_peak() -> None:
+    if GPU:
+        return torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # some containers forbid it: then the peak includes the start-up
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status(name: str) -> int:
     with contextlib.suppress(OSError):
-        return next(
-            int(line.split()[1]) * 1024
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith(name + ":")
-        )
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
     return 0
+
+
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
 
 
 class Timeline:
     """Memory during one step. ``points``: milliseconds, GB and phase, at the end of each phase,
     and at its peak if that is higher."""
 
-    def __init__(self, memory: Memory, synchronize: Callable[[], None]):
-        self.memory, self.synchronize = memory, synchronize
+    def __init__(self) -> None:
         synchronize()
-        memory.reset()
+        reset_peak()
         self.start = time.perf_counter()
-        self.points: list[tuple[float, float, str]] = [(0.0, memory.now(), "start")]
+        self.points: list[tuple[float, float, str]] = [(0.0, held(), "start")]
 
     def mark(self, phase: str) -> None:
         """Record that ``phase`` has ended."""
-        self.synchronize()
-        now, held, peak = 1e3 * (time.perf_counter() - self.start), self.memory.now(), self.memory.peak()
-        before, held_before, _ = self.points[-1]
-        if peak > max(held, held_before):
-            self.points.append(((before + now) / 2, peak, phase))
-        self.points.append((now, held, phase))
-        self.memory.reset()
+        synchronize()
+        now, after, highest = 1e3 * (time.perf_counter() - self.start), held(), peak()
+        then, before, _ = self.points[-1]
+        if highest > max(before, after):
+            self.points.append(((then + now) / 2, highest, phase))
+        self.points.append((now, after, phase))
+        reset_peak()
 
 
 @contextlib.contextmanager
@@ -111,27 +108,24 @@ def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
     """Mark the layers of one forward and backward. The head gets no hook, because our package
     does not fuse a head with hooks."""
     layers = models.layers_of(model)
-    last = len(layers) - 1
+    last, entered = len(layers) - 1, set()
 
     def backward_reached(i: int, gradient: Tensor) -> None:
         timeline.mark("backward: loss and head" if i == last else f"backward: layer {i + 1}")
 
-    def forward_left(layer: nn.Module, args: Any, out: Any, *, i: int) -> None:
-        if ("forward", i) in seen:
+    def after_layer(i: int, layer: nn.Module, args: Any, out: Any) -> None:
+        if i in entered:
             return  # a recomputation is a part of the layer's backward
-        seen.add(("forward", i))
+        entered.add(i)
         timeline.mark(f"forward: layer {i}")
-        out = out[0] if isinstance(out, tuple) else out
-        out.register_hook(functools.partial(backward_reached, i))
+        (out[0] if isinstance(out, tuple) else out).register_hook(functools.partial(backward_reached, i))
 
-    def forward_reached(layer: nn.Module, args: Any) -> None:
-        if "embedding" not in seen:
-            seen.add("embedding")
+    def before_layers(layer: nn.Module, args: Any) -> None:
+        if not entered:
             timeline.mark("forward: embedding")
 
-    seen: set[Any] = set()
-    hooks = [layers[0].register_forward_pre_hook(forward_reached)]
-    hooks += [layer.register_forward_hook(functools.partial(forward_left, i=i)) for i, layer in enumerate(layers)]
+    hooks = [layers[0].register_forward_pre_hook(before_layers)]
+    hooks += [layer.register_forward_hook(functools.partial(after_layer, i)) for i, layer in enumerate(layers)]
     try:
         yield
     finally:
@@ -162,9 +156,8 @@ def scopes(model: Any) -> Iterator[None]:
         if kind:
             hooks.append(module.register_forward_pre_hook(functools.partial(enter, kind)))
             hooks.append(module.register_forward_hook(leave, always_call=True))  # an exception ends a recomputation
-    model = getattr(
-        model, "get_base_model", lambda: model
-    )()  # the model inside PEFT's wrapper, which only forwards its attributes
+    # the model inside PEFT's wrapper, which only forwards its attributes
+    model = getattr(model, "get_base_model", lambda: model)()
     stock, had = model.loss_function, "_loss_function" in model.__dict__
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
@@ -188,11 +181,10 @@ def parallel(model: Any, how: str | None, device: torch.device, on_cpu: bool = F
 
         return parallelize(model, how, cpu_offload=on_cpu).model
     if how == "ddp":
-        return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        return nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if GPU else None)
     if how == "ep":
-        config, _, meshes = model.prepare_distribute_model(
-            {"fsdp_size": dist.get_world_size(), "ep_size": dist.get_world_size()}
-        )
+        world = dist.get_world_size()
+        config, _, meshes = model.prepare_distribute_model({"fsdp_size": world, "ep_size": world})
         return model.maybe_distribute_model(model, config, meshes)
     if how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
@@ -200,63 +192,58 @@ def parallel(model: Any, how: str | None, device: torch.device, on_cpu: bool = F
 
         options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
         if on_cpu:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=GPU)
         for layer in models.layers_of(model):
             fully_shard(layer, **options)
         return fully_shard(model, **options)
     return model
 
 
-def batches(spec: dict[str, Any], rank: int, device: torch.device, count: int = BATCHES) -> list[dict[str, Tensor]]:
+def batches(spec: dict[str, Any], batch: int, rank: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Batches: the same for every variant, different for every rank."""
     tokens = torch.load(spec["tokens"]).long()
-    B, T = spec["batch"], spec["seq"]
+    B, T = batch, spec["seq"]
     generator = torch.Generator().manual_seed(1 + rank)
-    found = []
-    for i in range(count):
+    for i in range(BATCHES):
         at = (torch.arange(B * T) + (i * spec["gpus"] + rank) * B * T) % len(tokens)
         ids = tokens[at].view(B, T)
         masked = torch.rand(B, T, generator=generator) < spec["masked"]
-        batch = {"input_ids": ids}
-        if spec["median"]:  # rows end there and are padded after it
-            lengths = (spec["median"] * torch.exp(0.6 * torch.randn(B, generator=generator))).long().clamp(8, T)
-            batch["attention_mask"] = (torch.arange(T) < lengths[:, None]).long()
-            masked |= batch["attention_mask"] == 0
-        batch["labels"] = ids.masked_fill(masked, IGNORE)
-        found.append({name: value.to(device) for name, value in batch.items()})
-    return found
+        found = {"input_ids": ids}
+        if spec["lengths"]:  # rows end there and are padded after it
+            lengths = (spec["lengths"] * torch.exp(0.6 * torch.randn(B, generator=generator))).long().clamp(8, T)
+            found["attention_mask"] = (torch.arange(T) < lengths[:, None]).long()
+            masked |= found["attention_mask"] == 0
+        found["labels"] = ids.masked_fill(masked, IGNORE)
+        yield {name: value.to(device) for name, value in found.items()}
 
 
-def optimizer_of(name: str, model: Any, gpu: bool) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
+def optimizer_of(spec: dict[str, Any], model: Any) -> torch.optim.Optimizer:
+    trained, name = [p for p in model.parameters() if p.requires_grad], spec["optimizer"]
     if name == "sgd":
         return torch.optim.SGD(trained, lr=1e-3)
-    return adamw.make(
-        name, trained, lr=1e-4, **({"fused": gpu} if name == "adamw" else {})
-    )  # fused is the default of transformers' Trainer
+    # fused is the default of transformers' Trainer
+    fused = {"fused": GPU or spec["optimizer_on_cpu"]} if name == "adamw" else {}
+    return adamw.make(name, trained, lr=1e-4, **fused)
 
 
 class Training:
     """A model and its training on this rank, according to the spec."""
 
     def __init__(self, spec: dict[str, Any]):
-        self.spec, self.gpu = spec, torch.cuda.is_available()
-        self.rank = int(os.environ.get("RANK", 0))
-        shared = spec["parallel"] in SHARED_ROWS
-        self.share, self.shares = 0 if shared else self.rank, 1 if shared else int(spec["gpus"])
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.gpu else torch.device("cpu")
-        if self.gpu:
+        self.spec = spec
+        rank, shared = int(os.environ.get("RANK", 0)), spec["parallel"] in SHARED_ROWS
+        self.share, self.shares = (0, 1) if shared else (rank, int(spec["gpus"]))
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if GPU else torch.device("cpu")
+        if GPU:
             torch.cuda.set_device(self.device)
         if spec["parallel"]:
-            dist.init_process_group("nccl" if self.gpu else "gloo", device_id=self.device if self.gpu else None)
-        self.synchronize = torch.cuda.synchronize if self.gpu else lambda: None
-        self.memory = Memory(self.gpu)
-        self.model = models.build(spec, self.device)
-        self.marked = not (
-            spec["compile"] or spec["unsloth"]
-        )  # hooks would change the compiled code, and Unsloth compiles its layers
+            dist.init_process_group("nccl" if GPU else "gloo", device_id=self.device if GPU else None)
+        self.script = load(spec["script"]) if spec["script"] else None
+        self.model = models.build(spec, self.device, self.script)
+        # hooks would change compiled code
+        self.marked = not (spec["compile"] or getattr(self.script, "COMPILES", {}).get(spec["variant"]))
         self.run = parallel(self.model, spec["parallel"], self.device, spec["optimizer_on_cpu"])
-        if spec["parallel"] and self.gpu:
+        if spec["parallel"] and GPU:
             gc.collect()
             torch.cuda.empty_cache()  # whole weights, of which each rank now has a part
         if spec["compile"] == "layers":
@@ -264,11 +251,11 @@ class Training:
                 layer.compile()
         elif spec["compile"]:
             self.run = torch.compile(self.run)
-        self.optimizer = optimizer_of(spec["optimizer"], self.model, self.gpu or spec["optimizer_on_cpu"])
+        self.optimizer = optimizer_of(spec, self.model)
         self.in_backward = adamw.InBackward(self.optimizer) if spec["optimizer_in_backward"] else None
+        self.after_step = getattr(self.script, "after_step", lambda spec, model: None)
         self.losses: list[Tensor] = []
         self.gradient: Tensor | None = None  # the norm of the first step's gradient
-        self.why = ""
 
     def step(self, data: list[dict[str, Tensor]], mark: Callable[[str], None] = lambda phase: None) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec["autocast"]):
@@ -282,48 +269,51 @@ class Training:
         if not self.in_backward:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        if self.spec["gathered"]:
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-            precompute_float8_dynamic_scale_for_fsdp(self.model)
+        self.after_step(self.spec, self.model)
         mark("optimizer")
         self.losses.append(loss.detach())
 
+    def times(self, data: list[dict[str, Tensor]]) -> list[float]:
+        """Milliseconds of each step. On a GPU the host does not wait between them."""
+        ticks: list[Any] = []
+
+        def tick() -> None:
+            if GPU:
+                ticks.append(torch.cuda.Event(enable_timing=True))
+                ticks[-1].record()
+            else:
+                ticks.append(1e3 * time.perf_counter())
+
+        tick()
+        for _ in range(self.spec["steps"]):
+            self.step(data)
+            tick()
+        synchronize()
+        return [a.elapsed_time(b) if GPU else b - a for a, b in itertools.pairwise(ticks)]
+
     def measure(self, batch: int) -> dict[str, Any]:
         """Train with batches of this size, and return the fields of a row."""
-        spec, memory = self.spec | {"batch": batch}, self.memory
-        data = batches(spec, self.share, self.device)
+        spec = self.spec
+        data = list(batches(spec, batch, self.share, self.device))
         self.losses.clear()
         for _ in range(spec["warmup"]):
             self.step(data)
-        self.synchronize()
-        memory.reset()
-        clock = _EventClock() if self.gpu else _HostClock()
-        for _ in range(spec["steps"]):
-            self.step(data)
-            clock.tick()
-        times = clock.read()
-        peaks = [memory.peak(), memory.reserved() or 0.0]
+        synchronize()
+        reset_peak()
+        times = self.times(data)
+        peaks = [peak(), torch.cuda.max_memory_reserved() / 1e9 if GPU else 0.0]
         first = torch.stack(self.losses[:BATCHES]).float()
         if spec["parallel"]:
-            both = torch.tensor(peaks, device=self.device)
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-            peaks = both.tolist()
+            highest = torch.tensor(peaks, device=self.device)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            peaks = highest.tolist()
             dist.all_reduce(first)
             first /= dist.get_world_size()
-
-        timeline = Timeline(memory, self.synchronize)
+        timeline = Timeline()
         with layers_marked(self.model, timeline) if self.marked else contextlib.nullcontext():
             self.step(data, timeline.mark)
         if spec["trace"]:
-            _trace(
-                spec,
-                scopes(self.model) if self.marked else contextlib.nullcontext(),
-                lambda: self.step(data),
-                self.synchronize,
-                self.rank,
-            )
-
+            self.trace(data)
         low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
         return {
             "batch": batch,
@@ -331,169 +321,52 @@ class Training:
             "step_ms": median,
             "spread": (high - low) / median,
             "peak_allocated_gb": peaks[0],
-            "peak_reserved_gb": peaks[1] if self.gpu else None,
+            "peak_reserved_gb": peaks[1] if GPU else None,
             "losses": first.tolist(),
             "gradient": None if self.gradient is None else self.gradient.item(),
             "memory_timeline": timeline.points,
         }
 
-    def peak(self, batch: int, seq: int, steps: int = 2) -> float | None:
-        """The peak of steps of that size in GB; None, and the reason in ``why``, if they fail.
-        For one GPU: other ranks would wait for the failing one."""
-        held = self.memory.now()
-        self.memory.reset()
-        try:
-            data = batches(self.spec | {"batch": batch, "seq": seq}, self.share, self.device, 1)
-            for _ in range(steps):
-                self.step(data)
-            self.synchronize()
-            return self.memory.peak()
-        except Exception as error:
-            self.why = _text(error)
-            if self.why != OUT_OF_MEMORY and "CUDA error" in str(error):  # after such an error, CUDA no longer works
-                raise
-        finally:
-            data = []
-            self.losses.clear()
-            self.optimizer.zero_grad()
-            gc.collect()
-            torch.cuda.empty_cache()
-        if self.memory.now() > 1.02 * held + 0.1:
-            raise RuntimeError(
-                f"{self.memory.now():.1f} GB are held after a step that did not fit, {held:.1f} before it: what fits "
-                "cannot be told"
-            )
-        return None
+    def trace(self, data: list[dict[str, Tensor]]) -> None:
+        """Write ``spec["trace_steps"]`` steps as a Chrome trace. Every rank runs them, and the first
+        rank writes."""
+        first = int(os.environ.get("RANK", 0)) == 0
+        # no scopes under torch.compile: the names of generated kernels list what they fuse
+        with scopes(self.model) if self.marked else contextlib.nullcontext():
+            self.step(data)
+            synchronize()
+            with torch.profiler.profile() if first else contextlib.nullcontext() as profile:
+                for _ in range(self.spec["trace_steps"]):
+                    self.step(data)
+                synchronize()
+        if profile is not None:
+            profile.export_chrome_trace(self.spec["trace"])
 
-
-UNITS = {"batch": 1, "seq": 256}  # the search for the largest size uses multiples of these
-
-
-def largest_that(peak: Callable[[int], float | None], start: int, capacity: float | None = None) -> int:
-    """The largest number that fits, to within 1/16; 0 if even 1 does not fit. ``peak(n)`` is the
-    memory for n, or None if n does not fit.
-
-    Memory is nearly linear in n, so the next number to test is where the line reaches the capacity.
-    """
-    peaks: dict[int, float] = {}
-    n, high = start, None
-    while True:
-        taken = peak(n)
-        if taken is None:
-            high = n
-        else:
-            peaks[n] = taken
-        low, step = max(peaks, default=0), max(1, max(peaks, default=0) // 16)
-        if high is not None and high - low <= step:
-            return low
-        n = 2 * low
-        if len(peaks) > 1 and capacity:
-            a, b = sorted(peaks)[-2:]
-            slope = (peaks[b] - peaks[a]) / (b - a)
-            n = min(4 * low, int(b + 0.99 * (capacity - peaks[b]) / slope)) if slope > 0 else n
-        n = max(n, low + step)
-        if high is not None and n >= high:
-            n = (low + high) // 2
+    def trial(self, batch: int) -> float:
+        """The peak of two steps: only the second one has the optimizer's state from its start."""
+        data = [next(batches(self.spec, batch, self.share, self.device))]
+        self.step(data)
+        self.step(data)
+        synchronize()
+        return peak()
 
 
 def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
-    """Train according to the spec. Returns one row per batch, and the largest sizes that fit;
-    ``found`` receives each result when it is ready."""
-    if spec["save"]:
-        models.save(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        return {"rows": []}
+    """Train according to the spec. Returns one row per batch, or the peak of a trial; ``found``
+    receives each result when it is ready."""
     training = Training(spec)
-    result: dict[str, Any] = {"rows": []}
     if spec["trial"]:
-        data = batches(spec | {"batch": spec["batches"][0]}, training.share, training.device, 1)
-        training.step(data)
-        training.step(data)
-        training.synchronize()
-        return result | {"peak": training.memory.peak()}
-    for batch in spec["batches"]:
+        return {"rows": [], "peak": training.trial(spec["batch"][0])}
+    result: dict[str, Any] = {"rows": []}
+    for batch in spec["batch"]:
         result["rows"].append(training.measure(batch))
         found(result)
-    for what in spec["largest"]:
-        _search(training, what, result["rows"][0], lambda: found(result))
     return result
-
-
-def _search(training: Training, what: str, row: dict[str, Any], found: Callable[[], None]) -> None:
-    """Set ``row["largest_" + what]``, after each trial, so that it is known even if a larger
-    size ends the process."""
-    sizes, unit = {"batch": row["batch"], "seq": training.spec["seq"]}, UNITS[what]
-    row[f"largest_{what}"], known = 0, {sizes[what]: row["peak_allocated_gb"]}  # where the search begins
-
-    def peak(n: int) -> float | None:
-        taken = known.get(n * unit) or training.peak(**sizes | {what: n * unit})
-        if taken is None:
-            row[f"largest_{what}_limit"] = training.why
-        else:
-            row[f"largest_{what}"] = max(row[f"largest_{what}"], n * unit)
-        found()
-        return taken
-
-    largest_that(
-        peak, max(1, sizes[what] // unit), torch.cuda.get_device_properties(training.device).total_memory / 1e9
-    )
-
-
-def _trace(
-    spec: dict[str, Any],
-    scopes: contextlib.AbstractContextManager[None],
-    step: Callable[[], None],
-    synchronize: Callable[[], None],
-    rank: int,
-) -> None:
-    """Write ``spec["trace_steps"]`` steps as a Chrome trace. Every rank runs them, and the first
-    rank writes."""
-    activities = [
-        torch.profiler.ProfilerActivity.CPU,
-        *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-    ]
-    with scopes:  # no scopes under torch.compile: the names of generated kernels list what they fuse
-        step()
-        synchronize()
-        with torch.profiler.profile(activities=activities) if rank == 0 else contextlib.nullcontext() as profile:
-            for _ in range(spec["trace_steps"]):
-                step()
-            synchronize()
-    if profile is not None:
-        profile.export_chrome_trace(spec["trace"])
-
-
-class _EventClock:
-    """Milliseconds between ticks on the device; the host does not wait."""
-
-    def __init__(self) -> None:
-        self.events: list[torch.cuda.Event] = []
-        self.tick()
-
-    def tick(self) -> None:
-        self.events.append(torch.cuda.Event(enable_timing=True))
-        self.events[-1].record()
-
-    def read(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in itertools.pairwise(self.events)]
-
-
-class _HostClock:
-    """Milliseconds between ticks on the host."""
-
-    def __init__(self) -> None:
-        self.ticks = [time.perf_counter()]
-
-    def tick(self) -> None:
-        self.ticks.append(time.perf_counter())
-
-    def read(self) -> list[float]:
-        return [1e3 * (b - a) for a, b in itertools.pairwise(self.ticks)]
 
 
 def _text(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or "ALLOC_FAILED" in str(error):
-        return OUT_OF_MEMORY
+        return "out of memory"
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
@@ -508,10 +381,8 @@ def main(spec: str, result: str) -> int:
         write(measure(json.loads(Path(spec).read_text()), write))
     except Exception as error:  # any error becomes the text of the row
         traceback.print_exc()
-        with (
-            contextlib.suppress(FileExistsError),
-            Path(f"{result}.failed").open("x") as file,
-        ):  # the first rank to fail says why; it makes the others fail
+        # the first rank to fail says why; it makes the others fail
+        with contextlib.suppress(FileExistsError), Path(f"{result}.failed").open("x") as file:
             json.dump(_text(error), file)
         sys.stderr.flush()
         os._exit(1)  # other ranks may wait for this one in a collective, and a regular exit would wait for them

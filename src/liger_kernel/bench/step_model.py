@@ -1,13 +1,11 @@
-"""The models of ``step_child.py``: with random weights, patched, quantised, with adapters, or built
-by Unsloth. This file is loaded by its path. The only package of ours that it may import is the one
-that is called `liger_kernel` in that process.
+"""The models of ``step_child.py``: with random weights, patched, quantised, with adapters. This
+file is loaded by its path. The only package of ours that it may import is the one that is called
+`liger_kernel` in that process.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,23 @@ import torch
 from torch import nn
 
 BITSANDBYTES = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
-UNSLOTH_OFFLINE = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
-def build(spec: dict[str, Any], device: torch.device) -> Any:
-    """The model of the spec on the device, patched if the variant is. The weights are the same
-    in every variant and on every rank."""
-    model = _by_unsloth(spec) if spec["unsloth"] else _by_transformers(spec, device)
+def build(spec: dict[str, Any], device: torch.device, script: Any = None) -> Any:
+    """The model of the spec on the device, patched if the variant is. The weights are the same in
+    every variant and on every rank.
+
+    A ``script`` of benchmarks/ may have ``build(spec, device)``, which returns another model or
+    None, and ``convert(spec, model)``, which changes its layers before they are patched.
+    """
+    model = getattr(script, "build", lambda *_: None)(spec, device) or _by_transformers(spec, device, script)
     if spec["lora"]:
         _start(model)
     return model
 
 
-def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
-    model = _stock(spec, device)
+def _by_transformers(spec: dict[str, Any], device: torch.device, script: Any) -> Any:
+    model = stock(spec, device)
     if spec["quantize"] in BITSANDBYTES:
         _quantize(model, spec["quantize"])
     elif spec["quantize"]:
@@ -37,57 +38,59 @@ def _by_transformers(spec: dict[str, Any], device: torch.device) -> Any:
         quantize_base(model, spec["quantize"])
         gc.collect()
         torch.cuda.empty_cache()
-    if spec["torchao"]:
-        _convert_by_torchao(model, spec["fp8"], spec["gathered"])
+    if hasattr(script, "convert"):
+        script.convert(spec, model)
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:
-        import liger_kernel
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        found = Path(liger_kernel.__file__ or "").resolve().parents[1]
-        if found != Path(spec["package"]).resolve():
-            raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
-        flags = spec["flags"] | ({"fp8": spec["fp8"]} if spec["fp8"] and not spec["torchao"] else {})
-        if flags:  # only for ours, which ignores an unknown flag with a warning
-            from liger_kernel.transformers.patching.flags import flags_of
-
-            if unknown := flags.keys() - flags_of(model.config.model_type):
-                raise NotImplementedError(
-                    f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}"
-                )
-        _apply_liger_kernel_to_instance(model=model, **flags)
+        _patch(model, spec)
     if spec["lora"]:
         import peft
 
         if spec["checkpointing"]:
             model.enable_input_require_grads()
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(task_type="CAUSAL_LM", **_on_experts(model, _adapters(spec)))
-        )
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **_on_experts(model, adapters(spec)))
+        model = peft.get_peft_model(model, config)
     return model
 
 
-def _stock(spec: dict[str, Any], device: torch.device) -> Any:
+def _patch(model: Any, spec: dict[str, Any]) -> None:
+    import liger_kernel
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    found = Path(liger_kernel.__file__ or "").resolve().parents[1]
+    if found != Path(spec["package"]).resolve():
+        raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
+    flags = spec["flags"] | ({"fp8": spec["fp8"]} if spec["fp8"] else {})
+    if flags:  # only for ours, which ignores an unknown flag with a warning
+        from liger_kernel.transformers.patching.flags import flags_of
+
+        if unknown := flags.keys() - flags_of(model.config.model_type):
+            raise NotImplementedError(
+                f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}"
+            )
+    _apply_liger_kernel_to_instance(model=model, **flags)
+
+
+def stock(spec: dict[str, Any], device: torch.device) -> Any:
     import transformers
 
     values = dict(spec["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    attention = spec["attention"] or ("sdpa" if kind._supports_sdpa else "eager")  # eager has sinks, as of gpt-oss
+    dtype = getattr(torch, spec["dtype"])
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
-            config,
-            dtype=getattr(torch, spec["dtype"]),
-            attn_implementation=spec["attention"]
-            or ("sdpa" if kind._supports_sdpa else "eager"),  # sinks, as of gpt-oss
+            config, dtype=dtype, attn_implementation=attention
         ).train()
     model.config.use_cache = False
     return model
 
 
-def _adapters(spec: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of PEFT's ``LoraConfig`` and of Unsloth's ``get_peft_model``."""
+def adapters(spec: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of PEFT's ``LoraConfig``."""
     chosen = {
         "r": spec["lora"],
         "lora_alpha": 2 * spec["lora"],
@@ -137,7 +140,7 @@ def _quantize(model: Any, how: str) -> None:
     from bitsandbytes import nn as bnb
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
-    taken: Any
+    layer: Any
     quantized: Any
     head = model.get_output_embeddings()
     for name, linear in list(model.named_modules()):
@@ -145,19 +148,15 @@ def _quantize(model: Any, how: str) -> None:
             continue
         weight, sizes = linear.weight.data, (linear.in_features, linear.out_features, linear.bias is not None)
         if how == "nf4":
-            taken = bnb.Linear4bit(
-                *sizes, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
-            )
-            quantized = bnb.Params4bit(
-                weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=taken
-            )
+            double = dict(compress_statistics=True, quant_type="nf4")
+            layer = bnb.Linear4bit(*sizes, compute_dtype=weight.dtype, device="meta", **double)
+            quantized = bnb.Params4bit(weight, requires_grad=False, module=layer, **double)
         else:
-            taken = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
-            quantized = bnb.Int8Params(
-                weight.cpu(), requires_grad=False, has_fp16_weights=False
-            )  # bitsandbytes quantises only when a weight leaves the CPU
-        taken.weight, taken.bias = quantized.to(weight.device), linear.bias
-        model.set_submodule(name, taken.requires_grad_(False).train())
+            layer = bnb.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0, device="meta")
+            # bitsandbytes quantises only when a weight leaves the CPU
+            quantized = bnb.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+        layer.weight, layer.bias = quantized.to(weight.device), linear.bias
+        model.set_submodule(name, layer.requires_grad_(False).train())
     for experts in _experts_of(model).values() if how == "nf4" else ():
         for name in ("gate_up_proj", "down_proj"):
             replace_parameter_4bit(experts, name, compress_statistics=True, quant_type="nf4")
@@ -165,70 +164,6 @@ def _quantize(model: Any, how: str) -> None:
     setattr(model, BITSANDBYTES[how], True)  # PEFT reads this attribute
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _convert_by_torchao(model: Any, recipe: str, gathered: bool) -> None:
-    """Linear layers but the head. ``gathered``: FSDP2 is to gather their weights in FP8."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathered)
-    if not torch.cuda.is_available():
-        config = dataclasses.replace(config, emulate=True)
-    head = model.get_output_embeddings()
-    convert_to_float8_training(
-        model,
-        config=config,
-        module_filter_fn=lambda m, name: m is not head and m.in_features % 16 == m.out_features % 16 == 0,
-    )
-
-
-def _by_unsloth(spec: dict[str, Any]) -> Any:
-    """Build the model with Unsloth's own functions from the checkpoint that ``save`` wrote."""
-    os.environ |= UNSLOTH_OFFLINE | {"UNSLOTH_COMPILE_LOCATION": f"{spec['unsloth']}-compiled"}
-    from unsloth import FastLanguageModel
-
-    recomputed = {
-        "use_gradient_checkpointing": ("unsloth" if spec["offload"] else True) if spec["checkpointing"] else False
-    }
-    loaded = {
-        "load_in_4bit": spec["quantize"] == "nf4",
-        "load_in_8bit": spec["quantize"] == "int8",
-        "dtype": getattr(torch, spec["dtype"]),
-    }
-    longest = spec["config"]["max_position_embeddings"] if "seq" in spec["largest"] else spec["seq"]
-    model, _ = FastLanguageModel.from_pretrained(
-        spec["unsloth"],
-        max_seq_length=longest,
-        local_files_only=True,
-        use_exact_model_name=True,
-        **loaded,
-        **recomputed,
-    )
-    if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
-        raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
-    model = FastLanguageModel.get_peft_model(model, **_adapters(spec), **recomputed)
-    FastLanguageModel.for_training(
-        model
-    )  # weights are loaded for inference, in which Unsloth neither compiles its layers nor checkpoints them
-    if not all(layer.training for layer in layers_of(model)):
-        raise RuntimeError("Unsloth's layers are not set to training")
-    return model
-
-
-def save(spec: dict[str, Any], device: torch.device) -> None:
-    """Save the stock model, and a tokenizer with a word for every row of its embedding, for
-    ``from_pretrained``."""
-    import tokenizers
-    import transformers
-
-    model = _stock(spec, device)
-    model.save_pretrained(spec["save"])
-    words = {f"<{i}>": i for i in range(model.config.vocab_size)}
-    special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("pad", "bos", "eos", "unk"))}
-    model = tokenizers.models.WordLevel(words, unk_token=special["unk_token"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special).save_pretrained(
-        spec["save"]
-    )
 
 
 def layers_of(model: Any) -> nn.ModuleList:

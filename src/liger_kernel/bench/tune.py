@@ -2,9 +2,8 @@
 write faster ones to ``ops/_core/tuned``.
 
 Only kernels that call ``config.tile`` are tuned. Each configuration that they request for the
-operator's real-model cases is varied alone, while
-the others stay. Candidates are compiled ahead, on all cores. A candidate that breaks the accuracy
-rule is rejected, whatever its speed.
+operator's real-model cases is varied alone, while the others stay. Candidates are compiled ahead,
+on all cores. A candidate that breaks the accuracy rule is rejected, whatever its speed.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from liger_kernel.testing import forward, like
 from liger_kernel.train.files import write as write_file
 from liger_kernel.train.mistakes import UserError, one_of
 
+PIPELINES = ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (4, 2))  # programs per multiprocessor, stages
 GAIN = 0.02  # least gain as a share of the operator's device time: less is noise
 
 
@@ -38,15 +38,15 @@ GAIN = 0.02  # least gain as a share of the operator's device time: less is nois
 def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tuple[int, Tile]]]:
     """Give kernels the tiles of ``override``. Yields key -> (columns, tile) of all requested
     tiles."""
-    tile, asked = config.tile, {}
+    tile, requested = config.tile, {}
 
     def chosen(op: str, n: int, itemsize: int, **rule: Any) -> Tile:
         key = f"{op}/{itemsize}/{n}"
-        asked[key] = (n, (override or {}).get(key) or tile(op, n, itemsize, **rule))
-        return asked[key][1]
+        requested[key] = (n, (override or {}).get(key) or tile(op, n, itemsize, **rule))
+        return requested[key][1]
 
     with mock.patch.object(config, "tile", chosen):
-        yield asked
+        yield requested
 
 
 def candidates(n: int, tile: Tile) -> list[Tile]:
@@ -60,11 +60,7 @@ def candidates(n: int, tile: Tile) -> list[Tile]:
             for num_warps in (2, 4, 8, 16, 32):
                 per_thread = block_m * block_n / (32 * num_warps)
                 if num_warps <= config.max_warps() and 4 <= per_thread <= 64:
-                    for per_sm, stages in (
-                        ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (4, 2))
-                        if tile.stages > 1
-                        else ((tile.per_sm, tile.stages),)
-                    ):
+                    for per_sm, stages in PIPELINES if tile.stages > 1 else ((tile.per_sm, tile.stages),):
                         found.append(Tile(block_m, block_n, num_warps, per_sm, stages))
     return [c for c in found if c != tile]
 
@@ -98,12 +94,12 @@ def search(
     base = case.make(DTYPES[dtype], DEVICE)
     truth, pytorch = results(op.reference, like(base, torch.float64)), results(op.reference, like(base))
     accurate = lambda: accuracy(results(op.fn, like(base)), pytorch, truth, DTYPES[dtype])[2]
-    with configured() as asked:
+    with configured() as requested:
         if not accurate():
             raise UserError(f"{op.name} {case.name} {dtype} is not accurate with its present configuration")
         before = timed_call(op.fn, base, repeats)
     better: dict[str, tuple[Tile, float, float]] = {}
-    for key, (n, tile) in dict(asked).items():
+    for key, (n, tile) in dict(requested).items():
         if pool:
             overrides = ({k: b[0] for k, b in better.items()} | {key: candidate} for candidate in candidates(n, tile))
             for compiled in [

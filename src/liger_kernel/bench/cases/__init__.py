@@ -18,7 +18,7 @@ from liger_kernel.bench.cases import (
 from liger_kernel.bench.measured import Measured, MeasuredOp
 from liger_kernel.ops import OPS as DECLARED
 
-_ROOMS = (
+_SUBJECTS = (
     activations,
     attention,
     divergence,
@@ -30,6 +30,8 @@ _ROOMS = (
     token_embedding,
     vocab_parallel,
 )
-_MEASURED: dict[str, Measured] = {name: measured for room in _ROOMS for name, measured in room.MEASURED.items()}
+_MEASURED: dict[str, Measured] = {
+    name: measured for subject in _SUBJECTS for name, measured in subject.MEASURED.items()
+}
 
 OPS: dict[str, MeasuredOp] = {name: _MEASURED.get(name, Measured()).of(op) for name, op in DECLARED.items()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.bench.measured import Measured, real
+from liger_kernel.ops._core.operator import T
 
 
 def _glu_upstream(functional, gate, up=None, *, act="silu"):
@@ -17,13 +17,13 @@ def _glu_upstream(functional, gate, up=None, *, act="silu"):
 MEASURED = {
     "glu": Measured(
         cases=[
-            Case("llama3-8b", dict(gate=T((8192, 14336)), up=T((8192, 14336))), gpu=True),
-            Case("phi3-mini", dict(gate=T((4096, 16384)), up=None), gpu=True),
+            real("llama3-8b", gate=T((8192, 14336)), up=T((8192, 14336))),
+            real("phi3-mini", gate=T((4096, 16384)), up=None),
         ],
         rivals={"upstream": _glu_upstream},
     ),
     "relu_squared": Measured(
-        cases=[Case("nemotron-8b", dict(x=T((8192, 16384))), gpu=True)],
+        cases=[real("nemotron-8b", x=T((8192, 16384)))],
         rivals={
             "torch": lambda x: F.relu(x).square(),
             "upstream": lambda functional, x: functional.liger_relu_squared(x),

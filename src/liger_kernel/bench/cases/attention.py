@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.bench.measured import Measured, real, timed
+from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.attention.neighborhood_attention import _qkv as _neighborhood_attention_qkv
 from liger_kernel.ops.attention.sink_attention import _heads
 from liger_kernel.ops.attention.sparsemax import reference
@@ -48,13 +48,8 @@ def _sink_attention_flex(
 MEASURED = {
     "multi_token_attention": Measured(
         cases=[
-            Case(
-                "paper",
-                dict(scores=T((1, 16, 2048, 2048)), weight=T((16, 1, 6, 11)), padding=(0, 5), groups=16),
-                gpu=True,
-                timed=True,
-            ),
-            Case("llama-heads", dict(scores=T((2, 32, 1024, 1024)), weight=T((32, 32, 3, 3)), padding=1), gpu=True),
+            timed("paper", scores=T((1, 16, 2048, 2048)), weight=T((16, 1, 6, 11)), padding=(0, 5), groups=16),
+            real("llama-heads", scores=T((2, 32, 1024, 1024)), weight=T((32, 32, 3, 3)), padding=1),
         ],
         rivals={
             "upstream": lambda functional, scores, weight, bias=None, **how: functional.liger_multi_token_attention(
@@ -64,13 +59,8 @@ MEASURED = {
     ),
     "neighborhood_attention": Measured(
         cases=[
-            Case("vit-like", dict(**_neighborhood_attention_qkv(8, 12, 4096, 64)), gpu=True),
-            Case(
-                "heads-128",
-                dict(**_neighborhood_attention_qkv(2, 32, 8192, 128), kernel_size=63, dilation=2),
-                gpu=True,
-                timed=True,
-            ),
+            real("vit-like", **_neighborhood_attention_qkv(8, 12, 4096, 64)),
+            timed("heads-128", **_neighborhood_attention_qkv(2, 32, 8192, 128), kernel_size=63, dilation=2),
         ],
         rivals={
             "torch": _neighborhood_attention_sdpa,
@@ -81,35 +71,29 @@ MEASURED = {
     ),
     "sink_attention": Measured(
         cases=[
-            Case("gpt-oss-20b", dict(**_heads(4, 64, 8, 2048, 64)), gpu=True),
-            Case("gpt-oss-20b-window", dict(**_heads(4, 64, 8, 2048, 64), window=128), gpu=True),
-            Case("granite", dict(**_heads(4, 32, 8, 2048, 128)), gpu=True, timed=True),
-            Case("gpt-oss-20b-long", dict(**_heads(1, 64, 8, 16384, 64)), gpu=True, timed=True),
+            real("gpt-oss-20b", **_heads(4, 64, 8, 2048, 64)),
+            real("gpt-oss-20b-window", **_heads(4, 64, 8, 2048, 64), window=128),
+            timed("granite", **_heads(4, 32, 8, 2048, 128)),
+            timed("gpt-oss-20b-long", **_heads(1, 64, 8, 16384, 64)),
         ],
         rivals={"torch": _sink_attention_flex},
     ),
     "softmax": Measured(
         cases=[
-            Case("llama2-vocab", dict(x=T((4096, 32000))), gpu=True),
-            Case("llama3-vocab", dict(x=T((2048, 128256))), gpu=True),
-            Case("router", dict(x=T((32768, 128))), gpu=True),
+            real("llama2-vocab", x=T((4096, 32000))),
+            real("llama3-vocab", x=T((2048, 128256))),
+            real("router", x=T((32768, 128))),
         ],
         rivals={
             "torch": lambda x, *, dim=-1: torch.softmax(x, dim),
             "upstream": lambda functional, x, *, dim=-1: functional.liger_softmax(x.movedim(dim, -1)).movedim(-1, dim),
-            "quack": lambda quack, x, *, dim=-1: (
-                quack.softmax(x.movedim(dim, -1).reshape(-1, x.shape[dim])).view_as(x.movedim(dim, -1)).movedim(-1, dim)
-            ),
         },
         sweeps={
             "columns": ((1024, 4096, 16384, 32768, 65536, 131072, 262144), lambda n: dict(x=T(((1 << 28) // n, n))))
         },
     ),
     "sparsemax": Measured(
-        cases=[
-            Case("llama2-vocab", dict(x=T((2048, 32000))), gpu=True),
-            Case("llama3-vocab", dict(x=T((1024, 128256))), gpu=True),
-        ],
+        cases=[real("llama2-vocab", x=T((2048, 32000))), real("llama3-vocab", x=T((1024, 128256)))],
         rivals={
             "torch": lambda x, *, dim=-1: reference(x, dim=dim),
             "upstream": lambda functional, x, *, dim=-1: functional.liger_sparsemax(x, dim),

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.bench.measured import Measured, real, timed
+from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import jsd_kind, log_probs, probs
 from liger_kernel.ops.losses.divergence.linear_divergence import _heads as _linear_divergence_heads
@@ -116,29 +116,23 @@ def _logit_divergence_upstream(
 MEASURED = {
     "fused_ce_tvd": Measured(
         cases=[
-            Case(
+            timed(
                 "llama3",
-                dict(
-                    student=T((4096, 128256)), teacher=T((4096, 128256), grad=False), target=targets(4096, 128256, 17)
-                ),
-                gpu=True,
-                timed=True,
+                student=T((4096, 128256)),
+                teacher=T((4096, 128256), grad=False),
+                target=targets(4096, 128256, 17),
             )
         ]
     ),
     "jsd": Measured(
         cases=[
             *(
-                Case(
+                timed(
                     name,
-                    dict(
-                        log_q=T((M, V), log_probs),
-                        log_p=T((M, V), log_probs, grad=False),
-                        shift_labels=labels,
-                        beta=beta,
-                    ),
-                    gpu=True,
-                    timed=True,
+                    log_q=T((M, V), log_probs),
+                    log_p=T((M, V), log_probs, grad=False),
+                    shift_labels=labels,
+                    beta=beta,
                 )
                 for name, M, V, beta, labels in (
                     ("llama3", 4096, 128256, 0.5, None),
@@ -160,16 +154,12 @@ MEASURED = {
     "kl_div": Measured(
         cases=[
             *(
-                Case(
+                timed(
                     name,
-                    dict(
-                        input=T((4096, V), log_probs),
-                        target=T((4096, V), p, grad=False),
-                        reduction="batchmean",
-                        log_target=p is log_probs,
-                    ),
-                    gpu=True,
-                    timed=True,
+                    input=T((4096, V), log_probs),
+                    target=T((4096, V), p, grad=False),
+                    reduction="batchmean",
+                    log_target=p is log_probs,
                 )
                 for name, V, p in (
                     ("llama3", 128256, probs),
@@ -177,11 +167,7 @@ MEASURED = {
                     ("llama2", 32000, log_probs),
                 )
             ),
-            Case(
-                "few-rows",
-                dict(input=T((16, 128256), log_probs), target=T((16, 128256), probs), reduction="batchmean"),
-                gpu=True,
-            ),
+            real("few-rows", input=T((16, 128256), log_probs), target=T((16, 128256), probs), reduction="batchmean"),
         ],
         rivals={
             "torch": lambda input, target, *, reduction="mean", log_target=False, eps=1e-10: F.kl_div(
@@ -200,50 +186,34 @@ MEASURED = {
     ),
     "linear_divergence": Measured(
         cases=[
-            Case(
+            real(
                 "llama3",
-                dict(
-                    **_linear_divergence_heads(1024, 2048, 4096, 128256, _linear_divergence_small),
-                    target=targets(1024, 128256, 17),
-                    weight_hard=0.5,
-                    weight_soft=0.5,
-                ),
-                gpu=True,
+                **_linear_divergence_heads(1024, 2048, 4096, 128256, _linear_divergence_small),
+                target=targets(1024, 128256, 17),
+                weight_hard=0.5,
+                weight_soft=0.5,
             ),
             *(
-                Case(
-                    name,
-                    dict(**_linear_divergence_heads(4096, 2048, 4096, 128256, _linear_divergence_small), **options),
-                    gpu=True,
-                    timed=True,
-                )
+                timed(name, **_linear_divergence_heads(4096, 2048, 4096, 128256, _linear_divergence_small), **options)
                 for name, options in (
                     ("llama3-jsd", {}),
                     ("llama3-forward-kl", dict(kind="forward_kl")),
                     ("llama3-hard", dict(target=targets(4096, 128256, 17), weight_hard=0.5, weight_soft=0.5)),
                 )
             ),
-            Case(
+            timed(
                 "llama3-topk",
-                dict(
-                    x=T((4096, 2048)),
-                    w=T((128256, 2048), _linear_divergence_small),
-                    **_linear_divergence_topk(4096, 128256, 64),
-                    kind="forward_kl",
-                ),
-                gpu=True,
-                timed=True,
+                x=T((4096, 2048)),
+                w=T((128256, 2048), _linear_divergence_small),
+                **_linear_divergence_topk(4096, 128256, 64),
+                kind="forward_kl",
             ),
-            Case(
+            timed(
                 "llama3-probs",
-                dict(
-                    x=T((4096, 2048)),
-                    w=T((128256, 2048), _linear_divergence_small),
-                    teacher_probs=T((4096, 128256), probs, grad=False),
-                    kind="forward_kl",
-                ),
-                gpu=True,
-                timed=True,
+                x=T((4096, 2048)),
+                w=T((128256, 2048), _linear_divergence_small),
+                teacher_probs=T((4096, 128256), probs, grad=False),
+                kind="forward_kl",
             ),
         ],
         rivals={"torch": _linear_divergence_torch, "upstream": _linear_divergence_upstream},
@@ -251,22 +221,21 @@ MEASURED = {
     "logit_divergence": Measured(
         cases=[
             *(
-                Case(
+                timed(
                     f"llama3-{kind}".replace("_", "-"),
-                    dict(**_logit_divergence_pair(4096, 128256, grad=False), kind=kind, temperature=2.0),
-                    gpu=True,
-                    timed=True,
+                    **_logit_divergence_pair(4096, 128256, grad=False),
+                    kind=kind,
+                    temperature=2.0,
                 )
                 for kind in ("jsd", "forward_kl", "reverse_kl", "tvd")
             ),
-            Case(
+            timed(
                 "qwen3-labels",
-                dict(**_logit_divergence_pair(1024, 151936, grad=False), shift_labels=targets(1024, 151936, 3)),
-                gpu=True,
-                timed=True,
+                **_logit_divergence_pair(1024, 151936, grad=False),
+                shift_labels=targets(1024, 151936, 3),
             ),
-            Case("mutual", dict(**_logit_divergence_pair(1024, 32000), shift_labels=targets(1024, 32000, 3)), gpu=True),
-            Case("mutual-kl", dict(**_logit_divergence_pair(1024, 32000), kind="reverse_kl"), gpu=True),
+            real("mutual", **_logit_divergence_pair(1024, 32000), shift_labels=targets(1024, 32000, 3)),
+            real("mutual-kl", **_logit_divergence_pair(1024, 32000), kind="reverse_kl"),
         ],
         rivals={"torch": _logit_divergence_torch, "upstream": _logit_divergence_upstream},
         sweeps={
@@ -276,7 +245,7 @@ MEASURED = {
     "tvd": Measured(
         cases=[
             *(
-                Case(name, dict(p=T((4096, V), probs), q=T((4096, V), probs, grad=False)), gpu=True, timed=True)
+                timed(name, p=T((4096, V), probs), q=T((4096, V), probs, grad=False))
                 for name, V in (("llama3", 128256), ("llama2", 32000))
             )
         ],

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.bench.measured import Measured, real, timed
+from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.losses.cross_entropy import positive, targets
 from liger_kernel.ops.losses.cross_entropy_rows import Loss
 from liger_kernel.ops.losses.load_balancing import _tensors as _expert_load_tensors
@@ -53,21 +53,6 @@ def _cross_entropy_upstream(
     return functional.liger_cross_entropy(logits, target, class_weight, lse_square_scale=z_loss, **options)
 
 
-def _cross_entropy_quack(
-    quack,
-    logits,
-    target,
-    class_weight=None,
-    *,
-    gradient_in_forward=False,
-    ignore_index=-100,
-    reduction="mean",
-    **options,
-):
-    plain(options | dict(class_weight=class_weight))
-    return quack.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
-
-
 def plain(options: dict) -> None:
     """Raise ``NotImplementedError`` if a case has an option that the rival lacks."""
     if any(value is not None and value != getattr(Loss, name, None) for name, value in options.items()):
@@ -110,13 +95,6 @@ def _linear_cross_entropy_upstream(
     )
 
 
-def _linear_cross_entropy_cce(
-    cce, x, w, target, bias=None, class_weight=None, *, ignore_index=-100, reduction="mean", softcap=None, **options
-):
-    plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight, bias=bias))
-    return cce.linear_cross_entropy(x, w, target, ignore_index=ignore_index, softcap=softcap, reduction=reduction)
-
-
 def _expert_load_torch(logits, index, weight=None):
     """As transformers computes it, which has the softmax from choosing the experts."""
     K, E = index.shape[1], logits.shape[1]
@@ -133,31 +111,28 @@ OURS = ("compact", "accum_dtype", "chunk_rows", "fp32_logits", "dw_into")
 MEASURED = {
     "cross_entropy": Measured(
         cases=[
-            Case("llama3-8k", dict(logits=T((8192, 128256)), target=targets(8192, 128256, 17)), gpu=True, timed=True),
-            Case(
+            timed("llama3-8k", logits=T((8192, 128256)), target=targets(8192, 128256, 17)),
+            timed(
                 "llama3-8k-forward",
-                dict(logits=T((8192, 128256)), target=targets(8192, 128256, 17), gradient_in_forward=True),
-                gpu=True,
-                timed=True,
+                logits=T((8192, 128256)),
+                target=targets(8192, 128256, 17),
+                gradient_in_forward=True,
             ),
-            Case("llama3", dict(logits=T((1024, 128256)), target=targets(1024, 128256, 17)), gpu=True),
-            Case("gemma", dict(logits=T((512, 256000)), target=targets(512, 256000, 17), softcap=30.0), gpu=True),
-            Case(
+            real("llama3", logits=T((1024, 128256)), target=targets(1024, 128256, 17)),
+            real("gemma", logits=T((512, 256000)), target=targets(512, 256000, 17), softcap=30.0),
+            real(
                 "everything-llama3",
-                dict(
-                    logits=T((256, 128256)),
-                    target=targets(256, 128256, 17),
-                    class_weight=T((128256,), positive, grad=False),
-                    label_smoothing=0.1,
-                    z_loss=1e-4,
-                    softcap=30.0,
-                    token_scaling=True,
-                    stats=True,
-                ),
-                gpu=True,
+                logits=T((256, 128256)),
+                target=targets(256, 128256, 17),
+                class_weight=T((128256,), positive, grad=False),
+                label_smoothing=0.1,
+                z_loss=1e-4,
+                softcap=30.0,
+                token_scaling=True,
+                stats=True,
             ),
         ],
-        rivals={"torch": _cross_entropy_torch, "upstream": _cross_entropy_upstream, "quack": _cross_entropy_quack},
+        rivals={"torch": _cross_entropy_torch, "upstream": _cross_entropy_upstream},
         sweeps={
             "vocabulary": (
                 (16384, 32768, 65536, 131072, 262144),
@@ -167,27 +142,24 @@ MEASURED = {
     ),
     "expert_load": Measured(
         cases=[
-            Case("qwen3-30b-a3b", _expert_load_tensors(8192, 128, 8), gpu=True),
-            Case("qwen3-30b-a3b-padded", _expert_load_tensors(8192, 128, 8, padded=True), gpu=True),
-            Case("mixtral-8x7b", _expert_load_tensors(8192, 8, 2), gpu=True),
-            Case("qwen3-next-80b", _expert_load_tensors(8192, 512, 10), gpu=True),
+            real("qwen3-30b-a3b", **_expert_load_tensors(8192, 128, 8)),
+            real("qwen3-30b-a3b-padded", **_expert_load_tensors(8192, 128, 8, padded=True)),
+            real("mixtral-8x7b", **_expert_load_tensors(8192, 8, 2)),
+            real("qwen3-next-80b", **_expert_load_tensors(8192, 512, 10)),
         ],
         rivals={"torch": _expert_load_torch},
         sweeps={"tokens": ((1024, 4096, 16384, 65536), lambda n: _expert_load_tensors(n, 128, 8))},
     ),
     "linear_cross_entropy": Measured(
         cases=[
-            Case(
+            real(
                 "llama-3.2-1b",
-                dict(
-                    x=T((4096, 2048)),
-                    w=T((128256, 2048), lambda *s, dtype: 0.02 * torch.randn(*s, dtype=dtype)),
-                    target=targets(4096, 128256, 17),
-                ),
-                gpu=True,
+                x=T((4096, 2048)),
+                w=T((128256, 2048), lambda *s, dtype: 0.02 * torch.randn(*s, dtype=dtype)),
+                target=targets(4096, 128256, 17),
             ),
             *(
-                Case(name, dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17)), gpu=True, timed=True)
+                timed(name, x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17))
                 for name, M, H, V in (
                     ("llama3-8b-2k", 2048, 4096, 128256),
                     ("llama3-8b-8k", 8192, 4096, 128256),
@@ -197,37 +169,30 @@ MEASURED = {
                     ("gemma3-4b", 4096, 2560, 262208),
                 )
             ),
-            Case(
+            timed(
                 "llama3-8b-2048",
-                dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 17), chunk_rows=2048),
-                gpu=True,
-                timed=True,
+                x=T((8192, 4096)),
+                w=T((128256, 4096), _small),
+                target=targets(8192, 128256, 17),
+                chunk_rows=2048,
             ),
             *(  # beside "eager", a linear layer that is trained in FP8, and the case of the same name in 16 bits
-                Case(
-                    f"{name}-fp8",
-                    dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17), fp8="tensorwise"),
-                    gpu=True,
-                    timed=True,
-                )
+                timed(f"{name}-fp8", x=T((M, H)), w=T((V, H), _small), target=targets(M, V, 17), fp8="tensorwise")
                 for name, M, H, V in (
                     ("llama3-8b-2k", 2048, 4096, 128256),
                     ("llama3-8b-8k", 8192, 4096, 128256),
                     ("qwen2.5-1.5b", 8192, 2048, 151936),
                 )
             ),
-            Case(
+            timed(
                 "llama3-8b-8k-masked",
-                dict(x=T((8192, 4096)), w=T((128256, 4096), _small), target=targets(8192, 128256, 2), compact=True),
-                gpu=True,
-                timed=True,
+                x=T((8192, 4096)),
+                w=T((128256, 4096), _small),
+                target=targets(8192, 128256, 2),
+                compact=True,
             ),
         ],
-        rivals={
-            "torch": _linear_cross_entropy_torch,
-            "upstream": _linear_cross_entropy_upstream,
-            "cce": _linear_cross_entropy_cce,
-        },
+        rivals={"torch": _linear_cross_entropy_torch, "upstream": _linear_cross_entropy_upstream},
         sweeps={
             "tokens": (
                 (1024, 2048, 4096, 8192),
@@ -241,16 +206,12 @@ MEASURED = {
     ),
     "linear_logprobs": Measured(
         cases=[
-            Case(
+            timed(
                 "llama-3.2-1b",
-                dict(
-                    x=T((8192, 2048)),
-                    w=T((128256, 2048), _small),
-                    target=targets(8192, 128256, 17),
-                    return_entropy=True,
-                ),
-                gpu=True,
-                timed=True,
+                x=T((8192, 2048)),
+                w=T((128256, 2048), _small),
+                target=targets(8192, 128256, 17),
+                return_entropy=True,
             )
         ]
     ),

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.bench.measured import Measured, real, timed
+from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.projections.lora import _layer as _lora_layer
 from liger_kernel.ops.projections.lora import _magnitudes as _lora_magnitudes
@@ -90,41 +90,41 @@ def _lora_moe_peft(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up
 MEASURED = {
     "lora_linear": Measured(
         cases=[
-            Case("llama3-8b-o", _lora_args(8192, 4096, 4096, 16), gpu=True),
-            Case("llama3-8b-up", _lora_args(8192, 4096, 14336, 16), gpu=True, timed=True),
-            Case("dora", _lora_args(8192, 4096, 4096, 16, magnitude=T((4096,), _lora_magnitudes)), gpu=True),
+            real("llama3-8b-o", **_lora_args(8192, 4096, 4096, 16)),
+            timed("llama3-8b-up", **_lora_args(8192, 4096, 14336, 16)),
+            real("dora", **_lora_args(8192, 4096, 4096, 16, magnitude=T((4096,), _lora_magnitudes))),
         ],
         sweeps={"rank": ((8, 16, 32, 64, 128, 256), lambda r: _lora_args(8192, 4096, 4096, r))},
     ),
-    "lora_qkv": Measured(cases=[Case("llama3-8b", _frozen(_lora_qkv_args((8192,), 4096, 4096, 1024, 16)), gpu=True)]),
-    "lora_mlp": Measured(cases=[Case("llama3-8b", _frozen(_lora_mlp_args((8192,), 4096, 14336, 16)), gpu=True)]),
+    "lora_qkv": Measured(cases=[real("llama3-8b", **_frozen(_lora_qkv_args((8192,), 4096, 4096, 1024, 16)))]),
+    "lora_mlp": Measured(cases=[real("llama3-8b", **_frozen(_lora_mlp_args((8192,), 4096, 14336, 16)))]),
     "lora_moe": Measured(
         cases=[
-            Case("qwen3-30b-a3b", _lora_moe_args(8192, 8, 2048, 768, 128, 16), gpu=True),
-            Case("mixtral-8x7b", _lora_moe_args(4096, 2, 4096, 14336, 8, 16), gpu=True, timed=True),
+            real("qwen3-30b-a3b", **_lora_moe_args(8192, 8, 2048, 768, 128, 16)),
+            timed("mixtral-8x7b", **_lora_moe_args(4096, 2, 4096, 14336, 8, 16)),
         ],
         rivals={"peft": _lora_moe_peft},
         sweeps={"rank": ((8, 16, 32, 64, 128), lambda r: _lora_moe_args(8192, 8, 2048, 768, 128, r))},
     ),
     "mlp": Measured(
         cases=[
-            Case("square", _mlp_args((4096,), 8192, 8192), gpu=True),
-            Case("llama3-8b", _mlp_args((8192,), 4096, 14336), gpu=True),
-            Case("qwen3-0.6b", _mlp_args((16384,), 1024, 3072), gpu=True, timed=True),
+            real("square", **_mlp_args((4096,), 8192, 8192)),
+            real("llama3-8b", **_mlp_args((8192,), 4096, 14336)),
+            timed("qwen3-0.6b", **_mlp_args((16384,), 1024, 3072)),
         ],
         rivals={"upstream": _mlp_upstream},
     ),
     "moe": Measured(
         cases=[
-            Case("switch", _moe_routed(8192, 1, 4096, 1024, 16), gpu=True),
-            Case("qwen3-30b-a3b", _moe_routed(8192, 8, 2048, 768, 128), gpu=True),
-            Case("mixtral-8x7b", _moe_routed(4096, 2, 4096, 14336, 8), gpu=True, timed=True),
-            Case(
+            real("switch", **_moe_routed(8192, 1, 4096, 1024, 16)),
+            real("qwen3-30b-a3b", **_moe_routed(8192, 8, 2048, 768, 128)),
+            timed("mixtral-8x7b", **_moe_routed(4096, 2, 4096, 14336, 8)),
+            timed(
                 "gpt-oss-20b",
-                _moe_routed(8192, 4, 2880, 2880, 32)
-                | dict(gate_up_bias=T((32, 5760)), down_bias=T((32, 2880)), **_moe_GPT_OSS),
-                gpu=True,
-                timed=True,
+                **(
+                    _moe_routed(8192, 4, 2880, 2880, 32)
+                    | dict(gate_up_bias=T((32, 5760)), down_bias=T((32, 2880)), **_moe_GPT_OSS)
+                ),
             ),
         ],
         rivals={"torch": _moe_torch, "upstream": _moe_upstream},

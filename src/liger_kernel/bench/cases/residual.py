@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.bench.measured import Measured, real
+from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.residual.mhc import _ALPHAS as _mhc_ALPHAS
 
 
@@ -18,8 +18,8 @@ def _mhc_upstream_coeffs(functional, **args):
 MEASURED = {
     "attn_res": Measured(
         cases=[
-            Case("kimi", dict(v=T((8192, 8, 4096)), w_query=T((4096,)), w_norm=T((4096,))), gpu=True),
-            Case("wide", dict(v=T((1024, 12, 8192)), w_query=T((8192,)), w_norm=T((8192,))), gpu=True),
+            real("kimi", v=T((8192, 8, 4096)), w_query=T((4096,)), w_norm=T((4096,))),
+            real("wide", v=T((1024, 12, 8192)), w_query=T((8192,)), w_norm=T((8192,))),
         ],
         rivals={
             "upstream": lambda functional, v, w_query, w_norm, *, eps=1e-6: functional.liger_attn_res(
@@ -29,26 +29,23 @@ MEASURED = {
     ),
     "mhc_coeffs": Measured(
         cases=[
-            Case("deepseek", dict(x=T((8192, 4, 4096)), phi=T((16384, 24)), b=T((24,)), **_mhc_ALPHAS), gpu=True),
-            Case("streams-8", dict(x=T((2048, 8, 1024)), phi=T((8192, 80)), b=T((80,)), **_mhc_ALPHAS), gpu=True),
+            real("deepseek", x=T((8192, 4, 4096)), phi=T((16384, 24)), b=T((24,)), **_mhc_ALPHAS),
+            real("streams-8", x=T((2048, 8, 1024)), phi=T((8192, 80)), b=T((80,)), **_mhc_ALPHAS),
         ],
         rivals={"upstream": _mhc_upstream_coeffs},
     ),
     "mhc_pre": Measured(
-        cases=[Case("deepseek", dict(x=T((8192, 4, 4096)), h_pre=T((8192, 4), dtype=torch.float32)), gpu=True)],
+        cases=[real("deepseek", x=T((8192, 4, 4096)), h_pre=T((8192, 4), dtype=torch.float32))],
         rivals={"upstream": lambda functional, x, h_pre: functional.liger_mhc_pre(x, h_pre)},
     ),
     "mhc_post_res": Measured(
         cases=[
-            Case(
+            real(
                 "deepseek",
-                dict(
-                    x=T((8192, 4, 4096)),
-                    f_out=T((8192, 4096)),
-                    h_post=T((8192, 4), dtype=torch.float32),
-                    h_res=T((8192, 4, 4), dtype=torch.float32),
-                ),
-                gpu=True,
+                x=T((8192, 4, 4096)),
+                f_out=T((8192, 4096)),
+                h_post=T((8192, 4), dtype=torch.float32),
+                h_res=T((8192, 4, 4), dtype=torch.float32),
             )
         ],
         rivals={

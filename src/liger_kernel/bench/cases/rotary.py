@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case
+from liger_kernel.bench.measured import Measured, real
 from liger_kernel.ops._core.operator import T as T_
 from liger_kernel.ops.rotary.qk_norm_rope import _qk as _qk_norm_rope_qk
 from liger_kernel.ops.rotary.rope import _angles as _rope_angles
@@ -55,31 +54,25 @@ _rope_upstream.prepare = _qk_norm_rope_upstream.prepare = _twice  # type: ignore
 MEASURED = {
     "qk_norm_rope": Measured(
         cases=[
-            Case("qwen3-8b", _qk_norm_rope_qk(4, 32, 8, 2048, 128, 64, _projected), gpu=True),
-            Case(
-                "gemma3-4b",
-                _qk_norm_rope_qk(1, 8, 4, 4096, 256, 128, _projected, offset=1.0, casting="gemma"),
-                gpu=True,
-            ),
-            Case("glm4.5-air", _qk_norm_rope_qk(1, 96, 8, 2048, 128, 32, _projected), gpu=True),
+            real("qwen3-8b", **_qk_norm_rope_qk(4, 32, 8, 2048, 128, 64, _projected)),
+            real("gemma3-4b", **_qk_norm_rope_qk(1, 8, 4, 4096, 256, 128, _projected, offset=1.0, casting="gemma")),
+            real("glm4.5-air", **_qk_norm_rope_qk(1, 96, 8, 2048, 128, 32, _projected)),
         ],
         rivals={"upstream": _qk_norm_rope_upstream},
     ),
     "rope": Measured(
         cases=[
-            Case(
+            real(
                 "llama3-8b",
-                dict(
-                    q=T_((4, 32, 2048, 128), _projected), k=T_((4, 8, 2048, 128), _projected), **_rope_angles(2048, 64)
-                ),
-                gpu=True,
+                q=T_((4, 32, 2048, 128), _projected),
+                k=T_((4, 8, 2048, 128), _projected),
+                **_rope_angles(2048, 64),
             ),
-            Case(
+            real(
                 "gemma",
-                dict(
-                    q=T_((1, 8, 1000, 256), _projected), k=T_((1, 1, 1000, 256), _projected), **_rope_angles(1000, 128)
-                ),
-                gpu=True,
+                q=T_((1, 8, 1000, 256), _projected),
+                k=T_((1, 1, 1000, 256), _projected),
+                **_rope_angles(1000, 128),
             ),
         ],
         rivals={"upstream": _rope_upstream},

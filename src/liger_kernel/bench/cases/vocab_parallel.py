@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.bench.measured import Measured
-from liger_kernel.ops._core.operator import Case, T
+from liger_kernel.bench.measured import Measured, real
+from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.losses.cross_entropy import targets
 
 
@@ -29,19 +29,18 @@ def _linear_cross_entropy_small(*shape: int, dtype: torch.dtype) -> Tensor:
 MEASURED = {
     "vocab_parallel_cross_entropy": Measured(
         cases=[
-            Case("llama3-tp8", dict(logits=T((8192, 16032)), target=targets(8192, 16032)), gpu=True),
-            Case(
-                "llama3-tp2", dict(logits=T((4096, 64128)), target=targets(4096, 64128), label_smoothing=0.1), gpu=True
-            ),
+            real("llama3-tp8", logits=T((8192, 16032)), target=targets(8192, 16032)),
+            real("llama3-tp2", logits=T((4096, 64128)), target=targets(4096, 64128), label_smoothing=0.1),
         ],
         rivals={"torch": _cross_entropy_torch},
     ),
     "vocab_parallel_linear_cross_entropy": Measured(
         cases=[
-            Case(
+            real(
                 "llama3-8b-tp8",
-                dict(x=T((4096, 4096)), w=T((16032, 4096), _linear_cross_entropy_small), target=targets(4096, 16032)),
-                gpu=True,
+                x=T((4096, 4096)),
+                w=T((16032, 4096), _linear_cross_entropy_small),
+                target=targets(4096, 16032),
             )
         ]
     ),

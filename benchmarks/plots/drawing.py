@@ -13,19 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench.rows import (
-    OURS,
-    Row,
-    digits,
-    ratio,
-    span,
-    speedup,
-    status,
-    times,
-    usable,
-    variant_label,
-    with_ours,
-)
+from labels import span, speedup, variant_label
+
+from liger_kernel.bench.results import OURS, Row, digits, ratio, status, times, usable, with_ours
 from liger_kernel.train.files import export
 
 Data = dict[str, Any]

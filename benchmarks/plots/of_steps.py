@@ -1,14 +1,15 @@
-"""Plots of training steps: bars, curves over batch sizes, breakdowns, timelines."""
+"""Plots of training steps: bars, curves over sizes, breakdowns."""
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench.plots.drawing import (
+from labels import hardware_line, on_cpu, span, speedup, variant_label
+
+from liger_kernel.bench.results import OURS, Row, beyond, digits, noise, parts_of, ratio, with_ours
+from plots.drawing import (
     FAINT,
     INK,
     MAIN_RIVALS,
@@ -17,7 +18,6 @@ from liger_kernel.bench.plots.drawing import (
     Data,
     _bars,
     _colour,
-    _dark,
     _end_labels,
     _figure,
     _light,
@@ -28,22 +28,6 @@ from liger_kernel.bench.plots.drawing import (
     _plain,
     _value,
     _words_of,
-)
-from liger_kernel.bench.plots.of_operators import _dot
-from liger_kernel.bench.rows import (
-    OURS,
-    Row,
-    beyond,
-    digits,
-    hardware_line,
-    noise,
-    on_cpu,
-    parts_of,
-    ratio,
-    span,
-    speedup,
-    variant_label,
-    with_ours,
 )
 
 # Kinds of device time: teal for the kinds that our kernels replace, grey for the others.
@@ -61,13 +45,7 @@ def steps(data: Data, out: Path | str) -> list[Path]:
     """All plots of training steps."""
     swept = {id(row) for over in SWEEPS for rows in _swept(data, over).values() for row in rows}
     single = {**data, "rows": [row for row in data["rows"] if id(row) not in swept]}
-    return [
-        *step_bars(single, out),
-        *breakdown(single, out),
-        *timelines(single, out),
-        *batch_curves(data, out),
-        *length_curves(data, out),
-    ]
+    return [*step_bars(single, out), *breakdown(single, out), *batch_curves(data, out), *length_curves(data, out)]
 
 
 def step_bars(data: Data, out: Path | str) -> list[Path]:
@@ -336,86 +314,3 @@ def _replaced(parts: dict[str, float | None]) -> float:
     return sum(parts.get(kind) or 0 for kind in ("loss", "norm", "activation", "rope")) / (
         sum(filter(None, parts.values())) or 1
     )
-
-
-def timelines(data: Data, out: Path | str) -> list[Path]:
-    """Memory over one training step, one file per model: ``memory_over_step-MODEL....png``."""
-    paths = []
-    drawn = [row for row in data["rows"] if not row.get("failed") and len(row.get("memory_timeline") or ()) > 1]
-    for heading, rows in _step_groups({"rows": drawn}).items():
-        peaks = {row["variant"]: max(row["memory_timeline"], key=lambda point: point[1]) for row in rows}
-        base = next((name for name in ("stock", "eager", "upstream") if name in peaks), "")
-        title = heading
-        if base and OURS in peaks:
-            (_, before, where), (_, after, there) = peaks[base], peaks[OURS]
-            verb, unlike = "falls" if after < before else "rises", where != there
-            title += f": the peak{'' if unlike else f', in {_phase(where)},'} {verb} from {digits(before)} GB"
-            title += (
-                f" in {_phase(where)} to {digits(after)} GB in {_phase(there)}" if unlike else f" to {digits(after)} GB"
-            )
-        path, words = (
-            _path(out, "memory over step", heading),
-            "allocated memory over one training step, GB; below: what runs when",
-        )
-        with _figure(path, 9.0, 3.3 + 0.2 * len(rows), title, words, hardware_line(data.get("meta", {}))) as figure:
-            memory, phases = figure.subplots(2, 1, sharex=True, height_ratios=(3.0, 0.22 * len(rows)))
-            longest = max(row["memory_timeline"][-1][0] for row in rows)
-            handles = []
-            for row in reversed(rows):  # draw ours last, over the others
-                variant, points, front = row["variant"], row["memory_timeline"], row["variant"] == OURS
-                label = f"{variant_label(variant)}: {digits(peaks[variant][1])} GB in {_phase(peaks[variant][2])}"
-                line = [point[0] for point in points], [point[1] for point in points]
-                handles += memory.plot(*line, color=_colour(variant), linewidth=2.2 if front else 1.6, label=label)
-                _dot(memory, peaks[variant][0], peaks[variant][1], variant)
-            memory.set(xlim=(0, 1.02 * longest), ylim=(0, 1.1 * max(size for _, size, _ in peaks.values())))
-            memory.tick_params(axis="x", length=0)
-            legend = memory.legend(
-                handles=sorted(handles, key=lambda line: -max(line.get_ydata())),
-                fontsize=8.5,
-                title="peaks",
-                title_fontsize=8.5,
-                alignment="left",
-            )
-            legend.get_title().set_color(QUIET)
-            for text, line in zip(legend.get_texts(), legend.legend_handles):
-                text.set(
-                    color=_dark(line.get_color()), fontweight="bold" if line.get_color() == _colour(OURS) else "normal"
-                )
-            for y, row in enumerate(rows):
-                _phases(phases, y, row, longest)
-            phases.set_xlabel("ms")
-            _names(phases, [variant_label(row["variant"]) for row in rows])
-            phases.spines["left"].set_visible(False)
-            phases.spines["bottom"].set_visible(True)
-        paths.append(path)
-    return paths
-
-
-def _phase(name: str) -> str:
-    """The name of a phase, such as ``forward: loss``, in the words of a sentence."""
-    place, _, what = name.partition(": ")
-    return f"{what} ({place})" if what else name
-
-
-def _phases(axes: Any, y: int, row: Row, longest: float) -> None:
-    """One line of segments, the phases of a step, with names where there is space. All layers of
-    a pass are one segment."""
-    points = row["memory_timeline"]  # each point has the phase that it ends or belongs to
-    begin = points[0][0]
-    for number, (phase, group) in enumerate(
-        itertools.groupby(points[1:], lambda point: re.sub(r"layer \d+$", "layers", point[2]))
-    ):
-        end = list(group)[-1][0]
-        axes.barh(
-            y,
-            end - begin,
-            left=begin,
-            height=0.8,
-            color=FAINT if number % 2 else "#f1f3f5",
-            edgecolor=WHITE,
-            linewidth=0.5,
-        )
-        room = (end - begin) / (0.0092 * longest)  # width in characters
-        text = next((text for text in (phase, phase.split(": ")[-1]) if len(text) <= room), "")
-        axes.text((begin + end) / 2, y, text, ha="center", va="center", fontsize=7, color=_words_of(row["variant"])[0])
-        begin = end

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from liger_kernel.bench.rows import Row
+from liger_kernel.bench.results import Row
 from liger_kernel.bench.step import LINEARS, SWITCHED
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import simulated

@@ -1,0 +1,202 @@
+"""Tables of results, and the plots of ``benchmarks/``: what failed or is inaccurate is compared
+with nothing."""
+
+import json
+import re
+
+import plots
+import pytest
+from plots import drawing
+
+from liger_kernel.bench import report, results
+
+META = {"hardware": "NVIDIA H200", "torch": "2.11.0+cu130", "date": "2026-11-20", "copy_tb_s": 4.22}
+
+
+def operator(op, case, variant, ms, mb, **more):
+    row = {"op": op, "case": case, "dtype": "bf16", "mode": "full", "variant": variant, "shape": {"x": [8192, 4096]}}
+    row |= {"device_ms": ms, "device_spread": 0.012, "wall_ms": ms + 0.05, "host_ms": 0.31, "kernels": 3}
+    row |= {"peak_mb": mb, "floor_ms": 0.08, "percent_of_floor": 8 / ms, "failed": None}
+    return row | {"error": 1.66e-3, "error_pytorch": 1.66e-3, "accurate": True} | more
+
+
+WRONG = operator("rms_norm", "llama3-8b", "torch", 0.031, 12, error=8.3e-2, accurate=False)
+FAILED = {"op": "rms_norm", "case": "llama3-1b", "dtype": "bf16", "mode": "full", "variant": "torch"}
+FAILED |= {"failed": "RuntimeError: no kernel image\nfor this device", "accurate": False}
+OPERATORS = [
+    operator("rms_norm", "llama3-8b", "ours", 0.096, 136),
+    operator("rms_norm", "llama3-8b", "upstream", 0.139, 69),
+    operator("rms_norm", "llama3-8b", "eager", 1.40, 872),
+    operator("rms_norm", "llama3-1b", "ours", 0.096, 135),
+    operator("rms_norm", "llama3-1b", "upstream", 0.179, 68),
+    operator("rope", "llama3-8b", "ours", 0.094, 168),
+    operator("rope", "llama3-8b", "upstream", 0.091, 0),
+    WRONG,
+    FAILED,
+]
+SWEPT = [
+    operator("jsd", f"tokens={n}", variant, n * slow, n, sweep="tokens", x=n)
+    for n in (1024, 2048, 4096)
+    for variant, slow in (("ours", 1e-4), ("eager", 3e-4))
+]
+
+
+def step(variant, rate, gb, **more):
+    row = {"model": "llama-3.2-1b", "variant": variant, "batch": 4, "seq": 4096, "gpus": 1, "parallel": None}
+    row |= {"tokens_per_s": rate, "step_ms": 4 * 4096 / rate * 1e3, "spread": 0.004, "mfu": 0.4, "failed": None}
+    row |= {"breakdown_ms": {"gemm": 100.0, "norm": 20.0, "idle": 1.0}, "loss_parity": 1.6e-5}
+    return row | {"peak_allocated_gb": gb} | more
+
+
+STEPS = [
+    step("stock", 48323, 56.5),
+    step("compile", 48676, 36.9),
+    step("upstream", 62152, 23.3),
+    step("ours", 64171, 23.7),
+    {"model": "llama-3.2-1b", "variant": "ours+compile", "batch": 4, "seq": 4096, "gpus": 1, "failed": "out of memory"},
+]
+
+# -- tables
+
+
+def cells(table, *start):
+    """The cells of the line that starts with ``start``."""
+    (line,) = [line for line in table.splitlines() if line.split()[: len(start)] == list(start)]
+    return re.split(r"\s{2,}", line)
+
+
+def test_table_of_operators():
+    table, case = report.text_table(OPERATORS), ("rms_norm", "llama3-8b", "full")
+    names = ["op", "case", "mode", "variant", "device ms", "x", "wall", "host", "kernels", "peak MB", "% floor"]
+    assert cells(table, "op") == [*names, "error/PyTorch"]
+    assert cells(table, *case, "upstream")[4:] == [
+        "0.139 ± 1.2 %",
+        "1.45x",
+        "0.189",
+        "0.310",
+        "3",
+        "69.0",
+        "58",
+        "1.00",
+    ]
+    assert cells(table, *case, "ours")[4:6] == ["0.0960 ± 1.2 %", "0.146"]  # ours has no ratio to itself
+    assert cells(table, *case, "torch")[4:6] == ["0.0310 ± 1.2 %", "0.0810"]
+    assert cells(table, *case, "torch")[-1] == "50.0 inaccurate"
+    failed = cells(table, "rms_norm", "llama3-1b", "full", "torch")[4:]
+    assert failed == ["failed: RuntimeError: no kernel image for this device"]
+    other = operator("glu", "a", "ours", 1.0, 1.0, dtype="fp32")
+    assert "dtype" in report.text_table([*OPERATORS, other]).split()
+    unmeasured = report.text_table([row | {"kernels": 0, "peak_mb": 0.0} for row in OPERATORS])
+    assert "kernels" not in unmeasured and "peak MB" not in unmeasured
+
+
+def test_table_of_steps():
+    """Relative to stock, which is the first of its group."""
+    table = report.text_table(STEPS)
+    assert "parallel" not in table and "gpus" not in table  # the same everywhere
+    assert cells(table, "llama-3.2-1b", "ours")[2:7] == ["4", "64,171 ± 0.4 %", "1.33x", "255", "40.0"]
+    assert cells(table, "llama-3.2-1b", "ours")[7:] == ["23.7", "0.42x", "1.6e-05"]
+    assert cells(table, "llama-3.2-1b", "compile")[4] == "in noise"
+    assert cells(table, "llama-3.2-1b", "ours+compile")[3:] == ["failed: out of memory"]
+    wrong = report.text_table([row | {"accurate": row["variant"] != "ours"} for row in STEPS])
+    assert cells(wrong, "llama-3.2-1b", "ours")[4:] == ["255", "40.0", "23.7", "1.6e-05 inaccurate"]
+
+
+@pytest.mark.parametrize(
+    "rate, spread, beyond",
+    [(150, 0.01, True), (102, 0.01, False), (98, 0.01, False), (110, 0.2, False), (900, 0.6, False)],
+)
+def test_speeds_within_the_noise_are_not_compared(rate, spread, beyond):
+    table = report.text_table([step("stock", 100.0, 8.0, spread=spread), step("ours", rate, 4.0, spread=spread)])
+    assert ("in noise" in cells(table, "llama-3.2-1b", "ours")) == (not beyond)
+
+
+def test_table_in_markdown():
+    lines = report.markdown_table([*OPERATORS[:4], WRONG | {"case": "a|b"}]).splitlines()
+    assert len(lines) == 7 and len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert lines[1].startswith("| --- | --- | --- | --- | ---: |")
+    assert "| 1.45x |" in lines[3] and "a\\|b" in lines[6] and "x |" not in lines[6]
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.096, "0.0960"), (1.4, "1.40"), (141.4, "141"), (12608.0, "12,608"), (0.0, "0"), (None, ""), (9.999, "10.0")],
+)
+def test_digits(value, text):
+    assert results.digits(value) == text
+
+
+def test_report_of_several_runs(tmp_path, capsys):
+    row = operator("glu", "llama", "ours", 2.0, 1.0)
+    for i, rows in enumerate([[row, row | {"case": "phi3", "device_ms": 5.0}], [row | {"device_ms": 1.25}]]):
+        (tmp_path / f"{i}.json").write_text(json.dumps({"meta": META, "rows": rows}))
+    files = [str(tmp_path / name) for name in ("0.json", "1.json", "all.csv", "all.md")]
+    assert report.main([*files[:2], "--csv", files[2], "--markdown", files[3]]) == 0
+    table = (tmp_path / "all.md").read_text()
+    assert "1.25" in table and "5.00" in table and "2.00" not in table
+    assert len((tmp_path / "all.csv").read_text().splitlines()) == 3
+
+
+# -- plots
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """file name -> the texts of a plot, as they are saved."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    found, drawn, save, export = {}, [], Figure.savefig, drawing.export
+
+    def savefig(figure, file, **kwargs):
+        drawn[:] = [" ".join(text.get_text().split()) for text in figure.findobj(Text) if text.get_text()]
+        save(figure, file, **kwargs)
+
+    def written(path, picture):
+        found[path.name] = [*drawn]
+        export(path, picture)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr(drawing, "export", written)
+    return found
+
+
+def test_plots_of_operators(texts, tmp_path):
+    paths = plots.operators({"meta": META, "rows": OPERATORS + SWEPT}, tmp_path)
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in paths)
+    ops = ("time-rms_norm", "memory-rms_norm", "time-rope", "memory-rope")
+    assert {path.name for path in paths} == {*(f"{op}-bf16.png" for op in ops), "tokens-jsd-bf16-full.png"}
+    norm = texts["time-rms_norm-bf16.png"]
+    assert "0.0960 ms 83 % of floor" in norm and "0.139 ms 1.45x" in norm
+    assert {"inaccurate", "failed"} <= {*norm} and not any("built-in" in text and "x" in text for text in norm)
+    assert any(text.startswith("rms_norm: 1.45–1.86x the speed of LinkedIn's package") for text in norm)
+    # a loss is told like a win
+    assert any(text.startswith("rope: 0.97x the speed of") for text in texts["time-rope-bf16.png"])
+    assert any("LinkedIn's package needs none" in text for text in texts["memory-rope-bf16.png"])
+    assert {"ours", "PyTorch eager", "floor"} <= {*texts["tokens-jsd-bf16-full.png"]}
+
+
+def test_plots_of_steps(texts, tmp_path):
+    paths = plots.steps({"meta": META, "rows": STEPS}, tmp_path)
+    assert [path.name for path in paths] == ["step.png", "breakdown.png"]
+    assert "48,323 tokens/s 1.33x" in texts["step.png"] and "56.5 GB 2.38x" in texts["step.png"]
+    assert any("1.33x as fast as stock with 0.42x the memory" in text for text in texts["step.png"])
+    assert {"gemm", "norm", "idle"} <= {*texts["breakdown.png"]} and "loss" not in texts["breakdown.png"]
+
+
+def test_plots_of_lengths_and_batches(texts, tmp_path):
+    """Two lengths are no curve."""
+    rows = [
+        step(name, 1000.0, n / 1000, batch=1, seq=n, estimated_gb=n / 990)
+        for name in ("stock", "ours")
+        for n in (512, 1024, 2048)
+    ]
+    batches = [step(name, 1000.0 * n, n, batch=n, seq=64) for name in ("stock", "ours") for n in (1, 2)]
+    paths = plots.steps({"meta": META, "rows": rows + batches}, tmp_path)
+    assert [path.name for path in paths] == ["batches-llama_3.2_1b.png", "lengths-llama_3.2_1b.png"]
+    assert "peak memory a GPU, GB (x: liger fit)" in texts["lengths-llama_3.2_1b.png"]
+    assert plots.length_curves({"meta": META, "rows": rows[:2] + rows[3:5]}, tmp_path) == []
+    assert (
+        plots.operators({"meta": META, "rows": []}, tmp_path) == plots.steps({"meta": META, "rows": []}, tmp_path) == []
+    )

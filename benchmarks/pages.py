@@ -37,8 +37,8 @@ PLOTS = {
     "time-softmax-bf16",
     "2026-11-22-h200-operators.csv": "time-mlp-bf16 time-moe-bf16",
     "2026-11-22-h200-steps-all.csv": "step breakdown",
-    "2026-11-22-h200-4gpus-steps.csv": "step:step-4gpus",
     "2026-11-24-h200-adapters.csv": "step:step-adapters",
+    "2026-11-26-h200-4gpus-steps.csv": "step:step-4gpus",
     "2026-11-25-h200-lengths.csv 2026-11-26-h200-lengths.csv": "lengths-llama_3_8b",
     "2026-11-22-h200-2gpus-batches.csv 2026-11-23-h200-2gpus-batches.csv": "batches-llama_3_8b batches-gemma_7b",
 }

@@ -84,7 +84,7 @@ def test_plots_of_the_site_are_those_that_pages_show(tmp_path, monkeypatch):
     shown = {name for text in PAGES.values() for name in re.findall(r"\]\(([\w.-]+\.png)\)", text)}
     drawn = {path.name for path in pages.drawn()}
     assert shown - drawn == {"fp8-quality.png", "memory_over_step-llama_3.2_1b_4_x_4096.png"} and drawn <= shown
-    file = "2026-11-22-h200-4gpus-steps.csv"
+    file = "2026-11-26-h200-4gpus-steps.csv"
     monkeypatch.setattr(pages, "PLOTS", {file: pages.PLOTS[file]})
     pages.draw(tmp_path)
     (path,) = tmp_path.iterdir()

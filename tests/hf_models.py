@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from liger_kernel.transformers.recognise import families, rows
+from liger_kernel.transformers.recognise import families
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.transformers.recognise.family import modeling
 from liger_kernel.transformers.recognise.tiny import VOCAB, tiny_model, with_images
@@ -34,7 +34,7 @@ def recognised(*model_types: str) -> None:
     """What these are is known from here on: with another Transformers than the table's,
     recognition tries our functions, which is no call of a model."""
     for model_type in model_types:
-        rows.family(model_type)
+        families.family(model_type)
 
 
 def forget_training() -> None:

@@ -106,7 +106,7 @@ _SPLIT = {
         for file, parts in {
             "head.forward": "head.loss head.outputs head.recipe head.stand_in head.state",
             "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values "
-            "recognise.rows",
+            "recognise.families",
             "patching.fusions": "patching.wrappers recognise.plain",
             "recognise.slots": """recognise.activations recognise.compare recognise.experts recognise.family
             recognise.infer recognise.mlps

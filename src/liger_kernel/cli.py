@@ -82,7 +82,7 @@ def models(argv: list[str]) -> int:
     does.add_argument(
         "--write",
         action="store_true",
-        help="derive the table, and write families.py, __init__.pyi, and in a checkout docs/models.md",
+        help="derive the table, and write families.json, __init__.pyi, and in a checkout docs/models.md",
     )
     a = parser.parse_args(argv)
     if a.write and a.model_type:

@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 import liger_kernel.transformers as liger  # noqa: E402
 from liger_kernel.transformers.patching import bound, once  # noqa: E402
 from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
-from liger_kernel.transformers.recognise import rows  # noqa: E402
+from liger_kernel.transformers.recognise import families  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def test_of_the_module_itself_hides_its_class(monkeypatch):
 def test_what_was_replaced_before_stays(name, live, monkeypatch):
     """Another package's patch is not ours to replace: it is left, with a warning."""
     monkeypatch.setattr(once, "WARNED", set())
-    rows.family("llama")  # which looks at what is there under another transformers than the table's
+    families.family("llama")  # which looks at what is there under another transformers than the table's
     owner, attribute = (modeling_llama, name) if name in GLOBALS else (getattr(modeling_llama, name), "forward")
     replaced = doubled(getattr(owner, attribute))
     monkeypatch.setattr(owner, attribute, replaced)

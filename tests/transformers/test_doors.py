@@ -48,7 +48,6 @@ from liger_kernel.testing import assert_as_accurate, run  # noqa: E402
 from liger_kernel.transformers import functional  # noqa: E402
 from liger_kernel.transformers.patching import once  # noqa: E402
 from liger_kernel.transformers.recognise import families, ropes, slots  # noqa: E402
-from liger_kernel.transformers.recognise import rows as rows_module  # noqa: E402
 from liger_kernel.transformers.recognise.infer import infer  # noqa: E402
 from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 from liger_kernel.transformers.recognise.variant import named_as  # noqa: E402
@@ -202,7 +201,7 @@ def test_classes_of_other_families_are_said(monkeypatch):
     from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-    row = rows_module.family("qwen2_vl")
+    row = families.family("qwen2_vl")
     norms = {n for n, label in row.swapped.items() if slots.SLOT_OF[label] == "rms_norm"}
     for n in norms:
         monkeypatch.setattr(modeling_qwen2_vl, n, modeling_qwen2.Qwen2RMSNorm)
@@ -409,7 +408,7 @@ def test_what_somebody_else_put_over_ours_stays():
 
 def test_day_zero_families(monkeypatch):
     """A type that the table does not know is recognised when it is asked for."""
-    family = rows_module.family
+    family = families.family
     monkeypatch.delitem(families.FAMILIES, "deepseek_v2")
     family.cache_clear()
     row = family("deepseek_v2")

@@ -42,13 +42,12 @@ from liger_kernel.transformers.patching.bound import is_ours  # noqa: E402
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of  # noqa: E402
 from liger_kernel.transformers.patching.values import _STOCK  # noqa: E402
 from liger_kernel.transformers.recognise import activations, families, slots  # noqa: E402
-from liger_kernel.transformers.recognise import rows as rows_module  # noqa: E402
 from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
-from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, Family, configs_of  # noqa: E402
+from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of  # noqa: E402
 from liger_kernel.transformers.recognise.infer import infer, tables_of  # noqa: E402
 from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 
-EVERY = sorted(t for t, row in families.FAMILIES.items() if row.get("heads"))
+EVERY = sorted(t for t, row in families.FAMILIES.items() if row.heads)
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope
 # (pairs, partial, tables without duplicates)
@@ -151,7 +150,7 @@ def test_learns_the_same_and_is_undone(family, path):
     assert patches or path == "class"  # where all that is swapped is of PyTorch's classes
     patches.apply()
     out, learned = step(model, batch)
-    assert bool(families.FAMILIES[family].get("fused")) or (out.logits is None and "logits" not in out)
+    assert bool(families.FAMILIES[family].fused) or (out.logits is None and "logits" not in out)
     assert_same_learning(learned, expected, TOLERANCE)
     if path == "instance":
         assert_untouched(before)
@@ -199,7 +198,7 @@ def test_eval_logits(family, dtype):
         pytest.skip(f"stock: {error}")
     with torch.no_grad():
         expected = model(**batch, use_cache=False)
-        rows = [rows_module.family(t) for t in {family, *(c.model_type for c in configs_of(model.config))}]
+        rows = [families.family(t) for t in {family, *(c.model_type for c in configs_of(model.config))}]
         labels = [label for row in rows if row for label in row.swapped.values()]
         exact = {
             slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING
@@ -444,15 +443,15 @@ def test_experts_are_replaced_by_default():
     rows = {
         t: row
         for t, row in families.FAMILIES.items()
-        if "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING
+        if "moe(" in str(row.swapped) and t in transformers.CONFIG_MAPPING
     }
-    assert rows and [t for t, row in rows.items() if not flags_of(t)[row.get("glu", "swiglu")]] == []
+    assert rows and [t for t, row in rows.items() if not flags_of(t)[row.glu]] == []
 
 
 WITH_EXPERTS = [
     t
     for t, row in families.FAMILIES.items()
-    if row.get("heads") and "moe(" in str(row.get("swapped")) and t in transformers.CONFIG_MAPPING
+    if row.heads and "moe(" in str(row.swapped) and t in transformers.CONFIG_MAPPING
 ]
 
 
@@ -463,7 +462,7 @@ def test_tiny_models_have_experts(family):
     """So that what the other tests train with them are the experts, too."""
     if transformers.__version__ != families.VERSION:
         pytest.skip(f"stock of {transformers.__version__}: experts have other names")
-    swapped = families.FAMILIES[family]["swapped"]
+    swapped = families.FAMILIES[family].swapped
     with stock(family):
         assert {name for name, label in swapped.items() if label.startswith("moe(")} & {
             type(m).__name__ for m in make(family).modules()
@@ -524,13 +523,13 @@ def test_the_table_is_that_of_the_installed_transformers(every):
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
 def test_what_is_written_of_families_is_what_would_be_written():
     assert (Path(__file__).parents[2] / "docs" / "models.md").read_text() == table.document()
-    rows = {t: Family(**row) for t, row in sorted(families.FAMILIES.items())}
-    assert Path(families.__file__).read_text() == table.source(rows, families.UNVERIFIED)
+    assert families.TABLE.read_text("utf-8") == families.text_of(families.FAMILIES, families.UNVERIFIED)
+    assert [*families.FAMILIES] == sorted(families.FAMILIES)
     assert table.STUB.read_text() == table.stub()
 
 
 def test_what_the_table_must_show():
-    rows = {t: Family(**row) for t, row in families.FAMILIES.items()}
+    rows = families.FAMILIES
     text = [
         t
         for t in CAUSAL
@@ -554,10 +553,10 @@ def test_listed_families_are_complete():
     for family in LISTED:
         row = families.FAMILIES[family]
         assert (
-            row["heads"]
-            and "fused" not in row
-            and {slots.SLOT_OF[label] for label in row["swapped"].values()} == {"rms_norm", "glu", "rope"}
-            and "left_alone" not in row
+            row.heads
+            and not row.fused
+            and {slots.SLOT_OF[label] for label in row.swapped.values()} == {"rms_norm", "glu", "rope"}
+            and not row.left_alone
         )
         assert MODEL_TYPE_TO_APPLY_LIGER_FN[family].__name__ == f"apply_liger_kernel_to_{family}"
 
@@ -653,7 +652,7 @@ def test_published_functions_serve_all_that_they_have_flags_for(family):
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
     parameters = inspect.signature(apply).parameters
     assert apply is getattr(transformers_of_ours, apply.__name__) and parameters["model"].default is None
-    served = rows_module.swapped_slots(family)
+    served = families.swapped_slots(family)
     names = {"swiglu": "glu", "geglu": "glu"}
     # rope, rms_norm and the MLP are in every signature of the published package: where there is
     # none, or of a form without a kernel, that is said
@@ -843,7 +842,7 @@ def test_a_second_loss_of_the_same_head():
 def test_layer_norms_under_autocast(family, dtype):
     """What comes out has the dtype that it has in stock models, on this device."""
     norms = [m for m in make(family).modules() if type(m).__name__.endswith(("LayerNorm", "LayerNorm1P"))]
-    label = next(v for v in families.FAMILIES[family]["swapped"].values() if v.startswith("layer_norm"))
+    label = next(v for v in families.FAMILIES[family].swapped.values() if v.startswith("layer_norm"))
     x = torch.randn(3, norms[0].weight.shape[0], device=DEVICE, dtype=dtype)
     with torch.autocast(DEVICE, torch.bfloat16):
         expected = norms[0](x)

@@ -20,8 +20,8 @@ from liger_kernel.transformers.lazy_mask import LAZILY_EAGER, LazyMask, first_of
 from liger_kernel.transformers.recognise import attentions
 from liger_kernel.transformers.recognise.attentions import SinkAttention
 from liger_kernel.transformers.recognise.compare import reproduces
+from liger_kernel.transformers.recognise.families import family
 from liger_kernel.transformers.recognise.family import modeling
-from liger_kernel.transformers.recognise.rows import family
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("keeps eager attention under transformers older than 5", allow_module_level=True)

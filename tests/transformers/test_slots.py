@@ -44,9 +44,9 @@ from liger_kernel.transformers import (  # noqa: E402
     table,
 )
 from liger_kernel.transformers.recognise import experts as experts_module  # noqa: E402
-from liger_kernel.transformers.recognise import rows as rows_module  # noqa: E402
 from liger_kernel.transformers.recognise import slots  # noqa: E402
 from liger_kernel.transformers.recognise.activations import activation  # noqa: E402
+from liger_kernel.transformers.recognise.families import family as row_of  # noqa: E402
 from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling  # noqa: E402
 from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 
@@ -455,7 +455,7 @@ HALVES = torch.float16, torch.bfloat16
 
 def exact_parts(model: nn.Module) -> dict[str, bool]:
     """Slots in which all that is swapped in ``model`` has the bits of stock."""
-    rows = [rows_module.family(t) for t in dict.fromkeys(c.model_type for c in configs_of(model.config))]
+    rows = [row_of(t) for t in dict.fromkeys(c.model_type for c in configs_of(model.config))]
     labels = [label for row in rows if row for label in row.swapped.values()]
     return {
         slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in table.EVERYTHING

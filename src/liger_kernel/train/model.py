@@ -313,7 +313,7 @@ def patch(model: Any, flags: dict[str, Any]) -> None:
     family stays stock, or trains in FP8 without our kernels."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, train_in_fp8
     from liger_kernel.transformers.patching.flags import flags_of
-    from liger_kernel.transformers.recognise.rows import family
+    from liger_kernel.transformers.recognise.families import family
 
     model_type = model.config.model_type
     try:

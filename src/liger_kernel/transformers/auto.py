@@ -21,7 +21,7 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 from liger_kernel.nearest import nearest
 from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _apply_rest, _wish
 from liger_kernel.transformers.patching.flags import every_flag, flags_of
-from liger_kernel.transformers.recognise.rows import family
+from liger_kernel.transformers.recognise.families import family
 
 _HUB = (
     "cache_dir",

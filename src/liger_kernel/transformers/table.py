@@ -7,8 +7,8 @@ import ast
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -25,8 +25,8 @@ from liger_kernel import transformers as published
 from liger_kernel.transformers.head.recipe import DeferredLogits
 from liger_kernel.transformers.patching import apply
 from liger_kernel.transformers.patching.select import class_patches, instance_patches
-from liger_kernel.transformers.recognise import families
 from liger_kernel.transformers.recognise.compare import references
+from liger_kernel.transformers.recognise.families import FAMILIES, TABLE, UNVERIFIED, VERSION, text_of
 from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, Family, configs_of, modeling
 from liger_kernel.transformers.recognise.infer import infer, without_flat
 from liger_kernel.transformers.recognise.slots import SLOT_OF, SLOTS
@@ -140,30 +140,6 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
     return found, unverified
 
 
-def source(rows: dict[str, Family], unverified: dict[str, str]) -> str:
-    """The text of ``families.py``."""
-    fields = lambda row: ", ".join(f"{k}={v!r}" for k, v in vars(row).items() if v != getattr(Family(), k))
-    lines = [
-        '"""What is swapped in each family. Written by ``liger models --write`` from transformers VERSION; do not '
-        'edit."""',
-        "",
-        f'VERSION = "{transformers.__version__}"',
-        "",
-        "# fmt: off",
-        "# ruff: noqa: E501",
-        "FAMILIES: dict[str, dict] = {",
-        *(f"    {t!r}: dict({fields(row)})," for t, row in rows.items()),
-        "}",
-        "",
-        "# not tried on a tiny model, so recognised only when asked for, or not at all",
-        "UNVERIFIED: dict[str, str] = {",
-        *(f"    {t!r}: {reason!r}," for t, reason in unverified.items()),
-        "}",
-        "# fmt: on",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 OURS = (
     "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | "
     "None = None, fp8_head: bool = False"
@@ -207,14 +183,12 @@ def _steps(model_type: str) -> list[tuple[str, str]]:
 def table(model_types: Iterable[str] = ()) -> str:
     """The frozen table, for reading."""
     lines = []
-    for t in model_types or families.FAMILIES:
-        if t not in families.FAMILIES:
-            lines.append(
-                f"{t}\n  not in the table: "
-                f"{families.UNVERIFIED.get(t, 'it is recognised when a model of it is patched')}"
-            )
+    for t in model_types or FAMILIES:
+        if t not in FAMILIES:
+            why = UNVERIFIED.get(t, "it is recognised when a model of it is patched")
+            lines.append(f"{t}\n  not in the table: {why}")
             continue
-        row = Family(**families.FAMILIES[t])
+        row = FAMILIES[t]
         head = f"not fused: {row.fused}" if row.fused else "fused" if row.heads else "a part of others"
         lines.append(f"{t}\n  head          {f'{chr(44).join(row.heads)}: ' if row.heads else ''}{head}")
         if row.parts:
@@ -235,14 +209,15 @@ def table(model_types: Iterable[str] = ()) -> str:
 
 
 def summary() -> str:
-    known = {t: Family(**row) for t, row in families.FAMILIES.items()}
-    heads = {t: row for t, row in known.items() if row.heads}
+    heads = {t: row for t, row in FAMILIES.items() if row.heads}
     fused = sum(not row.fused for row in heads.values())
-    parts = sum(bool(row.swapped or any(known[p].swapped for p in row.parts if p in known)) for row in heads.values())
+    parts = sum(
+        bool(row.swapped or any(FAMILIES[p].swapped for p in row.parts if p in FAMILIES)) for row in heads.values()
+    )
     text = [t for t in heads if t in CAUSAL and not heads[t].images]
     return (
         f"{len(heads)} families ({len(text)} of text, {len(heads) - len(text)} of text and images) and "
-        f"{len(known) - len(heads)} types of their parts: "
+        f"{len(FAMILIES) - len(heads)} types of their parts: "
         f"{fused} with a fused head, {parts} with kernels for norms, MLPs, experts or rotary embeddings"
     )
 
@@ -251,11 +226,10 @@ def check(model_types: Iterable[str] | None = None) -> str:
     """How the table of the installed transformers differs from the frozen one, in full or for
     some types; empty if it does not."""
     rows, unverified = make(model_types)
-    wanted = set(model_types or {*rows, *families.FAMILIES, *unverified, *families.UNVERIFIED})
-    known = {t: Family(**row) for t, row in families.FAMILIES.items() if t in wanted}
-    frozen = source(known, {t: reason for t, reason in families.UNVERIFIED.items() if t in wanted})
-    fresh = source({t: row for t, row in rows.items() if t in wanted}, unverified)
-    names = f"transformers {families.VERSION}", f"transformers {transformers.__version__}"
+    wanted = set(model_types or {*rows, *FAMILIES, *unverified, *UNVERIFIED})
+    only = lambda entries: {t: entry for t, entry in entries.items() if t in wanted}
+    frozen, fresh = text_of(only(FAMILIES), only(UNVERIFIED)), text_of(only(rows), unverified)
+    names = f"transformers {VERSION}", f"transformers {transformers.__version__}"
     return "\n".join(difflib.unified_diff(frozen.splitlines(), fresh.splitlines(), *names, lineterm="", n=0))
 
 
@@ -264,7 +238,7 @@ def document() -> str:
     lines = [
         "# Model families",
         "",
-        f"Written by `liger models --write` from transformers {families.VERSION}; `liger models MODEL_TYPE` says "
+        f"Written by `liger models --write` from transformers {VERSION}; `liger models MODEL_TYPE` says "
         f"more. {summary()}.",
         "",
         "liger-kernel replaces a part only if its kernel reproduces the part: bit-identical in bf16 on a CPU, or, "
@@ -278,8 +252,7 @@ def document() -> str:
         "| type | head | images | swapped | left alone |",
         "|---|---|---|---|---|",
     ]
-    for t, frozen in sorted(families.FAMILIES.items()):
-        row = Family(**frozen)
+    for t, row in FAMILIES.items():
         head = row.fused or ("fused" if row.heads else "part of others")
         parts = [f"parts: {', '.join(row.parts)}"] if row.parts else []
         swapped = "<br>".join([*(f"{name}: {label}" for name, label in row.swapped.items()), *parts])
@@ -295,25 +268,37 @@ def document() -> str:
         "| type | why |",
         "|---|---|",
     ]
-    lines += [f"| {t} | {reason} |" for t, reason in families.UNVERIFIED.items()]
+    lines += [f"| {t} | {reason} |" for t, reason in UNVERIFIED.items()]
     return "\n".join(line.replace("_", "\\_") if line.startswith("| ") else line for line in lines) + "\n"
 
 
 def known() -> list[str]:
     """The model types of the frozen table and of the installed transformers."""
-    return list(dict.fromkeys((*families.FAMILIES, *families.UNVERIFIED, *CONFIG_MAPPING)))
+    return list(dict.fromkeys((*FAMILIES, *UNVERIFIED, *CONFIG_MAPPING)))
 
 
 def write() -> int:
     """Derive the table, and write all files that follow from it."""
-    Path(families.__file__).write_text(source(*make()))
-    importlib.reload(families)
-    # in a process that knows the new table
-    subprocess.run([sys.executable, "-c", f"from {__name__} import STUB, stub; STUB.write_text(stub())"], check=True)
-    docs = Path(families.__file__).parents[4] / "docs"
-    if (docs / "_ext" / "surface.py").is_file():  # a checkout
-        (docs / "models.md").write_text(document())
+    _exchange(TABLE, text_of(*make()))
+    # only a new process reads the new table
+    subprocess.run([sys.executable, "-c", f"from {__name__} import write_what_follows as f; f()"], check=True)
     return 0
+
+
+def write_what_follows() -> None:
+    """Write the stub, and in a checkout the page of the families."""
+    _exchange(STUB, stub())
+    docs = TABLE.parents[4] / "docs"
+    if (docs / "_ext" / "surface.py").is_file():
+        _exchange(docs / "models.md", document())
+
+
+def _exchange(path: Path, text: str) -> None:
+    """Write a file as a whole: an interrupted ``liger models --write`` leaves the old one, without
+    which nothing could be patched."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, "utf-8")
+    os.replace(new, path)
 
 
 def show(model_types: list[str], compare: bool = False) -> int:

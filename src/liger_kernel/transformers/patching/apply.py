@@ -30,8 +30,7 @@ from liger_kernel.transformers.patching.single import _patch_layer_norm_module a
 from liger_kernel.transformers.patching.single import _patch_rms_norm_module as _patch_rms_norm_module
 from liger_kernel.transformers.patching.single import _patch_swiglu_module as _patch_swiglu_module
 from liger_kernel.transformers.patching.values import Patches, original
-from liger_kernel.transformers.recognise.families import FAMILIES
-from liger_kernel.transformers.recognise.rows import family, rows_of, swapped_slots
+from liger_kernel.transformers.recognise.families import FAMILIES, family, rows_of, swapped_slots
 from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
 from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 

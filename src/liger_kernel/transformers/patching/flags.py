@@ -8,9 +8,7 @@ from typing import Any
 
 from liger_kernel import memory
 from liger_kernel.ops.projections.tiled_mlp import tiles_of
-from liger_kernel.transformers.recognise.families import FAMILIES
-from liger_kernel.transformers.recognise.family import Family
-from liger_kernel.transformers.recognise.rows import family, swapped_slots
+from liger_kernel.transformers.recognise.families import FAMILIES, family, swapped_slots
 
 # rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one
 # node. fp8, fp8_filter, fp8_head: see ``transformers/fp8.py`` activation_offloading: whether
@@ -73,7 +71,7 @@ def flags_of(model_type: str) -> dict[str, Any]:
 def parameters_of(model_type: str) -> _FLAGS:
     """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its
     signature: flags and ``model``."""
-    row = Family(**FAMILIES[model_type]) if model_type in FAMILIES else family(model_type)
+    row = FAMILIES.get(model_type) or family(model_type)
     more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared"}), True)
     late: _FLAGS = dict.fromkeys(swapped_slots(model_type) & {"attention"}, True)
     flags = STANDARD | {row.glu if row else "swiglu": True} | more

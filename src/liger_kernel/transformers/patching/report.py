@@ -28,10 +28,10 @@ from liger_kernel.transformers.patching.select import HeadAndFunctions, instance
 from liger_kernel.transformers.patching.values import Patch
 from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, subclassed
+from liger_kernel.transformers.recognise.families import family, rows_of
 from liger_kernel.transformers.recognise.family import Family
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.projections import Left, gathered_in_fp8, projection
-from liger_kernel.transformers.recognise.rows import family, rows_of
 from liger_kernel.transformers.recognise.slots import SLOT_OF
 from liger_kernel.transformers.recognise.variant import LINEARS
 

@@ -22,9 +22,9 @@ from liger_kernel.transformers.patching import exchange, fusions, long_rows, onc
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
 from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
 from liger_kernel.transformers.recognise.attentions import makers_of
+from liger_kernel.transformers.recognise.families import Rows, family, rows_of
 from liger_kernel.transformers.recognise.family import Family, configs_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
-from liger_kernel.transformers.recognise.rows import Rows, family, rows_of
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import LINEARS, named_as
 

@@ -8,7 +8,7 @@ if a variant reproduces it on a stand-in that has exactly the attributes that th
 bit-identical outputs in bf16, and everything in fp32 up to rounding. A candidate that needs more
 stays stock and is listed with the reason.
 
-``infer`` does this for the installed Transformers. ``families.py`` is its result, written by
+``infer`` does this for the installed Transformers. ``families.json`` is its result, written by
 ``liger models --write``.
 """
 

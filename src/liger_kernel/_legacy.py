@@ -76,7 +76,7 @@ _MOVED = {
     "bound": "patching.bound",
     "deferred": "head.forward",
     "families": "recognise.families",
-    "fusions": "patching.fusions",
+    "fusions": "rewrite.source",
     "heads": "head.state",
     "model.loss_utils": "head.loss_functions",
     "monkey_patch": "patching.apply",
@@ -107,7 +107,7 @@ _SPLIT = {
             "head.forward": "head.loss head.outputs head.recipe head.stand_in head.state",
             "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values "
             "recognise.families",
-            "patching.fusions": "patching.wrappers recognise.plain",
+            "rewrite.source": "patching.wrappers recognise.plain rewrite.fused_norms",
             "recognise.slots": """recognise.activations recognise.compare recognise.experts recognise.family
             recognise.infer recognise.mlps
                                   recognise.norms recognise.ropes recognise.variant""",

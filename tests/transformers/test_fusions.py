@@ -22,9 +22,10 @@ from transformers.utils.deprecation import deprecate_kwarg  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
-from liger_kernel.transformers.patching import fusions, wrappers  # noqa: E402
+from liger_kernel.transformers import class_patches, instance_patches, restore, rewrite  # noqa: E402
+from liger_kernel.transformers.patching import wrappers  # noqa: E402
 from liger_kernel.transformers.recognise import slots  # noqa: E402
+from liger_kernel.transformers.rewrite import fused_norms  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
@@ -36,9 +37,9 @@ RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
     """Calls of the operator; whether there was a residual."""
-    found, stock = [], fusions.fused_add_rms_norm
+    found, stock = [], fused_norms.fused_add_rms_norm
     monkeypatch.setattr(
-        fusions,
+        fused_norms,
         "fused_add_rms_norm",
         lambda x, residual, *args, **options: (
             found.append(residual is not None) or stock(x, residual, *args, **options)
@@ -153,13 +154,13 @@ def assert_close(ours: list, theirs: list) -> None:
 @needs_kernels
 @pytest.mark.parametrize("again", [False, True])
 def test_computes_what_the_source_says(calls, again):
-    new = fusions.fused(Layer.forward)
+    new = rewrite.fused(Layer.forward)
     assert_close(run(new, Layer(), again=again), run(Layer.forward, Layer(), again=again))
     assert calls == [False, True] + [True] * again
 
 
 def test_is_the_same_function_to_others():
-    new = fusions.fused(Layer.forward)
+    new = rewrite.fused(Layer.forward)
     assert inspect.signature(new) == inspect.signature(Layer.forward) and new.__qualname__ == "Layer.forward"
     assert new.__globals__ is Layer.forward.__globals__ and not any("liger" in name for name in globals())
     with pytest.raises((RuntimeError, ValueError)) as caught:
@@ -170,9 +171,9 @@ def test_is_the_same_function_to_others():
 @needs_kernels
 @pytest.mark.filterwarnings("ignore:`(factor|more)` is deprecated")
 def test_within_wrappers_of_transformers(calls):
-    new = wrappers.within(Renamed.forward, lambda f: fusions.fused(f) or f)
+    new = wrappers.within(Renamed.forward, lambda f: rewrite.fused(f) or f)
     assert (
-        fusions.fused(Renamed.forward) is None
+        rewrite.fused(Renamed.forward) is None
         and new is not Renamed.forward
         and inspect.signature(new) == inspect.signature(Renamed.forward)
     )
@@ -189,12 +190,12 @@ def test_wrappers_of_others_stay():
     def timed(self, hidden_states):
         return Layer.forward(self, hidden_states)
 
-    assert wrappers.core(timed) is timed and fusions.fused(timed) is None
+    assert wrappers.core(timed) is timed and rewrite.fused(timed) is None
 
 
 @pytest.mark.parametrize("cls", [Nothing, InPlace, Derived, Private, nn.Linear])
 def test_other_forwards_stay(cls):
-    assert fusions.fused(cls.forward) is None
+    assert rewrite.fused(cls.forward) is None
 
 
 def _hooked(layer):
@@ -235,7 +236,7 @@ def test_norms_that_are_more_are_called(calls, change):
     layers = Layer(), Layer()
     for layer in layers:
         change(layer)
-    assert_close(run(fusions.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
+    assert_close(run(rewrite.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
     assert calls == [True]
 
 
@@ -245,9 +246,9 @@ def test_what_does_not_fit_is_added_as_it_was(calls):
     for a, b in ((x, torch.ones(8, device=DEVICE)), (x, x.double()), (x, 1.0), (x.double(), x), (x.bool(), None)):
         if b is None:
             with pytest.raises((ValueError, RuntimeError, TypeError)):
-                fusions.add_norm(layer.first_norm, a)
+                fused_norms.add_norm(layer.first_norm, a)
             continue
-        s, y = fusions.add_norm(layer.first_norm, a, b)
+        s, y = fused_norms.add_norm(layer.first_norm, a, b)
         torch.testing.assert_close(s, a + b)
         torch.testing.assert_close(y, layer.first_norm(a + b))
     assert not calls
@@ -256,7 +257,7 @@ def test_what_does_not_fit_is_added_as_it_was(calls):
 @needs_kernels
 def test_a_residual_that_is_changed_raises_as_in_stock():
     norm, x = Norm().to(DEVICE), torch.randn(3, 8, device=DEVICE, requires_grad=True)
-    s, y = fusions.add_norm(norm, x * 1)
+    s, y = fused_norms.add_norm(norm, x * 1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|is being modified inplace"):
         s.mul_(2)
         y.sum().backward()
@@ -325,9 +326,9 @@ def test_methods_without_gradients_get_our_rope(monkeypatch):
 @pytest.fixture
 def turns(monkeypatch) -> list[dict]:
     """Calls of the operator that norms and turns."""
-    found, stock = [], fusions.qk_norm_rope
+    found, stock = [], fused_norms.qk_norm_rope
     monkeypatch.setattr(
-        fusions, "qk_norm_rope", lambda *args, **options: found.append(options) or stock(*args, **options)
+        fused_norms, "qk_norm_rope", lambda *args, **options: found.append(options) or stock(*args, **options)
     )
     return found
 
@@ -411,19 +412,19 @@ class Conditional(Turned):
 
 @pytest.mark.parametrize("cls", [Turned, Ungainly, Conditional])
 def test_other_norms_of_heads_stay(cls):
-    assert fusions.fused(cls.forward) is None
+    assert rewrite.fused(cls.forward) is None
 
 
 @needs_kernels
 def test_nothing_is_kept_by_the_graph(monkeypatch):
-    found, stock = [], fusions.fused_add_rms_norm
+    found, stock = [], fused_norms.fused_add_rms_norm
 
     def seen(*args, **options):
         y, s = stock(*args, **options)
         found.append(weakref.ref(y.grad_fn))
         return y, s
 
-    monkeypatch.setattr(fusions, "fused_add_rms_norm", seen)
+    monkeypatch.setattr(fused_norms, "fused_add_rms_norm", seen)
     with served_by_kernels_or_references():
         _op._KERNEL_DEVICES.add(DEVICE)
         model = make("llama", num_hidden_layers=1)
@@ -489,9 +490,9 @@ def test_what_is_rewritten():
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
     forms = {
-        cls: fusions.fused(wrappers.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)
+        cls: rewrite.fused(wrappers.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)
     }
-    count = lambda cls: inspect.getsource(forms[cls]).count(fusions.ADD_NORM)
+    count = lambda cls: inspect.getsource(forms[cls]).count(fused_norms.ADD_NORM)
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table
 

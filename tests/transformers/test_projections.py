@@ -28,8 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.ops.projections.weights import Dequantized, Weight  # noqa: E402
-from liger_kernel.transformers import projections_report, restore  # noqa: E402
-from liger_kernel.transformers.patching import fusions  # noqa: E402
+from liger_kernel.transformers import projections_report, restore, rewrite  # noqa: E402
 from liger_kernel.transformers.recognise import projections  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
@@ -985,7 +984,7 @@ APART = [
 
 @pytest.mark.parametrize("name", APART)
 def test_calls_that_stay_where_they_are(name):
-    new = fusions.fused(vars(Written)[name], frozenset({fusions.PROJECTIONS}))
+    new = rewrite.fused(vars(Written)[name], frozenset({rewrite.PROJECTIONS}))
     assert (new is None) == (name == "another_self")
     assert new is None or "_liger_shared" not in new.__code__.co_freevars
 
@@ -996,7 +995,7 @@ def test_calls_that_go_together():
             super().__init__()
             self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(4, 4) for _ in range(4))
 
-    new = fusions.fused(Written.together, frozenset({fusions.PROJECTIONS}))
+    new = rewrite.fused(Written.together, frozenset({rewrite.PROJECTIONS}))
     assert {"_liger_shared", "_liger_linear"} <= set(new.__code__.co_freevars)
     module, x = Counted(), torch.randn(3, 4)
     for a, b in zip(new(module, x), Written.together(module, x), strict=True):

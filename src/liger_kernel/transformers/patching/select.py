@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel import memory
-from liger_kernel.transformers import attention, fp8
+from liger_kernel.transformers import fp8, rewrite
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
-from liger_kernel.transformers.patching import exchange, fusions, long_rows, once, projections, wrappers
+from liger_kernel.transformers.patching import exchange, long_rows, once, wrappers
 from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
 from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
 from liger_kernel.transformers.recognise.attentions import makers_of
@@ -65,7 +65,7 @@ class Layer:
     def __str__(self) -> str:
         labels = [
             label
-            for part, label in ((fusions.NORMS, "add_norm"), (fusions.PROJECTIONS, "projections"))
+            for part, label in ((rewrite.NORMS, "add_norm"), (rewrite.PROJECTIONS, "projections"))
             if part in self.parts
         ]
         return ", ".join(labels + [f"rematerialised({self.level})"] * (self.level != "off"))
@@ -81,7 +81,7 @@ class Fused:
     parts: frozenset[str]
 
     def __str__(self) -> str:
-        labels = ((fusions.NORMS, "norm_rope"), (fusions.PROJECTIONS, "projections"), (fusions.MASKS, "masks"))
+        labels = ((rewrite.NORMS, "norm_rope"), (rewrite.PROJECTIONS, "projections"), (rewrite.MASKS, "masks"))
         return ", ".join(label for part, label in labels if part in self.parts)
 
 
@@ -130,14 +130,14 @@ def _converting(init: Callable, wish: fp8.Wish) -> Callable:
 
 
 def _change(forward: Callable, level: str, parts: frozenset[str]) -> Callable:
-    forward = (parts and fusions.fused(forward, parts)) or forward
+    forward = (parts and rewrite.fused(forward, parts)) or forward
     return forward if level == "off" else memory.rematerialised(forward, level)
 
 
 def _as_within(new: Callable, forward: Callable, parts: frozenset[str]) -> Callable:
     """Register that ``new`` calls the same linear layers as ``forward`` with its patterns fused,
     and return ``new``."""
-    if parts and (inner := fusions.fused(wrappers.core(forward), parts)) in LINEARS:
+    if parts and (inner := rewrite.fused(wrappers.core(forward), parts)) in LINEARS:
         LINEARS[new] = LINEARS[inner]
     return new
 
@@ -165,16 +165,7 @@ def _live_layer(stock: Callable, level: str, parts: frozenset[str]) -> Callable:
 
 @functools.cache
 def _fused(forward: types.FunctionType, parts: frozenset[str]) -> Callable:
-    return _as_within(ours(wrappers.within(forward, lambda f: fusions.fused(f, parts) or f)), forward, parts)
-
-
-def _found(forward: Callable, parts: frozenset[str]) -> frozenset[str]:
-    """Those of ``parts`` that have patterns in ``forward``."""
-    new = fusions.fused(forward, parts) if parts and isinstance(forward, types.FunctionType) else None
-    there = set() if new is None else set(new.__code__.co_freevars)
-    helpers = {fusions.NORMS: {fusions.ADD_NORM, fusions.NORM_ROPE}, fusions.PROJECTIONS: projections.HELPERS.keys()}
-    helpers |= {fusions.MASKS: attention.HELPERS.keys()}
-    return frozenset(part for part in parts if there & helpers[part])
+    return _as_within(ours(wrappers.within(forward, lambda f: rewrite.fused(f, parts) or f)), forward, parts)
 
 
 def _fusible(
@@ -194,7 +185,8 @@ def _fusible(
         forward = wrappers.core(original(cls, "forward"))
         if cls in swapped or not isinstance(forward, types.FunctionType):
             continue
-        if found := _found(forward, parts if ropes & set(forward.__code__.co_names) else parts - {fusions.NORMS}):
+        turns = bool(ropes & set(forward.__code__.co_names))
+        if found := rewrite.parts_in(forward, parts if turns else parts - {rewrite.NORMS}):
             yield cls, Fused(found)
 
 
@@ -256,8 +248,8 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
                 yield Patch(owner, attribute, new, Also(label if on else "", "tiled") if tiling else label)
         level = memory.level_of(parts.get("rematerialise"))
         served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
-        wanted = {fusions.NORMS} if "rms_norm" in served else set()
-        wanted |= {part for part, on in ((fusions.PROJECTIONS, parts.get("projections")), (fusions.MASKS, head)) if on}
+        wanted = {rewrite.NORMS} if "rms_norm" in served else set()
+        wanted |= {part for part, on in ((rewrite.PROJECTIONS, parts.get("projections")), (rewrite.MASKS, head)) if on}
         swapped = {
             vars(module).get(name) for name in row.swapped
         }  # these handle their linear layers themselves, or their flag is off
@@ -269,7 +261,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         for cls, what in _fusible(
             module,
             row,
-            frozenset(wanted if "rope" in served else wanted - {fusions.NORMS}),
+            frozenset(wanted if "rope" in served else wanted - {rewrite.NORMS}),
             swapped | set(_layers(module)),
         ):
             new = _fused(original(cls, "forward"), what.parts)
@@ -285,7 +277,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         level = level if served & CHEAP else "off"
         for cls in _layers(module):
             stock = original(cls, "forward")
-            found = _found(wrappers.core(stock), frozenset(wanted))
+            found = rewrite.parts_in(wrappers.core(stock), frozenset(wanted))
             if found or level != "off":
                 yield Patch(cls, "forward", _layer(stock, level, found, True), Layer(found, level))
         for name in row.heads if i == 0 and head and not row.fused else ():
@@ -401,9 +393,9 @@ def instance_patches(
             for name, f in callers(type(m), p.owner, p.attribute):
                 seen.setdefault((m, name, f), []).append(p)
     choices = (
-        (fusions.NORMS, parts.get("rms_norm")),
-        (fusions.PROJECTIONS, parts.get("projections")),
-        (fusions.MASKS, head),
+        (rewrite.NORMS, parts.get("rms_norm")),
+        (rewrite.PROJECTIONS, parts.get("projections")),
+        (rewrite.MASKS, head),
     )
     fuse = frozenset(part for part, on in choices if on)
     found: list[Patch | None] = []
@@ -528,11 +520,11 @@ def _seeing(
 ) -> Callable | None:
     """``function`` that reads each global (name, stock, ours) as ours; None if its source is not
     available. ``fuse``: the patterns to fuse."""
-    if fusions.seeing(wrappers.core(function), swaps, fuse) is None:
+    if rewrite.seeing(wrappers.core(function), swaps, fuse) is None:
         return None
     new, inner = (
-        ours(wrappers.within(function, lambda f: fusions.seeing(f, swaps, fuse))),
-        fusions.seeing(wrappers.core(function), swaps, fuse),
+        ours(wrappers.within(function, lambda f: rewrite.seeing(f, swaps, fuse))),
+        rewrite.seeing(wrappers.core(function), swaps, fuse),
     )
     if inner in LINEARS:
         LINEARS[new] = LINEARS[inner]

@@ -4,7 +4,7 @@
 A ``ParamWrapper`` adapts one parameter of the module that it wraps; wrappers of several parameters
 are nested. During a call, PEFT puts W + scale B A of all experts in the place of the parameter W.
 The engine leaves W as it is and multiplies by the adapters. So it must see the wrappers, not the
-experts: ``patching/projections.py`` makes a forward call ``experts(self.experts, x, index,
+experts: ``rewrite/linear_calls.py`` makes a forward call ``experts(self.experts, x, index,
 weights)``.
 
 How PEFT packs E adapters of rank r into two linear layers: lora_A's weight is (E r, K), expert by

@@ -18,6 +18,7 @@ which autograd would need another pass over memory.
 from __future__ import annotations
 
 import ast
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def rewrite(tree: ast.FunctionDef) -> bool:
 
 
 def _with_residual(block: list[ast.stmt], at: int) -> int:
-    found = next(filter(None, (match(pattern, block, at) for pattern in _RESIDUAL)), None)
+    found = next(filter(None, map(match, _RESIDUAL, repeat(block), repeat(at))), None)
     if found is None:
         return at + 1
     count = 3 if {"A", "r"} <= found.keys() else 2

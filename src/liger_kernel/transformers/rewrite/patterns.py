@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -57,15 +58,17 @@ def match(pattern: str, block: list[ast.stmt], at: int = 0) -> Found | None:
 def _alike(pattern: object, node: object, found: Found) -> bool:
     if isinstance(pattern, ast.Name) and pattern.id != "self":
         return isinstance(node, ast.expr) and _stands_for(pattern.id, node, found)
-    if isinstance(pattern, list) and isinstance(node, list):
-        return len(pattern) == len(node) and all(_alike(p, n, found) for p, n in zip(pattern, node))
     if type(pattern) is not type(node):
         return False
-    if not isinstance(pattern, ast.AST):
-        return pattern == node
-    # whether a name is read or written follows from its place
-    fields = [name for name in pattern._fields if name not in ("ctx", "type_comment")]
-    return all(_alike(getattr(pattern, name), getattr(node, name), found) for name in fields)
+    if isinstance(pattern, ast.AST):
+        for name in reversed(pattern._fields):  # an assignment's value first: targets are alike everywhere
+            # whether a name is read or written follows from its place
+            if name != "ctx" and not _alike(getattr(pattern, name), getattr(node, name), found):
+                return False
+        return True
+    if isinstance(pattern, list) and isinstance(node, list):
+        return len(pattern) == len(node) and all(map(_alike, pattern, node, itertools.repeat(found)))
+    return pattern == node
 
 
 def _stands_for(placeholder: str, node: ast.expr, found: Found) -> bool:
@@ -102,7 +105,9 @@ def replace(tree: Any, kind: type[ast.AST], new: Callable[[Any], Any]) -> Any:
             if isinstance(value, kind):
                 setattr(parent, name, new(value))
             elif isinstance(value, list):
-                value[:] = [new(each) if isinstance(each, kind) else each for each in value]
+                for i, each in enumerate(value):
+                    if isinstance(each, kind):
+                        value[i] = new(each)
     return tree
 
 

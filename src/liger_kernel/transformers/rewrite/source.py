@@ -18,23 +18,36 @@ from liger_kernel.transformers.recognise.variant import LINEARS
 from liger_kernel.transformers.rewrite import fused_norms, known_masks, linear_calls
 from liger_kernel.transformers.rewrite.patterns import build, replace
 
-# the rules, and the functions that the source which they write calls
-NORMS, PROJECTIONS, MASKS = "norms", "projections", "masks"
-HELPERS = {NORMS: fused_norms.HELPERS, PROJECTIONS: linear_calls.HELPERS, MASKS: known_masks.HELPERS}
+NORMS, PROJECTIONS, MASKS = "norms", "projections", "masks"  # the rules
+# what the source that they write calls
 _HELPERS: dict[str, Any] = fused_norms.HELPERS | linear_calls.HELPERS | known_masks.HELPERS
 
 Swap = tuple[str, Callable, Callable]  # a global's name, stock, ours
 
 
-@functools.cache
+# forward, rules -> what they make of it, and those of them that find something
+_FUSED: dict[tuple[Callable, frozenset[str]], tuple[types.FunctionType | None, frozenset[str]]] = {}
+
+
 def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
     """Return ``forward`` rewritten by the rules ``parts``; None if they find nothing, or if its
     source is not what runs (a wrapper, a closure, a changed function)."""
-    tree = _tree(forward)
-    if tree is None:
-        return None
-    found, linears = _rewrite(tree, parts, forward)
-    return _compiled(forward, tree, _HELPERS, linears) if found or linears else None
+    return _fused(forward, parts)[0]
+
+
+def parts_in(forward: Any, parts: frozenset[str]) -> frozenset[str]:
+    """Those of the rules ``parts`` that find something in ``forward``."""
+    return _fused(forward, parts)[1] if isinstance(forward, types.FunctionType) else frozenset()
+
+
+def _fused(forward: types.FunctionType, parts: frozenset[str]) -> tuple[types.FunctionType | None, frozenset[str]]:
+    if (forward, parts) not in _FUSED:
+        tree = _tree(forward) if parts else None
+        found, linears = _rewrite(tree, parts, forward) if tree is not None else (frozenset(), frozenset())
+        new = _compiled(forward, tree, _HELPERS, linears) if tree is not None and found else None
+        # rules that find nothing change nothing: who asks for the others alone gets the same function
+        _FUSED[forward, parts] = _FUSED[forward, found] = new, found
+    return _FUSED[forward, parts]
 
 
 @functools.cache
@@ -64,24 +77,17 @@ def seeing(forward: types.FunctionType, swaps: tuple[Swap, ...], parts: frozense
     return _compiled(forward, replace(tree, ast.Name, chosen), values, linears)
 
 
-def parts_in(forward: Any, parts: frozenset[str]) -> frozenset[str]:
-    """Those of the rules ``parts`` that find something in ``forward``."""
-    new = fused(forward, parts) if parts and isinstance(forward, types.FunctionType) else None
-    # a helper that the source calls is a variable of the function around it: see ``_compiled``
-    called = set() if new is None else set(new.__code__.co_freevars)
-    return frozenset(part for part in parts if called & HELPERS[part].keys())
-
-
-def _rewrite(tree: ast.FunctionDef, parts: frozenset[str], forward: Any) -> tuple[bool, frozenset[str]]:
-    """Rewrite a function by these rules; returns whether any but that of linear layers found
-    something, and the attributes that are called as linear layers."""
+def _rewrite(tree: ast.FunctionDef, parts: frozenset[str], forward: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Rewrite a function by these rules; returns the rules that found something, and the
+    attributes that are called as linear layers."""
     masks = MASKS in parts and known_masks.rewrite(tree)
     norms = NORMS in parts and fused_norms.rewrite(tree)
     methods = _class_attributes(forward) if PROJECTIONS in parts else None
     linears = frozenset() if methods is None else linear_calls.rewrite(tree, methods)
     if norms:
         fused_norms.mark_last(tree.body)  # after the linear layers, which must be found as they are written
-    return norms or masks, linears
+    found = {MASKS: masks, NORMS: norms, PROJECTIONS: bool(linears)}
+    return frozenset(part for part, some in found.items() if some), linears
 
 
 def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:

@@ -3,9 +3,11 @@ says, whatever the norm is."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import inspect
+import itertools
 import traceback
 import weakref
 
@@ -25,7 +27,7 @@ from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore, rewrite  # noqa: E402
 from liger_kernel.transformers.patching import wrappers  # noqa: E402
 from liger_kernel.transformers.recognise import slots  # noqa: E402
-from liger_kernel.transformers.rewrite import fused_norms  # noqa: E402
+from liger_kernel.transformers.rewrite import fused_norms, patterns  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
@@ -193,11 +195,6 @@ def test_wrappers_of_others_stay():
     assert wrappers.core(timed) is timed and rewrite.fused(timed) is None
 
 
-@pytest.mark.parametrize("cls", [Nothing, InPlace, Derived, Private, nn.Linear])
-def test_other_forwards_stay(cls):
-    assert rewrite.fused(cls.forward) is None
-
-
 def _hooked(layer):
     layer.first_norm.register_forward_hook(lambda *_: None)
 
@@ -338,13 +335,15 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "door"), [("qwen3", "class"), ("gemma3_text", "instance"), ("qwen3_next", "class")])
-def test_norms_of_heads_go_with_their_rotation(turns, family, door):
+@pytest.mark.parametrize(
+    ("family", "whole_class"), [("qwen3", True), ("gemma3_text", False), *further(("qwen3_next", True))]
+)
+def test_norms_of_heads_go_with_their_rotation(turns, family, whole_class):
     with served_by_kernels_or_references():
         model, batch = make(family), tokens(2, 9, ignored=2)
         _, expected = step(model, batch)
         _op._KERNEL_DEVICES.add(DEVICE)
-        if door == "class":
+        if whole_class:
             getattr(ours, f"apply_liger_kernel_to_{family}")(rope=True)
         else:
             ours._apply_liger_kernel_to_instance(model, rope=True)
@@ -360,7 +359,7 @@ def test_norms_of_heads_go_with_their_rotation(turns, family, door):
         for name, d in expected.items():
             torch.testing.assert_close(hooked[name], d, rtol=1e-4, atol=1e-4)
         turns.clear()
-        restore(model if door == "instance" else None)
+        restore(None if whole_class else model)
         step(model, batch)
         assert not turns
 
@@ -410,9 +409,32 @@ class Conditional(Turned):
         return q, k
 
 
-@pytest.mark.parametrize("cls", [Turned, Ungainly, Conditional])
-def test_other_norms_of_heads_stay(cls):
+@pytest.mark.parametrize(
+    "cls", [Nothing, InPlace, Derived, Private, nn.Linear, Turned, Ungainly, Conditional], ids=lambda cls: cls.__name__
+)
+def test_other_forwards_stay(cls):
     assert rewrite.fused(cls.forward) is None
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("a = f(b) + 1; c = self.input_norm(a)", "a, c = add(self.input_norm, f(b), 1)"),
+        ("a = b + c; d = self.input_norm(b)", None),  # another name than the sum's
+        ("a = b - c; d = self.input_norm(a)", None),
+        ("a.x = b + c; d = self.input_norm(a)", None),
+        ("a = b + c; d = self.mlp(a)", None),
+        ("a = b + c; d = other.input_norm(a)", None),
+        ("a = b + c; d = self.input_norm(a, b)", None),
+        ("a = b + c", None),
+    ],
+)
+def test_patterns(source, found):
+    """A placeholder stands for the same name everywhere, and for nothing of another kind."""
+    block = ast.parse(source).body
+    match = patterns.match("s = A + B; n = norm(s)", block)
+    new = match and "; ".join(map(ast.unparse, patterns.build("s, n = add(norm, A, B)", match)))
+    assert new == (found and ast.unparse(ast.parse(found))) and ast.unparse(block) == ast.unparse(ast.parse(source))
 
 
 @needs_kernels
@@ -455,10 +477,14 @@ def checkpointed(model: nn.Module) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("level", [False, True])
-@pytest.mark.parametrize("door", ["class", "instance", "both"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_layers_are_checkpointed(door, level, sharded):
+CHECKPOINTED = list(itertools.product(["class", "instance", "both"], [False, True], [False, True]))
+SOME = [("class", True, True), ("instance", True, False), ("both", False, False), ("both", True, True)]
+
+
+@pytest.mark.parametrize(
+    ("patched", "level", "sharded"), [*SOME, *further(*(each for each in CHECKPOINTED if each not in SOME))]
+)
+def test_layers_are_checkpointed(patched, level, sharded):
     """transformers' own wrapper of a layer's forward, which checkpoints, knows itself by being
     ``type(layer).forward``, in FSDP2's classes, too."""
     import torch.distributed as dist
@@ -466,10 +492,10 @@ def test_layers_are_checkpointed(door, level, sharded):
     from torch.distributed.fsdp import fully_shard
 
     with served_by_kernels_or_references():
-        if door in ("class", "both"):
+        if patched in ("class", "both"):
             ours.apply_liger_kernel_to_llama(rematerialise=level)
         model = make("llama")
-        if door in ("instance", "both"):
+        if patched in ("instance", "both"):
             ours._apply_liger_kernel_to_instance(model, rematerialise=level)
         if sharded:
             dist.init_process_group(

@@ -28,7 +28,7 @@ def _form(cls: Any) -> tuple[float, str, str] | None:
     if cls not in _FORMS:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), references():
             variant, _ = recognise(_NORMS, cls, cls.forward)
-        plain = isinstance(variant, RMSNorm) and variant.weight == "weight"
+        plain = isinstance(variant, RMSNorm) and variant.weight == ""
         _FORMS[cls] = (variant.offset, variant.casting, variant.eps) if plain else None
     return _FORMS[cls]
 

@@ -67,6 +67,7 @@ def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
     """
     try:
         row = rows(model_type)
+        # a type that is only a part of others is tried within them
         if row is None or not row.heads:
             raise ValueError("transformers has no model of it with a language model's head and a loss")
         config = tiny_config(model_type)
@@ -80,6 +81,7 @@ def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
     except Exception as error:
         raise Unverified(_short(error)) from error
     computed: list[int] = []
+    # a head that must compute its logits after all is not fused
     value = DeferredLogits.value
     counted = mock.patch.object(DeferredLogits, "value", lambda self: (computed.append(1), value(self))[1])
     try:
@@ -87,6 +89,7 @@ def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
             ours, our_grads, left_out = step(model, batch)
     except Exception as error:
         raise Unverified(f"patched, {_short(error)}") from error
+    # small gradients are compared with the largest: they are differences of large numbers
     largest = max(g.abs().max().item() for g in grads.values())
     if grads.keys() != our_grads.keys() or not torch.allclose(ours, loss, rtol=1e-5, atol=1e-5):
         raise Unverified(f"loss {ours.item():.4f} instead of {loss.item():.4f}")
@@ -99,6 +102,7 @@ def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
 def _stock(config: Any, head: str) -> tuple[Any, dict[str, Tensor], bool, tuple[Tensor, dict[str, Tensor], bool]]:
     """A tiny model with this head, its batch, whether that has images, and what a training step
     of stock gives."""
+    # its size without its memory: some types ignore the tiny sizes
     with torch.device("meta"):
         size = sum(p.numel() for p in model_of(config, head=head).parameters())
     if size > MAX_PARAMETERS:
@@ -124,6 +128,7 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
         except Exception:
             return None
 
+    # rows by type, and the types of their parts
     found, parts = {}, set()
     for model_type in sorted(model_types or {**CAUSAL, **IMAGE_TEXT_TO_TEXT}):
         try:
@@ -135,6 +140,7 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
         # seen at work in what it is a part of
         if model_type in CONFIG_MAPPING and (row := rows(model_type)) and row.swapped:
             found[model_type] = dataclasses.replace(row, heads=(), fused="")
+    # Rotations inside a vision tower are right only if a step with images has shown it
     seen = {modeling(t).__name__ for t, row in found.items() if row.images}
     found = {t: row if modeling(t).__name__ in seen else without_flat(row) for t, row in sorted(found.items())}
     return found, unverified
@@ -154,6 +160,7 @@ def stub() -> str:
     names = next(
         node.names for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "liger_kernel.nn"
     )
+    # names that ``__getattr__`` finds; type checkers do not run it
     lazy = vars(published)["_AUTO"] | vars(published)["_PATCHING"]
     lines = [
         "# Written by `liger models --write`; do not edit.",
@@ -176,6 +183,7 @@ def stub() -> str:
 
 def _steps(model_type: str) -> list[tuple[str, str]]:
     """Classes whose own forward is changed, in the installed transformers, and how."""
+    # what the flags would patch, without patching it
     found = class_patches(model_type, EVERYTHING | {"rematerialise": True, "projections": True}, None)
     return [(p.owner.__name__, p.label) for p in found if p.label not in SLOT_OF]
 
@@ -225,6 +233,7 @@ def summary() -> str:
 def check(model_types: Iterable[str] | None = None) -> str:
     """How the table of the installed transformers differs from the frozen one, in full or for
     some types; empty if it does not."""
+    # tiny models again: minutes for all types
     rows, unverified = make(model_types)
     wanted = set(model_types or {*rows, *FAMILIES, *unverified, *UNVERIFIED})
     only = lambda entries: {t: entry for t, entry in entries.items() if t in wanted}
@@ -269,6 +278,7 @@ def document() -> str:
         "|---|---|",
     ]
     lines += [f"| {t} | {reason} |" for t, reason in UNVERIFIED.items()]
+    # Markdown takes two underscores for emphasis
     return "\n".join(line.replace("_", "\\_") if line.startswith("| ") else line for line in lines) + "\n"
 
 

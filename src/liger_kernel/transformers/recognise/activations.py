@@ -19,6 +19,21 @@ from transformers.activations import ACT2FN
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.transformers.recognise.plain import unhooked
 
+# Limits and slopes of a gated activation, by the attributes that hold them: options of our
+# operators, and values for stand-ins
+CLAMPED: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, float]]] = {
+    "limit": (lambda self: {"limit": self.limit}, {"limit": 0.3}),
+    "swiglu_limit": (lambda self: {"limit": self.swiglu_limit}, {"swiglu_limit": 0.3}),
+    "swiglu_alpha, swiglu_limit": (
+        lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0},
+        {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
+    ),
+    "alpha, limit": (
+        lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0},
+        {"alpha": 1.7, "limit": 0.3},
+    ),
+}
+
 _NAMED: dict[str, tuple[Any, Callable]] = {}
 
 

@@ -29,9 +29,15 @@ from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.lora_moe import adapted_moe
 from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, Experts, chosen, stored, weights_of
-from liger_kernel.transformers.recognise.plain import plain, unhooked
-from liger_kernel.transformers.recognise.projections import Left, _class, _of_package, _own, product_dtype, scales
-from liger_kernel.transformers.recognise.projections import _adapters as _active
+from liger_kernel.transformers.recognise.plain import plain, runs_its_class, unhooked
+from liger_kernel.transformers.recognise.projections import (
+    Left,
+    active_adapters,
+    loaded,
+    of_package,
+    product_dtype,
+    scales,
+)
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS
 
 
@@ -54,11 +60,12 @@ class AdaptedExperts:
 
 def is_wrapper(m: Any) -> bool:
     """Whether ``m`` is PEFT's wrapper around a module with an adapted parameter."""
-    return type(m) is _class("peft.tuners.lora.layer", "ParamWrapper")
+    return type(m) is loaded("peft.tuners.lora.layer", "ParamWrapper")
 
 
 def experts_of(m: Any) -> Any:
     """The module inside PEFT's wrappers."""
+    # wrappers of several parameters are nested
     while is_wrapper(m):
         m = m.base_layer
     return m
@@ -74,8 +81,11 @@ def input_of(m: Any) -> Tensor:
 def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
     """lhs (E, ., r) and rhs (E, r, .) of an adapter, whose ``scaling * lhs @ rhs`` PEFT adds to
     the parameter."""
+    # (E r, K) and (N, r E): see above
     a, b, E = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
+    # expert by expert
     a = a.reshape(E, -1, a.shape[1])
+    # the expert changes fastest
     b = b.reshape(b.shape[0], -1, E).permute(2, 0, 1)
     return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)  # PEFT 0.17 never swaps
 
@@ -83,17 +93,19 @@ def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
 def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
     """The adapters that a call of ``wrapper`` adds now. ``transposed``: the parameter is stored
     as (E, K, N)."""
-    if not (_own(wrapper) and _of_package(type(wrapper), "peft.")):
+    if not (runs_its_class(wrapper) and of_package(type(wrapper), "peft.")):
         return Left("hooks, or a forward of its own")
+    # PEFT takes them out of the parameter at the next call
     if wrapper.disable_adapters and wrapper.merged:
         return Left("merged adapters to be taken out")
     found = []
-    for name in _active(wrapper):
+    for name in active_adapters(wrapper):
         if wrapper.num_experts < 2:
             return Left("a single expert, to whose weight PEFT adds another product")
         if not (plain(wrapper.lora_A[name].weight) and plain(wrapper.lora_B[name].weight)):
             return Left(f"parts of adapter {name!r} are sharded or replaced")
         lhs, rhs = factors(wrapper, name)
+        # a multiplies the input in either case
         a, b = (lhs.mT, rhs.mT) if transposed else (rhs, lhs)
         if not scales(scale := wrapper.scaling[name], 1):
             return Left(f"adapter {name!r} has a scaling that is sharded, or not of one element")
@@ -104,15 +116,9 @@ def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Left:
 def _caching(m: nn.Module) -> bool:
     """Whether all hooks of ``m`` are those with which bitsandbytes keeps dense weights during a
     call."""
-    hooks = (
-        *m._forward_hooks.values(),
-        *m._forward_pre_hooks.values(),
-        *m._backward_hooks.values(),
-        *m._backward_pre_hooks.values(),
-    )
-    return not _has_any_global_hook() and all(
-        getattr(hook, "__module__", "") == "bitsandbytes.nn.parametrize" for hook in hooks
-    )
+    kinds = m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
+    modules = {getattr(hook, "__module__", "") for kind in kinds for hook in kind.values()}
+    return not _has_any_global_hook() and modules <= {"bitsandbytes.nn.parametrize"}
 
 
 def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Left:
@@ -122,15 +128,18 @@ def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Left:
     while is_wrapper(m):
         wrappers.append(m)
         m = m.base_layer
+    # the innermost module tells what the experts compute
     variant = OF_EXPERTS.get(getattr(getattr(m, "forward", None), "__func__", None))
     if not isinstance(variant, Experts):
         return Left(f"{type(m).__name__} is not patched")
     computed = m._modules.get("parametrizations")
     if others := [name for name in computed or () if stored(m, name) is None]:
         return Left(f"another module computes {', '.join(others)} of the experts")
+    # our node calls no hooks; those of bitsandbytes only save what we read in 4 bits
     if not unhooked(m) and not (computed is not None and _caching(m)):
         return Left("experts with hooks")
     adapters: dict[str, list[Adapter]] = {GATE_UP: [], DOWN: []}
+    # ``adapted_moe`` adapts the two weights, and no bias
     for wrapper in wrappers:
         if wrapper.parameter_name not in adapters:
             return Left(f"an adapter of {wrapper.parameter_name}")
@@ -138,6 +147,7 @@ def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Left:
         if isinstance(found, Left):
             return found
         adapters[wrapper.parameter_name] += found
+    # then the patched forward of the experts does it
     if not any(adapters.values()):
         return Left("adapters are disabled, merged or not active: the experts run without them")
     how = variant.keywords(m)
@@ -162,10 +172,8 @@ def _fitting(
         for adapter in adapters[name]:
             if adapter.a.shape[::2] != (E, K) or adapter.b.shape[:2] != (E, N):
                 return Left("adapters of another shape than the weight")
-    tensors = [
-        *(t for t in found if isinstance(t, Tensor)),
-        *(t for some in adapters.values() for one in some for t in (one.a, one.b)),
-    ]
+    tensors = [t for t in found if isinstance(t, Tensor)]
+    tensors += [t for some in adapters.values() for one in some for t in (one.a, one.b)]
     if any(t.device != x.device for t in tensors):
         return Left("weights or adapters on another device than their input")
     return AdaptedExperts(*found, adapters[GATE_UP], adapters[DOWN], how)
@@ -174,23 +182,14 @@ def _fitting(
 def experts(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     """``module(hidden_states, top_k_index, top_k_weights)``, by the engine if ``module`` is
     PEFT's wrapper around experts, and the engine can run it now."""
-    stock = lambda: module(hidden_states, top_k_index, top_k_weights)
-    if (
-        not is_wrapper(module)
-        or torch.compiler.is_compiling()
-        or not (plain(hidden_states) and plain(top_k_index) and plain(top_k_weights))
-    ):
-        return stock()
-    if (
-        not hidden_states.is_floating_point()
-        or not hidden_states.ndim
-        or not hidden_states.numel()
-        or not use_kernels(hidden_states)
-    ):
-        return stock()
-    found = adapted_experts(module, hidden_states)
-    if isinstance(found, Left) or found.gate_up.shape[2] != hidden_states.shape[-1]:
-        return stock()
-    index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-    y = found(hidden_states.reshape(-1, hidden_states.shape[-1]).to(product_dtype(hidden_states)), index, weights)
-    return y.view(hidden_states.shape).to(hidden_states.dtype)
+    given = hidden_states, top_k_index, top_k_weights
+    if not is_wrapper(module) or torch.compiler.is_compiling() or not all(map(plain, given)):
+        return module(*given)
+    x = hidden_states
+    if not (x.is_floating_point() and x.ndim and x.numel() and use_kernels(x)):
+        return module(*given)
+    found = adapted_experts(module, x)
+    if isinstance(found, Left) or found.gate_up.shape[2] != x.shape[-1]:
+        return module(*given)
+    rows, index, weights = (t.reshape(-1, t.shape[-1]) for t in given)
+    return found(rows.to(product_dtype(x)), index, weights).view(x.shape).to(x.dtype)

@@ -21,7 +21,7 @@ from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
 from liger_kernel.transformers.lazy_mask import LazyMask, Seen, known
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.stand_ins import stand_in
-from liger_kernel.transformers.recognise.variant import Made, StandIns, Variant, are_numbers
+from liger_kernel.transformers.recognise.variant import StandIns, Variant, are_numbers
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")  # of the masks that a layer gets
 
@@ -33,9 +33,11 @@ def has_sinks(name: str, candidate: Any) -> bool:
     Not if it computes scores in fp32 whatever the dtype, as Flint's does: under autocast it takes
     them from queries and keys in fp32, and ours in 16 bits.
     """
+    # what the source reads tells it from the eager attention of all other families
     names = candidate.__code__.co_names if name == "eager_attention_forward" and inspect.isfunction(candidate) else ()
     if "sinks" not in names or "float" in names:
         return False
+    # the mask must be ours to make: see ``makers_of``
     classes = [
         c for c in candidate.__globals__.values() if isinstance(c, type) and c.__module__ == candidate.__module__
     ]
@@ -44,6 +46,7 @@ def has_sinks(name: str, candidate: Any) -> bool:
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any) -> bool:
+    # the kernel knows one sink for each head, and no other shape
     tensors = isinstance(sinks, Tensor) and all(plain(t) for t in (query, key, value, sinks))
     whole = tensors and (query.shape[0], 1, query.shape[2], key.shape[2]) == mask.shape and query.ndim == key.ndim == 4
     return (
@@ -74,17 +77,14 @@ def _watched(module: nn.Module) -> bool:
 class SinkAttention(Variant):
     """Eager attention with a learned score for each head that adds to the softmax's denominator."""
 
-    kind, results = "attention", 1
+    kind, results, exact = "attention", 1, False
 
     def words(self) -> tuple[str, ...]:
         return ("sinks",)
 
-    @property
-    def exact(self) -> bool:
-        return False
-
     def __call__(self, stock: Callable) -> Callable:
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+            # ``said``: what a token sees, if the mask is one of ours
             sinks, said = getattr(module, "sinks", None), known(attention_mask)
             more = (
                 dropout
@@ -101,6 +101,7 @@ class SinkAttention(Variant):
                     query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling
                 )
                 return out.transpose(1, 2), None
+            # stock adds a mask of every pair of tokens
             if isinstance(attention_mask, LazyMask):
                 attention_mask = attention_mask.dense()
             return stock(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
@@ -109,7 +110,9 @@ class SinkAttention(Variant):
 
     def stand_ins(self) -> StandIns:
         B, H, groups, T, D = 3, 4, 2, 11, 8
+        # rows of several lengths, one of them short
         valid = torch.arange(T) < torch.tensor([[T], [T - 3], [T - 7]])
+        # all that masks of these families say, and each scale differs from 1 / sqrt(D)
         for seen, scaling in (
             (Seen(), D**-0.5),
             (Seen(4), 0.5),
@@ -118,8 +121,8 @@ class SinkAttention(Variant):
         ):
             q, k, v = (torch.randn(B, heads, T, D) for heads in (H, H // groups, H // groups))
             attributes = dict(num_key_value_groups=groups, training=True, sinks=nn.Parameter(torch.randn(H)))
-            module = Made(lambda dtype, weights, attributes=attributes: stand_in(nn.Module, attributes).to(weights))
-            mask = Made(lambda dtype, weights, seen=seen: LazyMask(seen, B, T, dtype, torch.device("cpu")))
+            module = lambda dtype, weights, attributes=attributes: stand_in(nn.Module, attributes).to(weights)
+            mask = lambda dtype, weights, seen=seen: LazyMask(seen, B, T, dtype, torch.device("cpu"))
             yield dict(scaling=scaling), (module, q, k, v, mask)
 
 

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from liger_kernel.ops._core import operator
 from liger_kernel.transformers.recognise.slots import Slot
 from liger_kernel.transformers.recognise.stand_ins import stand_in
-from liger_kernel.transformers.recognise.variant import Made, Variant
+from liger_kernel.transformers.recognise.variant import Variant
 
 
 @contextlib.contextmanager
 def references() -> Iterator[None]:
     """Run references instead of kernels, on every device: here every bit matters, and other
     tests compare kernels with references."""
+    # where kernels run now, which tests may have changed
     devices = set(operator._KERNEL_DEVICES)
     operator._KERNEL_DEVICES.clear()
     try:
@@ -33,51 +34,37 @@ def references() -> Iterator[None]:
 
 def _run(
     fn: Callable,
+    variant: Variant,
     owner: Any,
     attributes: dict,
     inputs: tuple,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    results: int | None = None,
 ) -> list[Tensor]:
-    """The outputs, as many as ``results`` says, and in fp32 also the gradients of parameters and
-    of all tensor inputs except angles."""
+    """The outputs that count, and in fp32 also the gradients of parameters and of all tensor inputs
+    except tables."""
     learns = dtype == torch.float32
-    if any(isinstance(each, Made) for each in inputs):
-        given = [
-            each.make(dtype, weight_dtype) if isinstance(each, Made) else each.detach().to(dtype).requires_grad_(learns)
-            for each in inputs
-        ]
-        outs = list(fn(*given, **attributes))[:results]
-        modules = [each for each in given if isinstance(each, nn.Module)]
-        leaves = [
-            *(t for t in given if isinstance(t, Tensor) and t.requires_grad),
-            *(p for m in modules for p in m.parameters()),
-        ]
-        return (
-            [*outs, *torch.autograd.grad(sum((o * o).sum() for o in outs), leaves)]
-            if learns
-            else [o.detach() for o in outs]
-        )
-    # a function of several tensors is a rope: the last ones are tables, treated like weights
-    turned = (
-        len(inputs)
-        if isinstance(owner, type) or len(inputs) == 1
-        else len(inputs) - (1 if inputs[-1].is_complex() else 2)
-    )
-    cast = lambda t, dtype, learns: t.detach().to(dtype).requires_grad_(learns) if t.is_floating_point() else t
-    floats = lambda inputs, dtype, learns: [tree_map(lambda t: cast(t, dtype, learns), each) for each in inputs]
-    tensors = [*floats(inputs[:turned], dtype, learns), *floats(inputs[turned:], weight_dtype, False)]
+
+    def given(at: int, each: Any) -> Any:
+        if inspect.isfunction(each):
+            return each(dtype, weight_dtype)
+        table = at >= len(inputs) - variant.tables
+        of, learnt = (weight_dtype, False) if table else (dtype, learns)
+        cast = lambda t: t.detach().to(of).requires_grad_(learnt) if t.is_floating_point() else t
+        return tree_map(cast, each)
+
+    arguments = [given(at, each) for at, each in enumerate(inputs)]
     if isinstance(owner, type):
-        module = stand_in(owner, attributes).to(weight_dtype)
-        out = fn(module, *tensors)
-        leaves = [*(t for t in tree_leaves(tensors) if t.requires_grad), *module.parameters()]
+        arguments.insert(0, stand_in(owner, attributes).to(weight_dtype))
+        out = fn(*arguments)
     else:
-        out = fn(*tensors, **attributes)
-        leaves = tree_leaves(tensors[:turned])
-    outs = list(out) if isinstance(out, tuple) else [out]
+        out = fn(*arguments, **attributes)
+    # attention also returns weights, which no kernel has
+    outs = list(out)[: variant.results] if isinstance(out, tuple) else [out]
     if not learns:
         return [o.detach() for o in outs]
+    leaves = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.requires_grad]
+    leaves += [p for m in arguments if isinstance(m, nn.Module) for p in m.parameters()]
     total = sum((o * o).sum() for o in outs)
     # if dropout sets everything to 0, there is no gradient
     return [*outs, *(torch.autograd.grad(total, leaves) if isinstance(total, Tensor) and total.requires_grad else ())]
@@ -96,22 +83,19 @@ def reproduces(variant: Variant, owner: Any, stock: Callable) -> bool:
     bf16, if the variant is exact."""
     new, compared = variant(stock), 0
     full, half = torch.float32, torch.bfloat16
+    # of inputs and of weights or tables; a module in bf16 gets no inputs in fp32
+    dtypes = [(full, full), (half, half), (half, full)] + [(full, half)] * (not isinstance(owner, type))
     for attributes, inputs in variant.stand_ins():
-        for dtype, weight_dtype in (
-            (full, full),
-            (half, half),
-            (half, full),
-            *(() if isinstance(owner, type) else ((full, half),)),
-        ):
+        for dtype, weight_dtype in dtypes:
             try:
-                expected = _run(stock, owner, attributes, inputs, dtype, weight_dtype, variant.results)
+                expected = _run(stock, variant, owner, attributes, inputs, dtype, weight_dtype)
             except RuntimeError:
                 if isinstance(owner, type) and dtype == weight_dtype:
                     return False
                 # stock cannot run this stand-in: its projections do not mix dtypes, or it passes no
                 # columns through. So its callers never do this
                 continue
-            found = _run(new, owner, attributes, inputs, dtype, weight_dtype, variant.results)
+            found = _run(new, variant, owner, attributes, inputs, dtype, weight_dtype)
             if [o.dtype for o in expected] != [o.dtype for o in found] or len(expected) != len(found):
                 return False
             if not all(torch.allclose(a, b, **_close(variant, dtype, a.dtype)) for a, b in zip(expected, found)):

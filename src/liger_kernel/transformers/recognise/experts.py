@@ -22,9 +22,9 @@ from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.lora_moe import adapted_moe
 from liger_kernel.ops.projections.moe import moe
 from liger_kernel.ops.projections.weights import Weight
-from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.plain import of_a_subclass, plain
-from liger_kernel.transformers.recognise.projections import Left, _class, _own, product_dtype
+from liger_kernel.transformers.recognise.activations import CLAMPED, activation
+from liger_kernel.transformers.recognise.plain import of_a_subclass, plain, runs_its_class
+from liger_kernel.transformers.recognise.projections import Left, loaded, product_dtype
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS, StandIns, Variant, are_numbers
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -76,11 +76,11 @@ def stored(experts: Any, name: str) -> Stored | None:
     if computed is None or name not in computed or len(computed[name]) != 1:
         return None
     (how,), data = computed[name], getattr(computed[name], "original", None)
-    if not (_own(how) and plain(data)):
+    if not (runs_its_class(how) and plain(data)):
         return None
     if type(how) is LigerFloat8Experts:
         return Stored(data, how.dtype, functools.partial(how.stored, data)) if plain(how.float8_scale) else None
-    kind = _class("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    kind = loaded("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
     if (
         type(how) is not kind
         or kind.forward.__module__ != kind.__module__
@@ -108,6 +108,7 @@ def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weig
     found: list[Tensor | Weight] = []
     for name in (GATE_UP, DOWN):
         packed = stored(experts, name) if use_kernels(x) else None
+        # a parametrization would gather the whole weight at each read
         if packed is None and any(is_sharded(t) for t in _bits(experts, name)):
             return Left(SPREAD)
         dense = getattr(experts, name) if packed is None else None
@@ -129,20 +130,8 @@ def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weig
 
 # label -> the activation, options of the operator, attributes of the stand-ins
 EXPERT_FORMS: dict[str, tuple[str, Callable[[Any], dict[str, Any]], dict[str, float]]] = {
-    "": ("act_fn", lambda self: {}, {}),
-    "limit": ("act_fn", lambda self: {"limit": self.limit}, {"limit": 0.3}),
-    "swiglu_limit": ("F.silu", lambda self: {"limit": self.swiglu_limit}, {"swiglu_limit": 0.3}),
-    "swiglu_alpha, swiglu_limit": (
-        "F.silu",
-        lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0},
-        {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
-    ),
-    "alpha, limit": (
-        "F.silu",
-        lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0},
-        {"alpha": 1.7, "limit": 0.3},
-    ),
-}
+    "": ("act_fn", lambda self: {}, {})
+} | {name: ("act_fn" if name == "limit" else "F.silu", *form) for name, form in CLAMPED.items()}
 
 
 @dataclass(frozen=True)
@@ -150,26 +139,15 @@ class Experts(Variant):
     """The experts of a mixture. ``transposed``: weights (E, in, out). ``interleaved``: gate and
     up alternate. ``form``: one of ``EXPERT_FORMS``."""
 
-    kind = "moe"
+    kind, exact = "moe", False
     transposed: bool
     interleaved: bool
     biased: bool
     form: str
 
     def words(self) -> tuple[str, ...]:
-        said = (
-            word if is_so else ""
-            for word, is_so in (
-                ("transposed", self.transposed),
-                ("interleaved", self.interleaved),
-                ("biased", self.biased),
-            )
-        )
-        return *said, EXPERT_FORMS[self.form][0], self.form
-
-    @property
-    def exact(self) -> bool:
-        return False
+        switches = [name for name in ("transposed", "interleaved", "biased") if getattr(self, name)]
+        return *switches, EXPERT_FORMS[self.form][0], self.form
 
     def keywords(self, experts: Any) -> dict[str, Any] | Left:
         """The options of ``moe`` with which it computes what these experts compute now, or the
@@ -191,9 +169,8 @@ class Experts(Variant):
         variant, transposed = self, self.transposed
 
         def forward(self, hidden_states, top_k_index, top_k_weights, **more):
-            if (
-                torch.compiler.is_compiling() or only_pytorch() or more
-            ):  # such as the group of ranks, for kernels that exchange tokens
+            # more: such as the group of ranks, for kernels that exchange tokens
+            if torch.compiler.is_compiling() or only_pytorch() or more:
                 return stock(self, hidden_states, top_k_index, top_k_weights, **more)
             how = variant.keywords(self)
             found = how if isinstance(how, Left) else weights_of(self, transposed, hidden_states)
@@ -203,46 +180,37 @@ class Experts(Variant):
                 if torch.is_grad_enabled():  # during ``generate``, transformers itself chooses one
                     _say_chosen(implementation)
                 return stock(self, hidden_states, top_k_index, top_k_weights)
-            index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
-            x = hidden_states.reshape(-1, hidden_states.shape[-1])
+            x, index, weights = (t.reshape(-1, t.shape[-1]) for t in (hidden_states, top_k_index, top_k_weights))
+            how |= dict(recompute=memory.level() == "mlp")
             if all(isinstance(w, Tensor) for w in found):
-                y = moe(x, *found, index, weights, recompute=memory.level() == "mlp", **how)
-            else:
-                y = adapted_moe(
-                    x.to(product_dtype(x)), *found, index, weights, (), (), recompute=memory.level() == "mlp", **how
-                )
+                y = moe(x, *found, index, weights, **how)
+            else:  # weights in 8 or 4 bits
+                y = adapted_moe(x.to(product_dtype(x)), *found, index, weights, (), (), **how)
             return y.view(hidden_states.shape).to(hidden_states.dtype)
 
+        # Transformers decides by the parameters what it passes
         vars(forward)["__signature__"] = inspect.signature(stock)
+        # PEFT's wrappers, and the report, ask for the form of a live module
         OF_EXPERTS[forward] = self
         return forward
 
     def stand_ins(self) -> StandIns:
         act, _, numbers = EXPERT_FORMS[self.form]
         E, H, n = 4, 8, 12
+        # we have no Softplus: experts must use the activation that they are given
         for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):
             weight = lambda *shape: nn.Parameter(torch.randn(shape) / 3)
-            attributes: dict[str, Any] = (
-                dict(
-                    num_experts=E,
-                    hidden_dim=H,
-                    hidden_size=H,
-                    intermediate_dim=n,
-                    intermediate_size=n,
-                    expert_dim=n,
-                    config=_Eager(),
-                    has_gate=True,
-                    has_bias=self.biased,
-                    is_transposed=self.transposed,
-                    gate_up_proj=weight(E, H, 2 * n) if self.transposed else weight(E, 2 * n, H),
-                    down_proj=weight(E, n, H) if self.transposed else weight(E, H, n),
-                )
-                | numbers
-            )
+            sizes = dict(num_experts=E, hidden_dim=H, hidden_size=H)
+            sizes |= dict.fromkeys(("intermediate_dim", "intermediate_size", "expert_dim"), n)
+            switches = dict(has_gate=True, has_bias=self.biased, is_transposed=self.transposed, config=_Eager())
+            attributes: dict[str, Any] = sizes | switches | numbers
+            attributes["gate_up_proj"] = weight(E, H, 2 * n) if self.transposed else weight(E, 2 * n, H)
+            attributes["down_proj"] = weight(E, n, H) if self.transposed else weight(E, H, n)
             if self.biased:
                 attributes |= dict(gate_up_proj_bias=weight(E, 2 * n), down_proj_bias=weight(E, H))
             if act != "F.silu":
                 attributes[act] = fn
+            # expert 1 gets no token, and expert 0 and 2 the most
             index = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0]])  # one expert gets no token
             yield attributes, (torch.randn(5, H), index, torch.rand(5, 2))
 

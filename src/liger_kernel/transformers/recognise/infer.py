@@ -37,6 +37,7 @@ def tables_of(module: ModuleType, config: Any) -> set[str]:
             with contextlib.suppress(
                 Exception
             ):  # this configuration may not fit the class: a vision tower's, for example
+                # The embedding itself shows the form: names of classes do not
                 embed = _embedding(cls, each)
                 # take the kind of layer from the class: some kinds in the config have no rotation,
                 # or another name here
@@ -69,6 +70,7 @@ def _embedding(cls: type, config: Any) -> nn.Module:
 
 
 def _form(both: Tensor) -> str:
+    # equal halves, equal neighbours, or neither: an angle for each column
     half = both.shape[-1] // 2
     if both[..., :half].equal(both[..., half:]):
         return "twice"
@@ -116,63 +118,49 @@ def infer(model_type: str, config: Any = None) -> Family:
     """Recognise what can be replaced in the installed Transformers' models of ``model_type``."""
     module = modeling(model_type)
     config = CONFIG_MAPPING[model_type]() if config is None else config
+    configs = list(configs_of(config))
+    names = "hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function"
+    squared = "relu2" in {str(getattr(c, name, "")) for c in configs for name in names}
     swapped, left_alone = {}, {}
-    activations = {
-        str(getattr(c, a, ""))
-        for c in configs_of(config)
-        for a in ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
-    }
     with undisturbed():
         tables = tables_of(module, config)
         for name, candidate in inspect.getmembers(module):
-            if not str(getattr(candidate, "__module__", "")).startswith(
-                PLACE
-            ):  # it is not the family's own, nor imported from another family
-                continue
-            owner, stock = (
-                (candidate, candidate.__dict__.get("forward")) if isinstance(candidate, type) else (module, candidate)
-            )
-            reasons: list[str] = []
-            for slot in SLOTS:
-                if not slot.candidate(name, candidate):
-                    continue
-                variant, reason = recognise(slot, owner, stock, tables)
-                if variant and slot.flag == "relu_squared" and "relu2" not in activations:
-                    variant, reason = None, PLAIN_MLP
-                if variant:
-                    swapped[name] = variant.label
-                    break
-                reasons.append(reason)
-            else:
-                if reasons:
-                    left_alone[name] = next(
-                        (r for r in reasons if r.startswith("one ")),
-                        next((r for r in reasons if " take" not in f" {r}"), reasons[0]),
-                    )
-        for name, (cls, label) in TORCHS_OWN.items():
-            if any(
-                _makes(c, cls) for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
-            ):
-                swapped[name] = label
+            # the family's own, or imported from another family
+            if str(getattr(candidate, "__module__", "")).startswith(PLACE):
+                label, reason = _replacement(name, candidate, module, tables, squared)
+                if label:
+                    swapped[name] = label
+                elif reason:
+                    left_alone[name] = reason
+        # PyTorch's own LayerNorm has no class in this module; the constructors that make it show it
+        own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        swapped |= {name: label for name, (cls, label) in TORCHS_OWN.items() if any(_makes(c, cls) for c in own)}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    act = str(
-        next(
-            (
-                getattr(c, a)
-                for c in (text, *configs_of(config))
-                for a in ("hidden_activation", "hidden_act")
-                if getattr(c, a, None)
-            ),
-            "",
-        )
-    )
-    own = config.__class__.__module__
-    parts = dict.fromkeys(
-        c.model_type for c in configs_of(config) if c.__class__.__module__ != own and c.model_type in CONFIG_MAPPING
-    )
-    return Family(
-        heads_of(model_type, module), "", "geglu" if "gelu" in act else "swiglu", swapped, left_alone, tuple(parts)
-    )
+    acts = (getattr(c, name, "") for c in (text, *configs) for name in ("hidden_activation", "hidden_act"))
+    flag = "geglu" if "gelu" in str(next(filter(None, acts), "")) else "swiglu"
+    # parts whose classes are in a module of their own
+    of_others = (c for c in configs if c.__class__.__module__ != config.__class__.__module__)
+    parts = dict.fromkeys(c.model_type for c in of_others if c.model_type in CONFIG_MAPPING)
+    return Family(heads_of(model_type, module), "", flag, swapped, left_alone, tuple(parts))
+
+
+def _replacement(name: str, candidate: Any, module: ModuleType, tables: set[str], squared: bool) -> tuple[str, str]:
+    """The label of the first variant that reproduces a class or function of a family; otherwise
+    why it stays stock. ``squared``: whether a configuration names a squared ReLU."""
+    of_class = isinstance(candidate, type)
+    owner, stock = (candidate, candidate.__dict__.get("forward")) if of_class else (module, candidate)
+    reasons = []
+    # in the order of ``SLOTS``: a norm with a gate is no norm without one
+    for slot in SLOTS:
+        if not slot.candidate(name, candidate):
+            continue
+        variant, reason = recognise(slot, owner, stock, tables)
+        if variant and (squared or slot.flag != "relu_squared"):
+            return variant.label, ""
+        reasons.append(PLAIN_MLP if variant else reason)
+    # the most telling one first: it would do, it does something else, it has other parameters
+    rank = lambda reason: 0 if reason == PLAIN_MLP else 2 if " take" in f" {reason}" else 1
+    return "", min(reasons, key=rank, default="")
 
 
 def _makes(cls: type, name: str) -> bool:

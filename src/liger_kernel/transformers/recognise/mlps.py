@@ -21,8 +21,8 @@ from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.mlp import adapted_mlp, mlp
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp, count_of
 from liger_kernel.ops.projections.weights import Elsewhere
-from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.plain import plain, unhooked
+from liger_kernel.transformers.recognise.activations import CLAMPED, activation
+from liger_kernel.transformers.recognise.plain import plain, runs_its_class, unhooked
 from liger_kernel.transformers.recognise.projections import (
     beside,
     fitting,
@@ -45,6 +45,7 @@ class GLUForm:
     gate: Callable[[Any, Tensor], Tensor] = lambda self, gate: gate
     options: Callable[[Any], dict[str, Any]] = lambda self: {}  # keywords of the operator
     wide: bool = False  # whether activation and product are in fp32
+    # what stands between the product and the last projection, such as a norm or dropout
     between: Callable[[Any, Tensor], Tensor] = lambda self, h: h
     after: Callable[[Any, Tensor], Tensor] = lambda self, y: y
     exact: bool = True
@@ -58,6 +59,7 @@ class GLUForm:
 def _as_weighted(h: Tensor, projection: Any) -> Tensor:
     """``h`` in the dtype of the projection's weight; unchanged if the weight is in 8 bits."""
     dtype = getattr(projection.weight, "dtype", torch.int8)
+    # a layer in 8 bits casts by itself
     return h if dtype in (h.dtype, torch.int8) else h.to(dtype)
 
 
@@ -87,13 +89,11 @@ GLU_FORMS = {
         gate=lambda self, gate: self._gaussian_topk(gate) if self.activation_sparsity > 0.0 else gate,
     ),
     "fp32": GLUForm(wide=True),
-    "limit": GLUForm((lambda: {"limit": 0.3},), options=lambda self: {"limit": self.limit}),
-    "swiglu_limit": GLUForm((lambda: {"swiglu_limit": 0.3},), options=lambda self: {"limit": self.swiglu_limit}),
-    "swiglu_alpha, swiglu_limit": GLUForm(
-        (lambda: {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},),
-        options=lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0},
-        exact=False,
-    ),
+} | {
+    # with a slope, stock rounds after every step, and we once
+    name: GLUForm((lambda numbers=numbers: dict(numbers),), options=options, exact="alpha" not in name)
+    for name, (options, numbers) in CLAMPED.items()
+    if name != "alpha, limit"  # only experts have it
 }
 NO_ACTIVATION = "an activation that is none of ours"
 _LINEAR: Any = nn.Linear.forward
@@ -101,29 +101,49 @@ _LINEAR: Any = nn.Linear.forward
 
 def _bare(m: Any) -> bool:
     """Whether a call of ``m`` only multiplies by its weight: no bias, adapter, sharding or hook."""
-    return (
-        type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and "forward" not in m.__dict__ and unhooked(m)
-    )
+    return type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and runs_its_class(m)
 
 
 def _whole(x: Tensor, *projections: Any) -> bool:
     """Whether a gated MLP of these projections can run as one operator, and that helps."""
+    # Without gradients nothing is kept, so that one operator saves nothing
     if not use_kernels(x, fusible=True) or not torch.is_grad_enabled() or nn.Linear.forward is not _LINEAR:
         return False
     if not all(map(_bare, projections)) or not (x.requires_grad or any(m.weight.requires_grad for m in projections)):
         return False
+    # autocast casts the weights, and the operator does as autocast does
     return all(m.weight.dtype == x.dtype for m in projections) or torch.is_autocast_enabled(x.device.type)
+
+
+def _one_node(found: list[Any], x: Tensor, count: int, halves: bool) -> bool:
+    """Whether ``adapted_mlp`` can run these projections of x in ``count`` tiles, and that helps.
+    ``halves``: the first one gives gate and up."""
+    if not all(isinstance(p, Projection) for p in found) or not (count > 1 or any(p.gains for p in found)):
+        return False
+    # masks of dropout, and DoRA's norms, are of all tokens
+    if count > 1 and any(p.magnitude is not None or any(a.dropout for a in p.adapters) for p in found):
+        return False
+    *first, last = found
+    width = first[0].weight.shape[0]
+    inner = width // 2 if halves else width
+    return (
+        not any(isinstance(p.weight, Elsewhere) for p in found)
+        and all(fitting(p, x.shape[-1], x.device) and p.weight.shape[0] == width for p in first)
+        and fitting(last, inner, x.device)
+    )
 
 
 def in_tiles(run: Callable, module: Any, x: Any, tiles: bool | int) -> Any:
     """``run(module, x)``, an MLP, in ``tiles`` of the tokens; in one piece if that is one tile,
     or if something must see all tokens at once."""
     count = _tiles_of(x, tiles)
+    # said at the call, because hooks come and go
     if count > 1 and not torch.compiler.is_compiling() and (why := _in_one_piece(module)):
         _say_in_one_piece(type(module).__name__, why)
         count = 1
     if count == 1:
         return run(module, x)
+    # the projections read x: if x is recomputed, now is the time
     memory.needed()
     y = apply_tiled_mlp(run, module, x, count)
     memory.taken()
@@ -136,6 +156,7 @@ def _tiles_of(x: Any, tiles: bool | int) -> int:
 
 def _in_one_piece(module: nn.Module) -> str | None:
     """Why an MLP may not run in tiles."""
+    # a parameter would be gathered again for each tile
     if any(hasattr(p, "ds_id") for p in module.parameters()):
         return "ZeRO-3 gathers its weights"
     hooked = any(m is not module and ("_hf_hook" in vars(m) or not unhooked(m)) for m in module.modules())
@@ -169,111 +190,92 @@ class GLU(Variant):
     act: str
     form: str
 
-    def words(self) -> tuple[str, ...]:
-        return self.gate, self.up, self.down, self.act, self.form
-
     @property
     def exact(self) -> bool:
         return GLU_FORMS[self.form].exact
 
     def __call__(self, stock: Callable, tiles: bool | int = False) -> Callable:
         gate, up, down, act, form = self.gate, self.up, self.down, self.act, GLU_FORMS[self.form]
+        inner, outer = [*dict.fromkeys((gate, up))], down  # one or two projections, and the last one
 
         activation_of = lambda self: activation(F.silu if act == "F.silu" else getattr(self, act))
-        stays_stock = lambda self: (
-            None if are_numbers(*form.options(self).values()) else "a factor or limit that is a tensor"
-        )
+        numbers = lambda self: are_numbers(*form.options(self).values())
 
         def whole(self, x, name):
             """Run the MLP as one operator; None if it does anything else."""
-            projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
-            options = form.options(self)
-            if not _whole(x, *projections) or options.keys() - {"gate_multiplier"}:
+            projections = [getattr(self, name) for name in (*inner, outer)]
+            if not _whole(x, *projections):
                 return None
             memory.needed()
-            first, *second, last = (m.weight for m in projections)
-            y = mlp(
-                x, first, second[0] if second else None, last, act=name, recompute=memory.level() == "mlp", **options
-            )
+            weights = [m.weight for m in projections]
+            first, second, last = weights if up != gate else (weights[0], None, weights[1])
+            y = mlp(x, first, second, last, act=name, recompute=memory.level() == "mlp", **form.options(self))
             memory.taken()
             return form.after(self, y)
 
         def adapted(self, x, name, count):
             """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less;
             None if it has none of them, or if it does more."""
-            projections = [getattr(self, name) for name in dict.fromkeys((gate, up, down))]
-            options = form.options(self)
-            if (
-                (count == 1 and all(type(p) is nn.Linear for p in projections))
-                or options.keys() - {"gate_multiplier"}
-                or not served(x, projections)
-            ):
+            projections = [getattr(self, name) for name in (*inner, outer)]
+            if (count == 1 and all(type(p) is nn.Linear for p in projections)) or not served(x, projections):
                 return None
-            dtype = product_dtype(x)
-            found = [projection(p, dtype) for p in projections]
-            if not all(isinstance(p, Projection) for p in found) or not (count > 1 or any(p.gains for p in found)):
-                return None
-            if count > 1 and any(p.magnitude is not None or any(a.dropout for a in p.adapters) for p in found):
+            found = [projection(p, product_dtype(x)) for p in projections]
+            if not _one_node(found, x, count, halves=up == gate):
                 return None
             *first, last = found
-            inner = first[0].weight.shape[0] // (2 if up == gate else 1)
-            if any(isinstance(p.weight, Elsewhere) for p in found) or not all(
-                fitting(p, x.shape[-1], x.device) for p in first
-            ):
-                return None
-            if not fitting(last, inner, x.device) or any(p.weight.shape[0] != first[0].weight.shape[0] for p in first):
-                return None
             memory.needed()
-            ends = form.after is GLUForm.after and memory.is_last(self)
-            y = adapted_mlp(
-                x, first, last, act=name, recompute=memory.level() == "mlp", ends=ends, tiles=count, **options
-            )
+            how = dict(recompute=memory.level() == "mlp", ends=form.after is GLUForm.after and memory.is_last(self))
+            y = adapted_mlp(x, first, last, act=name, tiles=count, **how, **form.options(self))
             memory.taken()
             return form.after(self, beside(y, last, projections[-1], x))
 
-        def run(self, name, x):
+        def by_parts(self, name, x):
+            """Run the projections, and the activation and the product as one operator."""
             memory.needed()
             if name is None:
                 y = stock(self, x)
                 memory.taken()
                 return y
-            first = shared(x, *(getattr(self, name) for name in dict.fromkeys((gate, up))))
+            first = shared(x, *(getattr(self, name) for name in inner))
             g, u = first[0].chunk(2, -1) if up == gate else first
             memory.taken()
+            # from here on as the model says: its own gate, fp32, and what stands around the product
             g = form.gate(self, g)
             dtype = g.dtype
             if form.wide:
                 g, u = g.float(), u.float()
             h = memory.cheap(glu, g, u, act=name, **form.options(self))
-            return form.after(self, linear(getattr(self, down), form.between(self, h.to(dtype))))
+            return form.after(self, linear(getattr(self, outer), form.between(self, h.to(dtype))))
 
         def forward(self, x):
             if torch.compiler.is_compiling():  # the compiler gets the plain formula
                 return in_tiles(stock, self, x, tiles)
-            name, count = None if stays_stock(self) else activation_of(self), _tiles_of(x, tiles)
-            y = whole(self, x, name) if count == 1 and name is not None and form.whole else None
-            y = adapted(self, x, name, count) if y is None and name is not None and form.whole else y
+            # At each call: an activation, a limit or a hook may have changed since the last one
+            name, count = activation_of(self) if numbers(self) else None, _tiles_of(x, tiles)
+            y = None
+            # the operators know no limit or slope of the activation
+            if name is not None and form.whole and not form.options(self).keys() - {"gate_multiplier"}:
+                # The most that one kernel can do first. Each says None if the layers do more
+                y = whole(self, x, name) if count == 1 else None
+                y = adapted(self, x, name, count) if y is None else y
             if y is None and count > 1:
-                return in_tiles(lambda self, x: run(self, name, x), self, x, tiles)
-            return memory.projected(functools.partial(run, self, name), x) if y is None else y
+                return in_tiles(lambda self, x: by_parts(self, name, x), self, x, tiles)
+            return memory.projected(functools.partial(by_parts, self, name), x) if y is None else y
 
-        LINEARS[forward] = (
-            frozenset((gate, up, down)),
-            lambda self: stays_stock(self) or (None if activation_of(self) else NO_ACTIVATION),
-        )
+        def why_stock(self):
+            if not numbers(self):
+                return "a factor or limit that is a tensor"
+            return None if activation_of(self) else NO_ACTIVATION
+
+        LINEARS[forward] = frozenset((gate, up, down)), why_stock
         return forward
 
     def stand_ins(self) -> StandIns:
-        for fn in (
-            nn.SiLU(),
-            nn.GELU(approximate="tanh"),
-            nn.Softplus(),
-        ):  # we have no Softplus: the MLP must use act_fn
+        # we have no Softplus: the MLP must use the activation that it is given
+        for fn in (nn.SiLU(), nn.GELU(approximate="tanh"), nn.Softplus()):
             for more in GLU_FORMS[self.form].attributes:
-                attributes: dict[str, Any] = {
-                    self.gate: random_linear(8, 24 if self.up == self.gate else 12),
-                    self.down: random_linear(12, 8),
-                } | more()
+                wide = 24 if self.up == self.gate else 12
+                attributes = {self.gate: random_linear(8, wide), self.down: random_linear(12, 8)} | more()
                 if self.up != self.gate:
                     attributes[self.up] = random_linear(8, 12)
                 if self.act != "F.silu":
@@ -289,9 +291,6 @@ class MLP(Variant):
     up: str
     down: str
     act: str
-
-    def words(self) -> tuple[str, ...]:
-        return self.up, self.down, self.act
 
     def __call__(self, stock: Callable, tiles: bool | int = False) -> Callable:
         up, down, act = self.up, self.down, self.act
@@ -311,6 +310,7 @@ class MLP(Variant):
         return forward
 
     def stand_ins(self) -> StandIns:
+        # an MLP that ignores its activation would pass with one alone
         for fn in (ACT2FN["relu2"], nn.SiLU()):
             yield (
                 {self.up: random_linear(8, 12), self.down: random_linear(12, 8), self.act: fn},
@@ -318,6 +318,7 @@ class MLP(Variant):
             )
 
 
+# Names of projections and activation as Transformers has them. The first that fits is used
 GLU_NAMES = [
     ("gate_proj", "up_proj", "down_proj", "act_fn"),
     ("gate_proj", "up_proj", "down_proj", "activation_fn"),

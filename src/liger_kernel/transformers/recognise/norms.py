@@ -1,9 +1,15 @@
-"""Variants of norms, and the stand-ins on which they are compared with stock."""
+"""Variants of norms, and the stand-ins on which they are compared with stock.
+
+A new form of norm needs three places: what its kernel computes (``ops/norms``), a line of
+``WEIGHTS`` or of ``RMS_NORMS`` here, and a norm that looks alike in
+``test_look_alikes_are_left_alone``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,53 +23,51 @@ from liger_kernel.transformers.recognise.activations import activation, named
 from liger_kernel.transformers.recognise.stand_ins import random_weight
 from liger_kernel.transformers.recognise.variant import NORM_FORMS, StandIns, Variant, are_numbers
 
+# attribute with the eps -> its value in stand-ins; all differ, so that no other attribute will do
 EPS = {"variance_epsilon": 0.03, "eps": 0.11, "rms_norm_eps": 0.4, "norm_eps": 0.23, "epsilon": 0.37}
 OLMO_EPS = 1e-5
+
+# How a norm gets its weight: the attributes of its stand-ins, and what it multiplies by
+WEIGHTS: dict[str, tuple[Callable[[], Iterator[dict[str, Any]]], Callable[[Any], Any]]] = {
+    "": (lambda: iter([{"weight": random_weight()}]), lambda self: self.weight),
+    "with_scale": (
+        lambda: iter([{"with_scale": True, "weight": random_weight()}, {"with_scale": False}]),
+        lambda self: self.weight if self.with_scale else None,
+    ),
+    "unweighted": (lambda: iter([{}]), lambda self: None),
+}
 
 
 @dataclass(frozen=True)
 class RMSNorm(Variant):
-    """``weight``: the module has a weight ("weight"), an attribute says whether it has one
-    ("with_scale"), or it has none ("none")."""
+    """``offset`` is added to the weight; ``casting``: see ``ops.norms.rms_norm``; ``eps``: the
+    attribute that holds it; ``weight``: one of ``WEIGHTS``."""
 
     kind = "rms_norm"
     offset: float
     casting: str
     eps: str
-    weight: str
-
-    def words(self) -> tuple[str, ...]:
-        return (
-            f"{self.offset:g}",
-            self.casting,
-            self.eps,
-            {"weight": "", "none": "unweighted"}.get(self.weight, self.weight),
-        )
+    weight: str = ""
 
     def __call__(self, stock: Callable) -> Callable:
-        offset, casting, eps, weight = self.offset, self.casting, self.eps, self.weight
+        offset, casting, eps, weight_of = self.offset, self.casting, self.eps, WEIGHTS[self.weight][1]
 
         def forward(self, hidden_states):
             if not are_numbers(epsilon := getattr(self, eps)):
                 return stock(self, hidden_states)
-            w = None if weight == "none" or (weight == "with_scale" and not self.with_scale) else self.weight
+            w = weight_of(self)
             if w is not None and w.ndim == 0:  # one number for all columns
                 w = w.expand(hidden_states.shape[-1])
             return memory.cheap(rms_norm, hidden_states, w, eps=epsilon, offset=offset, casting=casting)
 
-        if weight == "weight":
+        if self.weight == "":  # with this form, a residual addition or a rotation may join the norm
             NORM_FORMS[forward] = offset, casting, eps
         return forward
 
     def stand_ins(self) -> StandIns:
         for shape in ((3, 32), (2, 3, 4, 32)):
-            for with_scale in (True, False) if self.weight == "with_scale" else (True,):
-                attributes: dict[str, Any] = {self.eps: EPS[self.eps]}
-                if self.weight == "weight" or (self.weight == "with_scale" and with_scale):
-                    attributes["weight"] = random_weight()
-                if self.weight == "with_scale":
-                    attributes["with_scale"] = with_scale
-                yield attributes, (torch.randn(shape),)
+            for attributes in WEIGHTS[self.weight][0]():
+                yield {self.eps: EPS[self.eps]} | attributes, (torch.randn(shape),)
 
 
 @dataclass(frozen=True)
@@ -83,66 +87,54 @@ class GatedRMSNorm(Variant):
     casting: str = "llama"
 
     def words(self) -> tuple[str, ...]:
-        return (
-            f"{self.first} first",
-            "" if self.casting == "llama" else self.casting,
-            self.eps,
-            self.groups,
-            "activation" if self.named else "",
-        )
+        casting = "" if self.casting == "llama" else self.casting
+        return f"{self.first} first", casting, self.eps, self.groups, "activation" if self.named else ""
 
     def __call__(self, stock: Callable) -> Callable:
         first, eps, groups, casting = self.first, self.eps, self.groups, self.casting
 
+        def act_of(self: Any) -> str | None:
+            if not torch.compiler.is_compiling():
+                return activation(named(self.activation)) if "activation" in self.__dict__ else "silu"
+            # a compiler cannot try what another activation computes
+            return "silu" if getattr(self, "activation", "silu") in ("silu", "swish") else None
+
         def forward(self, hidden_states, gate=None):
-            act = (
-                activation(named(self.activation))
-                if "activation" in self.__dict__ and not torch.compiler.is_compiling()
-                else "silu"
-            )
-            epsilon = getattr(self, eps)
-            if (
-                act is None
-                or not are_numbers(epsilon)
-                or (torch.compiler.is_compiling() and getattr(self, "activation", "silu") not in ("silu", "swish"))
-            ):
+            act, epsilon = act_of(self), getattr(self, eps)
+            if act is None or not are_numbers(epsilon):
                 return stock(self, hidden_states, gate)
             if first == "norm":
                 if gate is None or gate.shape != hidden_states.shape:
                     return stock(self, hidden_states, gate)
                 return gated_rms_norm(hidden_states, gate, self.weight, eps=epsilon, act=act, casting=casting)
-            h, dtype = hidden_states, hidden_states.dtype
-            gate = gate if gate is None else gate.float()
+            # in fp32 until the weight: these norms round once
+            h, gate = hidden_states.float(), gate if gate is None else gate.float()
             norm_first = first == "norm_before_gate" and self.norm_before_gate
-            h = h.float()
             if gate is not None and not norm_first:
                 h = glu(gate, h, act=act)
-            size = (
-                h.shape[-1]
-                if not groups
-                else self.group_size
-                if groups == "group_size"
-                else h.shape[-1] // self.n_groups
-            )
+            size = h.shape[-1]
+            if groups:
+                size = self.group_size if groups == "group_size" else size // self.n_groups
             h = rms_norm(h.unflatten(-1, (-1, size)), None, eps=epsilon).flatten(-2)
             if first == "gate":
-                return self.weight * h.to(dtype)
+                return self.weight * h.to(hidden_states.dtype)
             h = self.weight * h
-            return (glu(gate, h, act=act) if gate is not None and norm_first else h).to(dtype)
+            return (glu(gate, h, act=act) if gate is not None and norm_first else h).to(hidden_states.dtype)
 
         return forward
 
     def stand_ins(self) -> StandIns:
-        for act in ("silu", "sigmoid", "gelu_pytorch_tanh", "softplus") if self.named else ("",):
-            for norm_first in (True, False) if self.first == "norm_before_gate" else (True,):
-                attributes: dict[str, Any] = {self.eps: EPS[self.eps], "weight": random_weight()}
-                if self.groups:
-                    attributes[self.groups] = 8 if self.groups == "group_size" else 4
-                if self.first == "norm_before_gate":
-                    attributes["norm_before_gate"] = norm_first
-                if self.named:
-                    attributes["activation"] = act if act != "softplus" else "mish"  # we have no such activation
-                yield attributes, (torch.randn(2, 3, 32), torch.randn(2, 3, 32))
+        acts = ("silu", "sigmoid", "gelu_pytorch_tanh", "mish") if self.named else ("",)  # we have no mish
+        for act, norm_first in product(acts, (True, False) if self.first == "norm_before_gate" else (True,)):
+            attributes: dict[str, Any] = {self.eps: EPS[self.eps], "weight": random_weight()}
+            # groups of 8 columns either way
+            if self.groups:
+                attributes[self.groups] = 8 if self.groups == "group_size" else 4
+            if self.first == "norm_before_gate":
+                attributes["norm_before_gate"] = norm_first
+            if self.named:
+                attributes["activation"] = act
+            yield attributes, (torch.randn(2, 3, 32), torch.randn(2, 3, 32))
 
 
 @dataclass(frozen=True)
@@ -154,9 +146,6 @@ class LayerNorm(Variant):
     form: str
     eps: str
 
-    def words(self) -> tuple[str, ...]:
-        return self.form, self.eps
-
     def __call__(self, stock: Callable) -> Callable:
         eps, form = self.eps, self.form
 
@@ -164,39 +153,37 @@ class LayerNorm(Variant):
             device = hidden_states.device.type
             autocast = form in ("torch", "1P") and torch.is_autocast_enabled(device)
             epsilon = OLMO_EPS if eps == "constant" else getattr(self, eps)
+            several = len(getattr(self, "normalized_shape", (0,))) != 1  # dims
             # a "1P" norm casts by itself
-            if (
-                len(getattr(self, "normalized_shape", (0,))) != 1
-                or (autocast and form == "1P")
-                or not are_numbers(epsilon)
-            ):
+            if several or (autocast and form == "1P") or not are_numbers(epsilon):
                 return stock(self, hidden_states)
             w, b = (getattr(self, name, None) for name in ("weight", "bias"))
             w = w + 1.0 if form == "1P" else w
-            if (
-                autocast and device == "cuda" and hidden_states.dtype != torch.float64
-            ):  # as PyTorch's autocast does on GPUs but not on CPUs
+            # as PyTorch's autocast does on GPUs but not on CPUs
+            if autocast and device == "cuda" and hidden_states.dtype != torch.float64:
                 hidden_states = hidden_states.float()
             return memory.cheap(layer_norm, hidden_states, w, b, eps=epsilon)
 
         return forward
 
     def stand_ins(self) -> StandIns:
-        for bias in (True, False) if self.form in ("torch", "1P") else (self.form == "bias",):
+        both = self.form in ("torch", "1P")
+        for bias in (True, False) if both else (self.form == "bias",):
             attributes: dict[str, Any] = {} if self.eps == "constant" else {self.eps: EPS[self.eps]}
-            if self.form in ("torch", "1P", "none"):
+            if both or self.form == "none":
                 attributes["normalized_shape"] = (32,)
             if self.form != "none":
                 attributes["weight"] = random_weight()
-            if self.form in ("torch", "1P") or bias:
+            if both or bias:
                 attributes["bias"] = random_weight() if bias else None
             yield attributes, (torch.randn(2, 3, 4, 32) + 0.3,)
 
 
 RMS_NORMS = [
     RMSNorm(offset, casting, eps, weight)
-    for offset, weight in ((0.0, "weight"), (1.0, "weight"), (0.0, "with_scale"), (0.0, "none"))
-    for casting in (("gemma", "none") if weight == "none" else ("llama", "gemma", "none"))
+    for offset, weight in ((0.0, ""), (1.0, ""), (0.0, "with_scale"), (0.0, "unweighted"))
+    # without a weight, "llama" rounds as "gemma" does
+    for casting in (("gemma", "none") if weight == "unweighted" else ("llama", "gemma", "none"))
     for eps in EPS
 ]
 LAYER_NORMS = [LayerNorm(form, eps) for form in ("torch", "1P", "weight", "bias", "none") for eps in (*EPS, "constant")]

@@ -25,6 +25,11 @@ def unhooked(m: nn.Module) -> bool:
     )
 
 
+def runs_its_class(m: nn.Module) -> bool:
+    """Whether a call of ``m`` runs the forward of its class and no hooks."""
+    return "forward" not in m.__dict__ and unhooked(m)
+
+
 def of_a_subclass(t: Any) -> bool:
     """Whether ``t`` is a tensor whose class decides what operations on it do, such as torchao's.
     ZeRO's parameters and tensors of a warm-up are not."""

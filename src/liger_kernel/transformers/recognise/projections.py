@@ -34,9 +34,11 @@ from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_g
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
-from liger_kernel.transformers.recognise.plain import plain, unhooked
+from liger_kernel.transformers.recognise.plain import plain, runs_its_class
 from liger_kernel.transformers.recognise.variant import are_numbers
 
+# As PyTorch has it: a patch of somebody else would be passed over by a node that multiplies by
+# itself
 _FORWARD = nn.Linear.forward
 # Calls without gradients and with up to so many rows (generation) run the modules themselves: some
 # have kernels for single tokens. Not with dropout: a reentrant checkpoint calls them again with
@@ -50,12 +52,7 @@ class Left(str):
     __slots__ = ()
 
 
-def _own(m: nn.Module) -> bool:
-    """Whether a call of ``m`` runs the forward of its class."""
-    return "forward" not in m.__dict__ and unhooked(m)
-
-
-def _class(module: str, *path: str) -> Any:
+def loaded(module: str, *path: str) -> Any:
     """A class of a package, or None if the package is not imported yet."""
     found = sys.modules.get(module)
     for name in path:
@@ -63,7 +60,7 @@ def _class(module: str, *path: str) -> Any:
     return found
 
 
-def _of_package(cls: type, package: str) -> bool:
+def of_package(cls: type, package: str) -> bool:
     """Whether the forward of ``cls`` comes from ``package``."""
     forward: Any = getattr(cls, "forward", None)
     return isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(package)
@@ -71,13 +68,15 @@ def _of_package(cls: type, package: str) -> bool:
 
 def is_dense(m: Any) -> bool:
     """Whether a call of ``m`` multiplies by an ordinary weight and adds the bias."""
-    if type(m) is not nn.Linear or nn.Linear.forward is not _FORWARD or not _own(m):
+    # A subclass may do anything, so the class itself is asked for, not ``isinstance``
+    if type(m) is not nn.Linear or nn.Linear.forward is not _FORWARD or not runs_its_class(m):
         return False
     bias = m.bias
     return plain(m.weight) and (bias is None or plain(bias))
 
 
 def _weight(m: nn.Module, dtype: torch.dtype) -> Weight | Left:
+    # None: not of this storage. A reason: of this storage, but not to be multiplied now
     for read in STORAGES:
         if (found := read(m, dtype)) is not None:
             return found
@@ -89,6 +88,7 @@ def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Left | None:
         return None
     if not is_dense(m):
         return Left("a base that is sharded, hooked or quantised, or has a forward of its own")
+    # stock raises for this, or the base casts by itself
     if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
         return Left(f"a weight of {m.weight.dtype} beside an input of {dtype}")
     return dense(m.weight)
@@ -96,11 +96,13 @@ def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Left | None:
 
 def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     """The weight of a 4-bit layer (NF4 or FP4) of bitsandbytes."""
-    if type(m) is not _class("bitsandbytes.nn.modules", "Linear4bit"):
+    # A package that nobody imported has no layers in this model, and importing it would take
+    # seconds
+    if type(m) is not loaded("bitsandbytes.nn.modules", "Linear4bit"):
         return None
     state = getattr(m.weight, "quant_state", None)
     if (
-        not (_own(m) and _of_package(type(m), "bitsandbytes.") and (m.bias is None or plain(m.bias)))
+        not (runs_its_class(m) and of_package(type(m), "bitsandbytes.") and (m.bias is None or plain(m.bias)))
         or state is None
         or getattr(state, "packing_format_for_cpu", False)
     ):
@@ -115,12 +117,13 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
 
 def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     """The weight of our frozen FP8 layers and of transformers' FP8 layers."""
-    if type(m) is _class("transformers.integrations.finegrained_fp8", "FP8Linear"):
+    if type(m) is loaded("transformers.integrations.finegrained_fp8", "FP8Linear"):
         return Left("a base in FP8 whose own forward casts its input by blocks")
     if type(m) is not LigerFloat8Linear:
         return None
-    if not (_own(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
+    if not (runs_its_class(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
         return Left("a sharded or hooked base in FP8")
+    # without gradients the copy for the backward need not be made
     return m.stored(backward=torch.is_grad_enabled())
 
 
@@ -129,9 +132,9 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     recipe = None
     if type(m) is LigerFloat8TrainingLinear:
         recipe = m.recipe
-    elif type(m) is _class("torchao.float8.float8_linear", "Float8Linear"):
+    elif type(m) is loaded("torchao.float8.float8_linear", "Float8Linear"):
         recipe = _recipe_of(m.config)
-        if recipe is None or (m.config.emulate and m.weight.is_cuda) or not _of_package(type(m), "torchao."):
+        if recipe is None or (m.config.emulate and m.weight.is_cuda) or not of_package(type(m), "torchao."):
             return Left("a layer of torchao in FP8 by a config of its own")
         if m.in_features % 16 or m.out_features % 16 or lacking(m.weight.device):
             return Left("a layer of torchao in FP8 of a shape, or on a device, that cannot multiply so")
@@ -140,8 +143,9 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     if dtype not in DTYPES:
         return Left(f"a layer in FP8 beside an input of {dtype}")
     w, bias = m.weight, m.bias
-    gathered = type(w) is _class("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
-    if not (_own(m) and (plain(w) or gathered) and (bias is None or plain(bias))):
+    # inside FSDP2 the weight may arrive as the FP8 values that were gathered
+    gathered = type(w) is loaded("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
+    if not (runs_its_class(m) and (plain(w) or gathered) and (bias is None or plain(bias))):
         return Left("a layer in FP8 that is sharded or hooked")
     if w.dtype != dtype and not torch.is_autocast_enabled(w.device.type):
         return Left(f"a weight of {w.dtype} beside an input of {dtype}")
@@ -157,7 +161,7 @@ def _gathered_cast(w: Any) -> Cast:
 def gathered_in_fp8(m: Any) -> bool:
     """Whether FSDP2 will gather the weight of a layer of torchao in FP8."""
     w = m._parameters.get("weight")
-    waiting = _class("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
+    waiting = loaded("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
     return (
         waiting is not None
         and is_sharded(w)
@@ -193,7 +197,7 @@ _ALONE = (
 )  # classes of layers without another inside, of which nobody need ask for it
 
 
-def _adapters(m: Any) -> list[str]:
+def active_adapters(m: Any) -> list[str]:
     """Names of the adapters that a call of a PEFT layer adds now."""
     if m.disable_adapters or m.merged:
         return []
@@ -208,7 +212,8 @@ def _adapter(m: Any, name: str) -> Adapter | Left:
     if not (is_dense(a) and is_dense(b)) or a.bias is not None:
         return Left(f"parts of adapter {name!r} are sharded, hooked or replaced")
     p = 0.0
-    if type(dropout) not in (nn.Dropout, nn.Identity) or not _own(dropout):
+    # our node draws the mask of PyTorch's own dropout, and no other
+    if type(dropout) not in (nn.Dropout, nn.Identity) or not runs_its_class(dropout):
         return Left(f"the dropout of adapter {name!r} is hooked, or a {type(dropout).__name__}")
     if type(dropout) is nn.Dropout and dropout.training:
         if not are_numbers(dropout.p):
@@ -219,6 +224,7 @@ def _adapter(m: Any, name: str) -> Adapter | Left:
     wa, wb = a.weight, b.weight
     if wa.dtype != wb.dtype:
         return Left(f"the two matrices of adapter {name!r} have different dtypes")
+    # DoRA multiplies its norm by the scale, which must be one number there
     if not scales(scale := m.scaling[name], wb.shape[0] if name not in m.lora_variant else 1):
         return Left(
             f"adapter {name!r} has a scaling that is sharded, or of neither one element nor one for each output"
@@ -240,15 +246,17 @@ def _sharded(m: nn.Module) -> bool:
 
 
 def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
-    if not _own(m):
+    if not runs_its_class(m):
         return Left("hooks, or a forward of its own")
+    # PEFT takes merged adapters out of the weight at the next call: its forward must run
     if m.disable_adapters and m.merged:
         return Left("merged adapters to be taken out")
     if getattr(m, "fan_in_fan_out", False):
         return Left("a base whose weight lies the other way (Conv1D)")
-    base, names = m.base_layer, _adapters(m)
+    base, names = m.base_layer, active_adapters(m)
     weight = _weight(base, dtype)
     adapters, magnitude = [], None
+    # in the order in which PEFT adds them, for the same rounding
     for name in names:
         adapter = _adapter(m, name)
         if isinstance(adapter, Left):
@@ -262,6 +270,8 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
         adapters.append(adapter)
     if not isinstance(weight, Left):
         return Projection(weight, base.bias, tuple(adapters), magnitude)
+    # The base may run by itself, and the node adds the adapters; but DoRA needs the norm of the
+    # weight, and ranks that gather a base must do it at the same time
     if not adapters or magnitude is not None or _sharded(base):
         return weight
     return Projection(
@@ -272,14 +282,14 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
 def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Left:
     """The magnitude of a DoRA adapter."""
     variant = m.lora_variant[name]
-    if type(variant) is not _class("peft.tuners.lora.variants", "DoraLinearVariant") or not _of_package(
-        _class("peft.tuners.lora.dora", "DoraLinearLayer"), "peft."
+    if type(variant) is not loaded("peft.tuners.lora.variants", "DoraLinearVariant") or not of_package(
+        loaded("peft.tuners.lora.dora", "DoraLinearLayer"), "peft."
     ):
         return Left(f"adapter {name!r} is a {type(variant).__name__}")
     if active > 1:
         return Left(f"adapter {name!r} has a magnitude, and is one of several")
     holder = m.lora_magnitude_vector[name]
-    if not (_own(holder) and plain(holder.weight)):
+    if not (runs_its_class(holder) and plain(holder.weight)):
         return Left(f"the magnitude of adapter {name!r} is sharded or hooked")
     if adapter.dropout:
         return Left(f"adapter {name!r} has a magnitude and dropout")
@@ -290,8 +300,9 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
     """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the
     reason."""
     cls = type(m)
-    if _of_peft(cls) and _of_package(cls, "peft."):
+    if _of_peft(cls) and of_package(cls, "peft."):
         return _peft(m, dtype)
+    # an adapter of another method, such as LoHa or IA3
     if cls not in _ALONE and hasattr(m, "base_layer"):
         return Left(f"a layer of class {cls.__module__}.{cls.__name__}")
     weight = _weight(m, dtype)
@@ -319,7 +330,7 @@ def _of_peft(cls: type) -> bool:
 
 
 def _peft_classes() -> tuple[Any, ...]:
-    found = (_class(f"peft.tuners.lora.{module}", name) for module, names in _PEFT.items() for name in names.split())
+    found = (loaded(f"peft.tuners.lora.{module}", name) for module, names in _PEFT.items() for name in names.split())
     return tuple(c for c in found if c is not None)
 
 
@@ -337,24 +348,27 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
     has a 1 for each row. This product of low rank needs no gradient of all rows. The layer's own
     forward copies W in each call and computes the gradient of the copy.
     """
-    if type(m) is not _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer") or not _of_package(
+    if type(m) is not loaded("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer") or not of_package(
         type(m), "peft."
     ):
         return None
-    if not _own(m) or (m.disable_adapters and m.merged):
+    if not runs_its_class(m) or (m.disable_adapters and m.merged):
         return Left("trained tokens with hooks or a forward of their own, or to be taken out")
+    # the whole weight as a matrix: rows are exchanged by a product of low rank
     w = _dense(m.base_layer, dtype)
     if not isinstance(w, Dense) or w.learnable is None or w.learnable.requires_grad:
         return w if isinstance(w, Left) else Left("trained tokens of a weight that is no plain frozen one")
     names = list(m.active_adapters)
     if m.disable_adapters or m.merged or not names:
         return Projection(w, m.base_layer.bias)
+    # as PEFT does: two adapters of one token raise
     m._check_overlapping_tokens(names)
     at = [i for name in names for i in m.token_indices[name]]
     if len(at) > w.shape[1] // 4:
         return Left(f"{len(at)} trained tokens")  # with so many, the product costs more than a copy of W
     index = _on_device(tuple(at), w.learnable.device)
     rows = torch.cat([m.trainable_tokens_delta[name].to(w.learnable) for name in names])
+    # E_i of the docstring
     chosen = torch.zeros(w.shape[0], len(at), dtype=dtype, device=index.device)
     chosen[index, torch.arange(len(at), device=index.device)] = 1
     return Projection(w, None, (Adapter(rows - w.learnable[index], chosen),))
@@ -362,7 +376,7 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
 
 def base_of(m: Any) -> nn.Module:
     """The layer inside a PEFT layer, or ``m`` itself."""
-    layers = (*_peft_classes(), _class("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"))
+    layers = (*_peft_classes(), loaded("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"))
     return m.base_layer if type(m) in layers else m
 
 
@@ -371,13 +385,19 @@ def copy_in_use(m: Any) -> nn.Module:
     original if none is active; for a wrapper with trained tokens the layer that holds them; else
     ``m``."""
     cls = type(m)
-    if cls is nn.Linear or torch.compiler.is_compiling() or not _of_package(cls, "peft.utils.other") or not _own(m):
+    if (
+        cls is nn.Linear
+        or torch.compiler.is_compiling()
+        or not of_package(cls, "peft.utils.other")
+        or not runs_its_class(m)
+    ):
         return m
-    if cls is _class("peft.utils.other", "TrainableTokensWrapper"):
+    if cls is loaded("peft.utils.other", "TrainableTokensWrapper"):
         return m.token_adapter
-    if cls is not _class("peft.utils.other", "ModulesToSaveWrapper"):
+    if cls is not loaded("peft.utils.other", "ModulesToSaveWrapper"):
         return m
     active = m.active_adapters
+    # as PEFT decides: any adapter without a copy turns all of them off
     off = m.disable_adapters or not active or any(name not in m._adapters for name in active)
     return m.original_module if off else m.modules_to_save[active[0]]
 
@@ -419,16 +439,19 @@ def linear(module: Any, x: Any) -> Any:
 
 def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
     """``tuple(m(x) for m in modules)``, as one node where the engine can."""
+    # Most calls end here: layers without adapters, of models that are not quantised
     if all(type(m) is nn.Linear for m in modules) or not served(x, modules):
         return tuple(m(x) for m in modules)
     dtype = product_dtype(x)
     found = [projection(m, dtype) for m in modules]
     ours = [p if isinstance(p, Projection) and fitting(p, x.shape[-1], x.device) else None for p in found]
+    # a node that saves nothing would only cost its own time
     if not any(p is not None and p.gains for p in ours):
         return tuple(m(x) for m in modules)
     if len(modules) > 1 and None in ours and any(a.dropout for p in ours if p is not None for a in p.adapters):
         return tuple(shared(x, m)[0] for m in modules)  # so that masks are drawn in the order of the modules
     memory.needed()
+    # in the order of the modules: those that stay stock run between the others
     ys = iter(linears(x, [p for p in ours if p is not None]))
     outputs = tuple(m(x) if p is None else beside(next(ys), p, m, x) for p, m in zip(ours, modules))
     memory.taken()

@@ -29,7 +29,8 @@ FIRST: dict[str, Callable[[Tensor], Tensor]] = {
     "twice": lambda t: t[..., : t.shape[-1] // 2],
     "repeated": lambda t: t[..., ::2],
 }
-ABSENT = object()
+# layouts that our kernel does not have: their pairs are its pairs, and what is moved is moved here
+PAIRS = {"apart": "pairs", "behind": "pairs"}
 
 
 def _learn(*tables: Tensor) -> bool:
@@ -54,73 +55,61 @@ def _angles(tables: str, turn: Callable[[Tensor, Tensor], Any]) -> Callable[[Ten
     return TABLES[tables]
 
 
-def _stand_ins(tables: str) -> StandIns:
+def _fits(x: Tensor, cos: Tensor, unsqueeze_dim: int) -> bool:
+    tables = cos.ndim == 3 and cos.shape[0] in (1, x.shape[0])
+    return x.ndim == 4 and tables and unsqueeze_dim in (1, 2)
+
+
+def _q_and_k(unsqueeze_dim: int, width: int = 16) -> tuple[Tensor, Tensor]:
+    shapes = ((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width) for heads in (2, 1))
+    q, k = (torch.randn(shape) for shape in shapes)
+    return q, k
+
+
+def _stand_ins(form: str) -> StandIns:
     for width in (16, 24):  # 24: the last eight columns pass through
         for batch, unsqueeze_dim in ((1, 1), (3, 1), (3, 2)):
-            q, k = (
-                torch.randn((3, heads, 5, width) if unsqueeze_dim == 1 else (3, 5, heads, width)) for heads in (2, 1)
-            )
-            angle = torch.randn(batch, 5, 8 if tables == "once" else 16)
+            q, k = _q_and_k(unsqueeze_dim, width)
+            angle = torch.randn(batch, 5, 8 if form == "once" else 16)
             yield {"unsqueeze_dim": unsqueeze_dim}, (q, k, angle.cos(), angle.sin())
 
 
 @dataclass(frozen=True)
 class _OfTables(Variant):
-    """A rope that the form of its ``tables`` distinguishes from other ropes. ``casting``: see
+    """A rope that the ``form`` of its tables distinguishes from other ropes. ``casting``: see
     ``ops.rotary.rope``."""
 
-    kind, by_tables = "rope", True
+    kind, tables, by_tables = "rope", 2, True
     casting: str
     layout: str
-    tables: str
+    form: str
 
-    def fits(self, tables: set[str] | None) -> bool:
-        return tables == {self.tables} or (not tables and self.tables == "once")  # "once" also if no form is known
+    def fits(self, forms: set[str] | None) -> bool:
+        return forms == {self.form} or (not forms and self.form == "once")  # "once" also if no form is known
 
 
 class Rope(_OfTables):
     """Queries and keys. ``layout`` "apart": the input has pairs, and the output has the first
     values of all pairs, then the second values."""
 
-    def words(self) -> tuple[str, ...]:
-        return self.casting, self.layout, self.tables
-
     def __call__(self, stock: Callable) -> Callable:
         casting, layout = self.casting, self.layout
-        angles = _angles(self.tables, lambda x, table: stock(x, x, table, table))
+        angles = _angles(self.form, lambda x, table: stock(x, x, table, table))
 
-        def turn(
-            q: Tensor, k: Any, cos: Tensor, sin: Tensor, position_ids: Any, unsqueeze_dim: int
-        ) -> tuple[Tensor, ...]:
+        def turn(q: Tensor, k: Any, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+            unsqueeze_dim = rest[-1]
             memory.taken()  # the projections have read the value
-            fits = (
-                k is not None
-                and q.ndim == k.ndim == 4
-                and cos.ndim == 3
-                and cos.shape[0] in (1, q.shape[0])
-                and unsqueeze_dim in (1, 2)
-            )
-            if fits and not _learn(cos, sin):
-                turned = rope(
-                    q,
-                    k,
-                    angles(cos),
-                    angles(sin),
-                    layout="pairs" if layout == "apart" else layout,
-                    unsqueeze_dim=unsqueeze_dim,
-                    casting=casting,
-                )
-                return (
-                    tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned
-                )
-            more = (unsqueeze_dim,) if position_ids is ABSENT else (position_ids, unsqueeze_dim)
-            return stock(q, k, cos, sin, *more)
+            if k is None or k.ndim != 4 or not _fits(q, cos, unsqueeze_dim) or _learn(cos, sin):
+                return stock(q, k, cos, sin, *rest)
+            how: dict[str, Any] = dict(layout=PAIRS.get(layout, layout), unsqueeze_dim=unsqueeze_dim, casting=casting)
+            turned = rope(q, k, angles(cos), angles(sin), **how)
+            return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned
 
         parameters = inspect.signature(stock).parameters
         if parameters["k"].default is None:  # it may be called with queries alone
 
             def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-                return turn(q, k, cos, sin, ABSENT, unsqueeze_dim)
+                return turn(q, k, cos, sin, unsqueeze_dim)
         elif "position_ids" in parameters:  # position_ids has no effect, and most models have removed it
 
             def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
@@ -128,14 +117,15 @@ class Rope(_OfTables):
         else:
 
             def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-                return turn(q, k, cos, sin, ABSENT, unsqueeze_dim)
+                return turn(q, k, cos, sin, unsqueeze_dim)
 
+        # norms of heads may join this rotation
         if layout != "apart" and parameters["unsqueeze_dim"].default == 1:
             ROPE_FORMS[apply_rotary_pos_emb] = layout, angles, casting
         return apply_rotary_pos_emb
 
     def stand_ins(self) -> StandIns:
-        return _stand_ins(self.tables)
+        return _stand_ins(self.form)
 
 
 @dataclass(frozen=True)
@@ -146,34 +136,21 @@ class RopeAlone(_OfTables):
     sin_first: bool = False
 
     def words(self) -> tuple[str, ...]:
-        return "alone", "sin first" if self.sin_first else "", self.casting, self.layout, self.tables
+        return "alone", "sin first" if self.sin_first else "", self.casting, self.layout, self.form
 
     def __call__(self, stock: Callable) -> Callable:
         casting, layout = self.casting, self.layout
-        angles = _angles(self.tables, lambda x, table: stock(x, table, table))
+        angles = _angles(self.form, lambda x, table: stock(x, table, table))
 
         def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
-            if (
-                x.ndim != 4
-                or cos.ndim != 3
-                or cos.shape[0] not in (1, x.shape[0])
-                or unsqueeze_dim not in (1, 2)
-                or _learn(cos, sin)
-            ):
+            if not _fits(x, cos, unsqueeze_dim) or _learn(cos, sin):
                 return None
             cos, sin = angles(cos), angles(sin)
             first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
             part = x[..., first:] if first else x
             none = part.detach().narrow(unsqueeze_dim, 0, 0)
-            y, _ = rope(
-                part,
-                none,
-                cos,
-                sin,
-                layout="pairs" if layout == "behind" else layout,
-                unsqueeze_dim=unsqueeze_dim,
-                casting=casting,
-            )
+            how: dict[str, Any] = dict(layout=PAIRS.get(layout, layout), unsqueeze_dim=unsqueeze_dim, casting=casting)
+            y, _ = rope(part, none, cos, sin, **how)
             return torch.cat((x[..., :first], y), -1) if first else y
 
         if self.sin_first:
@@ -190,7 +167,7 @@ class RopeAlone(_OfTables):
         return apply_rotary_pos_emb
 
     def stand_ins(self) -> StandIns:
-        for attributes, (q, _, cos, sin) in _stand_ins(self.tables):
+        for attributes, (q, _, cos, sin) in _stand_ins(self.form):
             if not self.sin_first:
                 yield attributes, (q, cos, sin)
             elif attributes["unsqueeze_dim"] == 2:
@@ -201,7 +178,7 @@ class RopeAlone(_OfTables):
 class RopeOfSections(Variant):
     """Queries and keys with angles from several tables, one for each section of the columns."""
 
-    kind = "rope"
+    kind, tables = "rope", 2
     casting: str
 
     def words(self) -> tuple[str, ...]:
@@ -220,7 +197,7 @@ class RopeOfSections(Variant):
 
     def stand_ins(self) -> StandIns:
         for unsqueeze_dim in (1, 2):
-            q, k = (torch.randn((3, heads, 5, 16) if unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1))
+            q, k = _q_and_k(unsqueeze_dim)
             angle = torch.randn(3, 3, 5, 16)
             yield {"unsqueeze_dim": unsqueeze_dim, "mrope_section": [2, 3, 3]}, (q, k, angle.cos(), angle.sin())
 
@@ -229,7 +206,7 @@ class RopeOfSections(Variant):
 class FlatRope(Variant):
     """Queries and keys with all tokens of a batch in one dimension."""
 
-    kind = "rope"
+    kind, tables = "rope", 2
     casting: str
 
     def words(self) -> tuple[str, ...]:
@@ -257,26 +234,20 @@ class ComplexRope(Variant):
     """Queries and keys with complex tables. ``unsqueeze_dim``: where the tables get a dimension
     for the heads."""
 
-    kind = "rope"
+    kind, tables, exact = "rope", 1, False
     unsqueeze_dim: int
 
     def words(self) -> tuple[str, ...]:
         return "complex", f"{self.unsqueeze_dim}"
 
-    @property
-    def exact(self) -> bool:
-        return False
-
     def __call__(self, stock: Callable) -> Callable:
         unsqueeze_dim = self.unsqueeze_dim
 
         def apply_rotary_emb(xq, xk, freqs_cis):
-            if unsqueeze_dim == 2 and freqs_cis.numel() == xq.shape[1] * (
-                xq.shape[-1] // 2
-            ):  # one table for all images
-                table = freqs_cis.reshape(1, xq.shape[1], xq.shape[-1] // 2)
-            else:
-                table = freqs_cis
+            pairs = xq.shape[-1] // 2
+            # one table for all images has no dimension of the batch, or too many
+            one = unsqueeze_dim == 2 and freqs_cis.numel() == xq.shape[1] * pairs
+            table = freqs_cis.reshape(1, xq.shape[1], pairs) if one else freqs_cis
             if not freqs_cis.is_complex() or table.ndim != 3 or _learn(freqs_cis):
                 return stock(xq, xk, freqs_cis)
             return rope(xq, xk, *of_complex(table.to(xq.device)), layout="pairs", unsqueeze_dim=unsqueeze_dim)
@@ -285,9 +256,7 @@ class ComplexRope(Variant):
 
     def stand_ins(self) -> StandIns:
         for batch in (1, 3):
-            q, k = (
-                torch.randn((3, heads, 5, 16) if self.unsqueeze_dim == 1 else (3, 5, heads, 16)) for heads in (2, 1)
-            )
+            q, k = _q_and_k(self.unsqueeze_dim)
             yield {}, (q, k, torch.polar(torch.ones(batch, 5, 8), torch.randn(batch, 5, 8)))
 
 

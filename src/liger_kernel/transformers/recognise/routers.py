@@ -19,17 +19,14 @@ class LoadBalancing(Variant):
     """The loss of all layers' router logits together: experts chosen by softmax, in the dtype of
     the logits."""
 
-    kind = "load_balancing"
+    kind, exact = "load_balancing", False
 
     def words(self) -> tuple[str, ...]:
         return "softmax", "top_k"
 
-    @property
-    def exact(self) -> bool:
-        return False
-
     def __call__(self, stock: Callable) -> Callable:
         def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+            # one tensor for each layer; a family without experts passes None
             fits = isinstance(gate_logits, tuple) and gate_logits and not torch.compiler.is_compiling()
             fits = fits and all(_fits(t, num_experts, top_k, attention_mask) for t in gate_logits)
             if not fits:
@@ -40,6 +37,7 @@ class LoadBalancing(Variant):
 
     def stand_ins(self) -> StandIns:
         B, L, E = 3, 40, 6
+        # rows of several lengths
         mask = (torch.arange(L) < torch.tensor([[L], [L - 7], [11]])).to(torch.int64)
         random = lambda: 2 * torch.randn(B * L, E)
         # half of the rows prefer an expert by one step of bf16, and in bf16 its probability is that
@@ -68,6 +66,7 @@ def _fits(logits: object, num_experts: object, top_k: object, mask: object) -> b
         and logits.shape[1] == num_experts
     ):
         return False
+    # the rows of the mask are those of the logits, in the same order
     whole = mask is None or (
         isinstance(mask, Tensor)
         and plain(mask)

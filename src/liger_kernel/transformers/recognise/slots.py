@@ -72,6 +72,7 @@ _Q_K = ("q", "k", "cos", "sin")
 SLOTS = [
     Slot("rms_norm", _NORM, (("x",),), RMS_NORMS),
     Slot("layer_norm", _NORM, (("x",),), LAYER_NORMS),
+    # with a gate, stock may be called without one
     Slot("rms_norm", _NORM, (("x", "gate"),), GATED_RMS_NORMS),
     Slot("glu", _GATED_MLP, (("x",),), GLUS),
     Slot("relu_squared", _MLP, (("x",),), MLPS),

@@ -3,6 +3,7 @@ show whether the replacement is right."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,17 +12,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-StandIns = Iterator[
-    tuple[dict[str, Any], tuple[Any, ...]]
-]  # attributes of a module (or options of a function), and inputs
-
-
-@dataclass(frozen=True)
-class Made:
-    """An input of a stand-in that depends on the dtypes of the other inputs and of weights:
-    ``make(dtype, weight_dtype)``."""
-
-    make: Callable[[Any, Any], Any]
+# Attributes of a module (or options of a function), and inputs: tensors, or functions of (dtype,
+# dtype of weights) that make an input
+StandIns = Iterator[tuple[dict[str, Any], tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +24,7 @@ class Variant:
 
     kind: ClassVar[str]  # how its label begins
     results: ClassVar[int | None] = None  # how many of its results are compared with stock's; None: all
+    tables: ClassVar[int] = 0  # how many of its last inputs are tables of angles, which are cast like weights
     by_tables: ClassVar[bool] = False  # whether the variants of its slot differ in the form of their tables
 
     def __call__(self, stock: Callable) -> Callable:
@@ -44,14 +38,14 @@ class Variant:
     def words(self) -> tuple[str, ...]:
         """The words of its label. Empty words and repeated words are allowed, and left out of
         the label."""
-        raise NotImplementedError
+        return tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in dataclasses.astuple(self))
 
     @property
     def exact(self) -> bool:
         """Whether its bf16 result must be bit-identical."""
         return True
 
-    def fits(self, tables: set[str] | None) -> bool:
+    def fits(self, forms: set[str] | None) -> bool:
         """Whether a function that receives tables of these forms is compared with it."""
         return True
 
@@ -69,36 +63,34 @@ def are_numbers(*values: Any) -> bool:
 
 def named_as(function: Any, stock: Callable) -> Callable:
     """``function`` with the parameter names of ``stock``, because callers may use them. The
-    names change in its code object, so calls cost nothing more."""
+    names change in its code object, so calls cost nothing more.
+
+    For stock's ``forward(self, x)``, ``def forward(self, hidden_states)`` becomes
+    ``def forward(self, x)``; a local variable ``x`` of it becomes ``_x``.
+    """
     code = function.__code__
     theirs = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    new = {old: name for old, name in zip(code.co_varnames[: code.co_argcount], theirs) if old != name}
-    if len(theirs) >= code.co_argcount and not set(new.values()) & {
-        *code.co_freevars,
-        *code.co_varnames[: code.co_argcount],
-    }:
-        taken = {name: f"_{name}" for name in new.values()}  # rename locals that have one of the new names
-        names = {
-            part: tuple((new | taken).get(name, name) for name in getattr(code, part))
-            for part in ("co_varnames", "co_cellvars")
-        }
+    ours = code.co_varnames[: code.co_argcount]
+    new = {old: name for old, name in zip(ours, theirs) if old != name}
+    # a closure's names cannot be renamed, nor can two parameters exchange their names
+    if len(theirs) >= code.co_argcount and not set(new.values()) & {*code.co_freevars, *ours}:
+        new |= {name: f"_{name}" for name in new.values()}
+        names = {part: tuple(new.get(n, n) for n in getattr(code, part)) for part in ("co_varnames", "co_cellvars")}
         function.__code__ = code.replace(**names)
     return function
 
 
 # Replacements register here, not by attributes: functools.wraps would copy an attribute to every
 # function that wraps them
-NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = (
-    weakref.WeakKeyDictionary()
-)  # offset, casting, attribute with the eps
-ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = (
-    weakref.WeakKeyDictionary()
-)  # layout, angles of a table, casting
+
+# offset, casting, attribute with the eps
+NORM_FORMS: weakref.WeakKeyDictionary[Callable, tuple[float, str, str]] = weakref.WeakKeyDictionary()
+# layout, angles of a table, casting
+ROPE_FORMS: weakref.WeakKeyDictionary[Callable, tuple[str, Callable, str]] = weakref.WeakKeyDictionary()
 # The attributes that a forward calls as linear layers of the projection engine, and why a module
 # runs its stock forward all the same, or None
 LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], Callable[[nn.Module], str | None]]] = (
     weakref.WeakKeyDictionary()
 )
-OF_EXPERTS: weakref.WeakKeyDictionary[Callable, Variant] = (
-    weakref.WeakKeyDictionary()
-)  # the variant whose forward runs experts
+# the variant whose forward runs experts
+OF_EXPERTS: weakref.WeakKeyDictionary[Callable, Variant] = weakref.WeakKeyDictionary()

@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from liger_kernel.transformers.lazy_mask import LazyMask, known, lazy
-from liger_kernel.transformers.rewrite.known_masks import by_interface, masks_as_told
+from liger_kernel.transformers.rewrite.known_masks import by_interface, masks_by_arguments
 from liger_kernel.utils import varlen_lacks
 
 try:
@@ -151,7 +151,7 @@ def unmasked(forward: Callable) -> Callable:
     """Wrap the ``forward`` of a model with a head, so that it omits masks inside
     ``torch.compile`` as in eager mode."""
     module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
-    if module is None or not masks_as_told(module):
+    if module is None or not masks_by_arguments(module):
         return forward
 
     @functools.wraps(forward)

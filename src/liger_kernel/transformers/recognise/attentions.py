@@ -84,21 +84,21 @@ class SinkAttention(Variant):
 
     def __call__(self, stock: Callable) -> Callable:
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-            # ``said``: what a token sees, if the mask is one of ours
-            sinks, said = getattr(module, "sinks", None), known(attention_mask)
+            # what a token sees, if the mask is one of ours
+            sinks, seen = getattr(module, "sinks", None), known(attention_mask)
             more = (
                 dropout
                 or not are_numbers(scaling)
                 or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
             )
             if (
-                said is not None
+                seen is not None
                 and not more
                 and _fits(query, key, value, attention_mask, sinks)
                 and not _watched(module)
             ):
                 out = sink_attention(
-                    query, key, value, sinks, window=said.window, valid=said.valid, first=said.first, scale=scaling
+                    query, key, value, sinks, window=seen.window, valid=seen.valid, first=seen.first, scale=scaling
                 )
                 return out.transpose(1, 2), None
             # stock adds a mask of every pair of tokens

@@ -24,13 +24,13 @@ from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.transformers.recognise.activations import CLAMPED, activation
 from liger_kernel.transformers.recognise.plain import plain, runs_its_class, unhooked
 from liger_kernel.transformers.recognise.projections import (
-    beside,
+    engine_runs,
     fitting,
     linear,
     product_dtype,
     projection,
-    served,
     shared,
+    with_base,
 )
 from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
 from liger_kernel.transformers.recognise.variant import LINEARS, StandIns, Variant, are_numbers
@@ -195,6 +195,16 @@ class GLU(Variant):
         return GLU_FORMS[self.form].exact
 
     def __call__(self, stock: Callable, tiles: bool | int = False) -> Callable:
+        """A forward that looks at each call what its module is now, for ``LlamaMLP``:
+
+            three bare ``nn.Linear``, with gradients    ``whole``: one operator
+            LoRA on gate_proj, or weights in 4 bits     ``adapted``: one node
+            a hook on up_proj, or no gradients          ``by_parts``: modules, and one operator for
+                                                        ``silu(gate) * up``
+            an activation that is none of ours          ``by_parts``: the stock forward
+
+        The first two in tiles if ``tiles`` says so; the last two in tiles of the whole MLP.
+        """
         gate, up, down, act, form = self.gate, self.up, self.down, self.act, GLU_FORMS[self.form]
         inner, outer = [*dict.fromkeys((gate, up))], down  # one or two projections, and the last one
 
@@ -217,7 +227,7 @@ class GLU(Variant):
             """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less;
             None if it has none of them, or if it does more."""
             projections = [getattr(self, name) for name in (*inner, outer)]
-            if (count == 1 and all(type(p) is nn.Linear for p in projections)) or not served(x, projections):
+            if (count == 1 and all(type(p) is nn.Linear for p in projections)) or not engine_runs(x, projections):
                 return None
             found = [projection(p, product_dtype(x)) for p in projections]
             if not _one_node(found, x, count, halves=up == gate):
@@ -227,7 +237,7 @@ class GLU(Variant):
             how = dict(recompute=memory.level() == "mlp", ends=form.after is GLUForm.after and memory.is_last(self))
             y = adapted_mlp(x, first, last, act=name, tiles=count, **how, **form.options(self))
             memory.taken()
-            return form.after(self, beside(y, last, projections[-1], x))
+            return form.after(self, with_base(y, last, projections[-1], x))
 
         def by_parts(self, name, x):
             """Run the projections, and the activation and the product as one operator."""

@@ -407,7 +407,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return dtypes_of(x, ())[0]
 
 
-def served(x: Any, modules: Iterable[Any]) -> bool:
+def engine_runs(x: Any, modules: Iterable[Any]) -> bool:
     """Whether the engine can run these linear layers on x at all."""
     if (
         torch.compiler.is_compiling()
@@ -440,7 +440,7 @@ def linear(module: Any, x: Any) -> Any:
 def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
     """``tuple(m(x) for m in modules)``, as one node where the engine can."""
     # Most calls end here: layers without adapters, of models that are not quantised
-    if all(type(m) is nn.Linear for m in modules) or not served(x, modules):
+    if all(type(m) is nn.Linear for m in modules) or not engine_runs(x, modules):
         return tuple(m(x) for m in modules)
     dtype = product_dtype(x)
     found = [projection(m, dtype) for m in modules]
@@ -453,12 +453,12 @@ def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
     memory.needed()
     # in the order of the modules: those that stay stock run between the others
     ys = iter(linears(x, [p for p in ours if p is not None]))
-    outputs = tuple(m(x) if p is None else beside(next(ys), p, m, x) for p, m in zip(ours, modules))
+    outputs = tuple(m(x) if p is None else with_base(next(ys), p, m, x) for p, m in zip(ours, modules))
     memory.taken()
     return outputs
 
 
-def beside(y: Tensor, p: Projection, m: Any, x: Tensor) -> Tensor:
+def with_base(y: Tensor, p: Projection, m: Any, x: Tensor) -> Tensor:
     """``m(x)`` in its dtype, from y, the part that the node computed."""
     if isinstance(p.weight, Elsewhere):
         base = m.base_layer(x)

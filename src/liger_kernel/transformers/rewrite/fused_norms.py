@@ -1,4 +1,4 @@
-"""Steps beside a norm that one kernel does with it: the residual addition before it, or, of the
+"""Steps around a norm that one kernel does with it: the residual addition before it, or, of the
 norms of heads, the rotation after them. x, n, q, k are names; A and B any expressions:
 
     s = A + B; r = s; n = self.norm(s)   ->   r, n = add_norm(self.norm, A, B); s = r
@@ -6,7 +6,7 @@ norms of heads, the rotation after them. x, n, q, k are names; A and B any expre
 
     q = self.q_norm(A).transpose(1, 2)   ->   q = A.transpose(1, 2)
     k = self.k_norm(B).transpose(1, 2)   ->   k = B.transpose(1, 2)
-    q, k = apply_rotary(q, k, c, s)      ->   q, k = norm_rope(self.q_norm, self.k_norm, ..., q, k, c, s)
+    q, k = apply_rotary(q, k, c, s)      ->   q, k = norm_rope(self.q_norm, self.k_norm, q, k, c, s)
 
     x = self.mlp(n); x = r + x; return x   ->   x = last(self.mlp, n); x = r + x; return x
 

@@ -149,7 +149,7 @@ def by_interface(source: str) -> bool:
 
 
 @functools.cache
-def masks_as_told(module: types.ModuleType) -> bool:
+def masks_by_arguments(module: types.ModuleType) -> bool:
     """Whether the models of a Python module use Transformers' attention interface, and mask only
     by causality, a window and their arguments."""
     try:

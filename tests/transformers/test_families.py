@@ -528,6 +528,15 @@ def test_what_is_written_of_families_is_what_would_be_written():
     assert table.STUB.read_text() == table.stub()
 
 
+def test_an_interrupted_write_leaves_the_old_table(tmp_path, monkeypatch):
+    path = tmp_path / "families.json"
+    table._exchange(path, "old")
+    monkeypatch.setattr(table.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        table._exchange(path, "new")
+    assert path.read_text() == "old"
+
+
 def test_what_the_table_must_show():
     rows = families.FAMILIES
     text = [

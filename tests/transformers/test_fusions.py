@@ -36,18 +36,23 @@ needs_kernels = pytest.mark.skipif(
 RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 
 
+def counted(monkeypatch, name: str, note) -> list:
+    """``note(arguments, options)`` of each call of an operator."""
+    found, stock = [], getattr(fused_norms, name)
+    monkeypatch.setattr(fused_norms, name, lambda *a, **o: found.append(note(a, o)) or stock(*a, **o))
+    return found
+
+
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
-    """Calls of the operator; whether there was a residual."""
-    found, stock = [], fused_norms.fused_add_rms_norm
-    monkeypatch.setattr(
-        fused_norms,
-        "fused_add_rms_norm",
-        lambda x, residual, *args, **options: (
-            found.append(residual is not None) or stock(x, residual, *args, **options)
-        ),
-    )
-    return found
+    """Calls of the operator that adds and norms; whether there was a residual."""
+    return counted(monkeypatch, "fused_add_rms_norm", lambda arguments, _: arguments[1] is not None)
+
+
+@pytest.fixture
+def turns(monkeypatch) -> list[dict]:
+    """Calls of the operator that norms and turns."""
+    return counted(monkeypatch, "qk_norm_rope", lambda _, options: options)
 
 
 @pytest.fixture(autouse=True)
@@ -195,44 +200,35 @@ def test_wrappers_of_others_stay():
     assert wrappers.core(timed) is timed and rewrite.fused(timed) is None
 
 
-def _hooked(layer):
-    layer.first_norm.register_forward_hook(lambda *_: None)
+class Decorated(Norm):
+    @functools.wraps(Norm.forward)
+    def forward(self, x):
+        return Norm.forward(self, x)
 
 
-def _stock(layer):
-    layer.first_norm = nn.RMSNorm(8, eps=0.1)
+def _as_accelerate_wraps(norm):
+    old = norm.forward
+    return functools.update_wrapper(functools.partial(lambda m, x: old(x), norm), old)
 
 
-def _wrapped(layer):
-    layer.first_norm.forward = lambda x, norm=layer.first_norm: Norm.forward(norm, x)
-
-
-def _wrapped_as_accelerate_does(layer):
-    norm, old = layer.first_norm, layer.first_norm.forward
-    norm.forward = functools.update_wrapper(functools.partial(lambda m, x: old(x), norm), old)
-
-
-def _decorated(layer):
-    class Decorated(Norm):
-        @functools.wraps(Norm.forward)
-        def forward(self, x):
-            return Norm.forward(self, x)
-
-    layer.first_norm.__class__ = Decorated
-
-
-def _replaced_by_none(layer):
-    layer.first_norm = nn.Identity()
+MORE_THAN_OURS = {
+    "hooked": lambda layer: layer.first_norm.register_forward_hook(lambda *_: None),
+    "stock": lambda layer: setattr(layer, "first_norm", nn.RMSNorm(8, eps=0.1)),
+    "wrapped": lambda layer: setattr(
+        layer.first_norm, "forward", lambda x, norm=layer.first_norm: Norm.forward(norm, x)
+    ),
+    "accelerate": lambda layer: setattr(layer.first_norm, "forward", _as_accelerate_wraps(layer.first_norm)),
+    "decorated": lambda layer: setattr(layer.first_norm, "__class__", Decorated),
+    "none": lambda layer: setattr(layer, "first_norm", nn.Identity()),
+}
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "change", [_hooked, _stock, _wrapped, _wrapped_as_accelerate_does, _decorated, _replaced_by_none]
-)
+@pytest.mark.parametrize("change", MORE_THAN_OURS)
 def test_norms_that_are_more_are_called(calls, change):
     layers = Layer(), Layer()
     for layer in layers:
-        change(layer)
+        MORE_THAN_OURS[change](layer)
     assert_close(run(rewrite.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
     assert calls == [True]
 
@@ -318,16 +314,6 @@ def test_methods_without_gradients_get_our_rope(monkeypatch):
     assert found.keys() == expected.keys() and not any("q_proj" in name for name in found)
     for name, d in found.items():
         torch.testing.assert_close(d, expected[name], rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def turns(monkeypatch) -> list[dict]:
-    """Calls of the operator that norms and turns."""
-    found, stock = [], fused_norms.qk_norm_rope
-    monkeypatch.setattr(
-        fused_norms, "qk_norm_rope", lambda *args, **options: found.append(options) or stock(*args, **options)
-    )
-    return found
 
 
 def attentions_of(model: nn.Module) -> list[nn.Module]:

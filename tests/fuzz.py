@@ -42,11 +42,11 @@ from safetensors.torch import save_file
 from liger_kernel import cli
 from liger_kernel.bench import results
 from liger_kernel.deploy.job import Job
-from liger_kernel.train import checkpoint, folder, hub, loop, metrics, resume, stream, tokenise
+from liger_kernel.train import checkpoint, folder, hub, loop, metrics, session, stream, tokenise
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.ranks import Ranks
 from liger_kernel.train.records import Records
-from liger_kernel.train.rows import Rows
+from liger_kernel.train.token_rows import TokenRows
 
 SECONDS, WHOLE = 20, 90  # for a case, and for a whole run
 MEMORY = 2 << 30  # bytes beyond what the process has
@@ -315,7 +315,7 @@ class Readers:
         (files / "draft" / "state.json").write_text(json.dumps(state))
         for name in ("ids", "labels", "lengths"):
             (files / "draft" / name).write_bytes(bytes(32))
-        found = Rows.read(cache / "rows.safetensors")
+        found = TokenRows.read(cache / "rows.safetensors")
         save_file(
             found.tensors(),
             files / "part-000000.safetensors",
@@ -374,20 +374,14 @@ class Readers:
         while path := found.latest():
             there = checkpoint.read_object(path / "state.json")["identity"]
             with contextlib.suppress(UserError):
-                resume.refuse_other(path, there, {"seed": 0})
+                session.refuse_other(path, there, {"seed": 0})
             if found.load(path, self.model, self.optimizer) is not None:
                 break
 
     def identity(self, place: Path, rng: random.Random) -> None:
         folder.check(self.of(place))
-        resume.accept(
-            self.of(place),
-            _Held(),
-            self.model,
-            self.ranks,
-            place / "checkpoints",
-            place / "checkpoints" / "step-00000002",
-        )
+        run = session.Session(self.of(place), _Held(), self.model, None, "fp32", self.ranks, None)
+        session.accept(run, place / "checkpoints", place / "checkpoints" / "step-00000002")
 
     def of(self, place: Path) -> TrainConfig:
         return TrainConfig(data=str(self.data), out=str(place), checkpoint_every=1, **SIZES)
@@ -399,16 +393,16 @@ class Readers:
     def lines(self, place: Path, rng: random.Random) -> None:
         folder.check(self.of(place))
         lines = list(metrics.StepLines(place / "metrics.jsonl", 2).read())
-        metrics.as_json(metrics.of_lines(lines))
+        metrics.as_json(lines)
 
     def numbers(self, place: Path, rng: random.Random) -> None:
-        found = resume.finished(self.of(place), self.ranks)
+        found = session.Session(self.of(place), *[None] * 4, self.ranks, None).finished()
         if found:
             with mock.patch.object(loop, "train", lambda config: found):
                 cli.main(["train", "--data", str(self.data), "--out", str(place)])
 
     def rows(self, place: Path, rng: random.Random) -> None:
-        rows = Rows.read(place / "rows.safetensors")
+        rows = TokenRows.read(place / "rows.safetensors")
         rows.check(self.vocabulary)
         if len(rows):
             rows.count([0]), rows.batch([0, len(rows) - 1], 0)

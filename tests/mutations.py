@@ -100,7 +100,7 @@ MUTATIONS = {
     ),
     "packing": Mutation(
         "documents of a row go on counting positions",
-        "train/rows.py",
+        "train/token_rows.py",
         "positions = at - torch.where(begins, at, 0).cummax(0).values\n",
         "positions = at\n",
         "tests/train/test_train.py",

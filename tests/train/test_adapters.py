@@ -27,6 +27,7 @@ from liger_kernel.train.evaluate import evaluate
 from liger_kernel.train.model import build
 from liger_kernel.train.tokenise import train_bpe
 
+pytestmark = pytest.mark.usefixtures("references")
 TEXT = "def add(a, b):\n    return a + b\n\n"
 CPU = torch.device("cpu")
 
@@ -34,14 +35,6 @@ CPU = torch.device("cpu")
 def needs(*names):
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_it(monkeypatch):
-    """On a CPU, references serve."""
-    from liger_kernel.ops._core import operator as _op
-
-    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
 
 
 @pytest.fixture(scope="module")

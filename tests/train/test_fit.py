@@ -511,18 +511,9 @@ def test_ranks_in_the_table(tmp_path, capsys):
     [
         (["--nproc", "4"], "4 ranks need --parallel ddp, fsdp2, tp or ulysses"),
         (["--nproc", "0", "--parallel", "ddp"], "--nproc must be the number of GPUs of a machine, got 0"),
-        (
-            ["--nproc", "2", "--nnodes", "x", "--parallel", "ddp"],
-            "nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got 'x'",
-        ),
-        (
-            ["--nproc", "4", "--parallel", "ulysses", "--sequence-parallel-size", "3"],
-            "sequence_parallel_size must divide the 4 ranks, got 3",
-        ),
-        (
-            ["--nproc", "4", "--parallel", "deepspeed-z3", "--trainer", "hf"],
-            "the memory of parallel deepspeed-z3 is not known: DeepSpeed holds the weights",
-        ),
+        (["--nproc", "2", "--nnodes", "x", "--parallel", "ddp"], "nnodes must be N or MIN:MAX"),
+        (["--nproc", "4", "--parallel", "ulysses", "--sequence-parallel-size", "3"], "must divide the 4 ranks, got 3"),
+        (["--parallel", "deepspeed-z3", "--trainer", "hf"], "the memory of parallel deepspeed-z3 is not known"),
     ],
     ids=str,
 )
@@ -561,10 +552,10 @@ TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batc
 def test_out_of_memory_is_explained(tmp_path, monkeypatch, capsys, error):
     (tmp_path / "text.jsonl").write_text('{"text": "%s"}\n' % ("def add(a, b): return a + b. " * 60))
 
-    def by(*args):
+    def run(session):
         raise error
 
-    monkeypatch.setattr(loop, "_by", by)
+    monkeypatch.setattr(loop, "_own", run)
     with pytest.raises(type(error), match=r"Tried to allocate|ALLOC_FAILED"):
         loop.train(TrainConfig(**TINY, data=str(tmp_path / "text.jsonl"), out=str(tmp_path / "run")))
     said = capsys.readouterr().err

@@ -17,13 +17,16 @@ import torch
 
 pytest.importorskip("transformers")
 
+import small_runs
+from small_runs import small_run
+
 from liger_kernel.train import data as data_module
-from liger_kernel.train import files, folder, lock, loop, ranks, store
+from liger_kernel.train import files, folder, loop, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.metrics import StepLines
 from liger_kernel.train.mistakes import writable
 
-TEXT = "def add(a, b):\n    return a + b\n\n" * 40
+pytestmark = pytest.mark.usefixtures("references")
+TEXT = small_runs.TEXT * 40
 has = lambda name: importlib.util.find_spec(name) is not None
 trainers = pytest.mark.parametrize(
     "trainer",
@@ -36,35 +39,10 @@ trainers = pytest.mark.parametrize(
 links = pytest.mark.skipif(not hasattr(os, "symlink") or os.name != "posix", reason="links are those of POSIX")
 
 
-@pytest.fixture(autouse=True)
-def as_users_run_it(monkeypatch):
-    """On a CPU, references serve."""
-    from liger_kernel.ops._core import operator as _op
-
-    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
-
-
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "text.jsonl").write_text((json.dumps({"text": TEXT}) + "\n") * 4)
-    return TrainConfig(
-        hidden=16,
-        heads=2,
-        kv_heads=1,
-        layers=1,
-        vocab=300,
-        length=24,
-        batch=4,
-        steps=2,
-        warmup=1,
-        log_every=1,
-        device="cpu",
-        eval_fraction=0.0,
-        kernels="off",
-        data=str(tmp_path / "text.jsonl"),
-        cache=str(tmp_path / "tokens"),
-        out=str(tmp_path / "run"),
-    )
+    changes = dict(hidden=16, steps=2, eval_fraction=0.0, kernels="off", lr=None, cache=str(tmp_path / "tokens"))
+    return small_run(tmp_path, [{"text": TEXT}] * 4, **changes)
 
 
 def content(root):
@@ -394,7 +372,7 @@ def test_files_of_their_own(tmp_path):
         lambda: files.fresh(link),
         lambda: files.append(link, "new"),
         lambda: files.reopen(link),
-        lambda: lock._taken(tmp_path / "locked", 0),
+        lambda: folder.acquired(tmp_path / "locked", 0),
         lambda: store.put(store.Store(f"file://{tmp_path}", tmp_path).fs, tmp_path / "other", str(link)),
     ):
         (tmp_path / "locked").mkdir(exist_ok=True)
@@ -462,18 +440,6 @@ def test_a_pipe_that_a_user_names_is_written_to(tmp_path):
     assert got == [b"text"] and stat.S_ISFIFO(pipe.stat().st_mode)
     files.export("/dev/null", "text")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"[]", b'{"loss": 1}', b'{"step": "x"}', b"\0" * 64, b'{"step": 1, "loss": "\xff', b"5", b"[" * 100_000],
-    ids=range(7),
-)
-def test_damaged_lines_are_left_out(line, tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b'{"step": 1, "loss": 2.0}\n' + line + b"\n" + b'{"step": 2, "loss": 1.0}\n'
-    )
-    assert [found["step"] for found in StepLines(tmp_path / "metrics.jsonl", 2).read()] == [1, 2]
 
 
 def test_names_of_a_folder_are_those_that_runs_write():

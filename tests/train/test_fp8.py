@@ -2,59 +2,34 @@
 mistakes that are named."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
+from small_runs import TEXT, small_run
+
 pytest.importorskip("accelerate")
 
 from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.train import config as config_module
 from liger_kernel.train import loop
-from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.train.config import UserError, from_flags
 from liger_kernel.transformers import fp8
-
-TEXT = "def add(a, b):\n    return a + b\n\n"
 
 
 @pytest.fixture(autouse=True)
-def as_users_run_it(monkeypatch):
-    """On a CPU, references serve. Layers of tests are small."""
-    from liger_kernel.ops._core import operator as _op
-
-    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
+def small_layers(references, monkeypatch):
     monkeypatch.setattr(fp8, "SMALL", 0)
 
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20 + str(i)}) + "\n" for i in range(8)))
-    return TrainConfig(
-        hidden=32,
-        heads=2,
-        kv_heads=1,
-        layers=1,
-        vocab=280,
-        data=str(tmp_path / "text.jsonl"),
-        cache=str(tmp_path / "cache"),
-        length=24,
-        batch=2,
-        steps=4,
-        warmup=1,
-        lr=1e-2,
-        log_every=1,
-        eval_fraction=0.05,
-        eval_every=2,
-        checkpoint_every=2,
-        device="cpu",
-        fp8="tensorwise",
-        out=str(tmp_path / "run"),
-        save=str(tmp_path / "saved"),
-    )
+    often = dict(eval_fraction=0.05, eval_every=2, checkpoint_every=2, save=str(tmp_path / "saved"))
+    records = [{"text": TEXT * 20 + str(i)} for i in range(8)]
+    return small_run(tmp_path, records, vocab=280, batch=2, steps=4, fp8="tensorwise", **often)
 
 
 def test_recipes_are_those_of_the_operator():
@@ -94,28 +69,15 @@ def test_a_run(trainer, precision, config, capfd):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (
-            "--fp8 tensorwize",
-            "--fp8 must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil; got 'tensorwize'; did you "
-            "mean tensorwise\\?",
-        ),
+        ("--fp8 tensorwize", r"--fp8 must be one of tensorwise, .*; got 'tensorwize'; did you mean tensorwise\?"),
         ("--fp8-filter o_proj", "fp8_filter needs fp8, a recipe"),
         ("--fp8-head", "fp8_head needs fp8, a recipe"),
-        (
-            "--fp8 rowwise --fp8-filter o_proj,,mlp",
-            "fp8_filter must be names of layers with commas between; got 'o_proj,,mlp'",
-        ),
+        ("--fp8 rowwise --fp8-filter o_proj,,mlp", "fp8_filter must be names of layers .*; got 'o_proj,,mlp'"),
         ("--fp8 rowwise --kernels off", "fp8 rowwise needs kernels on"),
-        (
-            "--fp8 rowwise --lora 8",
-            "fp8 rowwise trains the whole model: with lora, quantize fp8 stores the frozen model in FP8",
-        ),
+        ("--fp8 rowwise --lora 8", "fp8 rowwise trains the whole model: with lora, quantize fp8"),
         ("--fp8 rowwise --parallel tp", "fp8 rowwise needs parallel none, ddp or fsdp2, got tp"),
         ("--fp8 rowwise --parallel ulysses", "got ulysses: scales would be those of a part of each row"),
-        (
-            "--fp8 rowwise --trainer hf --parallel deepspeed-z3",
-            "fp8 rowwise needs parallel none, ddp or fsdp2, got deepspeed-z3",
-        ),
+        ("--fp8 rowwise --trainer hf --parallel deepspeed-z3", "fp8 rowwise needs parallel .*, got deepspeed-z3"),
     ],
 )
 def test_mistakes_in_flags(flags, message):

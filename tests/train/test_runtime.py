@@ -31,6 +31,7 @@ from unittest import mock
 import pytest
 import torch
 from processes import forkserver, free_port
+from small_runs import TEXT, small_run, write_jsonl
 
 pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
@@ -38,15 +39,14 @@ if not sys.platform.startswith("linux"):
 
 from liger_kernel import cli
 from liger_kernel.parallel import Parallel
-from liger_kernel.train import checkpoint, lock, loop, metrics, ranks, store
+from liger_kernel.train import checkpoint, folder, loop, metrics, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import write
-from liger_kernel.train.rows import share
+from liger_kernel.train.token_rows import share
 
+pytestmark = pytest.mark.usefixtures("references")
 STEPS = 8
 DEVICE = os.environ.get("LIGER_TEST_DEVICE", "cpu")  # cuda: NCCL, where there is a GPU for each of two ranks
 PATIENCE = 120 if DEVICE == "cpu" else 300  # seconds for a run; on GPUs each rank imports everything anew
-TEXT = "def add(a, b):\n    return a + b\n\n"
 
 
 # -- workers -------------------------------------------------------------------------------
@@ -177,12 +177,32 @@ def log(config):
     return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(Path(config.out).parent.glob("*.log")))
 
 
+def lines(config):
+    return [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(config, name):
+    return [line[name] for line in lines(config)]
+
+
 def losses(config):
-    return [json.loads(line)["loss"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    return column(config, "loss")
 
 
 def rows(config):
-    return [json.loads(line)["rows"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    return column(config, "rows")
+
+
+def metrics_of(config):
+    return json.loads((Path(config.out) / "metrics.json").read_text())
+
+
+def checkpoints_of(config):
+    return Path(config.out) / "checkpoints"
+
+
+def largest_part(path):
+    return max(path.glob("*.distcp"), key=lambda part: part.stat().st_size)
 
 
 def weights(config):
@@ -190,7 +210,12 @@ def weights(config):
 
 
 def latest(config):
-    return (Path(config.out) / "checkpoints" / "latest").read_text().split()
+    return (checkpoints_of(config) / "latest").read_text().split()
+
+
+def of_random_weights(base, **more):
+    """Sizes of a model that is not read."""
+    return dict(model=None, tokenizer=base.model, hidden=32, layers=1, heads=2, kv_heads=1) | more
 
 
 @pytest.fixture(scope="module")
@@ -204,36 +229,13 @@ def base(tmp_path_factory):
     tokenizer = train_bpe([TEXT], 280)
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_dropout=0.1)).save_pretrained(
-        folder / "model"
-    )
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 30 + str(i)}) + "\n" for i in range(12)))
-    return TrainConfig(
-        model=str(folder / "model"),
-        data=str(folder / "text.jsonl"),
-        cache=str(folder / "cache"),
-        length=24,
-        batch=2,
-        global_batch=6,
-        steps=STEPS,
-        warmup=2,
-        lr=1e-2,
-        log_every=3,
-        checkpoint_every=3,
-        eval_fraction=0.05,
-        device=DEVICE,
-        precision="fp32",
-        parallel="fsdp2",
-        timeout=60,
-    )
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    sizes |= dict(vocab_size=len(tokenizer), num_key_value_heads=1)
+    form = transformers.LlamaConfig(attention_dropout=0.1, **sizes)
+    transformers.LlamaForCausalLM(form).save_pretrained(folder / "model")
+    changes = dict(model=str(folder / "model"), batch=2, global_batch=6, steps=STEPS, warmup=2, log_every=3)
+    changes |= dict(checkpoint_every=3, eval_fraction=0.05, precision="fp32", parallel="fsdp2", timeout=60)
+    return small_run(folder, [{"text": TEXT * 30 + str(i)} for i in range(12)], device=DEVICE, **changes)
 
 
 def place(base, folder, **changes):
@@ -257,24 +259,13 @@ def same_run(config, undisturbed):
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_transformers_trainer_learns_the_same_over_ranks(parallel, base, tmp_path):
-    sizes = dict(
-        model=None,
-        tokenizer=base.model,
-        hidden=32,
-        layers=1,
-        heads=2,
-        kv_heads=1,
-        parallel=parallel,
-        global_batch=8,
-        checkpoint_every=0,
-        log_every=1,
-    )
+    sizes = of_random_weights(base, parallel=parallel, global_batch=8, checkpoint_every=0, log_every=1)
     curves = {}
     for trainer in ("torch", "hf"):
         (tmp_path / trainer).mkdir()
         config = place(base, tmp_path / trainer, trainer=trainer, **sizes)
         assert run(config) == [0, 0], log(config)
-        curves[trainer] = json.loads((Path(config.out) / "metrics.json").read_text())
+        curves[trainer] = metrics_of(config)
     for name in ("losses", "gradient_norms", "learning_rates"):
         assert curves["hf"][name] == pytest.approx(curves["torch"][name], rel=2e-4), name
 
@@ -286,13 +277,11 @@ def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
     config = place(base, tmp_path)
     codes = run(config, fault=("killed", 7))
     assert codes == [1, -signal.SIGKILL], log(config)  # the other one does not wait for ever
-    assert latest(config) in (
-        ["step-00000006", "step-00000003"],
-        ["step-00000003"],
-    )  # the second may still have been under way
+    # the second save may still have been under way
+    assert latest(config)[-1] == "step-00000003" and latest(config)[:-1] in ([], ["step-00000006"])
     assert run(config, TORCHELASTIC_RESTART_COUNT="1") == [0, 0], log(config)
     same_run(config, undisturbed)
-    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["restarts"] == 1
+    assert metrics_of(config)["restarts"] == 1
 
 
 def test_a_stream_loses_nothing_with_a_rank(base, undisturbed, tmp_path):
@@ -350,7 +339,7 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     """Killed, started again, preempted, and finished by one rank: the bits of a run left alone
     as long as there are two, the same losses after."""
     pytest.importorskip("peft")
-    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=2, kv_heads=1, precision=precision)
+    sizes = of_random_weights(base, layers=2, precision=precision)
     calm = place(base, tmp_path, parallel=parallel, lora=4, dora=True, **sizes)
     one = dataclasses.replace(calm, parallel="none", checkpoint_every=0, save=None, out=str(tmp_path / "one"))
     config = dataclasses.replace(calm, out=str(tmp_path / "killed"), save=str(tmp_path / "again"))
@@ -361,16 +350,13 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     assert losses(config) == losses(calm)[:7]
     assert run(config, 1) == [0], log(config)
     assert losses(config)[:7] == losses(calm)[:7] and losses(config) == pytest.approx(losses(calm), rel=rel)
-    stored = (
-        checkpoint.SafeReader(Path(config.out) / "checkpoints" / latest(config)[0]).read_metadata().state_dict_metadata
-    )
+    stored = checkpoint.SafeReader(checkpoints_of(config) / latest(config)[0]).read_metadata().state_dict_metadata
     assert stored and all("lora" in name for name in stored)
     from safetensors.torch import load_file
 
     learnt, expected = (load_file(Path(c.save) / "adapter_model.safetensors") for c in (config, calm))
-    assert len(learnt) == 2 * 7 * 3 and {n: w.shape for n, w in learnt.items()} == {
-        n: w.shape for n, w in expected.items()
-    }
+    shapes = [{name: weight.shape for name, weight in found.items()} for found in (learnt, expected)]
+    assert len(learnt) == 2 * 7 * 3 and shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(
@@ -392,40 +378,22 @@ def test_optimizers_over_shards(changes, base, tmp_path):
     """Killed and started again: the bits of a run left alone. One rank goes on, unless its
     shards would have other moments in 8 bits."""
     pytest.importorskip("torchao")
-    sizes = dict(
-        model=None,
-        tokenizer=base.model,
-        hidden=64,
-        intermediate=128,
-        layers=1,
-        heads=1,
-        kv_heads=1,
-        global_batch=4,
-        log_every=1,
-        grad_clip=0.0,
-    )
+    sizes = of_random_weights(base, hidden=64, intermediate=128, heads=1, global_batch=4, log_every=1, grad_clip=0.0)
     calm = place(base, tmp_path, **sizes, **changes)
     config = dataclasses.replace(calm, out=str(tmp_path / "killed"), save=str(tmp_path / "again"))
     assert run(calm) == [0, 0], log(calm)
     assert run(config, fault=("killed", 5))[1] == -signal.SIGKILL, log(config)
     assert run(config) == [0, 0], log(config)
     assert losses(config) == losses(calm) and losses(config)[-1] < losses(config)[0]
-    saved = lambda c: (Path(c.save) / "model.safetensors").read_bytes()
-    assert saved(config) == saved(calm)
+    assert weights(config) == weights(calm)
     if "optimizer" not in changes:
-        plain = dataclasses.replace(
-            calm,
-            optimizer_in_backward=False,
-            optimizer_on_cpu=False,
-            out=str(tmp_path / "plain"),
-            save=str(tmp_path / "third"),
-        )
-        assert run(plain) == [0, 0] and losses(plain) == losses(calm) and saved(plain) == saved(calm)
+        plain = dict(optimizer_in_backward=False, optimizer_on_cpu=False, save=str(tmp_path / "third"))
+        plain = dataclasses.replace(calm, out=str(tmp_path / "plain"), **plain)
+        assert run(plain) == [0, 0] and losses(plain) == losses(calm) and weights(plain) == weights(calm)
     alone = dataclasses.replace(calm, batch=4, steps=STEPS + 2)
     if "8bit" in calm.optimizer:
-        assert run(alone, 1) != [
-            0
-        ] and "has 8-bit moments in the blocks of 2 ranks: continue with 2 ranks, got 1" in log(alone)
+        assert run(alone, 1) != [0]
+        assert "has 8-bit moments in the blocks of 2 ranks: continue with 2 ranks, got 1" in log(alone)
     else:
         assert run(alone, 1) == [0] and len(losses(alone)) == STEPS + 2, log(alone)
 
@@ -452,9 +420,8 @@ def test_a_step_without_finite_gradients_changes_nothing(base, tmp_path):
     steps."""
     config = place(base, tmp_path, log_every=1, steps=4, nonfinite="skip")
     assert run(config, fault=("poisoned", 3)) == [0, 0], log(config)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["nonfinite_steps"] for line in lines] == [0, 0, 1, 1] and lines[3]["grad_norm"] > 0
-    assert lines[3]["loss"] < lines[0]["loss"]
+    assert column(config, "nonfinite_steps") == [0, 0, 1, 1] and lines(config)[3]["grad_norm"] > 0
+    assert losses(config)[3] < losses(config)[0]
 
 
 # -- ranks share a step ----------------------------------------------------------------------
@@ -475,26 +442,13 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
     """Five answers of unequal length: one rank has three of them, in two pieces, the other two
     in one, and a piece without labels."""
     chats = [{"instruction": "say it", "output": "yes" * (1 + 5 * (i % 4))} for i in range(40)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    changes = dict(
-        model=None,
-        tokenizer=base.model,
-        hidden=32,
-        heads=2,
-        layers=1,
-        data=str(tmp_path / "chats.jsonl"),
-        length=128,
-        global_batch=5,
-        batch=2,
-    )
+    data = write_jsonl(tmp_path / "chats.jsonl", chats)
+    changes = of_random_weights(base, data=data, length=128, global_batch=5, batch=2)
     one = place(base, tmp_path, **changes, steps=4, parallel="none", log_every=1, checkpoint_every=0)
     two = dataclasses.replace(one, parallel=parallel, save=None, out=str(tmp_path / "two"))
     assert run(one, 1) == [0] and run(two) == [0, 0], log(one)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    of = lambda config: [
-        json.loads(line)["grad_norm"] for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert of(two) == pytest.approx(of(one), rel=1e-4)
+    assert column(two, "grad_norm") == pytest.approx(column(one, "grad_norm"), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -511,13 +465,13 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
 def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     """In every step the losses of one process; after a restart, the bits of a run left alone, or
     with fewer ranks its losses."""
-    sizes = dict(model=None, tokenizer=base.model, hidden=32, layers=2, heads=4, kv_heads=1, **more)
+    sizes = of_random_weights(base, layers=2, heads=4, **more)
     calm = place(base, tmp_path, parallel=parallel, **sizes)
     one = dataclasses.replace(calm, parallel="none", checkpoint_every=0, save=None, out=str(tmp_path / "one"))
     config = dataclasses.replace(calm, out=str(tmp_path / "stopped"), save=str(tmp_path / "again"))
     assert run(calm) == [0, 0] and run(one, 1) == [0], log(calm)
     assert losses(calm) == pytest.approx(losses(one), rel=1e-5) and losses(calm)[-1] < losses(calm)[0]
-    evaluated = lambda config: json.loads((Path(config.out) / "metrics.json").read_text())["evaluations"][-1]["loss"]
+    evaluated = lambda config: metrics_of(config)["evaluations"][-1]["loss"]
     assert evaluated(calm) == pytest.approx(evaluated(one), rel=1e-5)
     assert run(config, fault=("terminated", 4)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
     assert run(config) == [0, 0], log(config)
@@ -528,9 +482,8 @@ def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     groups = dataclasses.replace(calm, sequence_parallel_size=1, save=None, out=str(tmp_path / "groups"))
     assert run(groups) == [0, 0] and losses(groups) == pytest.approx(losses(one), rel=1e-5), log(groups)
     other = dataclasses.replace(calm, sequence_parallel_size=3, save=None, out=str(tmp_path / "other"))
-    assert run(other) == [ranks.EXIT_MISTAKE] * 2 and "sequence_parallel_size must divide the 2 ranks, got 3" in log(
-        other
-    )
+    assert run(other) == [ranks.EXIT_MISTAKE] * 2
+    assert "sequence_parallel_size must divide the 2 ranks, got 3" in log(other)
 
 
 @pytest.mark.parametrize(
@@ -550,22 +503,12 @@ def test_ranks_that_share_rows_and_shards(more, close, base, tmp_path):
     """Optimizers of FSDP2 work there, too: losses are those of one process and PyTorch's AdamW."""
     if "optimizer" in more:
         pytest.importorskip("torchao")
-    sizes = dict(
-        model=None,
-        tokenizer=base.model,
-        hidden=32,
-        layers=2,
-        heads=4,
-        kv_heads=1,
-        checkpoint_every=0,
-        grad_clip=0.0,
-        batch=6,
-    )
+    sizes = of_random_weights(base, layers=2, heads=4, checkpoint_every=0, grad_clip=0.0, batch=6)
     one = place(base, tmp_path, parallel="none", **sizes)
     shared = dataclasses.replace(one, parallel="ulysses-fsdp2", save=None, out=str(tmp_path / "shared"), **more)
     assert run(one, 1) == [0] and run(shared) == [0, 0], log(shared)
     assert losses(shared) == pytest.approx(losses(one), rel=close) and losses(shared)[-1] < losses(shared)[0]
-    norms = [json.loads((Path(c.out) / "metrics.json").read_text())["gradient_norms"] for c in (shared, one)]
+    norms = [metrics_of(c)["gradient_norms"] for c in (shared, one)]
     assert norms[0] == pytest.approx(norms[1], rel=10 * close)
 
 
@@ -578,7 +521,7 @@ def test_a_damaged_checkpoint_is_passed_over(base, undisturbed, tmp_path):
     newest, before = latest(config)
     folder = Path(config.out) / "checkpoints"
     assert checkpoint.damage(folder / newest) is None
-    part = max((folder / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    part = largest_part(folder / newest)
     os.truncate(part, part.stat().st_size - 1)
     assert f"{part.name} is not what was written" in checkpoint.damage(folder / newest)
     assert found_in(folder) == folder / before
@@ -619,16 +562,10 @@ def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
     folder = Path(undisturbed.out) / "checkpoints"
     newest, before = latest(undisturbed)
     names = sorted(path.name for path in (folder / newest).iterdir())
-    assert {
-        ".metadata",
-        "state.json",
-        "rank-0.json",
-        "rank-1.json",
-        "sums-0.json",
-        "sums-1.json",
-        "__0_0.distcp",
-        "__1_0.distcp",
-    } == set(names)
+    of_a_rank = [
+        f"{name.format(rank)}" for rank in (0, 1) for name in ("rank-{}.json", "sums-{}.json", "__{}_0.distcp")
+    ]
+    assert set(names) == {".metadata", "state.json", *of_a_rank}
     for name in names:
         shutil.copytree(folder, tmp_path / name)
         CORRUPTIONS[corruption](tmp_path / name / newest / name)
@@ -740,18 +677,12 @@ def test_what_no_run_writes_into_a_checkpoint_is_said_and_not_read(strange, undi
     STRANGE[strange](path)
     if not strange.startswith("sums"):
         for rank in (0, 1):  # a stranger can, too
-            sums = {
-                name: checkpoint.digest(path / name)
-                for name in json.loads((path / f"sums-{rank}.json").read_text())
-                if (path / name).is_file()
-            }
+            written = json.loads((path / f"sums-{rank}.json").read_text())
+            sums = {name: checkpoint.digest(path / name) for name in written if (path / name).is_file()}
             (path / f"sums-{rank}.json").write_text(json.dumps(sums))
     memory = resource.getrlimit(resource.RLIMIT_AS)
-    here = (
-        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        if Path("/proc/self/statm").exists()
-        else 0
-    )
+    pages = Path("/proc/self/statm")
+    here = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
     try:
         if here:
             resource.setrlimit(resource.RLIMIT_AS, (here + (1 << 30), memory[1]))
@@ -763,7 +694,7 @@ def test_what_no_run_writes_into_a_checkpoint_is_said_and_not_read(strange, undi
     assert "MemoryError" not in lines[0]
 
 
-def test_tensors_that_cannot_be_read_are_passed_over(base, here, tmp_path, capsys):
+def test_tensors_that_cannot_be_read_are_passed_over(base, tmp_path, capsys):
     """Their checksums hold, as a stranger's do: the checkpoint before is read over what they
     have left."""
     config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2, checkpoint_keep=3)
@@ -797,7 +728,7 @@ def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undist
     assert (
         "was written by an earlier release without checksums: its contents are not verified" in capsys.readouterr().err
     )
-    part = max((tmp_path / "checkpoints" / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    part = largest_part(tmp_path / "checkpoints" / newest)
     os.truncate(part, part.stat().st_size - 1)
     assert found_in(tmp_path / "checkpoints") == tmp_path / "checkpoints" / before
     assert "is too short or missing" in capsys.readouterr().err
@@ -812,7 +743,7 @@ def test_a_checkpoint_without_checksums_is_read_and_said_to_be_unverified(undist
         *(pytest.param(how, marks=pytest.mark.elastic) for how in ("empty", "zeroed", "of another")),
     ],
 )
-def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
+def test_a_lost_latest_destroys_nothing(lost, base, tmp_path, capsys):
     """Checkpoints that nobody names are found; what a run has not written, and ``latest`` has
     not named, it does not remove."""
     config = dataclasses.replace(place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2), save=None)
@@ -834,7 +765,7 @@ def test_a_lost_latest_destroys_nothing(lost, base, here, tmp_path, capsys):
     assert found["losses"][4:] == loop.train(config)["losses"][4:] and len(found["losses"]) == config.steps
 
 
-def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
+def test_what_cannot_be_read_is_not_replaced(base, tmp_path):
     """No whole checkpoint, and not because none was ever complete: the run neither begins anew
     nor removes what is there."""
     config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2)
@@ -849,7 +780,7 @@ def test_what_cannot_be_read_is_not_replaced(base, here, tmp_path):
         assert len(list(folder.glob("step-*"))) == 2
 
 
-def test_a_damaged_checkpoint_makes_room_only_for_a_whole_one(base, here, tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_makes_room_only_for_a_whole_one(base, tmp_path, monkeypatch):
     """Older whole ones stay named behind it; one of the same step is there until the new one is
     complete."""
     config = place(base, tmp_path, parallel="none", steps=6, checkpoint_every=2, checkpoint_keep=3)
@@ -905,24 +836,7 @@ def test_metadata_of_any_python_is_read():
             read(pickle.dumps(attribute))
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "latest"
-    write(path, "one")
-    monkeypatch.setattr(os, "fsync", lambda _: no_space())
-    with pytest.raises(OSError, match="No space left"):
-        write(path, "two")
-    assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Runs of this process use references, as users' runs do."""
-    from liger_kernel.ops._core import operator as _op
-
-    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
-
-
-def test_a_full_disk_costs_a_checkpoint_and_no_more(base, here, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_costs_a_checkpoint_and_no_more(base, tmp_path, monkeypatch, capsys):
     calm = place(base, tmp_path / "calm", parallel="none", steps=5, checkpoint_every=2)
     config = dataclasses.replace(calm, save=None, out=str(tmp_path / "full"))
     expected = loop.train(calm)
@@ -939,7 +853,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(base, here, tmp_path, monkey
     assert latest(config) == ["step-00000005", "step-00000002"]
 
 
-def test_a_finished_run_is_left_alone_and_other_data_is_refused(base, here, tmp_path):
+def test_a_finished_run_is_left_alone_and_other_data_is_refused(base, tmp_path):
     config = place(base, tmp_path, parallel="none", steps=3)
     first = loop.train(config)
     again = loop.train(config)
@@ -1048,11 +962,11 @@ def test_a_store_of_a_stranger_has_files_alone(strange, tmp_path, capsys):
     assert not list(out.rglob("*.json"))
 
 
-def test_a_second_run_in_a_folder_is_told_who_has_it(base, here, tmp_path, monkeypatch):
+def test_a_second_run_in_a_folder_is_told_who_has_it(base, tmp_path, monkeypatch):
     config = place(base, tmp_path, parallel="none", steps=3, checkpoint_every=2)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    monkeypatch.setattr(lock, "PATIENCE", 0.2)
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
     with pytest.raises(
         UserError,
         match=rf"another run writes to .*: process {holder.pid} on {socket.gethostname()}, since 20.*give another "
@@ -1065,19 +979,10 @@ def test_a_second_run_in_a_folder_is_told_who_has_it(base, here, tmp_path, monke
     loop.train(config)
 
 
-def test_every_rank_is_told_that_the_folder_is_of_something_else(base, tmp_path):
-    config = place(base, tmp_path)
-    shutil.copytree(base.model, config.out)
-    before = {path: path.read_bytes() for path in Path(config.out).iterdir()}
-    assert run(config) == [ranks.EXIT_MISTAKE] * 2, log(config)
-    assert log(config).count("which is not of a run of liger train: give another --out") == 2
-    assert {path: path.read_bytes() for path in Path(config.out).iterdir()} == before
-
-
 HOLDER = """
 import pathlib, sys, time
-from liger_kernel.train import lock
-lock._taken(pathlib.Path(sys.argv[1]), 0)
+from liger_kernel.train import folder
+taken = folder.acquired(pathlib.Path(sys.argv[1]), 0)
 print("held", flush=True)
 time.sleep(60)
 """
@@ -1085,15 +990,15 @@ time.sleep(60)
 
 def test_all_ranks_refuse_a_folder_that_another_run_has(base, undisturbed, tmp_path):
     config = place(base, tmp_path)
-    handle = lock._taken(tmp_path / "run", 0)
+    handle = folder.acquired(tmp_path / "run", 0)
     assert run(config) == [ranks.EXIT_MISTAKE] * 2, log(config)
     assert "another run writes to" in log(config)
-    os.close(handle)
+    handle.release()
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    assert lock._taken(tmp_path, 0) is None
+    assert folder.acquired(tmp_path, 0) is None
     assert (
         "cannot be locked (No locks available): a second run could write to it without being noticed"
         in capsys.readouterr().err
@@ -1133,14 +1038,14 @@ def test_a_store_names_only_what_is_there_whole(base, undisturbed, tmp_path):
     assert kept.names() == []
     assert kept.copy() and not kept.copy()
     newest, before = kept.names()
-    part = max((tmp_path / "store" / "checkpoints" / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    part = largest_part(tmp_path / "store" / "checkpoints" / newest)
     os.truncate(part, part.stat().st_size - 1)
     new = store.Store((tmp_path / "store").as_uri(), tmp_path / "new")
     assert new.fetch() == before and (tmp_path / "new" / "checkpoints" / "latest").read_text().split() == [before]
     assert new.fetch() is None  # what is in the folder wins
 
 
-def test_a_store_that_cannot_serve_is_said(base, here, tmp_path):
+def test_a_store_that_cannot_serve_is_said(base, tmp_path):
     for changes, said in (
         (dict(store="nothing://here"), "cannot use the store 'nothing://here'"),
         (dict(store="nonsense"), "store must be a URI, such as s3://bucket/run or file:///folder/run; got 'nonsense'"),
@@ -1161,7 +1066,7 @@ def test_a_store_in_disorder_gives_the_newest_whole_one(lost, base, undisturbed,
     elif lost == "a named one":
         shutil.rmtree(there / newest)
     elif lost == "the newest's contents":
-        part = max((there / newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+        part = largest_part(there / newest)
         part.write_bytes(flipped(part.read_bytes(), 1000))
     else:  # killed while it copied: what is there of it is not looked at, and goes with the next copy
         shutil.copytree(there / newest, there / "step-00000009")
@@ -1179,7 +1084,7 @@ def test_a_store_in_disorder_gives_the_newest_whole_one(lost, base, undisturbed,
     assert (there / before).exists() == (lost != "an upload")  # a store has what the folder has, and what nobody named
 
 
-def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, here, undisturbed, tmp_path):
+def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, undisturbed, tmp_path):
     store.Store((tmp_path / "store").as_uri(), Path(undisturbed.out)).copy()
     for path in (tmp_path / "store").glob("checkpoints/*/state.json"):
         path.write_text("{")
@@ -1191,7 +1096,7 @@ def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, here, un
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_store_that_is_not_there_is_said_before_training(base, here, tmp_path, monkeypatch):
+def test_a_store_that_is_not_there_is_said_before_training(base, tmp_path, monkeypatch):
     """A bucket that does not exist was noticed after the last step."""
     fs = memory_store()
     monkeypatch.setattr(
@@ -1205,7 +1110,7 @@ def test_a_store_that_is_not_there_is_said_before_training(base, here, tmp_path,
         loop.train(place(base, tmp_path, parallel="none", store="memory://bucket/run"))
 
 
-def test_copies_that_fail_are_counted(base, here, tmp_path, monkeypatch):
+def test_copies_that_fail_are_counted(base, tmp_path, monkeypatch):
     memory_store()
     copies, copy = [], store.put
 
@@ -1368,7 +1273,7 @@ def no_thread(monkeypatch, name):
         ("AsyncCheckpoint", "training waits for the checkpoint of step 2"),
     ],
 )
-def test_a_thread_that_cannot_start_is_said_and_done_without(name, said, base, here, tmp_path, monkeypatch, capsys):
+def test_a_thread_that_cannot_start_is_said_and_done_without(name, said, base, tmp_path, monkeypatch, capsys):
     no_thread(monkeypatch, name)
     changes = (
         dict(metrics_port=free_port())

@@ -14,17 +14,18 @@ import torch
 pytest.importorskip("transformers")
 
 import safetensors.torch
+from small_runs import small_run
 
 from liger_kernel.train import data as data_module
 from liger_kernel.train import loop
 from liger_kernel.train import records as records_module
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
-from liger_kernel.train.evaluate import evaluate
 from liger_kernel.train.records import BEGIN, Records
 from liger_kernel.train.stream import Part, Stream, Writer, described, path_of
 from liger_kernel.train.tokenise import tokenise, tokenizer_of, train_bpe
 
+pytestmark = pytest.mark.usefixtures("references")
 SIZE = 330  # characters of a record
 CHATS = [
     {
@@ -37,14 +38,6 @@ CHATS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def as_users_run_it(monkeypatch):
-    """On a CPU, references serve."""
-    from liger_kernel.ops._core import operator as _op
-
-    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
-
-
 def write_jsonl(path, records):
     path.write_text("".join(json.dumps(record) + "\n\n" for record in records))  # blank lines are no records
     return str(path)
@@ -55,25 +48,10 @@ def config(tmp_path):
     """Eleven records; parts of three."""
     texts = [f"{i:010d}" * (SIZE // 10) for i in range(11)]
     train_bpe(texts, 257).save_pretrained(tmp_path / "tokenizer")  # a token a byte
-    return TrainConfig(
-        hidden=32,
-        heads=2,
-        kv_heads=1,
-        layers=1,
-        length=24,
-        batch=4,
-        steps=3,
-        warmup=1,
-        log_every=1,
-        device="cpu",
-        lr=1e-2,
-        eval_fraction=0.1,
-        tokenizer=str(tmp_path / "tokenizer"),
-        data=write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]),
-        cache=str(tmp_path / "cache"),
-        out=str(tmp_path / "run"),
-        stream=3 * SIZE / 1e6,
-    )
+    changes = dict(eval_fraction=0.1, tokenizer=str(tmp_path / "tokenizer"), stream=3 * SIZE / 1e6)
+    config = small_run(tmp_path, [], **changes)
+    write_jsonl(Path(config.data), [{"text": text} for text in texts])
+    return config
 
 
 @pytest.fixture
@@ -161,7 +139,7 @@ def test_a_part_that_is_wanted_comes_before_those_before_it(config, tmp_path):
     writer, order = Writer(config, tmp_path / "again"), []
     write = writer._write
     writer._write = lambda part: (order.append(part), write(part))
-    writer.asked = {"wanted": 2, "parts": json.loads(json.dumps(complete._parts[:3]))}
+    writer.request = {"wanted": 2, "parts": json.loads(json.dumps(complete._parts[:3]))}
     writer.run()
     assert order == [0, 2, 3, 1]
     for part in range(4):
@@ -173,7 +151,7 @@ def test_a_part_that_is_wanted_comes_before_those_before_it(config, tmp_path):
 
 def test_data_that_has_changed_is_noticed(config, tmp_path):
     writer = Writer(config, tmp_path / "parts")
-    writer.asked = {"wanted": 0, "parts": [[1, [3, 0, 3], False]]}
+    writer.request = {"wanted": 0, "parts": [[1, [3, 0, 3], False]]}
     with pytest.raises(UserError, match="has changed"):
         writer.run()
 
@@ -262,30 +240,17 @@ def test_a_part_that_has_changed_ends_the_run(config, tmp_path):
             loop.train(dataclasses.replace(config, **changes))
 
 
-def test_a_saved_model_scores_as_its_run(config, tmp_path):
-    run = loop.train(dataclasses.replace(config, save=str(tmp_path / "saved")))
-    assert evaluate(dataclasses.replace(config, model=str(tmp_path / "saved")))["loss"] == pytest.approx(
-        run["evaluations"][-1]["loss"], rel=1e-5
-    )
-
-
-def test_transformers_trainer_learns_the_same(config):
-    changes = dict(steps=6, eval_fraction=0)
-    ours, theirs = (
-        loop.train(dataclasses.replace(config, trainer=trainer, out=f"{config.out}-{trainer}", **changes))
-        for trainer in ("torch", "hf")
-    )
-    assert theirs["losses"] == pytest.approx(ours["losses"], rel=2e-4)
-
-
-def test_transformers_trainer_opens_a_part_once(config, monkeypatch):
-    """Also to count its tokens."""
+def test_transformers_trainer_learns_the_same(config, monkeypatch):
+    """And opens a part once, also to count its tokens."""
     pytest.importorskip("accelerate")
     opened = []
     load = safetensors.torch.load_file
+    config = dataclasses.replace(config, steps=6, batch=12, eval_fraction=0.0, schedule="constant")
+    ours = loop.train(config)
     monkeypatch.setattr(safetensors.torch, "load_file", lambda path: opened.append(path) or load(path))
-    loop.train(dataclasses.replace(config, trainer="hf", steps=12, batch=12, eval_fraction=0.0))
+    theirs = loop.train(dataclasses.replace(config, trainer="hf", out=f"{config.out}-hf", steps=12))
     assert len(opened) == len(set(opened)) == 4
+    assert theirs["losses"][:6] == pytest.approx(ours["losses"], rel=2e-4)
 
 
 def test_a_writer_that_dies_is_missed_and_one_without_a_reader_ends(config, tmp_path, user_env):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 import transformers
+from small_runs import small_run
 
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import loop
@@ -18,25 +19,10 @@ from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.measure import as_clock
 from liger_kernel.train.summary import summary
 
-TINY = dict(
-    hidden=32,
-    heads=2,
-    kv_heads=1,
-    layers=2,
-    vocab=300,
-    length=24,
-    batch=4,
-    steps=4,
-    warmup=1,
-    log_every=1,
-    device="cpu",
-)
-
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "%s"}\n' % ("def add(a, b): return a + b. " * 60))
-    return TrainConfig(**TINY, data=str(tmp_path / "text.jsonl"), out=str(tmp_path / "run"))
+    return small_run(tmp_path, [{"text": "def add(a, b): return a + b. " * 60}], layers=2, steps=4, lr=None)
 
 
 def test_a_run_begins_with_a_summary_and_says_how_long_it_takes(config, capsys):

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,15 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from small_runs import small_run, write_jsonl
+
 from liger_kernel import cli
 from liger_kernel.train import checkpoint, hf, loop, ranks
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.config import UserError
 from liger_kernel.train.optimizer import learning_rate
+from liger_kernel.train.session import Session
 
+pytestmark = pytest.mark.usefixtures("references")
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "uno, dos"}]
 has = lambda name: importlib.util.find_spec(name) is not None
 TRAINERS = [
@@ -35,41 +38,13 @@ TRAINERS = [
 others = pytest.mark.parametrize("trainer", TRAINERS)
 
 
-@pytest.fixture(autouse=True)
-def as_users_run_it(monkeypatch):
-    """On a CPU, references serve."""
-    from liger_kernel.ops._core import operator as _op
-
-    monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
-
-
 @pytest.fixture
 def config(tmp_path):
     """Rows of different lengths, so that tokens of a step weigh alike only if they are counted
     over all of it."""
     records = [{"messages": CHAT * (1 + i % 3)} for i in range(24)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return TrainConfig(
-        hidden=32,
-        heads=2,
-        kv_heads=1,
-        layers=2,
-        vocab=300,
-        length=48,
-        batch=2,
-        accumulate=2,
-        steps=6,
-        warmup=2,
-        log_every=1,
-        device="cpu",
-        lr=1e-2,
-        eval_fraction=0.1,
-        eval_every=3,
-        data=str(tmp_path / "text.jsonl"),
-        cache=str(tmp_path / "cache"),
-        out=str(tmp_path / "torch"),
-        save=str(tmp_path / "saved"),
-    )
+    sizes = dict(layers=2, length=48, batch=2, accumulate=2, steps=6, warmup=2, eval_fraction=0.1, eval_every=3)
+    return small_run(tmp_path, records, out=str(tmp_path / "torch"), save=str(tmp_path / "saved"), **sizes)
 
 
 def by(trainer, config, **changes):
@@ -82,6 +57,11 @@ def weights(config):
     from safetensors.torch import load_file
 
     return load_file(f"{config.save}/model.safetensors")
+
+
+def callback_of(trainer):
+    name = {"hf": "_HFCallback", "lightning": "_LightningCallback"}[trainer]
+    return getattr(importlib.import_module(f"liger_kernel.train.{trainer}"), name)
 
 
 @others
@@ -121,9 +101,9 @@ def test_sigterm_stops_and_the_run_goes_on(trainer, config, monkeypatch, tmp_pat
     undisturbed = by(trainer, config, checkpoint_every=2)
     expected = loop.train(undisturbed)
     again = dataclasses.replace(undisturbed, out=str(tmp_path / "stopped"), save=str(tmp_path / "again"))
-    module = importlib.import_module(f"liger_kernel.train.{trainer}")
     name = {"hf": "on_step_end", "lightning": "on_train_batch_end"}[trainer]
-    before, steps = getattr(module._Lines, name), []
+    callback = callback_of(trainer)
+    before, steps = getattr(callback, name), []
 
     def at_the_third_step(self, *args, **options):
         state = args[1] if trainer == "hf" else args[0]
@@ -132,7 +112,7 @@ def test_sigterm_stops_and_the_run_goes_on(trainer, config, monkeypatch, tmp_pat
             os.kill(os.getpid(), signal.SIGTERM)
         return before(self, *args, **options)
 
-    monkeypatch.setattr(module._Lines, name, at_the_third_step)
+    monkeypatch.setattr(callback, name, at_the_third_step)
     with pytest.raises(ranks.Preempted, match="stopped after step 4 by SIGTERM"):
         loop.train(again)
     found = loop.train(again)
@@ -171,9 +151,9 @@ def test_a_flipped_bit_is_passed_over(trainer, config, capfd):
 @others
 def test_a_crash_after_a_preemption_costs_the_steps_since_the_newest_checkpoint(trainer, config, monkeypatch):
     again = by(trainer, config, checkpoint_every=2, checkpoint_keep=2, eval_fraction=0.0, steps=9)
-    module = importlib.import_module(f"liger_kernel.train.{trainer}")
     name = {"hf": "on_step_end", "lightning": "on_train_batch_end"}[trainer]
-    before = getattr(module._Lines, name)
+    callback = callback_of(trainer)
+    before = getattr(callback, name)
 
     def disturbed(self, *args, **options):
         step = (args[1] if trainer == "hf" else args[0]).global_step
@@ -186,7 +166,7 @@ def test_a_crash_after_a_preemption_costs_the_steps_since_the_newest_checkpoint(
         return before(self, *args, **options)
 
     preempted, crashed = [], []
-    monkeypatch.setattr(module._Lines, name, disturbed)
+    monkeypatch.setattr(callback, name, disturbed)
     with pytest.raises(ranks.Preempted, match="stopped after step 3"):
         loop.train(again)
     with pytest.raises(RuntimeError, match="crash"):
@@ -212,7 +192,7 @@ def test_what_may_change_between_starts(trainer, config):
 @others
 @pytest.mark.parametrize("steps, timed", [(2, 2), (5, 3)])  # the first two count where there are no others
 def test_tokens_per_second_are_of_the_steps_that_are_timed(steps, timed, trainer, config):
-    Path(config.data).write_text("".join(json.dumps({"text": "one two three " * 60}) + "\n" for _ in range(8)))
+    write_jsonl(Path(config.data), [{"text": "one two three " * 60}] * 8)
     found = loop.train(by(trainer, config, steps=steps, eval_fraction=0.0))
     assert found["tokens_per_second"] * found["seconds"] == pytest.approx(timed * 4 * config.length)
 
@@ -224,7 +204,7 @@ def test_a_step_keeps_its_rows_when_batches_change(trainer, config):
         {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * (i % 7 + 1)}]}
         for i in range(30)
     ]
-    Path(config.data).write_text("".join(json.dumps(r) + "\n" for r in records))
+    write_jsonl(Path(config.data), records)
     config = dataclasses.replace(config, eval_fraction=0.0, schedule="constant")
     expected = loop.train(by(trainer, config))["losses"]
     first = by(trainer, config, steps=3, checkpoint_every=3)
@@ -299,7 +279,9 @@ def test_one_process_takes_one_gpu(config, monkeypatch, tmp_path):
     from liger_kernel.train import hf
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    args = hf.arguments(by("hf", config), tmp_path, torch.device("cuda"), "fp32", ranks.Ranks(0, 1, None, None), 4)
+    alone = ranks.Ranks(0, 1, None, None)
+    session = Session(by("hf", config), None, None, torch.device("cuda"), "fp32", alone, ranks.Stop())
+    args = hf.arguments(session, tmp_path, 4)
     assert args.n_gpu == 1 and args.train_batch_size == config.batch
 
 
@@ -318,15 +300,9 @@ def test_lightning_is_told_of_several_machines(config, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(Told) as told:
         two = by("lightning", config, parallel="ddp")
-        lightning.run(
-            two,
-            data.load(two),
-            torch.nn.Linear(1, 1),
-            torch.device("cpu"),
-            "fp32",
-            ranks.Ranks(0, 16, None, None),
-            threading.Event(),
-        )
+        many = ranks.Ranks(0, 16, None, None)
+        model = torch.nn.Linear(1, 1)
+        lightning.run(Session(two, data.load(two), model, torch.device("cpu"), "fp32", many, ranks.Stop()))
     assert told.value.args == (8, 2)
 
 
@@ -338,8 +314,8 @@ def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, caps
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     chats = [[("user", "a " * n), ("assistant", "b c " * n)] for n in range(1, 9)]
-    rows = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
-    Path(config.data).write_text("\n".join(rows) + "\n")
+    records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    write_jsonl(Path(config.data), records)
     sizes = dict(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
@@ -397,19 +373,19 @@ def test_a_loss_that_is_not_finite_ends_the_run(trainer, config):
         loop.train(by(trainer, config, lr=1e20, warmup=0, grad_clip=0.0))
 
 
-@pytest.mark.parametrize("trainer", ["hf", "lightning"])
-def test_what_it_does_not_offer_is_said(trainer, config):
-    with pytest.raises(UserError, match="nonfinite"):
-        by(trainer, config, nonfinite="skip")
-    with pytest.raises(UserError, match="tp"):
-        by(trainer, config, parallel="tp")
-
-
-def test_deepspeed_is_transformers(config):
-    with pytest.raises(
-        UserError, match="trainer torch offers parallel none, ddp, fsdp2, tp, ulysses, ulysses-fsdp2; got deepspeed-z2"
-    ):
-        dataclasses.replace(config, parallel="deepspeed-z2")
+@pytest.mark.parametrize(
+    "trainer, name, value",
+    [
+        ("hf", "nonfinite", "skip"),
+        ("lightning", "nonfinite", "skip"),
+        ("hf", "parallel", "tp"),
+        ("lightning", "parallel", "tp"),
+        ("torch", "parallel", "deepspeed-z2"),
+    ],
+)
+def test_what_it_does_not_offer_is_said(trainer, name, value, config):
+    with pytest.raises(UserError, match=f"trainer {trainer} offers {name} .*; got {value}"):
+        dataclasses.replace(config, trainer=trainer, **{name: value})
 
 
 def test_batches_that_do_not_fit_are_said(config):

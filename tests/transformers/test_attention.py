@@ -28,7 +28,7 @@ from liger_kernel.train import loop
 from liger_kernel.train import model as train_model
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.evaluate import evaluate
-from liger_kernel.train.rows import IGNORE, Rows
+from liger_kernel.train.token_rows import IGNORE, TokenRows
 from liger_kernel.transformers import (
     _apply_liger_kernel_to_instance,
     apply_liger_kernel_to_llama,
@@ -58,13 +58,13 @@ MODELS = {
 }
 
 
-def rows(sizes: list[list[int]] = SIZES) -> Rows:
+def rows(sizes: list[list[int]] = SIZES) -> TokenRows:
     generator = torch.Generator().manual_seed(3)
     documents = [torch.randint(3, VOCAB, (n,), generator=generator).int() for row in sizes for n in row]
     starts = torch.tensor([0, *(len(d) for d in documents)]).cumsum(0)[:-1]
     ids = torch.cat(documents)
     bounds = torch.tensor([0, *(sum(row) for row in sizes)]).cumsum(0)
-    packed = Rows(ids, ids, bounds).of_documents(starts)
+    packed = TokenRows(ids, ids, bounds).of_documents(starts)
     packed.bounded = True
     return packed
 
@@ -575,7 +575,7 @@ def test_attention_that_sdpa_does_not_serve():
     model = make("gpt_oss", attention="eager")
     assert attention.use(model) == "sdpa does not serve gpt_oss"
     settle = lambda rows: train_model.attend(TrainConfig(), rows, model, torch.device("cpu"), "bf16")
-    assert settle(Rows.of([([1, 2], [1, 2])])) == "eager" and settle(rows()).startswith("eager with a mask, as ")
+    assert settle(TokenRows.of([([1, 2], [1, 2])])) == "eager" and settle(rows()).startswith("eager with a mask, as ")
     assert model.config._attn_implementation == "eager"
 
 
@@ -593,7 +593,7 @@ def test_auto_takes_it_where_it_serves(monkeypatch):
     )
     assert settle(rows()) == "sdpa with a mask, as no GPU"
     assert settle(rows(), attention="eager") == "eager"
-    plain = Rows.of([([1, 2], [1, 2])])
+    plain = TokenRows.of([([1, 2], [1, 2])])
     assert settle(plain) == "sdpa"
     monkeypatch.setattr(train_model, "varlen_lacks", lambda device, dtype: None if dtype == torch.bfloat16 else "fp32")
     assert settle(rows(), attention="sdpa") == settle(plain) == "sdpa" and model.config._attn_implementation == "sdpa"

@@ -52,10 +52,8 @@ KINDS = {
     "adamw-8bit": Kind("torchao", 1, False, ("none", "ddp", "ulysses", *FULLY_SHARDED)),
     "adamw-8bit-bf16": Kind("torchao", 1, True, ("none", *FULLY_SHARDED)),
 }
-LEAST, BLOCK = (
-    4096,
-    256,
-)  # torchao's: moments of fewer values, or of no whole number of blocks, stay in the weight's dtype
+# torchao's: moments of fewer values, or of no whole number of blocks, stay in the weight's dtype
+LEAST, BLOCK = (4096, 256)
 
 
 def check(name: str, parallel: str, in_backward: bool = False, on_cpu: bool = False) -> None:
@@ -128,7 +126,8 @@ def _of_torchao(kind: Kind) -> Any:
             with config.patch(enable_autograd_cache=False):
                 return super().step(closure)  # type: ignore[misc]  # of the optimizer beside it
 
-    class AdamW(Uncached, optim._AdamW):  # the name in torchao's README
+    # the name in torchao's README
+    class AdamW(Uncached, optim._AdamW):
         pass
 
     class AdamW8bit(Uncached, optim.AdamW8bit):
@@ -159,8 +158,8 @@ class InBackward:
     they are rounded stochastically, as random numbers are drawn in another order. ``optimizer``
     stays the one to save, to load and to schedule. A gradient must come from one backward, and
     nobody may
-    need it later: there is no norm to clip by, and nothing can be accumulated. ``on`` is False
-    while gradients are to be dropped.
+    need it later: there is no norm to clip by, and nothing can be accumulated. ``on`` is False while
+    gradients are to be dropped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

@@ -23,7 +23,8 @@ from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
 from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.redact import in_a_line
 
-SAVED = "adapter_config.json"  # in a folder of adapters
+# in a folder of adapters
+SAVED = "adapter_config.json"
 BITSANDBYTES = ("nf4", "int8")
 
 
@@ -59,12 +60,14 @@ def _check_bitsandbytes(kind: str, device: torch.device) -> None:
     try:
         import accelerate  # noqa: F401
         import bitsandbytes
-    except (ImportError, OSError, RuntimeError) as error:  # the latter two of libraries that it does not find
+    # the latter two of libraries that it does not find
+    except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"quantize {kind} needs bitsandbytes and accelerate: pip install accelerate bitsandbytes "
             f"({in_a_line(error)})"
         ) from error
-    devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})  # before 0.46, CUDA alone
+    # before 0.46, CUDA alone
+    devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
     if device.type not in devices:
         raise UserError(
             f"quantize {kind} needs a device that bitsandbytes has kernels for ({', '.join(sorted(devices))}); this "

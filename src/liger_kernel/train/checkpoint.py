@@ -57,8 +57,10 @@ from liger_kernel.train.files import read_object, write
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
-FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")  # what a checkpoint consists of
-NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,14})")  # what f"step-{step:08d}" writes
+# what a checkpoint consists of
+FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")
+# what f"step-{step:08d}" writes
+NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,14})")
 
 
 class Checkpoints:
@@ -68,11 +70,14 @@ class Checkpoints:
     def __init__(self, folder: Path, ranks: Ranks, keep: int):
         self.folder, self.ranks, self.keep = folder, ranks, keep
         self.failures = 0
-        self.step, self.time = -1, time.time()  # of the newest one on disk
+        # of the newest one on disk
+        self.step, self.time = -1, time.time()
         self._future: Future | None = None
         self._path = folder
-        self._kept: list[str] | None = None  # what latest is to name, newest first; None: what it names
-        self._unreadable: set[str] = set()  # whose checksums hold, and whose tensors are none
+        # what latest is to name, newest first; None: what it names
+        self._kept: list[str] | None = None
+        # whose checksums hold, and whose tensors are none
+        self._unreadable: set[str] = set()
 
     def latest(self) -> Path | None:
         """Return the newest intact checkpoint, the same on all ranks. Damaged ones give a
@@ -119,18 +124,15 @@ class Checkpoints:
         tensors, optimizer_state = _tensors(model, optimizer)
         reader, state = SafeReader(path), read_object(path / "state.json")
         there = reader.read_metadata().state_dict_metadata
-        if any(
-            name.endswith(".codes") for name in there.keys() ^ tensors.keys()
-        ):  # which moments are large enough for 8 bits depends on the shards
+        # which moments are large enough for 8 bits depends on the shards
+        if any(name.endswith(".codes") for name in there.keys() ^ tensors.keys()):
             ranks = state["ranks"]
             raise UserError(
                 f"checkpoint {path} has 8-bit moments in the blocks of {ranks} ranks: continue with {ranks} ranks, "
                 f"got {self.ranks.world}"
             )
-        for names, who in (
-            (there.keys() - tensors.keys(), ", which"),
-            (tensors.keys() - there.keys(), ": it"),
-        ):  # DCP leaves out the first without a word
+        # DCP leaves out the first without a word
+        for names, who in ((there.keys() - tensors.keys(), ", which"), (tensors.keys() - there.keys(), ": it")):
             if names:
                 some = ", ".join(sorted(names)[:3])[:300] + (" ..." if len(names) > 3 else "")
                 raise UserError(f"checkpoint {path} does not fit this model{who} lacks {some}")
@@ -142,10 +144,10 @@ class Checkpoints:
                 )
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
-        except dcp.api.CheckpointException as error:  # on all ranks
-            if any(
-                isinstance(failure, OSError) for failure, _ in error.failures.values()
-            ):  # of the file system: another start may read it
+        # on all ranks
+        except dcp.api.CheckpointException as error:
+            # of the file system: another start may read it
+            if any(isinstance(failure, OSError) for failure, _ in error.failures.values()):
                 raise OSError(f"checkpoint {path} cannot be read: {_why(error)}") from error
             self._pass_over(path, _why(error))
             return None
@@ -158,7 +160,8 @@ class Checkpoints:
             wrong = None
             try:
                 set_generators(read_object(path / f"rank-{self.ranks.rank}.json"))
-            except (ValueError, TypeError, RuntimeError) as error:  # of this kind of GPU
+            # of this kind of GPU
+            except (ValueError, TypeError, RuntimeError) as error:
                 wrong = f"generators: {error}"
             if self.ranks.any(wrong is not None):
                 self._pass_over(path, wrong or "generators of another rank")
@@ -192,9 +195,8 @@ class Checkpoints:
                 write(self._path / f"rank-{self.ranks.rank}.json", json.dumps(generators()))
             except OSError as problem:
                 error = str(problem)
-        if self.ranks.any(
-            error is not None
-        ):  # before DCP's own collectives, in which a rank that failed would be missed
+        # before DCP's own collectives, in which a rank that failed would be missed
+        if self.ranks.any(error is not None):
             self._failed(error or "another rank could not write")
             return
         tensors, _ = _tensors(model, optimizer)
@@ -214,13 +216,12 @@ class Checkpoints:
             save(dcp.save)
             write_sums(self._path, self.ranks.rank)
             self._future.set_result(None)
-        except (
-            Exception,
-            dcp.api.CheckpointException,
-        ) as problem:  # this disk or another rank's; DCP's is no Exception
+        # this disk or another rank's; DCP's is no Exception
+        except (Exception, dcp.api.CheckpointException) as problem:
             self._future.set_exception(problem)
         if wait:
-            self.finish()  # else the others have not finished, either
+            # else the others have not finished, either
+            self.finish()
 
     @property
     def done(self) -> int:
@@ -281,7 +282,8 @@ class Checkpoints:
         if self._path.is_dir() and not unfinished(self._path):
             shutil.rmtree(self._aside, ignore_errors=True)
             self._path.rename(self._aside)
-        shutil.rmtree(self._path, ignore_errors=True)  # what a killed run left
+        # what a killed run left
+        shutil.rmtree(self._path, ignore_errors=True)
 
     def _failed(self, why: str) -> None:
         self.failures += 1
@@ -307,7 +309,8 @@ def _then_summed(saving: Future, folder: Path, rank: int) -> Future:
             saving.result()
             write_sums(folder, rank)
             done.set_result(None)
-        except BaseException as error:  # DCP's is no Exception
+        # DCP's is no Exception
+        except BaseException as error:
             done.set_exception(error)
 
     saving.add_done_callback(settle)
@@ -379,9 +382,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     """The tensors to write or to read into, and the optimizer's state they are part of. Its
     numbers follow from the config and the step."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    frozen = len(trained) < sum(
-        1 for _ in model.parameters()
-    )  # a base, quantised perhaps, whose own state DCP cannot tell from modules
+    # a base, quantised perhaps, whose own state DCP cannot tell from modules
+    frozen = len(trained) < sum(1 for _ in model.parameters())
     weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]  # its values are more than tensors
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     tensors = {f"model.{name}": t for name, t in weights.items()}
@@ -408,7 +410,8 @@ def damage(path: Path) -> str | None:
         return _misplaced(
             SafeReader(path).read_metadata(), files if sums is None else {name: files[name] for name in sums}
         )
-    except Exception as error:  # an unpickler's errors are of any kind
+    # an unpickler's errors are of any kind
+    except Exception as error:
         return f"{type(error).__name__}: {error}".replace(f"{path}/", "")[:300]
 
 
@@ -491,7 +494,8 @@ def torn(path: Path) -> str | None:
         with zipfile.ZipFile(path) as parts:
             part = parts.testzip()
         return None if part is None else f"is damaged: {part}"
-    except Exception as error:  # whatever a damaged table leads to
+    # whatever a damaged table leads to
+    except Exception as error:
         return f"is too short or damaged: {error}"
 
 
@@ -499,7 +503,8 @@ def digest(path: Path) -> str:
     """SHA-256 of a file."""
     sha = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 22):  # the interpreter is free while a block is read or hashed
+        # the interpreter is free while a block is read or hashed
+        while block := file.read(1 << 22):
             sha.update(block)
     return sha.hexdigest()
 
@@ -575,7 +580,8 @@ class _Unpickler(_Python):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
-        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 writes it
+        # as Python 3.13 writes it
+        module = "pathlib" if module == "pathlib._local" else module
         allowed = (
             (module == "torch.distributed.checkpoint.metadata" and name in self.CHECKPOINT)
             or (module == "torch.distributed.checkpoint.filesystem" and name in ("_StorageInfo", "SerializationFormat"))
@@ -593,7 +599,8 @@ class _Unpickler(_Python):
         return super().find_class(module, name)
 
     def _build(self) -> None:
-        if isinstance(self.stack[-2], type):  # which the whole process has
+        # which the whole process has
+        if isinstance(self.stack[-2], type):
             raise pickle.UnpicklingError("checkpoint metadata must not change a class")
         super().load_build()
 
@@ -631,7 +638,8 @@ def set_generators(
     tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version, keys, gauss = states["python"]
     python.setstate((version, tuple(keys), gauss))
-    if type(place := states["numpy"][2]) is not int or not 0 <= place <= 624:  # NumPy reads there, wherever it is
+    # NumPy reads there, wherever it is
+    if type(place := states["numpy"][2]) is not int or not 0 <= place <= 624:
         raise ValueError(f"a generator of NumPy has 624 numbers, and its place was {place!r:.40}")
     numpy.set_state(tuple(states["numpy"]))
     (cpu or torch.default_generator).set_state(tensor(states["torch"]))

@@ -20,11 +20,12 @@ from typing import Any
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check
 from liger_kernel.train.files import write
-from liger_kernel.train.mistakes import Parser, beside, regular, unique
+from liger_kernel.train.mistakes import Parser, regular, similar_file, unique
 from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
-STORE = "LIGER_STORE"  # variable with the URI of the store, where a config file has it without credentials
+# variable with the URI of the store, where a config file has it without credentials
+STORE = "LIGER_STORE"
 TRAINERS = ("torch", "hf", "lightning")
 PARALLEL = ("none", "ddp", "fsdp2", "tp", "ulysses", "ulysses-fsdp2", "deepspeed-z2", "deepspeed-z3")
 ULYSSES = ("ulysses", "ulysses-fsdp2")
@@ -35,16 +36,13 @@ PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 QUANTIZED = ("nf4", "int8", "fp8")
-FP8 = (
-    "tensorwise",
-    "rowwise",
-    "rowwise_with_gw_hp",
-    "mxfp8_rceil",
-)  # of ops/projections/float8_training.py, which needs torch
+# of ops/projections/float8_training.py, which needs torch
+FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")
 EVERY_LINEAR = "all-linear"
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
-MANY = 10**9  # more than a run has of anything; PyTorch's and the system's integers hold it
+# more than a run has of anything; PyTorch's and the system's integers hold it
+MANY = 10**9
 RANGES = (
     (
         "hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout "
@@ -53,12 +51,14 @@ RANGES = (
         MANY,
     ),
     ("sequence_parallel_size max_record_mb", 1, MANY),
-    ("length", 2, MANY),  # the first token of a row is predicted by nothing
+    # the first token of a row is predicted by nothing
+    ("length", 2, MANY),
     ("tiled_mlp warmup eval_every weight_decay lora nproc max_restarts checkpoint_every stream", 0, MANY),
     ("grad_clip", 0, math.inf),
     ("min_lr", 0, 1),
     ("metrics_port", 0, 2**16 - 1),
-    ("seed", 0, 2**32 - 1),  # numpy's
+    # numpy's
+    ("seed", 0, 2**32 - 1),
 )
 # of a field's choices, those that a trainer has
 OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -328,7 +328,8 @@ class TrainConfig:
         for names, least, most in RANGES:
             for name in names.split():
                 value = getattr(self, name)
-                if value is not None and not least <= value <= most:  # NaN is in no range
+                # NaN is in no range
+                if value is not None and not least <= value <= most:
                     limits = (
                         f"at least {least}"
                         if most in (MANY, math.inf) and not value > most
@@ -364,7 +365,8 @@ class TrainConfig:
         if self.store and "://" not in self.store:
             raise UserError(f"store must be a URI, such as s3://bucket/run or file:///folder/run; got {self.store!r}")
         kv_heads = self.kv_heads or max(1, self.heads // 2)
-        if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):  # rotary embeddings turn pairs
+        # rotary embeddings turn pairs
+        if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):
             sizes = f"hidden {self.hidden}, heads {self.heads}, kv_heads {kv_heads}"
             raise UserError(f"heads must divide hidden into even parts, and kv_heads must divide heads; got {sizes}")
         if self.cross_entropy and self.fused_linear_cross_entropy:
@@ -372,9 +374,9 @@ class TrainConfig:
         self._check_adapters()
         self._check_fp8()
         if self.kernels == "off" and (
-            asked := [name for name, value in self.kernel_flags.items() if value is True or name == "tiled_mlp"]
+            named := [name for name, value in self.kernel_flags.items() if value is True or name == "tiled_mlp"]
         ):
-            raise UserError(f"{asked[0]} needs kernels on, got off")
+            raise UserError(f"{named[0]} needs kernels on, got off")
         if self.keep_attention and self.gradient_checkpointing != "full":
             raise UserError(f"keep_attention needs gradient_checkpointing full, got {self.gradient_checkpointing}")
 
@@ -435,7 +437,8 @@ class TrainConfig:
             raise UserError("lora needs parallel none, ddp, fsdp2 or deepspeed: tp does not split adapters")
         if self.quantize and self.parallel not in ("none", "ddp"):
             raise UserError(f"quantize {self.quantize} needs parallel none or ddp, got {self.parallel}")
-        if self.dora and self.quantize == "int8":  # PEFT 0.21 and bitsandbytes 0.50 lose them in the second step
+        # PEFT 0.21 and bitsandbytes 0.50 lose them in the second step
+        if self.dora and self.quantize == "int8":
             raise UserError("dora needs quantize nf4, fp8 or none: with int8, DoRA loses the scales of the weights")
 
     def _check_fp8(self) -> None:
@@ -473,11 +476,8 @@ class TrainConfig:
     @property
     def target_modules(self) -> str | list[str]:
         """``lora_targets`` in PEFT's form."""
-        return (
-            EVERY_LINEAR
-            if self.lora_targets == EVERY_LINEAR
-            else sorted({name.strip() for name in self.lora_targets.split(",")})
-        )
+        targets = self.lora_targets
+        return targets if targets == EVERY_LINEAR else sorted({name.strip() for name in targets.split(",")})
 
     @property
     def alpha(self) -> float:
@@ -505,13 +505,11 @@ class TrainConfig:
     def kernel_flags(self) -> dict[str, Any]:
         """The kernels that are switched on or off by name; the model family decides about the
         others."""
-        names = [
-            field.name
-            for field in dataclasses.fields(self)
-            if field.metadata["group"] == "kernels" and field.name != "kernels"
-        ]
-        flags = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        flags |= {"fp8_filter": [name.strip() for name in self.fp8_filter.split(",")]} if self.fp8_filter else {}
+        fields = [field.name for field in dataclasses.fields(self) if field.metadata["group"] == "kernels"]
+        flags = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
+        del flags["kernels"]
+        if self.fp8_filter:
+            flags["fp8_filter"] = [name.strip() for name in self.fp8_filter.split(",")]
         return flags | ({"tiled_mlp": True} if self.tiled_mlp == 0 else {})
 
     def shown(self) -> dict[str, Any]:
@@ -540,9 +538,8 @@ class TrainConfig:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         values = self.shown()
-        write(
-            path, _yaml().safe_dump(values, sort_keys=False) if _is_yaml(path) else json.dumps(values, indent=2) + "\n"
-        )
+        as_yaml = lambda: _yaml().safe_dump(values, sort_keys=False)
+        write(path, as_yaml() if _is_yaml(path) else json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> TrainConfig:
@@ -563,10 +560,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
         text = regular(path).read_text(encoding="utf-8-sig")
         values = _yaml().load(text, _loader()) if _is_yaml(path) else json.loads(text, object_pairs_hook=unique)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}{'' if path.exists() else beside(path)}") from error
+        raise UserError(f"cannot read {path}: {error.strerror}{'' if path.exists() else similar_file(path)}") from error
     except UserError:
         raise
-    except Exception as error:  # the two parsers share no exception class
+    # the two parsers share no exception class
+    except Exception as error:
         raise UserError(f"{path} is not valid {'YAML' if _is_yaml(path) else 'JSON'}: {in_a_line(error)}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold names and values, got a {type(values).__name__}")
@@ -582,7 +580,8 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
             raise UserError(f"{where}: unknown name {name!r:.80}{did_you_mean(str(name), kinds)}")
         kind, optional = kinds[name]
         if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError, OverflowError):  # YAML reads 1e-3 as a string
+            # YAML reads 1e-3 as a string
+            with contextlib.suppress(ValueError, OverflowError):
                 value = values[name] = float(value)
         if not (type(value) is kind or (value is None and optional)):
             raise UserError(f"{where}: {name} must be of type {kind.__name__}, got {value!r:.80}")
@@ -591,22 +590,19 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
 
 def _check_text(name: str, value: Any) -> None:
     """``UserError`` for text that no path, command line or environment can hold."""
-    if isinstance(value, str):
-        try:
-            fits = b"\0" not in os.fsencode(value)
-        except UnicodeEncodeError:
-            fits = False
-        if not fits:
-            raise UserError(f"{name} must be text without NUL and without halves of characters, got {value!r:.80}")
-        if (
-            name in ("out", "save", "cache")
-            and not value.isascii()
-            and value.encode(errors="replace").decode() != value
-        ):
-            raise UserError(
-                f"{name} must be a name in UTF-8, as packages that write there need (with a locale that has only "
-                f"ASCII, set PYTHONUTF8=1); got {value!r:.80}"
-            )
+    if not isinstance(value, str):
+        return
+    try:
+        fits = b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise UserError(f"{name} must be text without NUL and without halves of characters, got {value!r:.80}")
+    if name in ("out", "save", "cache") and value.encode(errors="replace").decode() != value:
+        raise UserError(
+            f"{name} must be a name in UTF-8, as packages that write there need (with a locale that has only ASCII, "
+            f"set PYTHONUTF8=1); got {value!r:.80}"
+        )
 
 
 def _is_yaml(path: Path) -> bool:
@@ -658,24 +654,21 @@ _METAVAR = {int: "N", float: "X", str: "NAME"}
 def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tuple[str, ...]) -> None:
     """One flag per field, by group. A flag that is not given leaves no trace, so that config
     files and defaults show through."""
-    kinds = _kinds(TrainConfig)
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(TrainConfig):
         if field.name in fixed:
             continue
-        name, kind, choices = field.metadata["group"], kinds[field.name][0], field.metadata["choices"]
+        name, kind, choices = field.metadata["group"], _kinds(TrainConfig)[field.name][0], field.metadata["choices"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        options: dict[str, Any] = {
-            "help": _help(field, getattr(defaults, field.name)),
-            "default": argparse.SUPPRESS,
-            "dest": field.name,
-        }
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options |= {"type": kind, "choices": choices, "metavar": None if choices else _METAVAR[kind]}
-        groups[name].add_argument("--" + field.name.replace("_", "-"), **options)
+        options: dict[str, Any] = {"type": kind, "choices": choices, "metavar": None if choices else _METAVAR.get(kind)}
+        groups[name].add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=_help(field, getattr(defaults, field.name)),
+            **({"action": argparse.BooleanOptionalAction} if kind is bool else options),
+        )
 
 
 def _help(field: dataclasses.Field, default: Any) -> str:

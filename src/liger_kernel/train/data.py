@@ -3,7 +3,7 @@ streamed part by part.
 
 records.py     what files and datasets hold
 tokenise.py    records -> rows of tokens and labels
-rows.py        rows -> batches, in an order fixed by the seed
+token_rows.py  rows -> batches, in an order fixed by the seed
 stream.py      the same while training is under way
 """
 
@@ -23,11 +23,12 @@ from typing import Any
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.mistakes import owned
 from liger_kernel.train.records import BEGIN, Records, files_of
-from liger_kernel.train.rows import Data, Rows
 from liger_kernel.train.stream import Stream
+from liger_kernel.train.token_rows import Data, TokenRows
 from liger_kernel.train.tokenise import CHAT_TEMPLATE, Draft, loaded, own_tokenizer, tokenizer_of
 
-ROWS = "rows.safetensors"  # in a folder of tokenised data, beside its tokenizer
+# in a folder of tokenised data, beside its tokenizer
+ROWS = "rows.safetensors"
 
 
 def load(config: TrainConfig) -> Data:
@@ -51,9 +52,8 @@ def load(config: TrainConfig) -> Data:
         unfinished = folder.with_suffix(".unfinished")
         if not folder.is_dir():
             _fill(folder, unfinished, config, tokenizer)
-        shutil.rmtree(
-            unfinished, ignore_errors=True
-        )  # this run's, or that of one that was killed before it came to this
+        # this run's, or that of one that was killed before it came to this
+        shutil.rmtree(unfinished, ignore_errors=True)
     return _read(folder, config, tokenizer)
 
 
@@ -82,9 +82,8 @@ def prepare(config: TrainConfig, folder: str | Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".preparing-", ignore_cleanup_errors=True) as aside:
         new = Path(aside) / "new"
         _write(new, data.rows, data.tokenizer)
-        for path in sorted(
-            new.iterdir(), key=lambda path: path.name == ROWS
-        ):  # the rows last: they make it a prepared folder
+        # the rows last: they make it a prepared folder
+        for path in sorted(new.iterdir(), key=lambda path: path.name == ROWS):
             os.replace(path, folder / path.name)
     return folder
 
@@ -99,7 +98,7 @@ def _fill(folder: Path, unfinished: Path, config: TrainConfig, tokenizer: Any) -
         raise
 
 
-def _tokenised(config: TrainConfig, tokenizer: Any, folder: Path | None = None) -> tuple[Rows, Any]:
+def _tokenised(config: TrainConfig, tokenizer: Any, folder: Path | None = None) -> tuple[TokenRows, Any]:
     records, draft = Records(config), Draft(folder)
     if tokenizer is None:
         tokenizer = own_tokenizer(records, config.vocab, folder)
@@ -123,7 +122,7 @@ def _prepared(config: TrainConfig) -> Data:
 def _read(folder: Path, config: TrainConfig, tokenizer: Any) -> Data:
     if tokenizer is None:
         tokenizer = loaded(folder, config.trust_remote_code)
-    return Data(Rows.read(folder / ROWS), tokenizer, config.eval_fraction)
+    return Data(TokenRows.read(folder / ROWS), tokenizer, config.eval_fraction)
 
 
 def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:
@@ -162,13 +161,15 @@ def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:
     return Path(folder) / hashlib.sha256(key.encode()).hexdigest()[:16], sure
 
 
-def _write(folder: Path, rows: Rows, tokenizer: Any) -> None:
+def _write(folder: Path, rows: TokenRows, tokenizer: Any) -> None:
     """All or nothing: a run that is killed leaves no half of a cache."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
         new = Path(temporary) / "new"
-        new.mkdir()  # with the permissions that folders have; the temporary one is its owner's alone
+        # with the permissions that folders have; the temporary one is its owner's alone
+        new.mkdir()
         tokenizer.save_pretrained(new)
         rows.write(new / ROWS)
-        with contextlib.suppress(OSError):  # another run has just written the same
+        # another run has just written the same
+        with contextlib.suppress(OSError):
             os.rename(new, folder)

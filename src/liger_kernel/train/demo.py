@@ -3,9 +3,8 @@ with our kernels, and compare.
 
 Both runs start from random weights (or from ``--model``), each in its own process, so that each has
 its own peak of memory. They take turns: while one makes the steps up to its next log line, the
-other
-waits. So what else runs on the machine slows down both, and each pair of such blocks has a ratio of
-its own. The losses of every step may differ only by rounding; otherwise the exit code is 1.
+other waits. So what else runs on the machine slows down both, and each pair of such blocks has a
+ratio of its own. The losses of every step may differ only by rounding; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ _UNUSED = [
     field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] in ("ranks", "checkpoints")
 ]
 FIXED = ("kernels", "save", "cache", "stream", "trainer", *_UNUSED)
-PAIRS = 5  # of blocks: fewer say nothing about a spread
+# of blocks: fewer say nothing about a spread
+PAIRS = 5
 # The upper quartile of the ratios over the lower one, beyond which they do not tell which is faster
 UNCLEAR = 1.25
 
@@ -81,13 +81,15 @@ def main(argv: list[str]) -> int:
         "The defaults below are those without a "
         f"GPU; with a GPU they are {', '.join(f'{name} {value:g}' for name, value in larger.items())}."
     )
-    flags = read_flags(argv, "liger demo", description, CPU, FIXED)  # help and mistakes answer before torch is imported
+    # help and mistakes answer before torch is imported
+    flags = read_flags(argv, "liger demo", description, CPU, FIXED)
     import torch
 
     from liger_kernel.train import data
 
     config = configured(flags, GPU if torch.cuda.is_available() else CPU)
-    for name in FIXED:  # a file may have them
+    # a file may have them
+    for name in FIXED:
         if getattr(config, name) != getattr(CPU, name):
             raise UserError(f"{name} must be {getattr(CPU, name)} in a demo, got {getattr(config, name)}")
     out = Path(config.out)
@@ -113,8 +115,8 @@ def main(argv: list[str]) -> int:
     results = {name: json.loads((out / name / "metrics.json").read_text(encoding="utf-8")) for name in RUNS}
 
     report = compare(results["stock"], results["ours"])
-    said = {**report, "config": config.shown(), "environment": environment(), "runs": results}
-    write(out / "demo.json", json.dumps(said, indent=1) + "\n")
+    written = {**report, "config": config.shown(), "environment": environment(), "runs": results}
+    write(out / "demo.json", json.dumps(written, indent=1) + "\n")
     print("\n" + table(report, results["ours"]))
     plotted = plot(report, results, out / "demo.png")
     print(f"\n{plotted}{out / 'demo.json'}")
@@ -147,7 +149,8 @@ def _trained(config: TrainConfig, out: Path) -> dict[str, int]:
             ends = pipes[name][0], pipes[other][1]
             argv = [sys.executable, "-c", CHILD, str(out / f"{name}.json"), name, *map(str, ends)]
             processes[name] = subprocess.Popen(argv, pass_fds=ends)
-            for end in ends:  # else a run that is over would leave its pipe open
+            # else a run that is over would leave its pipe open
+            for end in ends:
                 os.close(end)
         return {name: process.wait() for name, process in processes.items()}
     finally:
@@ -163,7 +166,8 @@ def take_turns(name: str, turn: str, other: str) -> None:
 
     from liger_kernel.train import loop
 
-    own_turn = name != next(iter(RUNS))  # when it starts, and until its second block is made
+    # when it starts, and until its second block is made
+    own_turn = name != next(iter(RUNS))
 
     def pause() -> None:
         nonlocal own_turn
@@ -171,7 +175,8 @@ def take_turns(name: str, turn: str, other: str) -> None:
             own_turn = False
             return
         if torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
-            torch.cuda.empty_cache()  # there may be no room for both
+            # there may be no room for both
+            torch.cuda.empty_cache()
         with contextlib.suppress(BrokenPipeError):
             os.write(int(other), b".")
         os.read(int(turn), 1)
@@ -219,16 +224,17 @@ def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
             "clear": False,
             "spread": few,
         }
-    a, b = pairs[len(pairs) // 2]  # both of one moment: medians of either run need not be
+    # both of one moment: medians of either run need not be
+    a, b = pairs[len(pairs) // 2]
     low, _, high = statistics.quantiles([ours / stock for stock, ours in pairs], n=4, method="inclusive")
     clear = high <= UNCLEAR * low
     spread = f"half of the ratios of {len(pairs)} pairs of blocks of steps, made in turn, are"
     spread += f" between {low:.2f} and {high:.2f}"
-    said = f"Speed: {spread}{', so no difference shows' if low <= 1 <= high else ''}."
+    clearly = f"Speed: {spread}{', so no difference shows' if low <= 1 <= high else ''}."
     busy = f"This machine is too busy to tell which is faster: {spread}."
     busy += " Run the demo again when nothing else runs."
     numbers = {"stock": a, "ours": b, "ratio": b / a, "quartiles": [low, high], "pairs": len(pairs)}
-    return {**numbers, "clear": clear, "spread": said if clear else busy}
+    return {**numbers, "clear": clear, "spread": clearly if clear else busy}
 
 
 def table(report: dict[str, Any], run: dict[str, Any]) -> str:
@@ -328,7 +334,8 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
         axes.tick_params(axis="x", length=0, labelcolor=ink)
     start = [run["memory_before_training"] for run in runs.values()]
     memory.bar(list(RUNS), start, width=0.62, color="white", alpha=0.35)
-    if start[0] > 0.15 * report["peak_memory"]["stock"]:  # else there is no room for the words
+    # else there is no room for the words
+    if start[0] > 0.15 * report["peak_memory"]["stock"]:
         memory.text(0, start[0] / 2, "before\ntraining", ha="center", va="center", fontsize=8, color=ink)
     run = runs["ours"]
     note = (

@@ -11,7 +11,7 @@ import torch
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.model import attend, build, check_packing, device_and_precision
-from liger_kernel.train.rows import Data, learnt_tokens
+from liger_kernel.train.token_rows import Data, target_tokens
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision:
         }
         with arithmetic:
             total += float(model(**on_device, use_cache=False, num_items_in_batch=1).loss)
-        tokens += learnt_tokens(batch)
+        tokens += target_tokens(batch)
     loss = total / max(1, tokens)
     return {
         "loss": loss,

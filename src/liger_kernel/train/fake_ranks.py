@@ -45,7 +45,8 @@ def fake_ranks(config: TrainConfig, world: int) -> Iterator[FakeRanks]:
     if config.parallel == "none":
         yield FakeRanks()
         return
-    import torch.distributed._tools.fake_collectives  # what they return where tensors have no data
+    # what they return where tensors have no data
+    import torch.distributed._tools.fake_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -85,14 +86,14 @@ def followed(meter: Any, on_cpu: bool) -> Iterator[None]:
 
         return call
 
-    with contextlib.ExitStack() as entered:
+    with contextlib.ExitStack() as stack:
         for name, label in (
             ("unshard", "gathered weights"),
             ("wait_for_unshard", "gathered weights"),
             ("post_backward", "gradients"),
         ):
             method = getattr(FSDPParamGroup, name)
-            entered.callback(setattr, FSDPParamGroup, name, method)
+            stack.callback(setattr, FSDPParamGroup, name, method)
             setattr(FSDPParamGroup, name, labelled(method, label))
         yield
 

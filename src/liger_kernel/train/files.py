@@ -13,8 +13,10 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)  # Windows has none
-MOST = 1 << 28  # bytes of a file of JSON
+# Windows has none
+NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+# bytes of a file of JSON
+MOST = 1 << 28
 
 
 def create(path: Path) -> BinaryIO:
@@ -36,7 +38,8 @@ def append(path: Path, text: str) -> None:
 
 def fresh(folder: Path) -> Path:
     """Make ``folder``, empty. What had the name goes; if it is a link, ``OSError``."""
-    shutil.rmtree(folder, ignore_errors=True)  # which leaves links alone
+    # which leaves links alone
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
@@ -79,7 +82,8 @@ def write(path: str | Path, content: str | bytes) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # the name is a part of the directory
+    # the name is a part of the directory
+    if os.name == "posix":
         directory = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)

@@ -51,7 +51,8 @@ GPUS = {
     "mi300x": Gpu(196592, "gfx942"),
     "rtx4090": Gpu(24564, "sm89"),
 }
-OWN = 10**9  # bytes of these that a program cannot have: CUDA's own, and the driver's
+# bytes of these that a program cannot have: CUDA's own, and the driver's
+OWN = 10**9
 # fields of a run that its memory depends on, which are flags of the command under the same names
 FIELDS = (
     *("model", "trust_remote_code", "attention", "batch", "length", "accumulate", "precision", "trainer"),
@@ -135,7 +136,8 @@ class Estimates:
                 )
             except UserError:
                 raise
-            except Exception as error:  # of a model's own code, which may need values where there are only shapes
+            # of a model's own code, which may need values where there are only shapes
+            except Exception as error:
                 raise UserError(f"a step of {self.form.model_type} cannot be simulated: {in_a_line(error)}") from error
         return self._known[key]
 
@@ -150,7 +152,8 @@ def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfi
     """The run with a switch, which chooses neither a rank nor a trainer if one was chosen.
     Raises ``UserError`` if the run cannot have it."""
     stay = {name for name in ("lora", "trainer") if getattr(config, name) != getattr(TrainConfig, name)}
-    if config.fully_sharded or (switch is FSDP2 and world == 1):  # nothing to share
+    # nothing to share
+    if config.fully_sharded or (switch is FSDP2 and world == 1):
         stay.add("parallel")
     return dataclasses.replace(config, **{name: value for name, value in switch.changes.items() if name not in stay})
 
@@ -259,7 +262,8 @@ def main(argv: list[str]) -> int:
     form = configuration(config.model or "", config.trust_remote_code)
     text = form.get_text_config()
     if getattr(text, "max_position_embeddings", config.length) < config.length:
-        text.max_position_embeddings = config.length  # a longer row needs no other memory
+        # a longer row needs no other memory
+        text.max_position_embeddings = config.length
     world = world_of(config)
     found = _found(Estimates(form, arch, world, _for_copies(of_cpu)), config, room)
     print(
@@ -410,12 +414,14 @@ def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = 
     several ranks, as this process may be one of them.
     """
     form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
-    if hasattr(form, "quantization_config"):  # of the weights that were loaded
+    # of the weights that were loaded
+    if hasattr(form, "quantization_config"):
         del form.quantization_config
     from liger_kernel.parallel import MODES
 
     run = {name: getattr(config, name) for name in FIELDS}
-    if config.parallel not in MODES[1:]:  # one process, or what is not known at all
+    # one process, or what is not known at all
+    if config.parallel not in MODES[1:]:
         return _expected(form, run, world, _arch(), with_switches)
     question = json.dumps(
         dict(
@@ -472,7 +478,8 @@ def explained(model: Any, config: TrainConfig, room: float | None, world: int = 
         lines = [
             f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in rows
         ]
-    except Exception as error:  # the error that is explained counts, not this one
+    # the error that is explained counts, not this one
+    except Exception as error:
         return f"out of memory; what each switch would save is not known: {in_a_line(error)}"
     have = f" of the GPU's {_gb(room)}" if room else ""
     ranks = f" on each of {world} ranks" if world > 1 else ""

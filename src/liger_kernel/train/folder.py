@@ -1,9 +1,15 @@
-"""The folder of a run: whether the run may write to it and to what else it writes, and the record
-of its starts.
+"""The folder of a run: whether the run may write to it and to what else it writes, the record of
+its starts, and its lock, so that there is one run at a time.
 
 liger-run.json                    the config of the newest start that was accepted, as ``--config`` reads it
 liger-run-1.json ...              those of earlier starts
 metrics-1.json, metrics-1.jsonl   what the run left that began with that start, where a later one began anew
+
+Rank 0 holds the lock during the run; the system releases it when the process ends in any way. It
+is filelock's, the system's ``flock`` of the file ``lock``. On NFS since Linux 2.6.12 the server
+holds it, so that it acts between machines. If a file system has no locks (some mounts of Lustre,
+some FUSE), the run says so and continues without. The content of ``lock`` (who took it last) is for
+messages.
 """
 
 from __future__ import annotations
@@ -13,14 +19,20 @@ import dataclasses
 import json
 import os
 import re
+import socket
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from liger_kernel.train.checkpoint import FILE
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import read_object, special, write
-from liger_kernel.train.ranks import Ranks
+from liger_kernel.train.files import read_object, reopen, special, write
+from liger_kernel.train.mistakes import writable
+from liger_kernel.train.ranks import Ranks, restarts
 
 RECORD = "liger-run.json"
 CHECKPOINTS = ("checkpoints", "checkpoints-hf", "checkpoints-lightning")
@@ -47,7 +59,8 @@ def check(config: TrainConfig) -> None:
     earlier = list(_records(out))
     if not earlier and (strange := _strange(config)):
         raise UserError(f"{out} holds {strange}, which is not of a run of liger train: give another --out")
-    for name in filter(STEP.fullmatch, _entries(out / "checkpoints")):  # of which a run removes some
+    # of which a run removes some
+    for name in filter(STEP.fullmatch, _entries(out / "checkpoints")):
         step = out / "checkpoints" / name
         if strange := _first(_entries(step), IN_A_STEP):
             raise UserError(f"{step} holds {strange}, which no run has written: move it, or give another --out")
@@ -156,3 +169,68 @@ def _json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return read_object(path)
     return {}
+
+
+# seconds that the run before has to end; after a restart, whose rank 0 may have been on another
+# machine, twelve times as long
+PATIENCE = 5.0
+
+
+@contextlib.contextmanager
+def locked(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
+    """Lock the run's folder. Raises ``UserError`` on every rank if the run may not write to it or
+    what it saves to.
+
+    It may not if something else is there, or if another run, which is named, has locked the folder.
+    """
+    lock, problem = None, None
+    if ranks.first:
+        try:
+            check(config)
+            for folder in (config.out, config.save, config.cache):
+                writable(folder=folder)
+            lock = acquired(Path(config.out), PATIENCE * (12 if restarts() else 1))
+        except UserError as error:
+            problem = str(error)
+    problem = ranks.agreed(problem)
+    if problem:
+        raise UserError(problem)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def acquired(folder: Path, patience: float) -> FileLock | None:
+    """The lock of a folder; None where there are no locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "lock"
+    if path.exists() and path.stat().st_nlink > 1:  # its content is replaced below
+        raise UserError(f"{path} is a file elsewhere, too: remove it")
+    lock = FileLock(path, timeout=patience)
+    try:
+        lock.acquire(poll_interval=0.1)
+    except Timeout:
+        raise UserError(
+            f"another run writes to {folder}: {_holder(path)}. Wait for it, stop it, or give another --out"
+        ) from None
+    except OSError as error:
+        if error.filename is not None:  # it cannot be opened
+            raise
+        without = "a second run could write to it without being noticed"
+        print(f"{folder} cannot be locked ({error.strerror}): {without}", file=sys.stderr)
+        return None
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    with reopen(path) as file:
+        file.truncate()
+        file.write(json.dumps(holder).encode())
+    return lock
+
+
+def _holder(path: Path) -> str:
+    try:
+        who = read_object(path)
+        return f"process {who['pid']} on {who['host']}, since {who['since']}"
+    except (ValueError, KeyError, OSError):
+        return "it has not said who it is"

@@ -1,7 +1,7 @@
 """``--trainer hf``: the run in Transformers' ``Trainer``, with DDP, FSDP2 or DeepSpeed by its own
 arguments.
 
-Rows, their order, the weight of each token, optimizer and schedule are the same as in the other
+TokenRows, their order, the weight of each token, optimizer and schedule are the same as in the other
 trainers.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,11 @@ from transformers import TrainerState
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import read_object
-from liger_kernel.train.folder import record
-from liger_kernel.train.measure import Pace, PeakMemory
-from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
 from liger_kernel.train.model import replacing
 from liger_kernel.train.optimizer import optimizer_of, scheduler
-from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
+from liger_kernel.train.ranks import Ranks
 from liger_kernel.train.redact import in_a_line
-from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
-from liger_kernel.train.rows import Data
+from liger_kernel.train.session import Following, Observers, Session, accept, configured, numbers, refuse_nonfinite
 
 
 class _Places(Dataset):
@@ -72,79 +66,37 @@ class _Trainer(transformers.Trainer):
             configured(self.optimizer, self.lr_scheduler, self.numbers)
 
 
-class _Lines(transformers.TrainerCallback):
+class _HFCallback(transformers.TrainerCallback):
     """Keeps what the trainer logs, watches over it, and stops it on SIGTERM."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        ranks: Ranks,
-        stop: threading.Event,
-        watch: Watch,
-        pace: Pace,
-        endpoint: Endpoint | None,
-        reports: Reports | None,
-    ):
-        self.config, self.ranks, self.stop, self.watch, self.pace, self.endpoint, self.reports = (
-            config,
-            ranks,
-            stop,
-            watch,
-            pace,
-            endpoint,
-            reports,
-        )
-        self.news = News(ranks)
-        self.lines: list[dict[str, float]] = []
-        self.evaluations: list[dict[str, float]] = []
-        self.preempted = False
+    def __init__(self, run: Following):
+        self.run, self.steps = run, run.session.config.steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        record(self.config, self.ranks, state.global_step)
-        self.pace.begin(state.global_step)
+        self.run.begin(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        seed_all(
-            self.config.seed, state.global_step, self.ranks.rank
-        )  # of dropout: what was drawn before, or before a restart, plays no part
+        self.run.seed(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.watch.progress()
-        self.pace.made(state.global_step)
-        if (
-            self.config.checkpoint_every
-            and self.news.exchange(self.stop.is_set(), -1)[0]
-            and state.global_step < self.config.steps
-        ):
-            self.preempted = control.should_save = control.should_training_stop = True
-        if self.preempted or state.global_step == self.config.steps:
+        if self.run.made(state.global_step):
+            control.should_save = control.should_training_stop = True
+        if self.run.preempted or state.global_step == self.steps:
             control.should_log = True
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        self.watch.progress()
+        self.run.observers.watch.progress()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        logs = logs or {}
+        logs, step = logs or {}, state.global_step
         if "eval_loss" in logs:
-            self.evaluations.append({"step": state.global_step, "loss": logs["eval_loss"]})
+            self.run.evaluations.append({"step": step, "loss": logs["eval_loss"]})
         if "loss" not in logs or "learning_rate" not in logs:
             return
-        line = {
-            "step": state.global_step,
-            "loss": logs["loss"],
-            "grad_norm": logs.get("grad_norm", math.nan),
-            "lr": logs["learning_rate"],
-        }
-        self.lines.append(line)
-        if self.endpoint:
-            self.endpoint.values, self.endpoint.progress = line | {"restarts": restarts()}, time.time()
-        if self.reports:
-            self.reports.send(line)
-        for name, value in (("loss", line["loss"]), ("gradient norm", logs.get("grad_norm", 0.0))):
-            if not math.isfinite(value):
-                raise UserError(
-                    f"the {name} is {value} at step {state.global_step}: lower the learning rate, or look at the data"
-                )
+        norm = logs.get("grad_norm", math.nan)
+        self.run.lines.append({"step": step, "loss": logs["loss"], "grad_norm": norm, "lr": logs["learning_rate"]})
+        self.run.observers.publish(self.run.lines[-1])
+        refuse_nonfinite(step, logs["loss"], logs.get("grad_norm", 0.0))
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -164,17 +116,13 @@ def deepspeed(stage: int) -> dict[str, Any]:
     }
 
 
-def arguments(
-    config: TrainConfig, folder: Path, device: torch.device, precision: str, ranks: Ranks, rows: int
-) -> transformers.TrainingArguments:
+def arguments(session: Session, folder: Path, rows: int) -> transformers.TrainingArguments:
     """The run as Transformers' arguments. Raises ``UserError`` for what its ``Trainer`` does not
     have."""
-    accumulate, rest = divmod(rows, config.batch * ranks.world)
+    config, together = session.config, session.config.batch * session.ranks.world
+    accumulate, rest = divmod(rows, together)
     if rest:
-        raise UserError(
-            f"with trainer hf, global_batch must be a multiple of batch x ranks = {config.batch * ranks.world}, got "
-            f"{rows}"
-        )
+        raise UserError(f"with trainer hf, global_batch must be a multiple of batch x ranks = {together}, got {rows}")
     how: dict[str, Any] = {}
     if config.parallel == "fsdp2":
         how = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
@@ -190,8 +138,8 @@ def arguments(
         weight_decay=config.weight_decay,
         adam_beta2=config.beta2,
         max_grad_norm=config.grad_clip,
-        bf16=precision == "bf16-mixed",
-        use_cpu=device.type == "cpu",
+        bf16=session.precision == "bf16-mixed",
+        use_cpu=session.device.type == "cpu",
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
         save_strategy="steps" if config.checkpoint_every else "no",
@@ -207,7 +155,8 @@ def arguments(
         seed=config.seed,
         **how,
     )
-    if args.n_gpu > 1:  # one process, several GPUs: transformers would spread a batch of each over them by DataParallel
+    # one process, several GPUs: transformers would spread a batch of each over them by DataParallel
+    if args.n_gpu > 1:
         args._n_gpu = 1
     return args
 
@@ -239,77 +188,44 @@ def damage(path: Path) -> str | None:
         )
         if other:
             raise ValueError(f"{other} is no regular file")
-        step = read_object(path / "trainer_state.json").get("global_step")  # written last
+        # written last
+        step = read_object(path / "trainer_state.json").get("global_step")
         if type(step) is not int or step != int(path.name.rpartition("-")[2]):
             raise ValueError(f"trainer_state.json is of step {step!r:.40}")
         TrainerState.load_from_json(str(path / "trainer_state.json"))
-    except Exception as error:  # of Transformers, for other names and types
+    # of Transformers, for other names and types
+    except Exception as error:
         return f"{type(error).__name__}: {in_a_line(error)}"
     return next((f"{file.name} {why}" for file in sorted(path.glob("*.pt*")) if (why := torn(file))), None)
 
 
-def run(
-    config: TrainConfig,
-    data: Data,
-    model: Any,
-    device: torch.device,
-    precision: str,
-    ranks: Ranks,
-    stop: threading.Event,
-) -> dict[str, Any]:
-    """Train and save as ``config`` says; returns the content of ``metrics.json``. A line is the
+def run(session: Session) -> dict[str, Any]:
+    """Train and save as the config says; returns the content of ``metrics.json``. A line is the
     mean of ``log_every`` steps."""
+    config, data, ranks = session.config, session.data, session.ranks
     folder = Path(config.out) / "checkpoints-hf"
     last = latest(folder, ranks)
-    rows = accept(config, data, model, ranks, folder, last)
-    args = arguments(config, folder, device, precision, ranks, rows)
-    memory, pace = (
-        PeakMemory(device),
-        Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps),
-    )
-    endpoint = (
-        Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
-    )
-    reports = Reports(config, config.shown()) if ranks.first and config.reports else None
-    try:
-        with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
-            lines = _Lines(config, ranks, stop, watch, pace, endpoint, reports)
-            trainer = _Trainer(
-                config,
-                model=model,
-                args=args,
-                train_dataset=_Places(lambda place: data.picks(place, 1, config.seed)[0], config.steps * rows),
-                eval_dataset=_Places(lambda i: data.eval[i], len(data.eval)) if data.eval else None,
-                data_collator=lambda picks: data.rows.batch(picks, data.pad),
-                callbacks=[lines],
-            )
-            memory.start()
-            trainer.train(resume_from_checkpoint=str(last) if last else None)
-            lines.news.last()
-            memory.pause()
-            speed = pace.read()
-            if lines.preempted:
-                raise Preempted(f"stopped after step {trainer.state.global_step} by SIGTERM; checkpoint: {folder}")
-            made = trainer.state.global_step > pace.first
-            if made and data.eval and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
-                trainer.evaluate()
-            if config.save:
-                with replacing(config.save) if ranks.first else contextlib.nullcontext() as aside:
-                    trainer.save_model(ranks.agreed(aside))
-                    if ranks.first:
-                        data.tokenizer.save_pretrained(aside)
-    finally:
-        for open_ in (endpoint, reports):
-            if open_:
-                open_.close()
-    if not made:
-        return (
-            finished(config, ranks)
-            or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
+    rows = accept(session, folder, last)
+    args = arguments(session, folder, rows)
+    with Observers(session) as observers:
+        following = Following(session, observers, rows)
+        trainer = _Trainer(
+            config,
+            model=session.model,
+            args=args,
+            train_dataset=_Places(lambda place: data.picks(place, 1, config.seed)[0], config.steps * rows),
+            eval_dataset=_Places(lambda i: data.eval[i], len(data.eval)) if data.eval else None,
+            data_collator=lambda picks: data.rows.batch(picks, data.pad),
+            callbacks=[_HFCallback(following)],
         )
-    return (
-        of_run(config, model, device, precision, ranks.world, memory)
-        | of_lines(lines.lines)
-        | speed
-        | {"evaluations": lines.evaluations}
-    )
+        following.memory.start()
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        speed = following.end(trainer.state.global_step, folder)
+        if following.lines and data.eval and not following.evaluated:
+            trainer.evaluate()
+        if config.save:
+            with replacing(config.save) if ranks.first else contextlib.nullcontext() as aside:
+                trainer.save_model(ranks.agreed(aside))
+                if ranks.first:
+                    data.tokenizer.save_pretrained(aside)
+    return following.metrics(speed)

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.nearest import did_you_mean
-from liger_kernel.train.mistakes import UserError, beside, existing, one_of, regular_in
+from liger_kernel.train.mistakes import UserError, existing, one_of, regular_in, similar_file
 from liger_kernel.train.redact import in_a_line
 
-SECONDS = 10.0  # that the hub has to answer
+# that the hub has to answer
+SECONDS = 10.0
 
 
 def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"] = "model") -> None:
@@ -27,7 +28,7 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
     """
     if Path(name).exists():
         return regular_in(name)
-    near = beside(name) or did_you_mean(name, also)
+    near = similar_file(name) or did_you_mean(name, also)
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         raise UserError(f"no such folder: {name}{near}")
     from huggingface_hub import constants
@@ -49,7 +50,8 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
     try:
         huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
     except errors.GatedRepoError:
-        return  # it is there; what it needs, the package that loads it says
+        # it is there; what it needs, the package that loads it says
+        return
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise UserError(
             f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub has no public {kind} of that "
@@ -57,7 +59,8 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
         ) from error
     except errors.HfHubHTTPError:
         return
-    except Exception as error:  # of the network, by whichever client the hub's package has
+    # of the network, by whichever client the hub's package has
+    except Exception as error:
         raise UserError(
             f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub cannot be reached "
             f"({in_a_line(error)}){near}"
@@ -92,5 +95,6 @@ def configuration(name: str, trust_remote_code: bool = False) -> Any:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except UserError:
         raise
-    except Exception as error:  # transformers checks values with exceptions of several kinds
+    # transformers checks values with exceptions of several kinds
+    except Exception as error:
         raise UserError(f"cannot read the configuration of {name}: {why(error)}") from error

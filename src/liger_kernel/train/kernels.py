@@ -26,9 +26,9 @@ class Compilations:
         if importlib.util.find_spec("triton"):
             from triton import knobs
 
-            knobs.compilation.listener = self._seen
+            knobs.compilation.listener = self._compiled
 
-    def _seen(self, *, cache_hit: bool, **_: Any) -> None:
+    def _compiled(self, *, cache_hit: bool, **_: Any) -> None:
         self.count += not cache_hit
 
     def close(self) -> None:
@@ -40,7 +40,8 @@ class Compilations:
 
 def training_launches(config: TrainConfig, model_config: Any, precision: str) -> list[Any]:
     """The launches of a run of ``config`` in ``precision``."""
-    from liger_kernel.compile.ahead import model_launches  # needs Triton
+    # needs Triton
+    from liger_kernel.compile.ahead import model_launches
 
     # FSDP2 casts weights, autocast arithmetic; a frozen base is in bf16
     half = precision == "bf16" or (precision == "bf16-mixed" and (config.fully_sharded or config.lora > 0))
@@ -65,12 +66,14 @@ def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks:
                 print(
                     f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} found in the cache", flush=True
                 )
-        except Exception as error:  # a model that cannot be built without data compiles in its first step
+        # a model that cannot be built without data compiles in its first step
+        except Exception as error:
             print(
                 f"kernels compile during the first step, as they could not be compiled before it: {in_a_line(error)}",
                 flush=True,
             )
-    ranks.any(False)  # a barrier of the CPU
+    # a barrier of the CPU
+    ranks.any(False)
 
 
 def use_cache() -> None:
@@ -81,7 +84,8 @@ def use_cache() -> None:
 
 
 def _compile(config: TrainConfig, model_config: Any, precision: str) -> tuple[int, int]:
-    from liger_kernel.compile.ahead import compile_launches  # needs Triton
+    # needs Triton
+    from liger_kernel.compile.ahead import compile_launches
 
     return compile_launches(training_launches(config, model_config, precision))
 

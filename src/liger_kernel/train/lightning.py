@@ -1,6 +1,6 @@
 """``--trainer lightning``: the run in Lightning's ``Trainer``, on one device or with DDP.
 
-Rows, their order, the weight of each token, optimizer and schedule are the same as in the other
+TokenRows, their order, the weight of each token, optimizer and schedule are the same as in the other
 trainers.
 """
 
@@ -10,9 +10,8 @@ import math
 import os
 import pickle
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +21,40 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from liger_kernel.train.checkpoint import torn
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.folder import record
-from liger_kernel.train.measure import Pace, PeakMemory, as_clock
-from liger_kernel.train.metrics import Endpoint, Reports, of_lines, of_run
+from liger_kernel.train.measure import as_clock
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import optimizer_of, scheduler
-from liger_kernel.train.ranks import News, Preempted, Ranks, Watch, local_rank, restarts
-from liger_kernel.train.resume import UNMOVED, accept, configured, finished, numbers, seed_all
-from liger_kernel.train.rows import Data
+from liger_kernel.train.ranks import restarts
+from liger_kernel.train.session import Following, Observers, Session, accept, configured, numbers, refuse_nonfinite
 
 try:
     import lightning as L
-    from lightning.fabric.plugins import TorchCheckpointIO  # the trainer's own class is this one
+
+    # the trainer's own class is this one
+    from lightning.fabric.plugins import TorchCheckpointIO
 except ImportError as error:
     raise UserError("trainer lightning needs lightning: pip install lightning") from error
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "bf16-mixed": "bf16-mixed"}
 
 
-class _Parts(IterableDataset):
+class _Batches(IterableDataset):
     """This rank's batches of every step that is left, each with the number of tokens that the
     step learns from, a rank."""
 
-    def __init__(self, config: TrainConfig, data: Data, ranks: Ranks, rows: int, done: Any):
-        self.config, self.data, self.ranks, self.rows, self.done = config, data, ranks, rows, done
+    def __init__(self, session: Session, rows: int, done: Callable[[], int]):
+        self.session, self.rows, self.done = session, rows, done
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step in range(self.done(), self.config.steps):
-            picks = self.data.picks(step * self.rows, self.rows, self.config.seed)
-            items = max(1, self.data.rows.count(picks)[1]) / self.ranks.world
-            for batch in self.data.batches(picks, self.ranks.rank, self.ranks.world, self.config.batch):
+        config, data, ranks = self.session.config, self.session.data, self.session.ranks
+        for step in range(self.done(), config.steps):
+            picks = data.picks(step * self.rows, self.rows, config.seed)
+            items = max(1, data.rows.count(picks)[1]) / ranks.world
+            for batch in data.batches(picks, ranks.rank, ranks.world, config.batch):
                 yield batch | {"num_items_in_batch": items}
 
 
-class _Tensors(TorchCheckpointIO):
+class _SafeCheckpointIO(TorchCheckpointIO):
     """Reads tensors and plain values, and nothing that runs when it is unpickled;
     ``weights_only`` of ``Trainer.fit`` is as young as Lightning 2.6."""
 
@@ -76,7 +75,8 @@ class _Module(L.LightningModule):
 
     @property
     def strict_loading(self) -> bool:
-        return False  # a frozen base is in no checkpoint; ``on_load_checkpoint`` sees to the rest
+        # a frozen base is in no checkpoint; ``on_load_checkpoint`` sees to the rest
+        return False
 
     def _trained(self) -> set[str]:
         trained = {name for name, p in self.named_parameters() if p.requires_grad}
@@ -95,11 +95,13 @@ class _Module(L.LightningModule):
             )
 
     def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
-        return self.model(**batch, use_cache=False).loss * self.parts  # Lightning takes the mean of the parts of a step
+        # Lightning takes the mean of the parts of a step
+        return self.model(**batch, use_cache=False).loss * self.parts
 
     def validation_step(self, batch: dict[str, Any], index: int) -> None:
-        learnt = (batch["labels"][:, 1:] != -100).sum()
-        self.evaluated += torch.stack((self.model(**batch, use_cache=False, num_items_in_batch=1).loss.float(), learnt))
+        targets = (batch["labels"][:, 1:] != -100).sum()
+        loss = self.model(**batch, use_cache=False, num_items_in_batch=1).loss
+        self.evaluated += torch.stack((loss.float(), targets))
 
     def on_validation_epoch_start(self) -> None:
         self.evaluated = torch.zeros(2, device=self.device)
@@ -121,38 +123,15 @@ class _Module(L.LightningModule):
         }
 
 
-class _Lines(L.Callback):
+class _LightningCallback(L.Callback):
     """Keeps the numbers of every step, watches over the run, and stops it on SIGTERM."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        ranks: Ranks,
-        stop: threading.Event,
-        watch: Watch,
-        pace: Pace,
-        endpoint: Endpoint | None,
-        reports: Reports | None,
-        folder: Path,
-    ):
-        self.config, self.ranks, self.stop, self.watch, self.pace, self.folder = (
-            config,
-            ranks,
-            stop,
-            watch,
-            pace,
-            folder,
-        )
-        self.endpoint, self.reports = endpoint, reports
-        self.news = News(ranks)
-        self.lines: list[dict[str, Any]] = []  # loss and gradient norm on the device
-        self.evaluations: list[dict[str, float]] = []
-        self.preempted = False
+    def __init__(self, run: Following, folder: Path):
+        self.run, self.config, self.ranks, self.folder = run, run.session.config, run.session.ranks, folder
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        record(self.config, self.ranks, trainer.global_step)
+        self.run.begin(trainer.global_step)
         self.seen, self.begun, self.loss, self.started = trainer.global_step, -1, 0.0, time.perf_counter()
-        self.pace.begin(trainer.global_step)
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
         # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had
         # another number of these
@@ -164,29 +143,30 @@ class _Lines(L.Callback):
                 count.completed = count.ready - open_
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if trainer.global_step != self.begun:  # of dropout: what was drawn before, or before a restart, plays no part
+        if trainer.global_step != self.begun:
             self.begun = trainer.global_step
-            seed_all(self.config.seed, self.begun, self.ranks.rank)
+            self.run.seed(self.begun)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-        self.lr = float(optimizer.param_groups[0]["lr"])  # of torchao's a tensor, on the CPU
+        # of torchao's a tensor, on the CPU
+        self.lr = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        self.loss = self.loss + outputs["loss"].detach()  # of a part
+        # of a part
+        self.loss = self.loss + outputs["loss"].detach()
         if trainer.global_step == self.seen:
             return
         self.seen = step = trainer.global_step
-        self.lines.append({"step": step, "loss": self.loss, "grad_norm": self.norm, "lr": self.lr})
+        # loss and gradient norm stay on the device until they are logged
+        self.run.lines.append({"step": step, "loss": self.loss, "grad_norm": self.norm, "lr": self.lr})
         self.loss = 0.0
-        self.watch.progress()
-        self.pace.made(step)
-        if step % self.config.log_every == 0 or step == self.config.steps:
+        stop, every, last = self.run.made(step), self.config.checkpoint_every, step == self.config.steps
+        if step % self.config.log_every == 0 or last:
             self.fetch()
-        every, last = self.config.checkpoint_every, step == self.config.steps
-        if every and self.news.exchange(self.stop.is_set(), -1)[0] and not last:
-            self.preempted = trainer.should_stop = True
-        if every and (step % every == 0 or last or self.preempted):
+        if stop:
+            trainer.should_stop = True
+        if every and (step % every == 0 or last or stop):
             self.save(trainer)
 
     def save(self, trainer: Any) -> None:
@@ -204,36 +184,36 @@ class _Lines(L.Callback):
                 old.unlink()
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self.watch.progress()
+        self.run.observers.watch.progress()
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        total = module.evaluated.clone()
+        total = self.summed(module.evaluated)
+        self.run.evaluations.append({"step": trainer.global_step, "loss": float(total[0] / total[1].clamp(min=1))})
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Over all ranks."""
+        total = numbers.clone()
         if self.ranks.world > 1:
             torch.distributed.all_reduce(total)
-        self.evaluations.append({"step": trainer.global_step, "loss": float(total[0] / total[1].clamp(min=1))})
+        return total
 
     def fetch(self) -> None:
-        for line in self.lines:
-            if isinstance(line["loss"], Tensor):  # not fetched yet
-                loss = line["loss"].clone()
-                if self.ranks.world > 1:
-                    torch.distributed.all_reduce(loss)
-                line["loss"], line["grad_norm"] = float(loss) / self.ranks.world, float(line["grad_norm"])
-                if self.reports:
-                    self.reports.send(line)
-            for name in ("loss", "grad_norm"):
-                if not math.isfinite(line[name]):
-                    raise UserError(
-                        f"the {name.replace('grad_', 'gradient ')} is {line[name]} at step {line['step']}: lower the "
-                        "learning rate, or look at the data"
-                    )
-        if self.endpoint and self.lines:
-            self.endpoint.values, self.endpoint.progress = self.lines[-1] | {"restarts": restarts()}, time.time()
-        if self.ranks.first and self.lines:
-            step = self.lines[-1]["step"]
-            each = (time.perf_counter() - self.started) / max(1, len(self.lines))
+        lines, observers = self.run.lines, self.run.observers
+        for line in lines:
+            # not fetched yet
+            if isinstance(line["loss"], Tensor):
+                line["loss"] = float(self.summed(line["loss"])) / self.ranks.world
+                line["grad_norm"] = float(line["grad_norm"])
+                if observers.reports:
+                    observers.reports.send(line)
+            refuse_nonfinite(line["step"], line["loss"], line["grad_norm"])
+        if observers.endpoint and lines:
+            observers.endpoint.values, observers.endpoint.progress = lines[-1] | {"restarts": restarts()}, time.time()
+        if self.ranks.first and lines:
+            step = lines[-1]["step"]
+            each = (time.perf_counter() - self.started) / max(1, len(lines))
             eta = f"  ETA {as_clock((self.config.steps - step) * each)}" if step < self.config.steps else ""
-            print(f"step {step}/{self.config.steps}  loss {self.lines[-1]['loss']:.4f}{eta}", flush=True)
+            print(f"step {step}/{self.config.steps}  loss {lines[-1]['loss']:.4f}{eta}", flush=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -254,94 +234,56 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def run(
-    config: TrainConfig,
-    data: Data,
-    model: Any,
-    device: torch.device,
-    precision: str,
-    ranks: Ranks,
-    stop: threading.Event,
-) -> dict[str, Any]:
-    """Train and save as ``config`` says; returns the content of ``metrics.json``."""
+def run(session: Session) -> dict[str, Any]:
+    """Train and save as the config says; returns the content of ``metrics.json``."""
+    config, data, ranks, device = session.config, session.data, session.ranks, session.device
     folder = Path(config.out) / "checkpoints-lightning"
     last = ranks.agreed(newest(folder) if ranks.first else None)
-    rows = accept(config, data, model, ranks, folder, last)
+    rows = accept(session, folder, last)
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))  # ranks on this machine
-    memory, pace = (
-        PeakMemory(device),
-        Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps),
-    )
-    endpoint = (
-        Endpoint(config.metrics_host, config.metrics_port + local_rank(), ranks.rank) if config.metrics_port else None
-    )
-    module = _Module(config, model, parts)
-    mine = [
-        batch
-        for start in range(0, len(data.eval), config.batch * ranks.world)
-        for batch in data.batches(
-            data.eval[start : start + config.batch * ranks.world], ranks.rank, ranks.world, config.batch
+    # ranks on this machine
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+    module = _Module(config, session.model, parts)
+    together = config.batch * ranks.world
+    held = [data.eval[start : start + together] for start in range(0, len(data.eval), together)]
+    mine = [batch for picks in held for batch in data.batches(picks, ranks.rank, ranks.world, config.batch)]
+    evaluates = bool(config.eval_every and mine)
+    loader = lambda batches: DataLoader(batches, batch_size=None)
+    with Observers(session) as observers:
+        following = Following(session, observers, rows)
+        lines = _LightningCallback(following, folder)
+        trainer = L.Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=[device.index or 0] if device.type == "cuda" and ranks.world == 1 else here,
+            num_nodes=ranks.world // here,
+            strategy="ddp" if config.parallel == "ddp" else "auto",
+            precision=PRECISIONS[session.precision],
+            max_steps=config.steps,
+            accumulate_grad_batches=parts,
+            gradient_clip_val=config.grad_clip or None,
+            callbacks=[lines],
+            plugins=[_SafeCheckpointIO()],
+            enable_checkpointing=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            val_check_interval=config.eval_every * parts if evaluates else None,
+            limit_val_batches=1.0 if evaluates else 0,
+            check_val_every_n_epoch=None,
         )
-    ]
-    reports = Reports(config, config.shown()) if ranks.first and config.reports else None
-    try:
-        with Watch(Path(config.out), ranks.rank, config.timeout) as watch:
-            lines = _Lines(config, ranks, stop, watch, pace, endpoint, reports, folder)
-            trainer = L.Trainer(
-                accelerator="gpu" if device.type == "cuda" else "cpu",
-                devices=[device.index or 0] if device.type == "cuda" and ranks.world == 1 else here,
-                num_nodes=ranks.world // here,
-                strategy="ddp" if config.parallel == "ddp" else "auto",
-                precision=PRECISIONS[precision],
-                max_steps=config.steps,
-                accumulate_grad_batches=parts,
-                gradient_clip_val=config.grad_clip or None,
-                callbacks=[lines],
-                plugins=[_Tensors()],
-                enable_checkpointing=False,
-                logger=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-                num_sanity_val_steps=0,
-                val_check_interval=config.eval_every * parts if config.eval_every and mine else None,
-                limit_val_batches=1.0 if config.eval_every and mine else 0,
-                check_val_every_n_epoch=None,
-            )
-            # SIGTERM is ours: Lightning's handler would end the run at the next batch, before ranks
-            # agree on a step to save
-            trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]  # its handlers would take the place of ours
-            memory.start()
-            trainer.fit(
-                module,
-                DataLoader(_Parts(config, data, ranks, rows, lambda: trainer.global_step), batch_size=None),
-                DataLoader(mine, batch_size=None) if mine else None,  # type: ignore[arg-type]  # batches are an iterable, which is enough
-                ckpt_path=last,
-            )
-            lines.news.last()
-            memory.pause()
-            speed = pace.read()
-            lines.fetch()
-            if lines.preempted:
-                raise Preempted(f"stopped after step {trainer.global_step} by SIGTERM; checkpoint: {folder}")
-            if lines.lines and mine and (not lines.evaluations or lines.evaluations[-1]["step"] != config.steps):
-                trainer.limit_val_batches = 1.0
-                trainer.validate(module, DataLoader(mine, batch_size=None), verbose=False)  # type: ignore[arg-type]  # batches are an iterable, which is enough
-            if config.save:
-                save(model, data.tokenizer, config.save, ranks.first)
-    finally:
-        for open_ in (endpoint, reports):
-            if open_:
-                open_.close()
-    if not lines.lines:
-        return (
-            finished(config, ranks)
-            or of_run(config, model, device, precision, ranks.world, memory) | of_lines([]) | UNMOVED
-        )
-    return (
-        of_run(config, model, device, precision, ranks.world, memory)
-        | of_lines(lines.lines)
-        | speed
-        | {"evaluations": lines.evaluations}
-    )
+        # SIGTERM is ours: Lightning's handler would end the run at the next batch, before ranks
+        # agree on a step to save
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]  # its handlers would take the place of ours
+        following.memory.start()
+        todo = _Batches(session, rows, lambda: trainer.global_step)
+        trainer.fit(module, loader(todo), loader(mine) if mine else None, ckpt_path=last)
+        lines.fetch()
+        speed = following.end(trainer.global_step, folder)
+        if following.lines and mine and not following.evaluated:
+            trainer.limit_val_batches = 1.0
+            trainer.validate(module, loader(mine), verbose=False)
+        if config.save:
+            save(session.model, data.tokenizer, config.save, ranks.first)
+    return following.metrics(speed)

@@ -4,13 +4,14 @@ wait for the GPU between two log lines."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.files import read_object, write
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
-from liger_kernel.train.lock import held
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
-from liger_kernel.train.metrics import Endpoint, Reports, StepLines, as_json, check_reports, of_lines, of_run
+from liger_kernel.train.metrics import StepLines, as_json, check_reports
 from liger_kernel.train.model import (
     attend,
     build,
@@ -37,10 +37,17 @@ from liger_kernel.train.model import (
     split,
 )
 from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
-from liger_kernel.train.ranks import News, Preempted, Ranks, Stop, Watch, joined, local_rank, restarts, told_to_stop
-from liger_kernel.train.resume import finished, moments, refuse_other, seed_all
-from liger_kernel.train.rows import Data
-from liger_kernel.train.store import Store, stored
+from liger_kernel.train.ranks import DelayedReduce, Preempted, Ranks, Stop, joined, restarts, told_to_stop
+from liger_kernel.train.session import (
+    Observers,
+    Session,
+    moments,
+    not_to_resume,
+    refuse_nonfinite,
+    refuse_other,
+    seed_all,
+)
+from liger_kernel.train.store import stored
 from liger_kernel.train.summary import summary
 
 # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will
@@ -60,7 +67,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    out = Path(config.out)
     device, precision = device_and_precision(config)
     adapters.check(config, device)
     require(config)
@@ -68,11 +74,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
     # without checkpoints there is nothing to save on SIGTERM, which then ends the process as it
     # always does
     stoppable = told_to_stop() if config.checkpoint_every else contextlib.nullcontext(Stop())
-    with contextlib.ExitStack() as entered:
-        stop, ranks = entered.enter_context(stoppable), entered.enter_context(joined(config, device))
-        entered.enter_context(held(config, ranks))
-        store = entered.enter_context(stored(config, ranks))
-        data = entered.enter_context(contextlib.closing(load(config)))
+    with contextlib.ExitStack() as stack:
+        stop, ranks = stack.enter_context(stoppable), stack.enter_context(joined(config, device))
+        stack.enter_context(folder.locked(config, ranks))
+        store = stack.enter_context(stored(config, ranks))
+        data = stack.enter_context(contextlib.closing(load(config)))
         with explaining(config, device, ranks):
             model = build(config, data.tokenizer, device, precision)
         attention = attend(config, data.rows, model, device, precision)
@@ -82,10 +88,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if device.type == "cuda" and config.kernels == "on":
             use_cache()
             compile_ahead(config, model.config, precision, ranks)
+        stop.early = False
+        session = Session(config, data, model, device, precision, ranks, stop, store)
         with explaining(config, device, ranks, model.config):
-            metrics = _by(config, data, model, device, precision, ranks, stop, store)
+            metrics = _trainer(config)(session)
         if ranks.first:
-            write(out / "metrics.json", as_json(metrics, indent=1) + "\n")
+            write(Path(config.out) / "metrics.json", as_json(metrics, indent=1) + "\n")
         if "problem" in metrics:
             raise OSError(metrics["problem"])
     return metrics
@@ -97,89 +105,78 @@ def explaining(config: TrainConfig, device: torch.device, ranks: Ranks, form: An
     save. ``form``: the model's configuration, if it is there."""
     try:
         yield
-    except Exception as error:  # cuBLAS and other libraries raise a RuntimeError
+    # cuBLAS and other libraries raise a RuntimeError
+    except Exception as error:
         lacks = isinstance(error, torch.OutOfMemoryError) or re.search("out of memory|ALLOC_FAILED", str(error))
         if lacks and ranks.first and (form or config.model):
-            from liger_kernel.train.fit import explained  # needs Triton
+            # needs Triton
+            from liger_kernel.train.fit import explained
 
             room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
             print(explained(form or config.model, config, room, ranks.world), file=sys.stderr, flush=True)
         raise
 
 
-def _by(
-    config: TrainConfig,
-    data: Data,
-    model: Any,
-    device: torch.device,
-    precision: str,
-    ranks: Ranks,
-    stop: Stop,
-    store: Store | None,
-) -> dict[str, Any]:
-    """The run by the trainer that the config names."""
-    stop.early = False
+def _trainer(config: TrainConfig) -> Callable[[Session], dict[str, Any]]:
     if config.trainer == "hf":
         from liger_kernel.train import hf
 
-        return hf.run(config, data, model, device, precision, ranks, stop)
+        return hf.run
     if config.trainer == "lightning":
         from liger_kernel.train import lightning
 
-        return lightning.run(config, data, model, device, precision, ranks, stop)
-    metrics = _Run(config, data, model, device, precision, ranks, stop, store).train()
+        return lightning.run
+    return _own
+
+
+def _own(session: Session) -> dict[str, Any]:
+    config = session.config
+    metrics = _Run(**vars(session)).train()
     if config.save:
-        save(model, data.tokenizer, config.save, ranks.first)
+        save(session.model, session.data.tokenizer, config.save, session.ranks.first)
     return metrics
 
 
-class _Run:
+@dataclasses.dataclass(eq=False)
+class _Run(Session):
+    """A run in a loop of our own."""
+
     @staticmethod
     def pause() -> None:
         """Between two stretches of steps that are timed; ``liger demo`` waits here for its turn."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        data: Data,
-        model: Any,
-        device: torch.device,
-        precision: str,
-        ranks: Ranks,
-        stop: Stop,
-        store: Store | None = None,
-    ):
-        self.config, self.data, self.device, self.precision, self.ranks, self.stop, self.store = (
-            config,
-            data,
-            device,
-            precision,
-            ranks,
-            stop,
-            store,
-        )
+    def __post_init__(self) -> None:
+        config, model, device, ranks = self.config, self.model, self.device, self.ranks
         self.flops = flops_per_token(model, config.length)
         self.adapters = adapters.identity(config, model)
-        self.parallel = split(model, config, precision, mesh_of(config, device, ranks.world))
-        self.autocast = precision == "bf16-mixed" and not config.fully_sharded
+        self.parallel = split(model, config, self.precision, mesh_of(config, device, ranks.world))
+        self.autocast = self.precision == "bf16-mixed" and not config.fully_sharded
         self.optimizer = optimizer_of(model.parameters(), config)
         self.in_backward = adamw.InBackward(self.optimizer) if config.optimizer_in_backward else None
-        self.out = Path(config.out)
-        self.checkpoints = Checkpoints(self.out / "checkpoints", ranks, config.checkpoint_keep)
-        self.step, self.position, self.tokens, self.nonfinite, self.skips = 0, 0, 0, 0, 0
-        self.rows = config.global_batch or config.batch * config.accumulate * self.parallel.data_ranks
-        data.rows.multiple = self.parallel.sequence_ranks
-        seed_all(config.seed, self._draws)  # of dropout: other tokens, other draws
+        self.checkpoints = Checkpoints(Path(config.out) / "checkpoints", ranks, config.checkpoint_keep)
+        self.step = self.position = self.tokens = self.nonfinite = self.skips = 0
+        together = config.batch * self.parallel.data_ranks
+        self.rows = config.global_batch or config.accumulate * together
+        self.data.rows.multiple = self.parallel.sequence_ranks
+        # of dropout: other tokens, other draws
+        seed_all(config.seed, self._draws)
         self._resume()
         self.first = self.step
-        if self.in_backward and self.rows > config.batch * self.parallel.data_ranks:
-            most = config.batch * self.parallel.data_ranks
+        if self.in_backward and self.rows > together:
             raise UserError(
-                f"optimizer_in_backward needs at most batch x ranks = {most} rows in a step, got global_batch "
+                f"optimizer_in_backward needs at most batch x ranks = {together} rows in a step, got global_batch "
                 f"{self.rows}: each backward makes a step"
             )
-        self.memory = PeakMemory(device)
-        self.timer = StepClock(device)
+        self.memory, self.timer, self.compilations = PeakMemory(device), StepClock(device), Compilations()
+        # of each step since the last log line: (loss, gradient norm) on the device, and the rest of
+        # its line
+        self.pending: list[tuple[Tensor, dict[str, Any]]] = []
+        self.waits: list[float] = []
+        self.unlogged = 0
+        # of the whole run
+        self.rates: list[float] = []
+        self.times: list[float] = []
+        self.seconds = 0.0
 
     @property
     def _draws(self) -> int:
@@ -188,71 +185,44 @@ class _Run:
 
     def train(self) -> dict[str, Any]:
         config = self.config
-        self.lines = self.reports = None
-        endpoint = (
-            Endpoint(config.metrics_host, config.metrics_port + local_rank(), self.ranks.rank)
-            if config.metrics_port
-            else None
-        )
-        self.endpoint, self.compilations = endpoint, Compilations()
-        self.pending: list[
-            tuple[Tensor, dict[str, Any]]
-        ] = []  # (loss, gradient norm) on the device, the rest of its line
-        self.rates: list[float] = []
-        self.times: list[float] = []
-        self.waits: list[float] = []
-        self.seconds, self.unlogged = 0.0, 0
         try:
-            folder.record(config, self.ranks, self.step)
-            if self.ranks.first:
-                self.lines = StepLines(self.out / "metrics.jsonl", self.step)
-                self.reports = Reports(config, config.shown())
-            with (
-                _Progress(config.steps, self.ranks.first) as self.progress,
-                Watch(self.out, self.ranks.rank, config.timeout) as self.watch,
-            ):
+            with Observers(self) as self.observers, _Progress(config.steps, self.ranks.first) as self.progress:
+                folder.record(config, self.ranks, self.step)
+                path = Path(config.out) / "metrics.jsonl"
+                self.lines = StepLines(path, self.step) if self.ranks.first else None
                 if self.device.type == "cuda" and self.step < config.steps:
                     self._rehearse()
-                    self.watch.progress()
+                    self.observers.watch.progress()
                 self._steps()
         finally:
             self.compilations.close()
-            if endpoint:
-                endpoint.close()
-            if self.reports:
-                self.reports.close()
         metrics = self._metrics()
         if self.step == self.first:
-            before = finished(config, self.ranks)
-            return (
-                before if before and before["losses"] == metrics["losses"] else metrics
-            )  # else of a run with fewer steps
+            before = self.finished()
+            # else of a run with fewer steps
+            return before if before and before["losses"] == metrics["losses"] else metrics
         return metrics
 
     def _steps(self) -> None:
-        config, checkpoints, news = self.config, self.checkpoints, News(self.ranks)
+        config, checkpoints, delayed = self.config, self.checkpoints, DelayedReduce(self.ranks)
         first, every = self.first, config.checkpoint_every
         self.started = self._clock()
         while self.step < config.steps:
-            outcome, line = self._step()
-            self.pending.append((outcome, line))
+            self.pending.append(self._step())
             step, last = self.step, self.step == config.steps
             logged = step % config.log_every == 0 or last
             save = bool(every) and (step % every == 0 or last)
-            evaluation = (
-                self._evaluate()
-                if self.data.eval and (last or (config.eval_every and step % config.eval_every == 0))
-                else None
-            )
-            if logged or save or evaluation is not None or step - first == UNTIMED:
+            evaluates = self.data.eval and (last or (config.eval_every and step % config.eval_every == 0))
+            evaluation = self._evaluate() if evaluates else None
+            if logged or save or evaluates or step - first == UNTIMED:
                 self._flush(evaluation, logged, timed=step - first > UNTIMED or config.steps - first <= UNTIMED)
             if save:
                 self._save(wait=last or not config.checkpoint_async)
-            stop, saved = news.exchange(self.stop.is_set(), checkpoints.done)
+            stop, saved = delayed.exchange(self.stop.is_set(), checkpoints.done)
             if checkpoints.under_way is not None and checkpoints.under_way == saved:
                 checkpoints.commit()
             if stop and not last:
-                news.last()
+                delayed.last()
                 self._flush(None, True, timed=False)
                 self._save(wait=True)
                 if checkpoints.step < step:
@@ -261,51 +231,47 @@ class _Run:
                         f"is of step {checkpoints.step}"
                     )
                 raise Preempted(f"stopped after step {step} by SIGTERM; checkpoint: step {checkpoints.step}")
-            self.watch.progress()
-            if self.endpoint:
-                self.endpoint.progress = time.time()
-        news.last()
+            self.observers.progress()
+        delayed.last()
         checkpoints.finish()
+
+    def _batches(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """The rows of the next step, and this rank's batches of them."""
+        data, parallel = self.data, self.parallel
+        picks = data.picks(self.position, self.rows, self.config.seed)
+        return picks, data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch)
 
     def _step(self) -> tuple[Tensor, dict[str, Any]]:
         """One optimizer step; (loss of this rank, gradient norm) on the device, and what the
         host knows of it."""
-        config, data, parallel = self.config, self.data, self.parallel
         self.timer.start()
         started = time.perf_counter()
-        picks = data.picks(self.position, self.rows, config.seed)
-        tokens, learnt = data.rows.count(picks)
-        batches = [
-            self._to_device(batch)
-            for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, config.batch)
-        ]
+        picks, batches = self._batches()
+        tokens, targets = self.data.rows.count(picks)
+        batches = [self._to_device(batch) for batch in batches]
         self.waits.append(time.perf_counter() - started)
+        lr = learning_rate(self.config, self.step)
+        adamw.set_lr(self.optimizer, lr)
         # every rank knows the rows of all: no collective is needed to weigh tokens alike; gradients
         # are averaged over ranks, hence the division
-        lr = learning_rate(config, self.step)
-        adamw.set_lr(self.optimizer, lr)
-        loss = self._gradients(batches, max(1, learnt) / parallel.data_ranks)
+        loss = self._gradients(batches, max(1, targets) / self.parallel.data_ranks)
         norm = self._update()
         self.timer.stop()
-        self.step += 1
-        self.position += self.rows
-        self.tokens += tokens
-        self.unlogged += tokens
-        outcome = torch.stack((loss, norm.float().to(loss.device)))
-        return outcome, {
-            "step": self.step,
-            "lr": lr,
-            "tokens": self.tokens,
-            "rows": [self.position - self.rows, self.position],
-        }
+        begin, self.position = self.position, self.position + self.rows
+        self.step, self.tokens, self.unlogged = self.step + 1, self.tokens + tokens, self.unlogged + tokens
+        line = {"step": self.step, "lr": lr, "tokens": self.tokens, "rows": [begin, self.position]}
+        return torch.stack((loss, norm.float().to(loss.device))), line
+
+    def _loss(self, batch: dict[str, Any], items: float) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.parallel.model(**batch, use_cache=False, num_items_in_batch=items).loss
 
     def _gradients(self, batches: list[dict[str, Any]], items: float) -> Tensor:
         """Backward of every batch's loss; the sum of these."""
         loss = torch.zeros((), device=self.device)
         for i, batch in enumerate(batches):
             with self.parallel.accumulating(last=i + 1 == len(batches)):
-                with self._autocast():
-                    part = self.parallel.model(**batch, use_cache=False, num_items_in_batch=items).loss
+                part = self._loss(batch, items)
                 part.backward()
             loss += part.detach()
         return loss
@@ -323,7 +289,8 @@ class _Run:
             where = "cpu" if self.config.optimizer_on_cpu else self.device
             self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(where, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
             self.optimizer.step()
-        elif not keep and bool(torch.isfinite(norm)):  # torchao's has no such switch: the host waits
+        # torchao's has no such switch: the host waits
+        elif not keep and bool(torch.isfinite(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -331,9 +298,7 @@ class _Run:
     def _rehearse(self) -> None:
         """A batch's step that changes nothing: libraries are loaded, plans made and memory
         reserved before the first step that counts."""
-        data, parallel = self.data, self.parallel
-        picks = data.picks(self.position, self.rows, self.config.seed)
-        batch = next(iter(data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch)))
+        batch = self._batches()[1][0]
         if self.in_backward:
             self.in_backward.on = False
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
@@ -344,19 +309,18 @@ class _Run:
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        """Mean loss per learnt token of the rows kept back. It may store logits, hence is no
+        """Mean loss per targets token of the rows kept back. It may store logits, hence is no
         part of the measured memory, nor of the time."""
         before = self._clock()
         self.memory.pause()
         self.parallel.model.eval()
         data, parallel = self.data, self.parallel
-        total = torch.zeros((), device=self.device)
-        for start in range(0, len(data.eval), self.config.batch * parallel.data_ranks):
-            picks = data.eval[start : start + self.config.batch * parallel.data_ranks]
+        total, together = torch.zeros((), device=self.device), self.config.batch * parallel.data_ranks
+        for start in range(0, len(data.eval), together):
+            picks = data.eval[start : start + together]
             for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch):
-                with self._autocast():
-                    total += parallel.model(**self._to_device(batch), use_cache=False, num_items_in_batch=1).loss
-            self.watch.progress()
+                total += self._loss(self._to_device(batch), 1)
+            self.observers.watch.progress()
         self.parallel.model.train()
         loss = float(parallel.total(total)) / max(1, data.rows.count(data.eval)[1])
         self.progress.say(f"step {self.step}: evaluation loss {loss:.4f}")
@@ -364,43 +328,49 @@ class _Run:
         self.started += self._clock() - before
         return loss
 
-    def _flush(self, evaluation: float | None, show: bool, timed: bool) -> None:
-        """Fetch what the steps since the last time left on the device, write their lines, and
-        stop a run that cannot go on."""
-        if not self.pending:
-            return
-        now = self._clock()
+    def _fetched(self) -> list[dict[str, Any]]:
+        """The lines of the steps whose numbers are still on the device."""
         outcomes = torch.stack([outcome for outcome, _ in self.pending])
-        if self.parallel.data_ranks > 1:  # each has the loss of its own tokens, over the number of all
+        # each has the loss of its own tokens, over the number of all
+        if self.parallel.data_ranks > 1:
             outcomes[:, 0] = self.parallel.total(outcomes[:, 0]) / self.parallel.data_ranks
         lines = [
             {**line, "loss": loss, "grad_norm": norm}
             for (_, line), (loss, norm) in zip(self.pending, outcomes.tolist())
         ]
         self.pending.clear()
-        if evaluation is not None:
-            lines[-1]["eval_loss"] = evaluation
+        return lines
+
+    def _refuse_nonfinite(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             finite = math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])
             self.skips = 0 if finite else self.skips + 1
             self.nonfinite += not finite
             if self.skips > (SKIPS if self.config.nonfinite == "skip" else 0):
-                what = "gradient norm" if math.isfinite(line["loss"]) else "loss"
-                value = line["grad_norm" if what == "gradient norm" else "loss"]
                 if self.lines:
                     self.lines.append(lines)
-                self.checkpoints.finish()  # one that is under way is of before
-                raise UserError(
-                    f"the {what} is {value} at step {line['step']}: lower the learning rate, or look at the data"
-                )
-        seconds, rate = now - self.started, self.unlogged / (now - self.started)
-        times = sorted(self.timer.read())
+                # one that is under way is of before
+                self.checkpoints.finish()
+                refuse_nonfinite(line["step"], line["loss"], line["grad_norm"])
+
+    def _flush(self, evaluation: float | None, show: bool, timed: bool) -> None:
+        """Fetch what the steps since the last time left on the device, write their lines, and
+        stop a run that cannot go on."""
+        if not self.pending:
+            return
+        seconds = self._clock() - self.started
+        lines = self._fetched()
+        if evaluation is not None:
+            lines[-1]["eval_loss"] = evaluation
+        self._refuse_nonfinite(lines)
+        rate, times = self.unlogged / seconds, sorted(self.timer.read())
         self.memory.pause()
         if timed:
             self.rates.append(rate)
             self.times += times
         self.seconds += seconds
-        peak = peak_flops(self.device, self.precision)
+        peak, checkpoints = peak_flops(self.device, self.precision), self.checkpoints
+        saved = checkpoints.step >= 0
         state = {
             **lines[-1],
             "tokens_per_second": rate,
@@ -411,20 +381,18 @@ class _Run:
             "memory": self.memory.read(),
             "nonfinite_steps": self.nonfinite,
             "restarts": restarts(),
-            "checkpoint_step": self.checkpoints.step if self.checkpoints.step >= 0 else None,
-            "checkpoint_time": self.checkpoints.time if self.checkpoints.step >= 0 else None,
+            "checkpoint_step": checkpoints.step if saved else None,
+            "checkpoint_time": checkpoints.time if saved else None,
             "seconds_left": (self.config.steps - self.step) * seconds / len(lines),
-            "checkpoint_failures": self.checkpoints.failures + (self.store.failures if self.store else 0),
+            "checkpoint_failures": checkpoints.failures + (self.store.failures if self.store else 0),
             "kernels_compiled": self.compilations.count,
         }
         lines[-1] = {name: value for name, value in state.items() if value is not None}
         self.waits.clear()
         self.unlogged = 0
-        if self.endpoint:
-            self.endpoint.values = state
-        if self.lines and self.reports:
+        if self.lines:
             self.lines.append(lines)
-            self.reports.send(state)
+        self.observers.publish(state)
         if show:
             self.progress.show(state)
         self.pause()
@@ -432,76 +400,55 @@ class _Run:
 
     def _metrics(self) -> dict[str, Any]:
         lines = list(self.lines.read()) if self.lines else []
-        model: Any = self.parallel.module
-        unsaved = self.config.checkpoint_every and self.checkpoints.step < self.step
-        problem = (
-            f"the last checkpoint could not be written; the newest checkpoint is that of step {self.checkpoints.step}"
-        )
-        return (
-            of_run(self.config, model, self.device, self.precision, self.ranks.world, self.memory)
-            | of_lines(lines)
-            | {
-                "tokens_per_second": statistics.median(
-                    self.rates or [0.0]
-                ),  # of the stretches between log lines: other programs disturb it less than the mean
-                "step_seconds_p50": _percentile(sorted(self.times), 0.5),
-                "step_seconds_p95": _percentile(sorted(self.times), 0.95),
-                "seconds": self.seconds,
-                "rates": self.rates,  # tokens/s of each stretch
-                "kernels_compiled": self.compilations.count,
-                "nonfinite_steps": self.nonfinite,
-                "evaluations": [
-                    {"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line
-                ],
-            }
-            | ({"problem": problem} if unsaved else {})
-        )
+        times, newest = sorted(self.times), self.checkpoints.step
+        metrics = self.metrics(self.memory, lines) | {
+            # the median of the stretches between log lines, which other programs disturb less than
+            # the mean
+            "tokens_per_second": statistics.median(self.rates or [0.0]),
+            "step_seconds_p50": _percentile(times, 0.5),
+            "step_seconds_p95": _percentile(times, 0.95),
+            "seconds": self.seconds,
+            # tokens/s of each stretch
+            "rates": self.rates,
+            "kernels_compiled": self.compilations.count,
+            "nonfinite_steps": self.nonfinite,
+            "evaluations": [{"step": line["step"], "loss": line["eval_loss"]} for line in lines if "eval_loss" in line],
+        }
+        if self.config.checkpoint_every and newest < self.step:
+            lost = "the last checkpoint could not be written"
+            metrics["problem"] = f"{lost}; the newest checkpoint is that of step {newest}"
+        return metrics
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for the order of the data, and the function that is trained, to
         go on where they stopped."""
-        module: Any = self.parallel.module
-        config = module.config.get_text_config()
-        form = {
-            name: getattr(config, name, None)
-            for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")
-        }
+        form = self.model.config.get_text_config()
+        names = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")
         return (
             {"seed": self.config.seed, "length": self.config.length}
             | self.data.identity()
-            | {"model": form}
+            | {"model": {name: getattr(form, name, None) for name in names}}
             | moments(self.config)
             | self.adapters
         )
 
     def _save(self, wait: bool) -> None:
-        state = {
-            "step": self.step,
-            "position": self.position,
-            "tokens": self.tokens,
-            "nonfinite": self.nonfinite,
-            "skips": self.skips,
-            "global_batch": self.rows,
-            "data": self.data.state(),
-        }
+        state = {name: getattr(self, name) for name in COUNTS} | {"global_batch": self.rows, "data": self.data.state()}
         self.checkpoints.save(self.parallel.module, self.optimizer, state | {"identity": self._identity()}, wait)
         self.started = self._clock()
 
     def _resume(self) -> None:
         state = None
+        # of one whose tensors cannot be read, the one before is looked for
         while state is None:
             path = self.checkpoints.latest()
             if path is None:
                 return
             if not self.config.resume and restarts() == 0:
-                raise UserError(
-                    f"{self.checkpoints.folder} holds checkpoints: remove them, give another --out, or leave out "
-                    "--no-resume"
-                )
-            there = read_object(path / "state.json")["identity"]
-            refuse_other(
-                path, {"model": self._identity()["model"]} | there, self._identity()
-            )  # which is not in those of earlier releases
+                raise not_to_resume(self.checkpoints.folder)
+            here, there = self._identity(), read_object(path / "state.json")["identity"]
+            # earlier releases did not write the model
+            refuse_other(path, {"model": here["model"]} | there, here)
             state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
@@ -510,11 +457,8 @@ class _Run:
         if state["ranks"] != self.ranks.world:
             seed_all(self.config.seed, self.step, self._draws)
         if self.ranks.first:
-            print(
-                f"resuming after step {self.step} from {path} (written by {state['ranks']} ranks; {self.ranks.world} "
-                "now)",
-                flush=True,
-            )
+            by = f"written by {state['ranks']} ranks; {self.ranks.world} now"
+            print(f"resuming after step {self.step} from {path} ({by})", flush=True)
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         pinned = lambda t: t.pin_memory() if self.device.type == "cuda" else t
@@ -523,13 +467,14 @@ class _Run:
             for name, value in batch.items()
         }
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
-
     def _clock(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+# of a run, in its checkpoints
+COUNTS = ("step", "position", "tokens", "nonfinite", "skips")
 
 
 def _percentile(ordered: list[float], part: float) -> float | None:
@@ -540,7 +485,8 @@ class _Progress:
     """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are
     left need; nothing on ranks that do not ``show``."""
 
-    label = ""  # of one of several runs in a terminal: it has lines, without the time that is left
+    # of one of several runs in a terminal: it has lines, without the time that is left
+    label = ""
 
     def __init__(self, steps: int, show: bool):
         self.steps, self.shown, self.bar = steps, show, None
@@ -567,7 +513,8 @@ class _Progress:
             text += f"  MFU {state['mfu']:.1%}"
         if state["nonfinite_steps"]:
             text += f"  {state['nonfinite_steps']} steps skipped"
-        if (left := state.get("seconds_left")) and not self.label:  # without evaluations and checkpoints
+        # without evaluations and checkpoints
+        if (left := state.get("seconds_left")) and not self.label:
             text += f"  ETA {as_clock(left)}"
         if self.bar is None:
             print(f"{self.label}step {state['step']:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)

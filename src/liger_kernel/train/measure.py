@@ -17,15 +17,15 @@ import torch
 STATUS = Path("/proc/self/status")
 
 
-UNTIMED = 2  # first steps, in which memory is reserved: no part of tokens/s
+# first steps, in which memory is reserved: no part of tokens/s
+UNTIMED = 2
 
 
 class PeakMemory:
     """The highest memory between ``start`` and ``read``; pausing leaves a stretch out.
 
     On a GPU: bytes that PyTorch's allocator handed out. Elsewhere: the process's resident set,
-    Python and libraries included, of which
-    ``before`` is what was there at the start.
+    Python and libraries included, of which ``before`` is what was there at the start.
     """
 
     def __init__(self, device: torch.device):
@@ -39,7 +39,8 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif STATUS.exists():
-            with contextlib.suppress(OSError):  # not allowed in some containers: the peak then includes the start-up
+            # not allowed in some containers: the peak then includes the start-up
+            with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
     def pause(self) -> None:
@@ -56,12 +57,12 @@ class PeakMemory:
         if STATUS.exists():
             return _status("VmHWM")
         if sys.platform == "win32":
-            return 0  # nothing in Python's library says it
+            # nothing in Python's library says it
+            return 0
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )  # macOS counts bytes
+        # macOS counts bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def _now(self) -> int:
         if self.device.type == "cuda":

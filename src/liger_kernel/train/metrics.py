@@ -28,8 +28,7 @@ from typing import Any
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.files import append, write
-from liger_kernel.train.measure import PeakMemory, device_name
-from liger_kernel.train.ranks import beside, restarts
+from liger_kernel.train.ranks import optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
 # name on the endpoint -> (key of a log line, kind, what it is)
@@ -65,7 +64,8 @@ class StepLines:
         """Keep the lines of the first ``step`` steps."""
         self.path = path
         kept = [line for line in self.read() if line["step"] <= step]
-        if len(kept) < step:  # no reason not to train
+        # no reason not to train
+        if len(kept) < step:
             print(
                 f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines "
                 "between are lost",
@@ -76,7 +76,8 @@ class StepLines:
     def append(self, lines: list[dict[str, Any]]) -> None:
         try:
             append(self.path, "".join(as_json(line) + "\n" for line in lines))
-        except OSError as error:  # a full disk must not end a run
+        # a full disk must not end a run
+        except OSError as error:
             print(f"{self.path} lacks steps {lines[0]['step']} to {lines[-1]['step']}: {error}", file=sys.stderr)
 
     def read(self) -> Iterator[dict[str, Any]]:
@@ -85,7 +86,8 @@ class StepLines:
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, 1):
                     found: Any = None
-                    with contextlib.suppress(ValueError, RecursionError):  # the end of a run that was killed
+                    # the end of a run that was killed
+                    with contextlib.suppress(ValueError, RecursionError):
                         found = json.loads(line)
                     if _of_a_step(found):
                         yield {name: math.nan if value is None else value for name, value in found.items()}
@@ -119,11 +121,8 @@ def as_json(value: Any, **options: Any) -> str:
     return json.dumps(plain(value), allow_nan=False, **options)
 
 
-CURVES = {
-    "losses": "loss",
-    "gradient_norms": "grad_norm",
-    "learning_rates": "lr",
-}  # in metrics.json, and in lines of metrics.jsonl
+# in metrics.json, and in lines of metrics.jsonl
+CURVES = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}
 
 
 class Endpoint:
@@ -132,14 +131,17 @@ class Endpoint:
 
     One thread sees to all connections, a few times a second: each time that it runs, training waits
     for the interpreter. A thread a connection, which take turns with training, made steps of 17 ms
-    11 % longer while 200 clients came and went.
+    11 % longer while 200 clients came and went. The server of prometheus_client has these, no limit
+    for silent clients, and answers web pages of others.
     """
 
-    most = 128  # connections; others wait in the system's queue
+    # connections; others wait in the system's queue
+    most = 128
     # second that a client may take to ask: behind 200 of them a scrape waits less than the ten that
     # Prometheus gives it
     patience = 1.0
-    rest = 0.05  # seconds between two looks at connections
+    # seconds between two looks at connections
+    rest = 0.05
 
     def __init__(self, host: str, port: int, rank: int):
         self.values: dict[str, Any] = {}
@@ -153,9 +155,10 @@ class Endpoint:
             raise UserError(f"metrics cannot be served on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
-        self._clients: dict[socket.socket, float] = {}  # since when
+        # since when
+        self._clients: dict[socket.socket, float] = {}
         self._ended = threading.Event()
-        self._thread = beside(self._serve, "metrics", f"no metrics on {host}:{port}")
+        self._thread = optional_thread(self._serve, "metrics", f"no metrics on {host}:{port}")
 
     def close(self) -> None:
         self._ended.set()
@@ -172,30 +175,34 @@ class Endpoint:
                     if key.fileobj is self._listener:
                         self._accept(selector)
                     else:
-                        self._hear(selector, key)
+                        self._receive(selector, key)
                 oldest = time.monotonic() - self.patience
                 for connection in [connection for connection, since in self._clients.items() if since < oldest]:
                     self._drop(selector, connection)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):  # there are no more, or no more descriptors
+        # there are no more, or no more descriptors
+        with contextlib.suppress(OSError):
             while len(self._clients) < self.most:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 self._clients[connection] = time.monotonic()
                 selector.register(connection, selectors.EVENT_READ, bytearray())
 
-    def _hear(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    def _receive(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         connection: Any = key.fileobj
         try:
             more = connection.recv(4096)
             key.data.extend(more)
             if b"\r\n\r\n" in key.data:
-                connection.settimeout(self.patience)  # what the system's buffer has no room for is sent, too
+                # what the system's buffer has no room for is sent, too
+                connection.settimeout(self.patience)
                 connection.sendall(self._answer(bytes(key.data)))
             elif more and len(key.data) < 1 << 16:
-                return  # the rest is to come
-        except OSError:  # a client that went away is no news
+                # the rest is to come
+                return
+        # a client that went away is no news
+        except OSError:
             pass
         self._drop(selector, connection)
 
@@ -271,7 +278,8 @@ class Reports:
         self._send: list[Callable[[int, dict[str, float]], Any]] = []
         self._close: list[Callable[[], Any]] = []
         if config.reports:
-            sys.argv[1:] = map(redacted, sys.argv[1:])  # which services note, too
+            # which services note, too
+            sys.argv[1:] = map(redacted, sys.argv[1:])
         for name in config.reports:
             with _left_alone(name):
                 getattr(self, f"_{name}")(Path(config.out), settings)
@@ -286,7 +294,8 @@ class Reports:
     def _wandb(self, out: Path, settings: dict[str, Any]) -> None:
         import wandb
 
-        path = out / "wandb-id"  # the same after a restart: the run goes on
+        # the same after a restart: the run goes on
+        path = out / "wandb-id"
         if not path.is_file():
             write(path, uuid.uuid4().hex)
         run = wandb.init(dir=str(out), name=out.name, id=path.read_text(), resume="allow", config=settings)
@@ -323,28 +332,3 @@ def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterato
     except Exception as error:
         then()
         print(f"reporting to {service} stopped: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
-
-
-def of_run(
-    config: TrainConfig, model: Any, device: Any, precision: str, world: int, memory: PeakMemory
-) -> dict[str, Any]:
-    """What ``metrics.json`` says of a run, for every trainer."""
-    return {
-        "trainer": config.trainer,
-        "model": model.config.model_type,
-        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # ZeRO-3's are elsewhere
-        "kernels": config.kernels,
-        "device": device_name(device),
-        "precision": precision,
-        "ranks": world,
-        "parallel": config.parallel,
-        "restarts": restarts(),
-        "memory_kind": memory.kind,
-        "peak_memory": memory.read(),
-        "memory_before_training": memory.before,
-    }
-
-
-def of_lines(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Its curves."""
-    return {name: [line.get(key, math.nan) for line in lines] for name, key in CURVES.items()}

@@ -57,9 +57,8 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            near = (
-                "" if meant(flag, flags) == "" else did_you_mean(flag, flags)
-            )  # what no flag here does is like none of them
+            # what no flag here does is like none of them
+            near = "" if meant(flag, flags) == "" else did_you_mean(flag, flags)
             raise UserError(f"no flag {flag}{near or f'; {self.prog} --help lists the flags'}")
         return found
 
@@ -97,7 +96,7 @@ def at_least(least: float, **values: float | None) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least:g}, got {value:g}")
 
 
-def beside(path: str | Path) -> str:
+def similar_file(path: str | Path) -> str:
     """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own; or
     nothing."""
     path = Path(path)
@@ -114,7 +113,7 @@ def existing(path: str | Path) -> Path:
     among its neighbours."""
     path = Path(path)
     if not os.path.lexists(path):
-        raise UserError(f"no such file: {path!s:.200}{beside(path)}")
+        raise UserError(f"no such file: {path!s:.200}{similar_file(path)}")
     if path.is_dir():
         raise UserError(f"{path} is a folder: give a file")
     return regular(path)
@@ -143,7 +142,8 @@ def owned(folder: Path, alone: bool = False) -> None:
         return
     found = folder.stat()
     mine = found.st_uid in (os.geteuid(), 0)
-    if not mine and os.access(folder, os.W_OK):  # a file system may give this user's files another owner
+    # a file system may give this user's files another owner
+    if not mine and os.access(folder, os.W_OK):
         with tempfile.TemporaryFile(dir=folder) as probe:
             mine = os.fstat(probe.fileno()).st_uid == found.st_uid
     if not mine or (alone and found.st_mode & stat.S_IWOTH):
@@ -168,7 +168,7 @@ def holds(module: str, folder: str | None, flag: str, requirement: str) -> None:
         missing = (
             f"{flag} {folder} holds no {module}"
             if Path(folder).is_dir()
-            else f"{flag}: no such folder: {folder}{beside(folder)}"
+            else f"{flag}: no such folder: {folder}{similar_file(folder)}"
         )
         raise UserError(f"{missing}; `pip install --no-deps --target {folder} {requirement}` puts it there")
 

@@ -25,11 +25,13 @@ from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.data import packs
 from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.ranks import local_rank
-from liger_kernel.train.rows import Rows
+from liger_kernel.train.token_rows import TokenRows
 from liger_kernel.utils import varlen_lacks
 
-with contextlib.suppress(ImportError):  # before PyTorch 2.10
-    import torch.nn.attention.varlen  # makes its operator
+# before PyTorch 2.10
+with contextlib.suppress(ImportError):
+    # makes its operator
+    import torch.nn.attention.varlen
 
 
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
@@ -42,7 +44,8 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         device = torch.device(name)
         if device.type != "cuda":
             torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # no such thing, or not of this PyTorch
+    # no such thing, or not of this PyTorch
+    except (RuntimeError, AssertionError) as error:
         why = (
             "it must be cpu, cuda or cuda:N"
             if "device type at start" in str(error)
@@ -64,9 +67,8 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
 def precision_of(config: TrainConfig, gpu: bool) -> str:
     """Resolve precision ``auto``."""
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if gpu else "fp32"
-    return (
-        "bf16-mixed" if config.lora and precision == "bf16" else precision
-    )  # the base is in bf16 in both, and PEFT keeps adapters in fp32
+    # the base is in bf16 in both, and PEFT keeps adapters in fp32
+    return "bf16-mixed" if config.lora and precision == "bf16" else precision
 
 
 def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: str) -> Any:
@@ -82,7 +84,8 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
     model = _base(config, name, tokenizer, device, precision).train()
     if config.kernels == "on":
         patch(model, flags_for(config, model.config.model_type))
-    late = config.quantize == "fp8" and has_experts(model)  # PEFT finds the parameters of experts while they are dense
+    # PEFT finds the parameters of experts while they are dense
+    late = config.quantize == "fp8" and has_experts(model)
     if config.quantize == "fp8" and not late:
         quantize_fp8(model)
     if config.lora:
@@ -146,7 +149,8 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
                 )
     except (torch.OutOfMemoryError, UserError):
         raise
-    except Exception as error:  # of transformers, safetensors, or a model's own code
+    # of transformers, safetensors, or a model's own code
+    except Exception as error:
         raise UserError(f"cannot build the model{f' {name}' if name else ''}: {why(error)}") from error
     if getattr(model, "is_quantized", False):
         if not config.lora:
@@ -173,14 +177,15 @@ def quantize_fp8(model: Any) -> None:
         raise UserError(str(error)) from error
 
 
-def attend(config: TrainConfig, rows: Rows, model: Any, device: torch.device, precision: str) -> str:
+def attend(config: TrainConfig, rows: TokenRows, model: Any, device: torch.device, precision: str) -> str:
     """Resolve attention ``auto`` for these rows; returns the result in words."""
     if config.attention != "auto":
         return config.attention
     from liger_kernel.transformers import attention
 
     chosen = model.config.get_text_config(decoder=True)._attn_implementation
-    plain = "sdpa" if chosen == attention.NAME else chosen  # what varlen_attn may have replaced since
+    # what varlen_attn may have replaced since
+    plain = "sdpa" if chosen == attention.NAME else chosen
     if rows.positions is None:
         return plain
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -213,10 +218,12 @@ def check_packing(config: TrainConfig) -> None:
         form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=config.trust_remote_code)
-    except Exception:  # whoever loads the model says why
+    # whoever loads the model says why
+    except Exception:
         return
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # kernels that the tiny model lacks are no news here
+    # kernels that the tiny model lacks are no news here
+    transformers.logging.set_verbosity_error()
     found = joining(model)
     transformers.logging.set_verbosity(verbosity)
     if found is not None and not found.attention:
@@ -275,9 +282,8 @@ def split(model: Any, config: TrainConfig, precision: str, mesh: DeviceMesh | No
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    thin = (
-        op is torch.ops.aten.mm.default and args[1].shape[0] <= THIN
-    )  # an adapter's: as large as the layer's result, and soon computed again
+    # an adapter's: as large as the layer's result, and soon computed again
+    thin = op is torch.ops.aten.mm.default and args[1].shape[0] <= THIN
     return CheckpointPolicy.MUST_SAVE if op in _COSTLY and not thin else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -365,7 +371,8 @@ def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    adapted = hasattr(model, "peft_config")  # whose base is nobody's to gather, or to write
+    # whose base is nobody's to gather, or to write
+    adapted = hasattr(model, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     weights = get_model_state_dict(model, options=options) if sharded else None
     if first:
@@ -388,10 +395,10 @@ def replacing(folder: str) -> Iterator[str]:
         new = sorted(path.name for path in Path(aside).iterdir())
         for name in new:
             os.replace(Path(aside) / name, target / name)
-    whole = "adapter_config.json" not in new  # adapters may lie beside the model that they are of
-    for pattern in (
-        WEIGHTS if whole else ()
-    ):  # of a model that was saved there before, which from_pretrained might prefer
+    # adapters may lie beside the model that they are of
+    whole = "adapter_config.json" not in new
+    # of a model that was saved there before, which from_pretrained might prefer
+    for pattern in WEIGHTS if whole else ():
         for path in target.glob(pattern):
             if path.name not in new:
                 path.unlink()

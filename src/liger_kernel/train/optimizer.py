@@ -16,12 +16,11 @@ from liger_kernel.train.config import TrainConfig, UserError
 def optimizer_of(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
     """The config's optimizer of the trained parameters. Vectors have no weight decay."""
     trained = [p for p in parameters if p.requires_grad]
+    # fused kernels take one kind of tensor
     groups = [
         {"params": same, "weight_decay": config.weight_decay if matrices else 0.0}
         for matrices in (True, False)
-        for same in by_sharding(
-            [p for p in trained if (p.ndim > 1) == matrices]
-        )  # fused kernels take one kind of tensor
+        for same in by_sharding([p for p in trained if (p.ndim > 1) == matrices])
     ]
     if adamw.KINDS[config.optimizer].moments == 1:
         for p in trained:

@@ -2,7 +2,7 @@
 dies.
 
 Started by torchrun or ``launch_elastic``, a process finds its rank in the environment; otherwise it
-is a run of one rank. Signals and finished saves are news of one rank: they are exchanged at every
+is a run of one rank. Only one rank knows of a signal or a finished save: such facts are exchanged at every
 step by an all-reduce on the CPU that runs beside the step, and acted upon one step later by all.
 """
 
@@ -40,12 +40,17 @@ from liger_kernel.train.mistakes import sentence
 from liger_kernel.train.redact import in_a_line, redacted
 
 T = TypeVar("T")
-LAUNCHER = "LIGER_LAUNCHER"  # variable of workers: the process that started them
+# variable of workers: the process that started them
+LAUNCHER = "LIGER_LAUNCHER"
 
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, run it again
-EXIT_MISTAKE = 2  # of the user: no restart mends it
-EXIT_TERMINATED = 128 + signal.SIGTERM  # SIGTERM came, and not everything is saved
-ANSWER = 10.0  # seconds that the launcher of another machine has to answer
+# EX_TEMPFAIL of sysexits.h: everything is saved, run it again
+EXIT_PREEMPTED = 75
+# of the user: no restart mends it
+EXIT_MISTAKE = 2
+# SIGTERM came, and not everything is saved
+EXIT_TERMINATED = 128 + signal.SIGTERM
+# seconds that the launcher of another machine has to answer
+ANSWER = 10.0
 
 
 class Preempted(Exception):
@@ -150,7 +155,8 @@ def check_ranks(config: TrainConfig, world: int) -> None:
 
 
 def _leave() -> None:
-    dist.barrier()  # else a rank may be gone while another still talks to it, and abort
+    # else a rank may be gone while another still talks to it, and abort
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -168,12 +174,14 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
             die_with_launcher()
         try:
             return run(config)
-        except TooEarly as stopped:  # peers may be anywhere
+        # peers may be anywhere
+        except TooEarly as stopped:
             os.write(2, f"rank {os.environ['RANK']}: {stopped}\n".encode())
             os._exit(EXIT_PREEMPTED)
         except (Preempted, SystemExit, KeyboardInterrupt):
             raise
-        except BaseException as error:  # DCP's is no Exception
+        # DCP's is no Exception
+        except BaseException as error:
             mistake, stack = isinstance(error, UserError), traceback.format_exc()
             get_error_handler().record_exception(error if redacted(stack) == stack else RuntimeError(redacted(stack)))
             text = f"{error}\n" if mistake else f"{known}\n" if (known := sentence(error)) else redacted(stack)
@@ -186,13 +194,14 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
 def die_with_launcher() -> None:
     """From now on the process that has started this one takes it along, even if it is killed
     itself: ranks that train on would write beside the next run."""
-    launcher = (
-        int(os.environ.get(LAUNCHER, "0")) or os.getppid()
-    )  # torchrun does not say; it may be process 1 of a container
-    child = os.getppid() == launcher  # else a shell that it started has started this one, or it has gone already
+    # torchrun does not say; it may be process 1 of a container
+    launcher = int(os.environ.get(LAUNCHER, "0")) or os.getppid()
+    # else a shell that it started has started this one, or it has gone already
+    child = os.getppid() == launcher
     there = (lambda: os.getppid() == launcher) if child else (lambda: _exists(launcher))
     dies = child and _dies_with_parent()
-    if not there():  # gone before it could be asked for
+    # gone before it could be asked for
+    if not there():
         os._exit(1)
     if dies:
         return
@@ -203,10 +212,10 @@ def die_with_launcher() -> None:
         os.write(2, b"the launcher has ended, so this rank ends too\n")
         os._exit(1)
 
-    beside(watch, "launcher", "this rank will not notice if its launcher is killed")
+    optional_thread(watch, "launcher", "this rank will not notice if its launcher is killed")
 
 
-def beside(target: Callable[[], Any], name: str, without: str) -> threading.Thread | None:
+def optional_thread(target: Callable[[], Any], name: str, without: str) -> threading.Thread | None:
     """A thread that the run can do without: where none can start (a limit of processes is
     reached), the run says what that means and goes on."""
     thread = threading.Thread(target=target, name=name, daemon=True)
@@ -238,7 +247,7 @@ def _exists(process: int) -> bool:
     return True
 
 
-class News:
+class DelayedReduce:
     """What ranks tell each other, one step late and without waiting: whether to stop, and which
     save is complete on all ranks."""
 
@@ -269,16 +278,16 @@ def told_to_stop() -> Iterator[Stop]:
     """An event that SIGTERM sets, and SIGHUP (a terminal that is closed) unless nohup has it
     ignored. While it is ``early``, they raise ``TooEarly``."""
     event = Stop()
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # signals are the main thread's: someone else handles them
+    # signals are the main thread's: someone else handles them
+    if threading.current_thread() is not threading.main_thread():
         yield event
         return
 
     def told(*_: Any) -> None:
         event.set()
         if event.early:
-            event.early = False  # what comes after the first must not disturb its way out
+            # what comes after the first must not disturb its way out
+            event.early = False
             raise _Early
 
     names = [number for number in ("SIGTERM", "SIGHUP") if hasattr(signal, number)]
@@ -314,7 +323,7 @@ class Watch:
         self._last = time.monotonic()
 
     def __enter__(self) -> Watch:
-        self._thread = beside(
+        self._thread = optional_thread(
             self._look,
             "watch",
             f"rank {self._rank}: there is no watch over progress, so a run that is stuck will not end by itself",
@@ -356,7 +365,8 @@ ELASTIC = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps
+    # collectives that NCCL's flight recorder keeps
+    "TORCH_FR_BUFFER_SIZE": "2000",
 }
 # With these in the environment, as Kubeflow sets them, the rendezvous is a static one, from which
 # no restart comes back.
@@ -392,9 +402,9 @@ class _Agent(LocalElasticAgent):
             return result
         codes = {failure.exitcode for failure in result.failures.values()}
         if _preempted(codes) and self._joining():
-            return RunResult(
-                WorkerState.HEALTHY
-            )  # the agent of another machine stopped its workers to let a new one in: restart, as it does
+            # the agent of another machine stopped its workers to let a new one in: restart, as it
+            # does
+            return RunResult(WorkerState.HEALTHY)
         if _preempted(codes) or EXIT_MISTAKE in codes:
             self._remaining_restarts = 0
         return result
@@ -402,28 +412,31 @@ class _Agent(LocalElasticAgent):
     def _joining(self) -> bool:
         try:
             return self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
-        except RendezvousError:  # the machine that keeps the rendezvous has gone already
+        # the machine that keeps the rendezvous has gone already
+        except RendezvousError:
             return False
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if death_sig == getattr(
-            signal, "SIGHUP", None
-        ):  # a terminal that is closed takes nothing with it that is not saved
+        # a terminal that is closed takes nothing with it that is not saved
+        if death_sig == getattr(signal, "SIGHUP", None):
             death_sig = signal.SIGTERM
         if death_sig == signal.SIGTERM and self._running():
             for handler in self._running():
-                handler.close(death_sig)  # to its children, too
+                # to its children, too
+                handler.close(death_sig)
             end = time.monotonic() + self._patience
             while self._running() and time.monotonic() < end:
                 time.sleep(0.1)
                 if any(handler.proc.returncode not in (None, 0, EXIT_PREEMPTED) for handler in self._handlers()):
-                    end = min(end, time.monotonic() + timeout)  # the others miss it
+                    # the others miss it
+                    end = min(end, time.monotonic() + timeout)
             for handler in self._running():
                 print(
                     f"process {handler.proc.pid} did not end in time after SIGTERM, so it was killed", file=sys.stderr
                 )
                 handler.close(signal.SIGKILL)
-        super()._shutdown(death_sig)  # PyTorch 2.11 and 2.13 differ in what else it takes
+        # PyTorch 2.11 and 2.13 differ in what else it takes
+        super()._shutdown(death_sig)
 
 
 def _preempted(codes: set[int]) -> bool:
@@ -442,7 +455,8 @@ def _check_endpoint(endpoint: str, nodes: int) -> None:
         return
     try:
         socket.create_connection((host, int(port)), timeout=2).close()
-    except OSError:  # nobody listens yet
+    # nobody listens yet
+    except OSError:
         return
     if nodes == 1 or not _keeps_a_rendezvous(host, int(port)):
         raise UserError(
@@ -500,14 +514,17 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
             "several machines need --rdzv-endpoint HOST:PORT: the address of one of them, the same on all machines"
         )
     if command is None:
-        folder = tempfile.mkdtemp(prefix="liger-")  # the run's own folder is checked by its first rank
+        # the run's own folder is checked by its first rank
+        folder = tempfile.mkdtemp(prefix="liger-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         path = Path(folder) / "train.json"
         dataclasses.replace(config, nproc=None).save_to(path)
         if config.store_uri:
-            os.environ[STORE] = config.store_uri  # of which the file may have lost the credentials
+            # of which the file may have lost the credentials
+            os.environ[STORE] = config.store_uri
         command = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(path)]
-    if "OMP_NUM_THREADS" not in os.environ and nproc > 1:  # else each process takes all cores
+    # else each process takes all cores
+    if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # machines start minutes apart: one pulls an image that the other has
     waits: dict[str, Any] = {"join_timeout": config.timeout, "read_timeout": config.timeout} if nodes[1] > 1 else {}
@@ -530,10 +547,12 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     agent = _Agent(spec, patience=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 3 * config.timeout)))
     try:
         result = agent.run()
-    except SignalException as signalled:  # other machines may go on: the rendezvous stays open
+    # other machines may go on: the rendezvous stays open
+    except SignalException as signalled:
         if signalled.sigval not in (signal.SIGTERM, getattr(signal, "SIGHUP", None)):
             return 128 + signalled.sigval
-        codes = agent.codes()  # none: it came while the first workers were started
+        # none: it came while the first workers were started
+        codes = agent.codes()
         if codes == {0}:
             return 0
         if _preempted(codes - {0}):
@@ -544,16 +563,17 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
             return EXIT_PREEMPTED
         rendezvous.shutdown()
         raise
-    codes = (
-        {failure.exitcode for failure in result.failures.values()} if result else set()
-    )  # no result: a spare machine that was not needed
+    # no result: a spare machine that was not needed
+    codes = {failure.exitcode for failure in result.failures.values()} if result else set()
     if _preempted(codes):
         return EXIT_PREEMPTED
     rendezvous.shutdown()
     if not codes:
         return 0
-    if EXIT_MISTAKE in codes:  # the worker has said which
+    # the worker has said which
+    if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE
     failure = ChildFailedError(command[0], result.failures)
     print(failure, file=sys.stderr)
-    return max(1, failure.get_first_failure()[1].exitcode)  # a signal is a negative number
+    # a signal is a negative number
+    return max(1, failure.get_first_failure()[1].exitcode)

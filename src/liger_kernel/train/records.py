@@ -2,10 +2,15 @@
 position on.
 
 Three kinds of record are understood; the keys of the first record decide:
-  {"text": ...}                            plain text; every token is learnt; documents are joined and cut into rows of equal length
-  {"instruction", "output", ["input"]}     Alpaca: a conversation of one question and one answer
-  {"messages": [{"role", "content"}...]}   a conversation; one row each; only the assistant's turns have labels
-"""  # noqa: E501
+  {"text": ...}                           plain text, every token is a label; documents are joined
+                                          and cut into rows of equal length
+  {"instruction", "output", ["input"]}    Alpaca: a conversation of one question and one answer
+  {"messages": [{"role", "content"}...]}  a conversation, one row each; only the assistant's turns
+                                          have labels
+
+They are read here and not by the package datasets, which infers one schema for all records, has no
+limit of a record's size, and names neither the line of a mistake nor the place to go on from.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,8 @@ from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import existing, unique
 from liger_kernel.train.redact import in_a_line
 
-Place = tuple[
-    int, int, int
-]  # between two records: how many are before it, the file, how many of the file are before it
+# between two records: how many are before it, the file, how many of the file are before it
+Place = tuple[int, int, int]
 BEGIN: Place = (0, 0, 0)
 # Parts of the standard library that are not prose or code written by people for people.
 NOT_TEXT = {
@@ -119,7 +123,8 @@ def _jsonl(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 record = json.loads(line.decode(), object_pairs_hook=unique)
-                if b"\\ud" in line or b"\\uD" in line:  # halves of characters, which no tokenizer takes
+                # halves of characters, which no tokenizer takes
+                if b"\\ud" in line or b"\\uD" in line:
                     json.dumps(record, ensure_ascii=False).encode()
             except ValueError as error:
                 raise UserError(f"{path}:{number}: not valid JSON: {error}") from error
@@ -160,7 +165,8 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data
-    except Exception as error:  # whatever the network, the hub or the format of the dataset raise
+    # whatever the network, the hub or the format of the dataset raise
+    except Exception as error:
         raise UserError(f"cannot load the dataset {name!r}: {in_a_line(error)}") from error
 
 

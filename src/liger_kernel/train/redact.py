@@ -4,9 +4,8 @@
 
 Known are the user part of a URL, values beside a secret name (in a query, in JSON or YAML, after
 ``Bearer``), the forms of ``_FORMS``, and the values of this process's environment variables with a
-secret name. A credential of
-another form, in a variable or a field with another name, is not recognised. ``UserError`` and
-``in_a_line`` use it, and so does every message of the runtime layer.
+secret name. A credential of another form, in a variable or a field with another name, is not
+recognised. ``UserError`` and ``in_a_line`` use it, and so does every message of the runtime layer.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ _FIELD = re.compile(
     r"(?P<mark>\\*[\"'])(?:(?!(?P=mark))(?:\\.|.))*(?P=mark)"
 )
 _FORMS = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"']*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=[\"'])|\Z)"  # PEM, also cut
-    r"|\beyJ[\w-]{5,}\.eyJ[\w-]{5,}(?:\.[\w-]*)?"  # JWT
+    # PEM, also cut
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"']*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=[\"'])|\Z)"
+    # JWT
+    r"|\beyJ[\w-]{5,}\.eyJ[\w-]{5,}(?:\.[\w-]*)?"
     # Hugging Face, GitHub, GitLab
     r"|\bhf_[A-Za-z0-9]{30,}|\bgh[a-z]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bgl[a-z]{2,5}-[\w-]{20,}"
     # OpenAI and others, Slack, AWS, Google
@@ -45,16 +46,8 @@ _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET = re.compile(
     r"(?:pass|pwd|pat|keys?|auth|secrets?|token|creds?|credentials?|netrc)$|.*(?:passw(?:or)?d|passphrase|secret|token|apikey|pwd|credentials?)$"
 )
-_PLACE = {
-    "class",
-    "dir",
-    "file",
-    "name",
-    "path",
-    "ref",
-    "sock",
-    "type",
-}  # what a last part of these names holds is public
+# what a last part of these names holds is public
+_PLACE = {"class", "dir", "file", "name", "path", "ref", "sock", "type"}
 _SWITCH = {
     "",
     "0",
@@ -92,9 +85,8 @@ def holds_credential(name: str, value: str) -> bool:
 def redacted(text: str) -> str:
     """Return ``text`` without credentials."""
     for name, value in os.environ.items():
-        if (
-            len(value) >= 8 and not value.startswith(("/", "~")) and secret_name(name)
-        ):  # shorter ones are words; paths name files with credentials
+        # shorter ones are words; paths name files with credentials
+        if len(value) >= 8 and not value.startswith(("/", "~")) and secret_name(name):
             text = text.replace(value, MARK)
     text = _FIELD.sub(rf"\g<name>\g<mark>{MARK}\g<mark>", _BEARER.sub(rf"\1{MARK}", _FORMS.sub(MARK, text)))
     return _QUERY.sub(rf"\1{MARK}", _USER.sub(_without_user, text))

@@ -58,15 +58,15 @@ from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, follow
 from liger_kernel.train.model import attention_of, dtype_of, flags_for, patch, quantize_fp8, recompute
 from liger_kernel.transformers.recognise import projections
 
-GRANULE = 512  # bytes of which PyTorch's allocator hands out multiples
-SHORT = 4  # layers of a model that is cut; the longer one has one more
+# bytes of which PyTorch's allocator hands out multiples
+GRANULE = 512
+# layers of a model that is cut; the longer one has one more
+SHORT = 4
 MIB = 2**20
-COPIES, STATES = "activations", "weights, gradients and moments"  # what the CPU's memory is for
-LAST_PHASES = {
-    "backward: second layer",
-    "backward: first layer",
-    "optimizer",
-}  # when the activations of the last layers are gone
+# what the CPU's memory is for
+COPIES, STATES = "activations", "weights, gradients and moments"
+# when the activations of the last layers are gone
+LAST_PHASES = {"backward: second layer", "backward: first layer", "optimizer"}
 # by which part of a step it is allocated, a storage counts as the last of these; gradients and
 # casts are recognised
 PARTS = (
@@ -140,9 +140,8 @@ def simulated(
     )
     text = form.get_text_config()
     layers, some = text.num_hidden_layers, SHORT
-    if (
-        config.activation_offloading
-    ):  # a layer's input, at least, is on its way out or back while more than so many bytes are
+    # a layer's input, at least, is on its way out or back while more than so many bytes are
+    if config.activation_offloading:
         some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
     if layers <= 2 * some + 1 or not _alike(form, config.trust_remote_code):
         phases, cpu = step(form)
@@ -270,7 +269,8 @@ def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter) -> None:
             ):
                 loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=ids.numel()).loss
             loss.backward()
-    meter.begin("optimizer", "optimizer")  # fused and compiled kernels need nothing but the states
+    # fused and compiled kernels need nothing but the states
+    meter.begin("optimizer", "optimizer")
     del states, replica
 
 
@@ -300,7 +300,8 @@ def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
 
     def left(i: int, layer: nn.Module, args: Any, out: Any) -> None:
         if meter.label != "activations":
-            return  # a recomputation
+            # a recomputation
+            return
         out = out[0] if isinstance(out, tuple) else out
         out.register_hook(lambda gradient: meter.begin("temporary", names.get(i, "backward: other layers")))
         if i == last:
@@ -314,15 +315,21 @@ def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
             hook.remove()
 
 
+class _Storage(NamedTuple):
+    """What the meter knows of a storage: what tells its end, its bytes, the part that it counts as."""
+
+    reference: Any
+    size: int
+    label: str
+
+
 class _Meter(FakeTensorMode):
     """Counts bytes of storages while they live. ``phases``: those by part at the peak of each
     phase; ``cpu``: the most that the CPU's memory has."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.live: dict[
-            int, tuple[Any, int, str]
-        ] = {}  # by the storage's address: a reference that tells its end, bytes, the part that it belongs to
+        self.live: dict[int, _Storage] = {}  # by the storage's address
         self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         self.now, self.label, self.phase = 0, "weights", ""
         self.phases: dict[str, dict[str, int]] = {}
@@ -348,7 +355,8 @@ class _Meter(FakeTensorMode):
             self.phases[self.phase] = dict(self.parts) | {"libraries": more}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.addmm.dtype_out:  # PyTorch 2.11 does not know what it returns
+        # PyTorch 2.11 does not know what it returns
+        if func is torch.ops.aten.addmm.dtype_out:
             return (kwargs or {})["out"]
         # operators of PyTorch are one kernel, even where the fake ones consist of several; ours
         # call several
@@ -356,20 +364,19 @@ class _Meter(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         for watched in [each for each in self.watched if each.expired()]:
             self.watched.remove(watched)
-            self.end(watched.cdata)
+            self.count(watched.cdata, None)
         if self.late:
             self.peak()
         self.nested = func.namespace != "liger"
-        self.cache_enabled = func.overloadpacket is not torch.ops.aten.set_  # whose entry would keep the storage
+        # whose entry would keep the storage
+        self.cache_enabled = func.overloadpacket is not torch.ops.aten.set_
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self.nested = False
-        label = (
-            "casts of weights"
-            if func is torch.ops.aten._to_copy.default and self.label_of(args[0]) == "weights"
-            else self.label
-        )
+        label = self.label
+        if func is torch.ops.aten._to_copy.default and (found := self.found(args[0])) and found[1].label == "weights":
+            label = "casts of weights"
         before = self.now
         for t in tree_leaves(out):
             if isinstance(t, FakeTensor):
@@ -384,22 +391,25 @@ class _Meter(FakeTensorMode):
                 self.peak()
         return out
 
-    def label_of(self, t: Tensor) -> str | None:
-        return self.live[found][2] if (found := t.untyped_storage()._cdata) in self.live else None
+    def found(self, t: Tensor | None) -> tuple[int, _Storage] | None:
+        key = None if t is None else t.untyped_storage()._cdata
+        return (key, self.live[key]) if key in self.live else None
+
+    def count(self, key: int, storage: _Storage | None) -> None:
+        """Count a storage as this from now on; None: no longer."""
+        if (before := self.live.pop(key, None)) is not None:
+            self.parts[before.label] -= before.size
+            self.now -= before.size
+        if storage is not None:
+            self.live[key] = storage
+            self.parts[storage.label] += storage.size
+            self.now += storage.size
 
     def see(self, t: Tensor, label: str) -> None:
         storage = t.untyped_storage()
-        key, size = storage._cdata, -(-storage.nbytes() // GRANULE) * GRANULE
-        if key not in self.live:
-            self.live[key] = weakref.ref(storage, lambda _: self.end(key)), size, label
-            self.parts[label] += size
-            self.now += size
-
-    def end(self, key: int) -> None:
-        if (found := self.live.pop(key, None)) is not None:
-            _, size, label = found
-            self.parts[label] -= size
-            self.now -= size
+        if (key := storage._cdata) not in self.live:
+            ended = weakref.ref(storage, lambda _: self.count(key, None))
+            self.count(key, _Storage(ended, _granules(storage.nbytes()), label))
 
     def resizing(self, resize: Callable) -> Callable:
         """``resize`` of storages, which counts: FSDP2 frees what it gathered, and allocates it
@@ -407,38 +417,32 @@ class _Meter(FakeTensorMode):
 
         def call(storage: Any, size: int) -> None:
             resize(storage, size)
-            if (found := self.live.get(storage._cdata)) is not None:
-                reference, before, label = found
-                now = -(-size // GRANULE) * GRANULE
-                self.live[storage._cdata] = reference, now, label
-                self.parts[label] += now - before
-                self.now += now - before
+            if (known := self.live.get(storage._cdata)) is not None:
+                self.count(storage._cdata, known._replace(size=_granules(size)))
                 self.peak()
 
         return call
 
     def call(self, t: Tensor | None, label: str) -> None:
         """Count a storage as another part from now on."""
-        if t is not None and (found := self.live.get(key := t.untyped_storage()._cdata)):
-            reference, size, before = found
-            self.live[key] = reference, size, label
-            self.parts[before] -= size
-            self.parts[label] += size
+        if found := self.found(t):
+            self.count(found[0], found[1]._replace(label=label))
 
     def leave(self, t: Tensor | None) -> None:
         """Count a storage no longer: it is in the CPU's memory."""
-        if t is not None and (found := self.live.get(key := t.untyped_storage()._cdata)):
-            reference, size, label = found
-            self.live[key] = reference, 0, label
-            self.parts[label] -= size
-            self.now -= size
-            self.cpu[STATES] += size
+        if found := self.found(t):
+            self.cpu[STATES] += found[1].size
+            self.count(found[0], found[1]._replace(size=0))
 
     def copy(self, size: int) -> None:
         """Count a copy in the CPU's memory; of a negative size, one that ends. The most that
         there were at a time stay pinned."""
         self.copied += size
         self.cpu[COPIES] = max(self.cpu[COPIES], self.copied)
+
+
+def _granules(size: int) -> int:
+    return -(-size // GRANULE) * GRANULE
 
 
 def _attention_workspace(q: Tensor, k: Tensor) -> int:
@@ -472,7 +476,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
     import transformers.masking_utils as masks
 
     plain, meter = (*offloading.PLAIN, FakeTensor), _Meter()
-    with contextlib.ExitStack() as entered:
+    with contextlib.ExitStack() as stack:
         for where, name, value in (
             (memory, "PLAIN", plain),
             (offloading, "PLAIN", plain),
@@ -483,15 +487,16 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             (torch.nn.functional, "dropout", _dropout),
             (torch.nn.parallel, "DistributedDataParallel", Replica),
             (torch.UntypedStorage, "resize_", meter.resizing(torch.UntypedStorage.resize_)),
-            (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),  # which would look into positions
+            # which would look into positions
+            (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),
             (projections, "STORAGES", [_read, *projections.STORAGES]),
             (ulysses, "_attention_of", heads_of),
         ):
-            entered.callback(setattr, where, name, getattr(where, name))
+            stack.callback(setattr, where, name, getattr(where, name))
             setattr(where, name, value)
-        entered.enter_context(launching.target(arch, TARGETS[arch].processors))
-        entered.enter_context(intercept_launches(lambda *launch: None, "cpu", ignored))
-        yield entered.enter_context(meter)
+        stack.enter_context(launching.target(arch, TARGETS[arch].processors))
+        stack.enter_context(intercept_launches(lambda *launch: None, "cpu", ignored))
+        yield stack.enter_context(meter)
 
 
 class _Copies:

@@ -20,13 +20,16 @@ from typing import Any
 from liger_kernel.train.checkpoint import FILE, LATEST, NAME, damage, listed, names_in, newest, step_of
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import aside, fresh, write
-from liger_kernel.train.ranks import Preempted, Ranks, beside
+from liger_kernel.train.ranks import Preempted, Ranks, optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
-UPLOADING = "uploading"  # beside latest: names of what is being copied there, or was when the run was killed
+# beside latest: names of what is being copied there, or was when the run was killed
+UPLOADING = "uploading"
 PROBE = "probe"
-MOST = 1 << 20  # bytes of latest and uploading that are read
-PERIOD = 2.0  # seconds between looks for a new checkpoint
+# bytes of latest and uploading that are read
+MOST = 1 << 20
+# seconds between looks for a new checkpoint
+PERIOD = 2.0
 
 
 class Store:
@@ -41,9 +44,12 @@ class Store:
         except (ImportError, ValueError) as error:
             raise UserError(f"cannot use the store {uri!r}: {error}") from None
         self.uri, self.out, self.root = redacted(uri), out, f"{root.rstrip('/')}"
-        self.known: list[str] = []  # what its latest named when we last looked or wrote
-        self.damaged: set[str] = set()  # what we found so there
-        self.failures = 0  # checkpoints that could not be copied at the first attempt
+        # what its latest named when we last looked or wrote
+        self.known: list[str] = []
+        # what we found so there
+        self.damaged: set[str] = set()
+        # checkpoints that could not be copied at the first attempt
+        self.failures = 0
 
     def names(self, say: bool = False) -> list[str]:
         """The checkpoints that its ``latest`` names, newest first."""
@@ -84,11 +90,13 @@ class Store:
         try:
             _folders(self.fs, probe)
             self.fs.pipe_file(probe, b"")
-        except Exception as error:  # every store has errors of its own
+        # every store has errors of its own
+        except Exception as error:
             raise UserError(
                 f"cannot write to the store {self.uri}: {type(error).__name__}: {in_a_line(error)}"
             ) from None
-        with contextlib.suppress(Exception):  # it may be one that removes nothing
+        # it may be one that removes nothing
+        with contextlib.suppress(Exception):
             self.fs.rm_file(probe)
 
     def fetch(self) -> str | None:
@@ -139,7 +147,8 @@ class Store:
         except UserError as error:
             why = str(error)
         if why is None:
-            shutil.rmtree(target, ignore_errors=True)  # damaged, else it would not be fetched
+            # damaged, else it would not be fetched
+            shutil.rmtree(target, ignore_errors=True)
             new.rename(target)
         shutil.rmtree(new, ignore_errors=True)
         return why
@@ -171,7 +180,8 @@ class Store:
         try:
             for name in {*there, *unfinished}.intersection(self._present()).difference(wanted):
                 self.fs.rm(f"{self.root}/checkpoints/{name}", recursive=True)
-        except Exception as error:  # what is new is there
+        # what is new is there
+        except Exception as error:
             print(f"older checkpoints remain in {self.uri}: {in_a_line(error)}", file=sys.stderr)
         self.known, self.damaged = wanted, set()
         return True
@@ -215,13 +225,14 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
                 print(f"fetched {name} from {store.uri}", flush=True)
         except UserError as error:
             problem = str(error)
-        except Exception as error:  # every store has errors of its own
+        # every store has errors of its own
+        except Exception as error:
             problem = f"cannot read the store {config.store!r}: {in_a_line(error)}"
     problem = ranks.agreed(problem)
     if problem:
         raise UserError(problem)
     if store:
-        thread = beside(
+        thread = optional_thread(
             lambda: _keep(store, ended), "store", "checkpoints are copied to the store at the end of the run alone"
         )
     try:
@@ -246,23 +257,23 @@ def _last(store: Store) -> None:
     try:
         store.copy()
     except Exception as error:
-        raise OSError(
-            f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}"
-        ) from None  # its text may have credentials
+        # its text may have credentials
+        raise OSError(f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}") from None
 
 
 def _keep(store: Store, ended: threading.Event) -> None:
-    said, failed = None, None
+    message, failed = None, None
     while not ended.wait(PERIOD):
         try:
             store.copy()
-            said = None
-        except Exception as error:  # training goes on; the next look tries again
+            message = None
+        # training goes on; the next look tries again
+        except Exception as error:
             newest_here = listed(store.out / "checkpoints")[:1]
             store.failures += newest_here != failed
             failed = newest_here
-            if said != str(error):
-                said = str(error)
+            if message != str(error):
+                message = str(error)
                 print(
                     f"a checkpoint could not be copied to {store.uri} and will be copied later: {in_a_line(error)}",
                     file=sys.stderr,

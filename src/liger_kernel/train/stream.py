@@ -1,4 +1,4 @@
-"""Rows while they are made: data is read, tokenised and shuffled part by part, and training begins
+"""TokenRows while they are made: data is read, tokenised and shuffled part by part, and training begins
 when the first part is there.
 
 A part is a run of records, of ``config.stream`` million characters or a little more. One process,
@@ -34,20 +34,24 @@ from liger_kernel.train.mistakes import existing
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.records import BEGIN, Records, characters
 from liger_kernel.train.redact import in_a_line
-from liger_kernel.train.rows import Data, Rows
+from liger_kernel.train.token_rows import Data, TokenRows
 from liger_kernel.train.tokenise import TOKENIZER, NoRows, loaded, own_tokenizer, tokenise, tokenizer_of
 
-WIDTH = 1 << 32  # row i of part k is pick k * WIDTH + i
-KEPT = 3  # parts held open: the first, of which rows are held back, and those that a step can be in
+# row i of part k is pick k * WIDTH + i
+WIDTH = 1 << 32
+# parts held open: the first, of which rows are held back, and those that a step can be in
+KEPT = 3
 
 
 class Part(NamedTuple):
     """What is known of a part without its rows; a list in JSON."""
 
     rows: int
-    end: list[int]  # the ``Place`` behind its last record
+    # the ``Place`` behind its last record
+    end: list[int]
     last: bool
-    digest: str | None = None  # of its rows; earlier releases did not write it
+    # of its rows; earlier releases did not write it
+    digest: str | None = None
 
     def differs(self, other: Part) -> bool:
         """Whether they are not of the same records."""
@@ -77,24 +81,25 @@ def changed(number: int, known: Part, found: Part) -> UserError:
     return UserError(f"the data has changed: part {number} had {known}, now it has {found}")
 
 
-class Parts(Rows):
+class Parts(TokenRows):
     """The rows of all parts."""
 
     def __init__(self, stream: Stream):
         self.bounded, self.multiple = False, 1
         self._stream, self._vocabulary = stream, sys.maxsize
-        self._open: dict[int, Rows] = {}
+        self._open: dict[int, TokenRows] = {}
 
     def check(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         for rows in self._open.values():
             rows.check(vocabulary)
 
-    def part(self, number: int) -> Rows:
+    def part(self, number: int) -> TokenRows:
         if number not in self._open:
             if len(self._open) == KEPT:
-                del self._open[next(k for k in self._open if k)]  # the one opened first; never part 0
-            rows = Rows.read(self._stream.wait(number))
+                # the one opened first; never part 0
+                del self._open[next(k for k in self._open if k)]
+            rows = TokenRows.read(self._stream.wait(number))
             self._stream.compare(number)
             rows.check(self._vocabulary)
             self._open[number] = rows
@@ -112,11 +117,11 @@ class Parts(Rows):
             self.part(number).count([pick % WIDTH for pick in some])
             for number, some in groupby(picks, lambda pick: pick // WIDTH)
         ]
-        return sum(tokens for tokens, _ in counts), sum(learnt for _, learnt in counts)
+        return sum(tokens for tokens, _ in counts), sum(targets for _, targets in counts)
 
 
 class Stream(Data):
-    """Rows in the order of their parts, shuffled within each; those held back are of the first.
+    """TokenRows in the order of their parts, shuffled within each; those held back are of the first.
     The number of all is known once the last is written."""
 
     rows: Parts
@@ -130,21 +135,24 @@ class Stream(Data):
                 self.wait(0)
                 tokenizer = loaded(folder / TOKENIZER)
             rows = Parts(self)
-            super().__init__(rows.part(0), tokenizer, config.eval_fraction)  # which of them are held back
+            # which of them are held back
+            super().__init__(rows.part(0), tokenizer, config.eval_fraction)
             self._parts.append(described(path_of(folder, 0)))
         except BaseException:
             self.close()
             raise
         self.rows = rows
-        self._ends = [len(self.train)]  # of parts, in the order of training
+        # of parts, in the order of training
+        self._ends = [len(self.train)]
 
     def wait(self, part: int) -> Path:
         """Until that part is there."""
         path = path_of(self._folder, part)
         while not path.is_file():
             if self._writer is not None and self._writer.poll() is not None and not path.is_file():
-                said = self._writer.stdout.read().decode().strip()  # type: ignore[union-attr]  # it was started with a pipe
-                raise UserError(said or f"tokenising ended with exit code {self._writer.returncode}: {path} is missing")
+                message = self._writer.stdout.read().decode().strip()  # type: ignore[union-attr]  # it was started with a pipe
+                code = self._writer.returncode
+                raise UserError(message or f"tokenising ended with exit code {code}: {path} is missing")
             time.sleep(0.02)
         return path
 
@@ -152,15 +160,16 @@ class Stream(Data):
         return [self._pick(place, seed) for place in range(position, position + count)]
 
     def _pick(self, place: int, seed: int) -> int:
-        self._learn(place)
+        self._read_parts_to(place)
         epoch, place = divmod(place, self._ends[-1]) if self._parts[-1].last else (0, place)
         part = bisect.bisect_right(self._ends, place)
         begin = self._ends[part - 1] if part else 0
-        self.rows.part(part)  # before its number of rows is believed
+        # before its number of rows is believed
+        self.rows.part(part)
         row = self._shuffled(self._ends[part] - begin, seed, epoch, part)[place - begin]
         return part * WIDTH + (row if part else self.train[row])
 
-    def _learn(self, place: int) -> None:
+    def _read_parts_to(self, place: int) -> None:
         """Read about parts up to the one in which that row of training is."""
         while place >= self._ends[-1] and not self._parts[-1].last:
             self._add(described(self.wait(len(self._parts))))
@@ -195,7 +204,8 @@ class Stream(Data):
             position %= self._ends[-1]
         wanted = bisect.bisect_right(self._ends, position)
         if self._writer is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has written all and gone
+            # it has written all and gone
+            with contextlib.suppress(BrokenPipeError):
                 _tell(self._writer, {"wanted": wanted, "parts": self._parts})
 
     def close(self) -> None:
@@ -225,11 +235,13 @@ class Writer:
 
     def __init__(self, config: TrainConfig, folder: Path):
         self.config, self.folder, self.records = config, folder, Records(config)
-        self.asked: dict[str, Any] = {"wanted": 0, "parts": []}
+        self.request: dict[str, Any] = {"wanted": 0, "parts": []}
         self.tokenizer = tokenizer_of(config)
-        self._parts: list[Part] = []  # as far as known, from the first
+        # as far as known, from the first
+        self._parts: list[Part] = []
         self._there: set[int] = set()
-        self._next = -1  # the part that begins where ``_ahead`` is
+        # the part that begins where ``_ahead`` is
+        self._next = -1
         self._stream: Iterator[tuple[dict[str, Any], Any]] = iter(())
         self._ahead: tuple[dict[str, Any], Any] | None = None
 
@@ -239,10 +251,10 @@ class Writer:
             self._write(part)
 
     def _due(self) -> int | None:
-        self._parts += [Part(*known) for known in self.asked["parts"][len(self._parts) :]]
+        self._parts += [Part(*known) for known in self.request["parts"][len(self._parts) :]]
         if not path_of(self.folder, 0).is_file():
             return 0
-        part = self._missing(self.asked["wanted"])
+        part = self._missing(self.request["wanted"])
         return self._missing(0) if part is None else part
 
     def _missing(self, part: int) -> int | None:
@@ -279,7 +291,7 @@ class Writer:
         except NoRows:
             if part == 0:
                 raise
-            rows = Rows.of([])
+            rows = TokenRows.of([])
         found = Part(len(rows), list(end), self._ahead is None, rows.digest())
         if part < len(self._parts) and found.differs(self._parts[part]):
             raise changed(part, self._parts[part], found)
@@ -291,7 +303,8 @@ class Writer:
 
 
 def _main() -> None:
-    said, sys.stdout = sys.stdout, sys.stderr  # what is said here, the parent raises
+    # what is said here, the parent raises
+    parent, sys.stdout = sys.stdout, sys.stderr
     config, folder, code = TrainConfig(**json.loads(sys.stdin.readline())), Path(sys.argv[1]), 0
     try:
         from filelock import FileLock
@@ -301,20 +314,22 @@ def _main() -> None:
 
         def listen() -> None:
             for line in sys.stdin:
-                writer.asked = json.loads(line)
-            os._exit(0)  # the parent has gone
+                writer.request = json.loads(line)
+            # the parent has gone
+            os._exit(0)
 
         threading.Thread(target=listen, daemon=True).start()
         with FileLock(f"{folder}.lock"):
             writer.run()
     except UserError as error:
-        print(error, file=said, flush=True)
+        print(error, file=parent, flush=True)
         code = 2
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # not by way of sys.stdin's lock, which the listener holds
+    # not by way of sys.stdin's lock, which the listener holds
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from liger_kernel.train.measure import device_name
 from liger_kernel.train.model import flags_for
 from liger_kernel.train.ranks import restarts
 from liger_kernel.train.redact import in_a_line
-from liger_kernel.train.rows import Data
 from liger_kernel.train.stream import Stream
+from liger_kernel.train.token_rows import Data
 
 
 def summary(
@@ -87,10 +87,12 @@ def _memory(config: TrainConfig, model: Any, device: torch.device, world: int) -
     if restarts():
         return "as it was estimated when the run began"
     try:
-        from liger_kernel.train.fit import expected  # needs Triton
+        # needs Triton
+        from liger_kernel.train.fit import expected
 
         found = expected(model.config, config, world)
-    except Exception as error:  # what is only said must not end a run
+    # what is only said must not end a run
+    except Exception as error:
         return f"not estimated: {in_a_line(error)}"
     total = torch.cuda.get_device_properties(device).total_memory
     beyond = ". That is more than the GPU has: expect to run out of memory" if found["peak"] > total else ""

@@ -23,7 +23,7 @@ from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.mistakes import regular_in
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
-from liger_kernel.train.rows import IGNORE, Rows, TokenFile, Tokens, together
+from liger_kernel.train.token_rows import IGNORE, TokenFile, TokenRows, Tokens, together
 
 END = "<|endoftext|>"
 # For tokenizers without a chat template. It is saved with the model, so that a chat uses what was
@@ -41,13 +41,17 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-TOKENIZER = "tokenizer"  # in a folder of data that is being tokenised
+# in a folder of data that is being tokenised
+TOKENIZER = "tokenizer"
 DRAFT = ("ids", "labels", "lengths")
-PIECE = 1_000_000  # characters that are tokenised together, each of which takes a tokenizer 150 bytes
-KEEP_EVERY = 1.0  # seconds between two moments at which what is tokenised is synced to the disk
+# characters that are tokenised together, each of which takes a tokenizer 150 bytes
+PIECE = 1_000_000
+# seconds between two moments at which what is tokenised is synced to the disk
+KEEP_EVERY = 1.0
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?=\s\S)")
 _CUTS_TRIED = 100
-_AROUND = 1000  # characters on each side of a cut: more than what a tokenizer looks at to find where a word ends
+# characters on each side of a cut: more than what a tokenizer looks at to find where a word ends
+_AROUND = 1000
 
 
 def batches_of(
@@ -118,8 +122,8 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
     ``length``.
 
     A turn is located by rendering the conversation up to it and through it. Where a template
-    rewrites earlier turns (some drop the reasoning of
-    all but the last), these are context: they carry no labels.
+    rewrites earlier turns (some drop the reasoning of all but the last), these are context: they
+    carry no labels.
     """
     render = lambda turns, prompt=False: tokenizer.apply_chat_template(
         turns, tokenize=False, add_generation_prompt=prompt
@@ -139,9 +143,9 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
         for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
             # Some tokenizers trim the white space off a token's range: what counts is that it ends
             # inside a turn and does not begin before it.
-            learnt = any(start <= at + begin and start < at + end <= stop for start, stop in spans)
+            is_target = any(start <= at + begin and start < at + end <= stop for start, stop in spans)
             ids.append(token)
-            labels.append(token if learnt else IGNORE)
+            labels.append(token if is_target else IGNORE)
         if len(ids) >= length:
             break
         at += len(piece)
@@ -162,9 +166,12 @@ class Draft:
     def __init__(self, folder: Path | None = None):
         self.folder, self._kept = folder, time.monotonic()
         known = self._known()
-        self.place: Place = tuple(known.get("place", BEGIN))  # behind the last record
-        self.chats: bool | None = known.get("chats")  # None: nothing is here yet
-        self.silent, self.late = known.get("silent", 0), known.get("late", 0)  # conversations left out
+        # behind the last record
+        self.place: Place = tuple(known.get("place", BEGIN))
+        # None: nothing is here yet
+        self.chats: bool | None = known.get("chats")
+        # conversations left out
+        self.silent, self.late = known.get("silent", 0), known.get("late", 0)
         self._tokens = {name: TokenFile(folder / name if folder else None, known.get(name, 0)) for name in DRAFT}
 
     def _known(self) -> dict[str, Any]:
@@ -237,7 +244,8 @@ class Draft:
         try:
             turns = conversation(record) or []
             ids, labels = conversation_row(turns, tokenizer, length)
-        except Exception as error:  # chat templates raise what they like
+        # chat templates raise what they like
+        except Exception as error:
             raise UserError(
                 f"record {number} is not a conversation that the chat template accepts: {in_a_line(error, 200)}"
             ) from error
@@ -248,8 +256,8 @@ class Draft:
         else:
             self.silent += 1
 
-    def rows(self, length: int, packing: str = "auto") -> Rows:
-        """Rows of at most ``length`` tokens; ``NoRows``: there are none."""
+    def rows(self, length: int, packing: str = "auto") -> TokenRows:
+        """TokenRows of at most ``length`` tokens; ``NoRows``: there are none."""
         documents = packing == "documents"
         lengths, ids = self._tokens["lengths"].tensor(), self._tokens["ids"]
         bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -261,14 +269,14 @@ class Draft:
                 )
             for why in left_out:
                 print(f"{why}: left out, as they have nothing to learn", file=sys.stderr, flush=True)
-            rows = Rows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
+            rows = TokenRows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
             return together(rows, length) if documents else rows
         # documents are joined and cut; what does not fill the last row is dropped
         count = ids.count // length
         if not count:
             raise NoRows(f"the data is shorter than one row of {length} tokens: lower the length")
         joined = ids.tensor(count * length)
-        rows = Rows(joined, joined, torch.arange(count + 1) * length)
+        rows = TokenRows(joined, joined, torch.arange(count + 1) * length)
         return rows.of_documents(bounds[:-1]) if documents else rows
 
     def _left_out(self, length: int) -> list[str]:
@@ -287,8 +295,8 @@ class Draft:
 
 def tokenise(
     records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0
-) -> Rows:
-    """Rows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted
+) -> TokenRows:
+    """TokenRows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted
     from those ``before``; ``NoRows``: there are none."""
     draft = Draft()
     draft.add(((record, (number, 0, 0)) for number, record in enumerate(records, before + 1)), tokenizer, length)
@@ -320,7 +328,8 @@ def loaded(source: str | Path, trust_remote_code: bool = False) -> Any:
     regular_in(source)
     try:
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of transformers, or of the tokenizers' package for a damaged file
+    # of transformers, or of the tokenizers' package for a damaged file
+    except Exception as error:
         raise UserError(f"cannot load the tokenizer {str(source)!r}: {why(error)}") from error
 
 

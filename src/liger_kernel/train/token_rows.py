@@ -1,4 +1,4 @@
-"""Rows of tokens: how they are stored, packed, batched, and drawn in an order that the seed
+"""TokenRows of tokens: how they are stored, packed, batched, and drawn in an order that the seed
 determines.
 
 Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents", a
@@ -65,8 +65,8 @@ class TokenFile:
         )
 
 
-class Rows:
-    """Rows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]``
+class TokenRows:
+    """TokenRows of tokens and labels, end to end in two int32 tensors; row i lies between ``bounds[i]``
     and ``bounds[i + 1]``.
 
     ``positions``: positions of the tokens in their documents, if rows have several. ``bounded``:
@@ -77,11 +77,11 @@ class Rows:
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
         self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
         self.bounded, self.multiple = False, 1
-        self._learnt: Tensor | None = None
+        self._targets: Tensor | None = None
         self._digest: str | None = None
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Tokens, Tokens]]) -> Rows:
+    def of(cls, rows: Iterable[tuple[Tokens, Tokens]]) -> TokenRows:
         ids, labels, lengths = TokenFile(), TokenFile(), [0]
         for row in rows:
             ids += row[0]
@@ -106,7 +106,7 @@ class Rows:
         return self._digest
 
     @classmethod
-    def read(cls, path: Path) -> Rows:
+    def read(cls, path: Path) -> TokenRows:
         """What ``write`` has written; ``UserError`` for anything else, before a GPU reads beside
         the rows."""
         from safetensors import SafetensorError, safe_open
@@ -120,9 +120,8 @@ class Rows:
             raise UserError(f"{path} holds no rows of tokens: {wrong}")
         rows = cls(**found)
         with safe_open(path, "pt") as file:
-            rows._digest = (file.metadata() or {}).get(
-                "digest"
-            )  # else, as of earlier releases, it takes going through all rows
+            # else, as of earlier releases, it takes going through all rows
+            rows._digest = (file.metadata() or {}).get("digest")
         return rows
 
     def write(self, path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -131,7 +130,7 @@ class Rows:
 
         save_file(self.tensors(), path, metadata or {"digest": self.digest()})
 
-    def of_documents(self, starts: Tensor) -> Rows:
+    def of_documents(self, starts: Tensor) -> TokenRows:
         """The same rows, where a document begins at each of ``starts`` and at the begin of each
         row; its first token is predicted by nothing."""
         begins = torch.zeros(len(self.ids), dtype=torch.bool)
@@ -139,27 +138,29 @@ class Rows:
         begins[self.bounds[:-1]] = True
         at = torch.arange(len(self.ids))
         positions = at - torch.where(begins, at, 0).cummax(0).values
-        return Rows(self.ids, self.labels.masked_fill(begins, IGNORE), self.bounds, positions.int())
+        return TokenRows(self.ids, self.labels.masked_fill(begins, IGNORE), self.bounds, positions.int())
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def count(self, picks: list[int]) -> tuple[int, int]:
         """(tokens, tokens that carry a loss: the first of a row is predicted by nothing)."""
-        if self._learnt is None:  # once: every rank asks for the rows of all
+        # once: every rank asks for the rows of all
+        if self._targets is None:
             begins = self.bounds[:-1]
             carries = (self.labels != IGNORE).numpy()
-            self._learnt = (
+            self._targets = (
                 torch.from_numpy(np.add.reduceat(carries, begins.numpy(), dtype=np.int64)) - carries[begins.numpy()]
             )
         index = torch.tensor(picks)
-        return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._learnt[index].sum())
+        return int((self.bounds[index + 1] - self.bounds[index]).sum()), int(self._targets[index].sum())
 
     def check(self, vocabulary: int) -> None:
         """``UserError`` for tokens or labels that a model with so many ids lacks."""
-        for ids, labels in zip(self.ids.split(1 << 24), self.labels.split(1 << 24)):  # parts, as rows may lie in a file
-            learnt = torch.where(labels == IGNORE, 0, labels)
-            least, most = min(int(ids.min()), int(learnt.min())), max(int(ids.max()), int(learnt.max()))
+        # parts, as rows may lie in a file
+        for ids, labels in zip(self.ids.split(1 << 24), self.labels.split(1 << 24)):
+            targets = torch.where(labels == IGNORE, 0, labels)
+            least, most = min(int(ids.min()), int(targets.min())), max(int(ids.max()), int(targets.max()))
             if least < 0:
                 raise UserError(
                     f"tokens and labels must be 0 or more, or labels {IGNORE}, got {least}: the file of the rows is "
@@ -188,7 +189,8 @@ class Rows:
         batch = {"input_ids": padded(ids, pad), "labels": padded(labels, IGNORE)}
         lengths = torch.tensor([len(row) for row in ids])
         beyond = torch.arange(longest + more) - lengths[:, None]
-        if positions[0] is not None:  # what is padded is behind all that is learnt, and a document of its own
+        # what is padded is behind all that is learnt, and a document of its own
+        if positions[0] is not None:
             batch["position_ids"] = torch.where(beyond < 0, padded(positions, 0), beyond)
             if self.bounded:
                 batch |= _bounds(batch["position_ids"])
@@ -230,16 +232,17 @@ def _bounds(positions: Tensor) -> dict[str, Any]:
     return {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": int(bounds.diff().max()) for t in "qk"}
 
 
-def learnt_tokens(batch: dict[str, Tensor]) -> int:
+def target_tokens(batch: dict[str, Tensor]) -> int:
     """The number of tokens with a loss; nothing predicts the first token of a row."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def together(single: Rows, length: int) -> Rows:
+def together(single: TokenRows, length: int) -> TokenRows:
     """Put conversations, one row each, into rows of at most ``length``: the longest first, each
     into the row that it fills best."""
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (what is left, row), sorted
+    # (what is left, row), sorted
+    free: list[tuple[int, int]] = []
     bounds = single.bounds.tolist()
     sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
     for number in sorted(range(len(single)), key=lambda i: (-sizes[i], i)):
@@ -252,16 +255,16 @@ def together(single: Rows, length: int) -> Rows:
         bisect.insort(free, (left - size, row))
     joined = lambda tokens, row: torch.cat([tokens[bounds[i] : bounds[i + 1]] for i in row]).numpy()
     lengths = torch.tensor([sizes[i] for row in rows for i in row])
-    return Rows.of((joined(single.ids, row), joined(single.labels, row)) for row in rows).of_documents(
+    return TokenRows.of((joined(single.ids, row), joined(single.labels, row)) for row in rows).of_documents(
         lengths.cumsum(0) - lengths
     )
 
 
 class Data:
-    """Rows to train on and rows to evaluate on, split by position, so that the split does not
+    """TokenRows to train on and rows to evaluate on, split by position, so that the split does not
     depend on the seed."""
 
-    def __init__(self, rows: Rows, tokenizer: Any, eval_fraction: float):
+    def __init__(self, rows: TokenRows, tokenizer: Any, eval_fraction: float):
         self.rows, self.tokenizer = rows, tokenizer
         held = min(max(1, round(len(rows) * eval_fraction)), len(rows) - 1) if eval_fraction and len(rows) else 0
         # Every k-th row, not the last ones: neighbours come from the same source.

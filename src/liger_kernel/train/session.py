@@ -1,0 +1,278 @@
+"""What the three trainers share: what they are given, what must hold for a run to continue where
+it stopped, who hears of it while it is under way, and what ``metrics.json`` says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from liger_kernel.train.adamw import KINDS
+from liger_kernel.train.adapters import identity
+from liger_kernel.train.config import ADAPTERS, TrainConfig, UserError
+from liger_kernel.train.files import read_object, write
+from liger_kernel.train.folder import record
+from liger_kernel.train.measure import Pace, PeakMemory, device_name
+from liger_kernel.train.metrics import CURVES, Endpoint, Reports
+from liger_kernel.train.ranks import DelayedReduce, Preempted, Ranks, Stop, Watch, local_rank, restarts
+from liger_kernel.train.redact import in_a_line
+from liger_kernel.train.store import Store
+from liger_kernel.train.token_rows import Data
+
+
+@dataclasses.dataclass
+class Session:
+    """A run that is ready to begin: its model is on its device and patched, and not sharded."""
+
+    config: TrainConfig
+    data: Data
+    model: Any
+    device: torch.device
+    precision: str
+    ranks: Ranks
+    stop: Stop
+    store: Store | None = None
+
+    def metrics(self, memory: PeakMemory, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """What ``metrics.json`` says for every trainer: the run, and the curves of its ``lines``."""
+        config, model = self.config, self.model
+        return {
+            "trainer": config.trainer,
+            "model": model.config.model_type,
+            # ZeRO-3's are elsewhere
+            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+            "kernels": config.kernels,
+            "device": device_name(self.device),
+            "precision": self.precision,
+            "ranks": self.ranks.world,
+            "parallel": config.parallel,
+            "restarts": restarts(),
+            "memory_kind": memory.kind,
+            "peak_memory": memory.read(),
+            "memory_before_training": memory.before,
+        } | {name: [line.get(key, math.nan) for line in lines] for name, key in CURVES.items()}
+
+    def finished(self) -> dict[str, Any] | None:
+        """The numbers of the run that made the last step, as this run had no step to make."""
+        if not self.ranks.first:
+            # rank 0 writes it again
+            return None
+        print("no step was left to make", flush=True)
+        found: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = read_object(Path(self.config.out) / "metrics.json")
+        losses = found.get("losses")
+        numbers = [
+            *(losses if isinstance(losses, list) else [None]),
+            found.get("tokens_per_second"),
+            found.get("peak_memory"),
+        ]
+        whole = all(type(number) in (int, float) and abs(number) < 1e300 for number in numbers)
+        ours = isinstance(found.get("memory_kind"), str) and found.get("trainer") == self.config.trainer
+        return found if whole and ours else None
+
+
+def accept(session: Session, folder: Path, last: Path | None) -> int:
+    """The rows of a step, which are those of the first start unless the config says otherwise. The
+    model is on its device and not yet sharded.
+
+    ``UserError`` where the run must not go on from ``last``: it is not to, or the order of the
+    data, the place in it, or the adapters would be others.
+    """
+    config, ranks = session.config, session.ranks
+    if last and not config.resume and restarts() == 0:
+        raise not_to_resume(folder)
+    path = folder / "identity.json"
+    there, problem = ranks.agreed(_identity(path) if ranks.first and last else ({}, None))
+    if problem:
+        raise UserError(problem)
+    rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world
+    here = (
+        {"seed": config.seed, "length": config.length}
+        | session.data.identity()
+        | {"global_batch": rows}
+        | moments(config)
+        | identity(config, session.model)
+    )
+    if there:
+        # which earlier releases did not write
+        refuse_other(last, {"global_batch": rows} | there, here)
+    if ranks.first and config.checkpoint_every:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps(here))
+    return rows
+
+
+def _identity(path: Path) -> tuple[dict[str, Any], str | None]:
+    """(what identity.json holds, why it cannot be read); earlier releases have not written it."""
+    try:
+        there = read_object(path)
+        rows = there.get("global_batch", 1)
+        if type(rows) is not int or not 1 <= rows < 1 << 24:
+            raise ValueError(f"global_batch is {rows!r:.40}")
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError) as error:
+        of_what = "which says of what data and model the checkpoints are"
+        mend = "restore it, or give another --out"
+        return {}, f"{path}, {of_what}, is damaged ({in_a_line(error, 100)}): {mend}"
+    return there, None
+
+
+def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """``UserError`` if the checkpoint ``path`` was written with another identity than this
+    run's: order of the data, model, or adapters."""
+    # which earlier releases did not write
+    later = lambda name: name.startswith("digest of ") or name in ("moments", *ADAPTERS)
+    wrong = [name for name, value in here.items() if there.get(name) != value and (name in there or not later(name))]
+    if wrong:
+        models = dict.fromkeys(("model", "digest of base", "digest of weights"), "another model")
+        kinds = {**dict.fromkeys(ADAPTERS, "other adapters"), "moments": "another optimizer", **models}
+        kind = kinds.get(wrong[0], "other data")
+        raise UserError(
+            f"checkpoint {path} is of {kind}: "
+            f"{'; '.join(f'{name} {there.get(name)!s:.200} there, {here[name]!s:.200} here' for name in wrong)}"
+        )
+
+
+def moments(config: TrainConfig) -> dict[str, str]:
+    """How the optimizer stores its moments: a checkpoint of others does not fit."""
+    return {"moments": "8 bits" if KINDS[config.optimizer].moments == 1 else "dtype of the weights"}
+
+
+def not_to_resume(folder: Path) -> UserError:
+    return UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """For each parameter group, what follows from the configuration: peak learning rate, weight
+    decay and so on."""
+    # torchao's learning rate is a tensor, which schedules change
+    copied = lambda value: value.clone() if isinstance(value, torch.Tensor) else value
+    return [
+        {name: copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> None:
+    """Set the numbers of this configuration again, because loading has replaced them by those of
+    the checkpoint."""
+    # accelerate's wrapper
+    schedule = getattr(schedule, "scheduler", schedule)
+    schedule.base_lrs = [group["lr"] for group in numbers]
+    for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
+        group.update(own, initial_lr=own["lr"], lr=own["lr"] * part(schedule.last_epoch))
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _seed(*numbers: int) -> int:
+    """One seed of several numbers."""
+    return functools.reduce(lambda seed, number: seed * 1_000_003 + number, numbers) % 2**63
+
+
+def seed_all(*numbers: int) -> None:
+    """Seed the generators of PyTorch, Python and NumPy; collators and models of others may use
+    any of them."""
+    torch.manual_seed(_seed(*numbers))
+    random.seed(_seed(*numbers))
+    np.random.seed(_seed(*numbers) % 2**32)
+
+
+class Observers:
+    """The watch over progress, the endpoint and the reports of a rank, open while it trains."""
+
+    def __init__(self, session: Session):
+        config, ranks = session.config, session.ranks
+        port = config.metrics_port and config.metrics_port + local_rank()
+        self.endpoint = Endpoint(config.metrics_host, port, ranks.rank) if port else None
+        self.reports = Reports(config, config.shown()) if ranks.first else None
+        self.watch = Watch(Path(config.out), ranks.rank, config.timeout)
+
+    def __enter__(self) -> Observers:
+        self.watch.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.watch.__exit__(*error)
+        for each in (self.endpoint, self.reports):
+            if each:
+                each.close()
+
+    def progress(self) -> None:
+        self.watch.progress()
+        if self.endpoint:
+            self.endpoint.progress = time.time()
+
+    def publish(self, values: dict[str, Any]) -> None:
+        if self.endpoint:
+            self.endpoint.values, self.endpoint.progress = values | {"restarts": restarts()}, time.time()
+        if self.reports:
+            self.reports.send(values)
+
+
+def refuse_nonfinite(step: int, loss: float, norm: float) -> None:
+    """``UserError`` for a step from which no run recovers."""
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            raise UserError(f"the {name} is {value} at step {step}: lower the learning rate, or look at the data")
+
+
+class Following:
+    """What a callback of another package's trainer keeps of a run, and does in it."""
+
+    def __init__(self, session: Session, observers: Observers, rows: int):
+        self.session, self.observers, self.delayed = session, observers, DelayedReduce(session.ranks)
+        config, data = session.config, session.data
+        self.pace = Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
+        self.memory = PeakMemory(session.device)
+        self.lines: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.preempted = False
+
+    def begin(self, step: int) -> None:
+        record(self.session.config, self.session.ranks, step)
+        self.pace.begin(step)
+
+    def seed(self, step: int) -> None:
+        """Of dropout: what was drawn before, or before a restart, plays no part."""
+        seed_all(self.session.config.seed, step, self.session.ranks.rank)
+
+    def made(self, step: int) -> bool:
+        """A step; whether all ranks stop behind it, as some rank was told to."""
+        config = self.session.config
+        self.observers.watch.progress()
+        self.pace.made(step)
+        told = bool(config.checkpoint_every) and self.delayed.exchange(self.session.stop.is_set(), -1)[0]
+        self.preempted = self.preempted or (told and step < config.steps)
+        return self.preempted
+
+    def end(self, step: int, folder: Path) -> dict[str, float]:
+        """Tokens per second, once the last step is made. Raises ``Preempted`` if it was not the
+        last one of the run."""
+        self.delayed.last()
+        self.memory.pause()
+        if self.preempted:
+            raise Preempted(f"stopped after step {step} by SIGTERM; checkpoint: {folder}")
+        return self.pace.read()
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether that is done behind the last step."""
+        return bool(self.evaluations) and self.evaluations[-1]["step"] == self.session.config.steps
+
+    def metrics(self, speed: dict[str, float]) -> dict[str, Any]:
+        """The content of ``metrics.json``."""
+        if self.lines:
+            return self.session.metrics(self.memory, self.lines) | speed | {"evaluations": self.evaluations}
+        # of a run that was finished before, whose numbers may be gone
+        unmoved = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}
+        return self.session.finished() or self.session.metrics(self.memory, []) | unmoved

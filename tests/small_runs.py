@@ -1,0 +1,26 @@
+"""Runs of a tiny model on a CPU, of which tests change what they are about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import TrainConfig
+
+TEXT = "def add(a, b):\n    return a + b\n\n"
+MODEL: dict[str, Any] = dict(hidden=32, heads=2, kv_heads=1, layers=1)
+STEPS: dict[str, Any] = dict(length=24, batch=4, steps=3, warmup=1, lr=1e-2, log_every=1)
+RUN = MODEL | STEPS | dict(vocab=300, device="cpu")
+
+
+def write_jsonl(path: Path, records: Iterable[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def small_run(folder: Path, records: Iterable[Any], **changes: Any) -> TrainConfig:
+    """A run in ``folder`` on these records; its tokens are kept there, too."""
+    places = dict(out=str(folder / "run"), cache=str(folder / "cache"))
+    return TrainConfig(**RUN | places | dict(data=write_jsonl(folder / "text.jsonl", records)) | changes)

@@ -222,7 +222,8 @@ class Campaign:
             place = self.out / f"store-{name}" / "there"
             config = self.named(f"store-{name}", store=place.as_uri())
             assert ended(dataclasses.replace(config, steps=4)) == 0
-            shutil.rmtree(config.out)
+            # with the record in its folder, the run's right to replace the saved model is gone, too
+            shutil.rmtree(config.out), shutil.rmtree(config.save or "")
             return config, place / "checkpoints"
 
         hostile = ["../../../x", "/etc", "step-1", "\0", "\xff", "", "step-99999999", "step-00000004/../../x"]

@@ -3,7 +3,6 @@ trains, and mistakes that are named before anything is loaded."""
 
 import dataclasses
 import importlib.util
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ pytest.importorskip("peft")
 import peft
 import transformers
 from accelerate.utils import extract_model_from_parallel
+from small_runs import TEXT, small_run
 
 from liger_kernel import cli
 from liger_kernel.nn.float8 import LigerFloat8Experts
@@ -28,7 +28,6 @@ from liger_kernel.train.model import build
 from liger_kernel.train.tokenise import train_bpe
 
 pytestmark = pytest.mark.usefixtures("references")
-TEXT = "def add(a, b):\n    return a + b\n\n"
 CPU = torch.device("cpu")
 
 
@@ -44,29 +43,12 @@ def base(tmp_path_factory):
     tokenizer = train_bpe([TEXT], 280)
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
-    )
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(
-        folder / "model"
-    )
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 20 + str(i)}) + "\n" for i in range(8)))
-    return TrainConfig(
-        model=str(folder / "model"),
-        data=str(folder / "text.jsonl"),
-        cache=str(folder / "cache"),
-        length=24,
-        batch=2,
-        steps=4,
-        warmup=1,
-        lr=1e-2,
-        log_every=1,
-        eval_fraction=0.05,
-        checkpoint_every=2,
-        device="cpu",
-        lora=4,
-        lora_dropout=0.1,
-    )
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
+    form = transformers.LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes)
+    transformers.LlamaForCausalLM(form).save_pretrained(folder / "model")
+    changes = dict(model=str(folder / "model"), batch=2, steps=4, eval_fraction=0.05, checkpoint_every=2)
+    records = [{"text": TEXT * 20 + str(i)} for i in range(8)]
+    return small_run(folder, records, lora=4, lora_dropout=0.1, **changes)
 
 
 @pytest.fixture
@@ -201,9 +183,6 @@ def test_adapters_that_lie_beside_their_model_are_no_part_of_it(config, tmp_path
         shutil.copy(path, config.model)
     forget_the_newest(config)
     assert loop.train(config)["losses"] == expected["losses"] and adapter(config) == whole
-
-
-# -- mistakes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

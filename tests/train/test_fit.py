@@ -18,13 +18,14 @@ pytest.importorskip("triton")
 import transformers
 from estimates import NOT_ESTIMATED, Measured, measured
 from quick import further
+from small_runs import small_run
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from liger_kernel import cli, memory, offloading
 from liger_kernel.bench.results import Row, read
 from liger_kernel.model_sizes import MODELS, config_of
-from liger_kernel.train import fit, loop, simulated
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train import fit, loop, ranks, simulated
+from liger_kernel.train.config import TrainConfig, UserError, from_flags
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "benchmarks" / "data", ROOT / "docs" / "guides" / "fit.md"
@@ -468,7 +469,9 @@ def test_the_table_of_switches(model, capsys):
         r"--gradient-checkpointing full +[\d.]+ +[\d.]+ +yes +time: the forward of each layer is repeated\n", text
     )
     assert re.search(r"--batch 1 --accumulate 2 +[\d.]+ +[\d.]+ +(yes|no) +time: products of fewer tokens\n", text)
-    assert re.search(r"fits, with [\d.]+ GB: liger train --model .*config.json .*--length 8192", text)
+    command = re.search(r"fits, with [\d.]+ GB: liger train (--model .*config.json .*--length 8192.*)", text)[1]
+    config = from_flags(command.split())
+    assert config.batch * config.accumulate == 2 and config.length == 8192 and config.model == model
 
 
 @pytest.mark.slow
@@ -528,45 +531,25 @@ def test_nothing_fits(model, capsys):
     )
 
 
-def test_the_recommended_command_is_one(model, capsys):
-    found = json.loads(
-        said("--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--json", capsys=capsys)
-    )
-    from liger_kernel.train.config import from_flags
-
-    config = from_flags(found["recommended"]["command"].split()[2:])
-    assert config.batch * config.accumulate == 2 and config.length == 8192 and config.model == model
-
-
-TINY = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=24, batch=4, steps=1, warmup=1, device="cpu")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `create`"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_out_of_memory_is_explained(tmp_path, monkeypatch, capsys, error):
-    (tmp_path / "text.jsonl").write_text('{"text": "%s"}\n' % ("def add(a, b): return a + b. " * 60))
-
+def test_out_of_memory_is_explained(tmp_path, monkeypatch, capsys):
     def run(session):
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(loop, "_own", run)
-    with pytest.raises(type(error), match=r"Tried to allocate|ALLOC_FAILED"):
-        loop.train(TrainConfig(**TINY, data=str(tmp_path / "text.jsonl"), out=str(tmp_path / "run")))
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        loop.train(small_run(tmp_path, [{"text": "def add(a, b): return a + b. " * 60}], layers=2, steps=1))
     said = capsys.readouterr().err
-    assert re.search(
-        r"^out of memory: from its shapes, a step with 4 x 24 tokens needs about [\d.]+ GB. Turn on:$", said, re.M
-    )
-    assert re.search(
-        r"^  --gradient-checkpointing full +saves about [\d.]+ GB; costs time: the forward of each layer is repeated$",
-        said,
-        re.M,
-    )
+    assert re.search(r"^out of memory: .* a step with 4 x 24 tokens needs about [\d.]+ GB. Turn on:$", said, re.M)
+    assert re.search(r"^  --gradient-checkpointing full +saves about [\d.]+ GB; costs time: .* each layer", said, re.M)
+
+
+@pytest.mark.parametrize("text, lacks", [("CUBLAS_STATUS_ALLOC_FAILED when calling `create`", True), ("else", False)])
+def test_other_errors_for_lack_of_memory(text, lacks, monkeypatch, capsys):
+    monkeypatch.setattr(fit, "explained", lambda *_: "explained")
+    alone = ranks.Ranks(0, 1, None, None)
+    with pytest.raises(RuntimeError), loop.explaining(RUN, torch.device("cpu"), alone):
+        raise RuntimeError(f"CUDA error: {text}")
+    assert ("explained" in capsys.readouterr().err) == lacks
 
 
 def test_the_error_goes_on_if_it_cannot_be_explained(monkeypatch):

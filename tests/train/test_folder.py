@@ -63,9 +63,6 @@ def made(root, names):
     return root
 
 
-# -- what a run may write to ---------------------------------------------------------------
-
-
 OTHERS = {
     "a model": ["config.json", "model.safetensors", "tokenizer.json"],
     "adapters": ["adapter_config.json", "adapter_model.safetensors"],
@@ -175,9 +172,6 @@ def test_data_are_not_prepared_over_something_else(config, tmp_path):
     assert content(tmp_path / "rows") == before
 
 
-# -- the record of its starts --------------------------------------------------------------
-
-
 def records(config):
     return {path.name: json.loads(path.read_text()) for path in Path(config.out).glob("liger-run*.json")}
 
@@ -281,8 +275,6 @@ def test_a_damaged_record_does_not_stop_its_run(config):
     (Path(config.out) / "liger-run.json").write_bytes(b"\0")
     assert len(loop.train(dataclasses.replace(config, steps=3))["losses"]) == 3
 
-
-# -- links ---------------------------------------------------------------------------------
 
 NAMES = [
     "lock",
@@ -410,9 +402,6 @@ def test_a_folder_may_be_a_link_of_ones_own(config, tmp_path, monkeypatch):
         writable(folder=config.out)
 
 
-# -- files ---------------------------------------------------------------------------------
-
-
 def test_a_file_is_written_whole_or_stays(tmp_path, monkeypatch):
     path = tmp_path / "file"
     files.write(path, "before")
@@ -440,8 +429,3 @@ def test_a_pipe_that_a_user_names_is_written_to(tmp_path):
     assert got == [b"text"] and stat.S_ISFIFO(pipe.stat().st_mode)
     files.export("/dev/null", "text")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-def test_names_of_a_folder_are_those_that_runs_write():
-    """What a run makes beside these would be refused at its next start."""
-    assert folder.OURS.fullmatch(folder.RECORD) and not folder.OURS.fullmatch("config.json")

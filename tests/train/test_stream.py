@@ -200,9 +200,6 @@ def test_records_are_read_from_any_place(tmp_path, monkeypatch):
                 assert list(records.since(found[number][1])) == found[number + 1 :], (name, number)
 
 
-# -- runs ----------------------------------------------------------------------------------
-
-
 def test_a_run_goes_on_where_its_parts_are_gone(config, tmp_path):
     """To the bit, as the checkpoint knows where parts begin; by the tokenizer that the first
     part trains."""

@@ -69,9 +69,6 @@ def config(tmp_path):
     return small_run(tmp_path, [{"text": TEXT}] * 4, layers=2, cache=None)
 
 
-# -- config --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["c.json", "c.yaml", "c.yml"])
 def test_a_config_survives_its_file(name, tmp_path):
     config = TrainConfig(model="some/model", lr=3e-4, rope=False, steps=7, deterministic=True)
@@ -214,42 +211,23 @@ def test_a_damaged_tokenizer_of_prepared_rows_is_said(tmp_path):
         tokenising.loaded(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "known",
-    [
-        *(
-            {name: value}
-            for name, value in (
-                ("place", 3),
-                ("place", [0, 0, "x"]),
-                ("ids", "8"),
-                ("ids", -1),
-                ("ids", 10**30),
-                ("lengths", [2]),
-            )
-        ),
-        [],
-        "[" * 9**6,
-        None,
-    ],
-)
+STRANGE_DRAFTS = [{"place": 3}, {"place": [0, 0, "x"]}, {"ids": "8"}, {"ids": -1}, {"ids": 10**30}, {"lengths": [2]}]
+
+
+@pytest.mark.parametrize("known", [*STRANGE_DRAFTS, [], "[" * 9**6, None])
 def test_a_strange_draft_begins_anew(known, tmp_path):
     for name in ("ids", "labels", "lengths"):
         (tmp_path / name).write_bytes(bytes(32))
+    state = tmp_path / "state.json"
     whole = {"place": [30, 0, 30], "chats": False, "silent": 0, "late": 0, "ids": 8, "labels": 0, "lengths": 2}
-    (tmp_path / "state.json").write_text(json.dumps(whole))
+    state.write_text(json.dumps(whole))
     assert tokenising.Draft(tmp_path)._known() == whole
-    (tmp_path / "state.json").unlink()
+    state.unlink()
     if known is None:
-        os.mkfifo(tmp_path / "state.json")
+        os.mkfifo(state)
     else:
-        (tmp_path / "state.json").write_text(
-            json.dumps(whole | known)
-            if isinstance(known, dict)
-            else known
-            if isinstance(known, str)
-            else json.dumps(known)
-        )
+        known = whole | known if isinstance(known, dict) else known
+        state.write_text(known if isinstance(known, str) else json.dumps(known))
     assert tokenising.Draft(tmp_path).place == records.BEGIN
 
 
@@ -284,9 +262,6 @@ def test_a_damaged_identity_is_said_and_damaged_numbers_are_no_ones(content, con
         (tmp_path / "metrics.json").unlink(missing_ok=True)
         os.mkfifo(tmp_path / "metrics.json") if numbers is None else (tmp_path / "metrics.json").write_text(numbers)
         assert session.Session(config, *[None] * 4, mock.Mock(first=True), None).finished() is None
-
-
-# -- data ----------------------------------------------------------------------------------
 
 
 def test_only_the_assistants_turns_carry_labels(tokenizer):
@@ -547,9 +522,6 @@ def test_a_file_of_records_may_begin_with_a_bom(tmp_path):
     assert list(Records(TrainConfig(data=path))) == [{"text": "a"}, {"text": "b"}]
 
 
-# -- loop ----------------------------------------------------------------------------------
-
-
 def test_learning_rate():
     config = TrainConfig(steps=11, warmup=2, lr=1.0, min_lr=0.1)
     rates = [loop.learning_rate(config, step) for step in range(11)]
@@ -682,9 +654,6 @@ def test_more_processes_than_gpus_are_a_mistake(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="device is cuda:2, but PyTorch sees 2 GPUs here"):
         device_and_precision(TrainConfig())
-
-
-# -- what a run leaves ---------------------------------------------------------------------
 
 
 def steps_in(folder):
@@ -1225,9 +1194,6 @@ def test_peak_memory_sees_what_was_freed_and_leaves_pauses_out():
     del larger
     memory.start()
     assert 190e6 < memory.read() - memory.before < 400e6
-
-
-# -- demo ----------------------------------------------------------------------------------
 
 
 def ended(rates, losses=(4.0, 3.0)):

@@ -23,7 +23,7 @@ from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
 from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.redact import in_a_line
 
-# in a folder of adapters
+# the file that makes a folder one of adapters
 SAVED = "adapter_config.json"
 BITSANDBYTES = ("nf4", "int8")
 
@@ -60,13 +60,13 @@ def _check_bitsandbytes(kind: str, device: torch.device) -> None:
     try:
         import accelerate  # noqa: F401
         import bitsandbytes
-    # the latter two of libraries that it does not find
+    # OSError and RuntimeError: bitsandbytes does not find a library of CUDA
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"quantize {kind} needs bitsandbytes and accelerate: pip install accelerate bitsandbytes "
             f"({in_a_line(error)})"
         ) from error
-    # before 0.46, CUDA alone
+    # bitsandbytes before 0.46 has no such list, and kernels for CUDA alone
     devices = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
     if device.type not in devices:
         raise UserError(

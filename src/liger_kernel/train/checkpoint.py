@@ -57,9 +57,9 @@ from liger_kernel.train.files import read_object, write
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
-# what a checkpoint consists of
+# names of the files that a checkpoint consists of
 FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")
-# what f"step-{step:08d}" writes
+# names of checkpoints: all that f"step-{step:08d}" can write
 NAME = re.compile(r"step-(?:[0-9]{8}|[1-9][0-9]{8,14})")
 
 
@@ -70,13 +70,13 @@ class Checkpoints:
     def __init__(self, folder: Path, ranks: Ranks, keep: int):
         self.folder, self.ranks, self.keep = folder, ranks, keep
         self.failures = 0
-        # of the newest one on disk
+        # the newest checkpoint on disk
         self.step, self.time = -1, time.time()
         self._future: Future | None = None
         self._path = folder
-        # what latest is to name, newest first; None: what it names
+        # the names that latest is to keep, newest first; None: those that it has
         self._kept: list[str] | None = None
-        # whose checksums hold, and whose tensors are none
+        # names of checkpoints whose checksums hold and whose tensors cannot be read
         self._unreadable: set[str] = set()
 
     def latest(self) -> Path | None:
@@ -124,14 +124,14 @@ class Checkpoints:
         tensors, optimizer_state = _tensors(model, optimizer)
         reader, state = SafeReader(path), read_object(path / "state.json")
         there = reader.read_metadata().state_dict_metadata
-        # which moments are large enough for 8 bits depends on the shards
+        # which moments are large enough for 8 bits depends on the size of a shard
         if any(name.endswith(".codes") for name in there.keys() ^ tensors.keys()):
             ranks = state["ranks"]
             raise UserError(
                 f"checkpoint {path} has 8-bit moments in the blocks of {ranks} ranks: continue with {ranks} ranks, "
                 f"got {self.ranks.world}"
             )
-        # DCP leaves out the first without a word
+        # DCP itself ignores tensors that the model lacks
         for names, who in ((there.keys() - tensors.keys(), ", which"), (tensors.keys() - there.keys(), ": it")):
             if names:
                 some = ", ".join(sorted(names)[:3])[:300] + (" ..." if len(names) > 3 else "")
@@ -144,9 +144,10 @@ class Checkpoints:
                 )
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
-        # on all ranks
+        # DCP raises it on all ranks, whichever failed
         except dcp.api.CheckpointException as error:
-            # of the file system: another start may read it
+            # an error of the file system may be gone at the next start: the checkpoint is not
+            # passed over
             if any(isinstance(failure, OSError) for failure, _ in error.failures.values()):
                 raise OSError(f"checkpoint {path} cannot be read: {_why(error)}") from error
             self._pass_over(path, _why(error))
@@ -160,7 +161,7 @@ class Checkpoints:
             wrong = None
             try:
                 set_generators(read_object(path / f"rank-{self.ranks.rank}.json"))
-            # of this kind of GPU
+            # the state is that of another kind of generator
             except (ValueError, TypeError, RuntimeError) as error:
                 wrong = f"generators: {error}"
             if self.ranks.any(wrong is not None):
@@ -195,7 +196,7 @@ class Checkpoints:
                 write(self._path / f"rank-{self.ranks.rank}.json", json.dumps(generators()))
             except OSError as problem:
                 error = str(problem)
-        # before DCP's own collectives, in which a rank that failed would be missed
+        # ranks agree before DCP's own collectives, in which they would wait for one that failed
         if self.ranks.any(error is not None):
             self._failed(error or "another rank could not write")
             return
@@ -216,11 +217,11 @@ class Checkpoints:
             save(dcp.save)
             write_sums(self._path, self.ranks.rank)
             self._future.set_result(None)
-        # this disk or another rank's; DCP's is no Exception
+        # a full disk, here or on another rank; DCP's error is no Exception
         except (Exception, dcp.api.CheckpointException) as problem:
             self._future.set_exception(problem)
         if wait:
-            # else the others have not finished, either
+            # without it, other ranks have not finished either: ``commit`` comes later
             self.finish()
 
     @property
@@ -282,7 +283,7 @@ class Checkpoints:
         if self._path.is_dir() and not unfinished(self._path):
             shutil.rmtree(self._aside, ignore_errors=True)
             self._path.rename(self._aside)
-        # what a killed run left
+        # an unfinished checkpoint that a killed run has left
         shutil.rmtree(self._path, ignore_errors=True)
 
     def _failed(self, why: str) -> None:
@@ -309,7 +310,7 @@ def _then_summed(saving: Future, folder: Path, rank: int) -> Future:
             saving.result()
             write_sums(folder, rank)
             done.set_result(None)
-        # DCP's is no Exception
+        # DCP's error is a BaseException
         except BaseException as error:
             done.set_exception(error)
 
@@ -382,7 +383,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     """The tensors to write or to read into, and the optimizer's state they are part of. Its
     numbers follow from the config and the step."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    # a base, quantised perhaps, whose own state DCP cannot tell from modules
+    # a frozen base may be quantised, and DCP cannot tell its state from modules
     frozen = len(trained) < sum(1 for _ in model.parameters())
     weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]  # its values are more than tensors
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
@@ -410,7 +411,7 @@ def damage(path: Path) -> str | None:
         return _misplaced(
             SafeReader(path).read_metadata(), files if sums is None else {name: files[name] for name in sums}
         )
-    # an unpickler's errors are of any kind
+    # an unpickler raises errors of any kind
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace(f"{path}/", "")[:300]
 
@@ -494,7 +495,7 @@ def torn(path: Path) -> str | None:
         with zipfile.ZipFile(path) as parts:
             part = parts.testzip()
         return None if part is None else f"is damaged: {part}"
-    # whatever a damaged table leads to
+    # a damaged table of a zip leads to errors of any kind
     except Exception as error:
         return f"is too short or damaged: {error}"
 
@@ -599,7 +600,7 @@ class _Unpickler(_Python):
         return super().find_class(module, name)
 
     def _build(self) -> None:
-        # which the whole process has
+        # a change of a class would reach the whole process
         if isinstance(self.stack[-2], type):
             raise pickle.UnpicklingError("checkpoint metadata must not change a class")
         super().load_build()
@@ -638,7 +639,7 @@ def set_generators(
     tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version, keys, gauss = states["python"]
     python.setstate((version, tuple(keys), gauss))
-    # NumPy reads there, wherever it is
+    # NumPy does not check the place, and reads whatever memory is there
     if type(place := states["numpy"][2]) is not int or not 0 <= place <= 624:
         raise ValueError(f"a generator of NumPy has 624 numbers, and its place was {place!r:.40}")
     numpy.set_state(tuple(states["numpy"]))

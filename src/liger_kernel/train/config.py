@@ -36,12 +36,12 @@ PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 QUANTIZED = ("nf4", "int8", "fp8")
-# of ops/projections/float8_training.py, which needs torch
+# the keys of RECIPES of ops/projections/float8_training.py, which needs torch; a test compares them
 FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")
 EVERY_LINEAR = "all-linear"
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
-# more than a run has of anything; PyTorch's and the system's integers hold it
+# more than a run has of anything, and small enough for integers of PyTorch and the system
 MANY = 10**9
 RANGES = (
     (
@@ -57,7 +57,7 @@ RANGES = (
     ("grad_clip", 0, math.inf),
     ("min_lr", 0, 1),
     ("metrics_port", 0, 2**16 - 1),
-    # numpy's
+    # the range of NumPy's seeds
     ("seed", 0, 2**32 - 1),
 )
 # of a field's choices, those that a trainer has
@@ -328,7 +328,7 @@ class TrainConfig:
         for names, least, most in RANGES:
             for name in names.split():
                 value = getattr(self, name)
-                # NaN is in no range
+                # written so that NaN, which is in no range, is refused
                 if value is not None and not least <= value <= most:
                     limits = (
                         f"at least {least}"
@@ -365,7 +365,7 @@ class TrainConfig:
         if self.store and "://" not in self.store:
             raise UserError(f"store must be a URI, such as s3://bucket/run or file:///folder/run; got {self.store!r}")
         kv_heads = self.kv_heads or max(1, self.heads // 2)
-        # rotary embeddings turn pairs
+        # a head is even, as rotary embeddings turn pairs
         if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):
             sizes = f"hidden {self.hidden}, heads {self.heads}, kv_heads {kv_heads}"
             raise UserError(f"heads must divide hidden into even parts, and kv_heads must divide heads; got {sizes}")
@@ -437,7 +437,7 @@ class TrainConfig:
             raise UserError("lora needs parallel none, ddp, fsdp2 or deepspeed: tp does not split adapters")
         if self.quantize and self.parallel not in ("none", "ddp"):
             raise UserError(f"quantize {self.quantize} needs parallel none or ddp, got {self.parallel}")
-        # PEFT 0.21 and bitsandbytes 0.50 lose them in the second step
+        # PEFT 0.21 with bitsandbytes 0.50 loses the scales in the second step
         if self.dora and self.quantize == "int8":
             raise UserError("dora needs quantize nf4, fp8 or none: with int8, DoRA loses the scales of the weights")
 
@@ -580,7 +580,7 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
             raise UserError(f"{where}: unknown name {name!r:.80}{did_you_mean(str(name), kinds)}")
         kind, optional = kinds[name]
         if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-            # YAML reads 1e-3 as a string
+            # YAML reads 1e-3 as a string, and 1 as an int
             with contextlib.suppress(ValueError, OverflowError):
                 value = values[name] = float(value)
         if not (type(value) is kind or (value is None and optional)):

@@ -27,7 +27,7 @@ from liger_kernel.train.stream import Stream
 from liger_kernel.train.token_rows import Data, TokenRows
 from liger_kernel.train.tokenise import CHAT_TEMPLATE, Draft, loaded, own_tokenizer, tokenizer_of
 
-# in a folder of tokenised data, beside its tokenizer
+# the file of rows in a folder of tokenised data, beside the tokenizer's files
 ROWS = "rows.safetensors"
 
 
@@ -52,7 +52,7 @@ def load(config: TrainConfig) -> Data:
         unfinished = folder.with_suffix(".unfinished")
         if not folder.is_dir():
             _fill(folder, unfinished, config, tokenizer)
-        # this run's, or that of one that was killed before it came to this
+        # the draft of this run, or of one that was killed before it came to this line
         shutil.rmtree(unfinished, ignore_errors=True)
     return _read(folder, config, tokenizer)
 
@@ -82,7 +82,7 @@ def prepare(config: TrainConfig, folder: str | Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".preparing-", ignore_cleanup_errors=True) as aside:
         new = Path(aside) / "new"
         _write(new, data.rows, data.tokenizer)
-        # the rows last: they make it a prepared folder
+        # the file of rows comes last, as it makes the folder a prepared one
         for path in sorted(new.iterdir(), key=lambda path: path.name == ROWS):
             os.replace(path, folder / path.name)
     return folder
@@ -170,6 +170,6 @@ def _write(folder: Path, rows: TokenRows, tokenizer: Any) -> None:
         new.mkdir()
         tokenizer.save_pretrained(new)
         rows.write(new / ROWS)
-        # another run has just written the same
+        # OSError: another run has just written the same folder
         with contextlib.suppress(OSError):
             os.rename(new, folder)

@@ -60,7 +60,7 @@ _UNUSED = [
     field.name for field in dataclasses.fields(TrainConfig) if field.metadata["group"] in ("ranks", "checkpoints")
 ]
 FIXED = ("kernels", "save", "cache", "stream", "trainer", *_UNUSED)
-# of blocks: fewer say nothing about a spread
+# the fewest pairs of blocks; fewer say nothing about a spread
 PAIRS = 5
 # The upper quartile of the ratios over the lower one, beyond which they do not tell which is faster
 UNCLEAR = 1.25
@@ -81,14 +81,14 @@ def main(argv: list[str]) -> int:
         "The defaults below are those without a "
         f"GPU; with a GPU they are {', '.join(f'{name} {value:g}' for name, value in larger.items())}."
     )
-    # help and mistakes answer before torch is imported
+    # help and mistakes of users need no torch, whose import takes seconds
     flags = read_flags(argv, "liger demo", description, CPU, FIXED)
     import torch
 
     from liger_kernel.train import data
 
     config = configured(flags, GPU if torch.cuda.is_available() else CPU)
-    # a file may have them
+    # they have no flags, but a file may have them
     for name in FIXED:
         if getattr(config, name) != getattr(CPU, name):
             raise UserError(f"{name} must be {getattr(CPU, name)} in a demo, got {getattr(config, name)}")
@@ -166,7 +166,7 @@ def take_turns(name: str, turn: str, other: str) -> None:
 
     from liger_kernel.train import loop
 
-    # when it starts, and until its second block is made
+    # the second run has its turn when it starts, and until its second block is made
     own_turn = name != next(iter(RUNS))
 
     def pause() -> None:
@@ -175,7 +175,7 @@ def take_turns(name: str, turn: str, other: str) -> None:
             own_turn = False
             return
         if torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
-            # there may be no room for both
+            # the GPU may have no room for the caches of both runs
             torch.cuda.empty_cache()
         with contextlib.suppress(BrokenPipeError):
             os.write(int(other), b".")
@@ -224,7 +224,7 @@ def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
             "clear": False,
             "spread": few,
         }
-    # both of one moment: medians of either run need not be
+    # both numbers are of one pair; the medians of the two runs may be of different moments
     a, b = pairs[len(pairs) // 2]
     low, _, high = statistics.quantiles([ours / stock for stock, ours in pairs], n=4, method="inclusive")
     clear = high <= UNCLEAR * low
@@ -334,7 +334,7 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
         axes.tick_params(axis="x", length=0, labelcolor=ink)
     start = [run["memory_before_training"] for run in runs.values()]
     memory.bar(list(RUNS), start, width=0.62, color="white", alpha=0.35)
-    # else there is no room for the words
+    # in a smaller bar there is no room for the words
     if start[0] > 0.15 * report["peak_memory"]["stock"]:
         memory.text(0, start[0] / 2, "before\ntraining", ha="center", va="center", fontsize=8, color=ink)
     run = runs["ours"]

@@ -45,7 +45,7 @@ def fake_ranks(config: TrainConfig, world: int) -> Iterator[FakeRanks]:
     if config.parallel == "none":
         yield FakeRanks()
         return
-    # what they return where tensors have no data
+    # defines what collectives return where tensors have no data
     import torch.distributed._tools.fake_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

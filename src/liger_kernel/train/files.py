@@ -13,9 +13,9 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Windows has none
+# Windows has neither flag
 NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
-# bytes of a file of JSON
+# largest file of JSON that is read, in bytes
 MOST = 1 << 28
 
 
@@ -38,7 +38,7 @@ def append(path: Path, text: str) -> None:
 
 def fresh(folder: Path) -> Path:
     """Make ``folder``, empty. What had the name goes; if it is a link, ``OSError``."""
-    # which leaves links alone
+    # rmtree leaves links alone, and mkdir then fails
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
@@ -82,7 +82,7 @@ def write(path: str | Path, content: str | bytes) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
-    # the name is a part of the directory
+    # the new name is on the disk when the directory is
     if os.name == "posix":
         directory = os.open(path.parent, os.O_RDONLY)
         try:

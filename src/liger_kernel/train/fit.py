@@ -51,7 +51,7 @@ GPUS = {
     "mi300x": Gpu(196592, "gfx942"),
     "rtx4090": Gpu(24564, "sm89"),
 }
-# bytes of these that a program cannot have: CUDA's own, and the driver's
+# bytes of the GPU's memory that no program gets: those of CUDA and the driver
 OWN = 10**9
 # fields of a run that its memory depends on, which are flags of the command under the same names
 FIELDS = (
@@ -136,7 +136,7 @@ class Estimates:
                 )
             except UserError:
                 raise
-            # of a model's own code, which may need values where there are only shapes
+            # a model's own code may need values where there are only shapes
             except Exception as error:
                 raise UserError(f"a step of {self.form.model_type} cannot be simulated: {in_a_line(error)}") from error
         return self._known[key]
@@ -152,7 +152,7 @@ def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfi
     """The run with a switch, which chooses neither a rank nor a trainer if one was chosen.
     Raises ``UserError`` if the run cannot have it."""
     stay = {name for name in ("lora", "trainer") if getattr(config, name) != getattr(TrainConfig, name)}
-    # nothing to share
+    # where weights are sharded already, or on one GPU, there is nothing to share
     if config.fully_sharded or (switch is FSDP2 and world == 1):
         stay.add("parallel")
     return dataclasses.replace(config, **{name: value for name, value in switch.changes.items() if name not in stay})
@@ -414,13 +414,13 @@ def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = 
     several ranks, as this process may be one of them.
     """
     form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
-    # of the weights that were loaded
+    # it describes how the weights were loaded, not the model
     if hasattr(form, "quantization_config"):
         del form.quantization_config
     from liger_kernel.parallel import MODES
 
     run = {name: getattr(config, name) for name in FIELDS}
-    # one process, or what is not known at all
+    # one rank can be simulated here; for DeepSpeed this raises that it is not known
     if config.parallel not in MODES[1:]:
         return _expected(form, run, world, _arch(), with_switches)
     question = json.dumps(

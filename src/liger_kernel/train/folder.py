@@ -59,7 +59,7 @@ def check(config: TrainConfig) -> None:
     earlier = list(_records(out))
     if not earlier and (strange := _strange(config)):
         raise UserError(f"{out} holds {strange}, which is not of a run of liger train: give another --out")
-    # of which a run removes some
+    # a run removes some of them with all they hold
     for name in filter(STEP.fullmatch, _entries(out / "checkpoints")):
         step = out / "checkpoints" / name
         if strange := _first(_entries(step), IN_A_STEP):

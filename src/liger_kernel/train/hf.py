@@ -188,12 +188,12 @@ def damage(path: Path) -> str | None:
         )
         if other:
             raise ValueError(f"{other} is no regular file")
-        # written last
+        # Transformers writes this file last
         step = read_object(path / "trainer_state.json").get("global_step")
         if type(step) is not int or step != int(path.name.rpartition("-")[2]):
             raise ValueError(f"trainer_state.json is of step {step!r:.40}")
         TrainerState.load_from_json(str(path / "trainer_state.json"))
-    # of Transformers, for other names and types
+    # Transformers raises what it likes for other names and types
     except Exception as error:
         return f"{type(error).__name__}: {in_a_line(error)}"
     return next((f"{file.name} {why}" for file in sorted(path.glob("*.pt*")) if (why := torn(file))), None)

@@ -14,7 +14,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.mistakes import UserError, existing, one_of, regular_in, similar_file
 from liger_kernel.train.redact import in_a_line
 
-# that the hub has to answer
+# seconds that the hub has to answer
 SECONDS = 10.0
 
 
@@ -59,7 +59,7 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
         ) from error
     except errors.HfHubHTTPError:
         return
-    # of the network, by whichever client the hub's package has
+    # errors of the network are those of the client that the hub's package uses
     except Exception as error:
         raise UserError(
             f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub cannot be reached "

@@ -72,7 +72,7 @@ def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks:
                 f"kernels compile during the first step, as they could not be compiled before it: {in_a_line(error)}",
                 flush=True,
             )
-    # a barrier of the CPU
+    # a barrier on the CPU
     ranks.any(False)
 
 

@@ -30,7 +30,7 @@ from liger_kernel.train.session import Following, Observers, Session, accept, co
 try:
     import lightning as L
 
-    # the trainer's own class is this one
+    # ``Trainer`` uses this class by default
     from lightning.fabric.plugins import TorchCheckpointIO
 except ImportError as error:
     raise UserError("trainer lightning needs lightning: pip install lightning") from error
@@ -149,11 +149,11 @@ class _LightningCallback(L.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-        # of torchao's a tensor, on the CPU
+        # torchao's learning rate is a tensor on the CPU
         self.lr = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        # of a part
+        # the loss of one part of the step
         self.loss = self.loss + outputs["loss"].detach()
         if trainer.global_step == self.seen:
             return
@@ -200,7 +200,7 @@ class _LightningCallback(L.Callback):
     def fetch(self) -> None:
         lines, observers = self.run.lines, self.run.observers
         for line in lines:
-            # not fetched yet
+            # a tensor has not been fetched yet
             if isinstance(line["loss"], Tensor):
                 line["loss"] = float(self.summed(line["loss"])) / self.ranks.world
                 line["grad_norm"] = float(line["grad_norm"])
@@ -241,7 +241,7 @@ def run(session: Session) -> dict[str, Any]:
     last = ranks.agreed(newest(folder) if ranks.first else None)
     rows = accept(session, folder, last)
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
-    # ranks on this machine
+    # the number of ranks on this machine
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
     module = _Module(config, session.model, parts)
     together = config.batch * ranks.world

@@ -158,7 +158,7 @@ class _Run(Session):
         together = config.batch * self.parallel.data_ranks
         self.rows = config.global_batch or config.accumulate * together
         self.data.rows.multiple = self.parallel.sequence_ranks
-        # of dropout: other tokens, other draws
+        # dropout draws alike on ranks with the same tokens, otherwise on others
         seed_all(config.seed, self._draws)
         self._resume()
         self.first = self.step
@@ -173,7 +173,7 @@ class _Run(Session):
         self.pending: list[tuple[Tensor, dict[str, Any]]] = []
         self.waits: list[float] = []
         self.unlogged = 0
-        # of the whole run
+        # these are of the whole run
         self.rates: list[float] = []
         self.times: list[float] = []
         self.seconds = 0.0
@@ -199,7 +199,7 @@ class _Run(Session):
         metrics = self._metrics()
         if self.step == self.first:
             before = self.finished()
-            # else of a run with fewer steps
+            # numbers that were found may be of a run with fewer steps
             return before if before and before["losses"] == metrics["losses"] else metrics
         return metrics
 
@@ -289,7 +289,7 @@ class _Run(Session):
             where = "cpu" if self.config.optimizer_on_cpu else self.device
             self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(where, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
             self.optimizer.step()
-        # torchao's has no such switch: the host waits
+        # torchao's optimizers have no such switch, so the host waits for the norm
         elif not keep and bool(torch.isfinite(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -331,7 +331,7 @@ class _Run(Session):
     def _fetched(self) -> list[dict[str, Any]]:
         """The lines of the steps whose numbers are still on the device."""
         outcomes = torch.stack([outcome for outcome, _ in self.pending])
-        # each has the loss of its own tokens, over the number of all
+        # each rank has the loss of its own tokens, divided by the number of all
         if self.parallel.data_ranks > 1:
             outcomes[:, 0] = self.parallel.total(outcomes[:, 0]) / self.parallel.data_ranks
         lines = [
@@ -349,7 +349,7 @@ class _Run(Session):
             if self.skips > (SKIPS if self.config.nonfinite == "skip" else 0):
                 if self.lines:
                     self.lines.append(lines)
-                # one that is under way is of before
+                # a save that is under way is of an earlier, finite step
                 self.checkpoints.finish()
                 refuse_nonfinite(line["step"], line["loss"], line["grad_norm"])
 
@@ -408,7 +408,7 @@ class _Run(Session):
             "step_seconds_p50": _percentile(times, 0.5),
             "step_seconds_p95": _percentile(times, 0.95),
             "seconds": self.seconds,
-            # tokens/s of each stretch
+            # one number for each stretch
             "rates": self.rates,
             "kernels_compiled": self.compilations.count,
             "nonfinite_steps": self.nonfinite,
@@ -439,7 +439,7 @@ class _Run(Session):
 
     def _resume(self) -> None:
         state = None
-        # of one whose tensors cannot be read, the one before is looked for
+        # if the tensors of one cannot be read, the one before it is the latest
         while state is None:
             path = self.checkpoints.latest()
             if path is None:
@@ -473,7 +473,7 @@ class _Run(Session):
         return time.perf_counter()
 
 
-# of a run, in its checkpoints
+# numbers of a run that its checkpoints keep
 COUNTS = ("step", "position", "tokens", "nonfinite", "skips")
 
 
@@ -485,7 +485,7 @@ class _Progress:
     """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are
     left need; nothing on ranks that do not ``show``."""
 
-    # of one of several runs in a terminal: it has lines, without the time that is left
+    # the name of one of several runs in a terminal; such a run has no bar and no time that is left
     label = ""
 
     def __init__(self, steps: int, show: bool):
@@ -513,7 +513,7 @@ class _Progress:
             text += f"  MFU {state['mfu']:.1%}"
         if state["nonfinite_steps"]:
             text += f"  {state['nonfinite_steps']} steps skipped"
-        # without evaluations and checkpoints
+        # the estimate leaves out evaluations and checkpoints
         if (left := state.get("seconds_left")) and not self.label:
             text += f"  ETA {as_clock(left)}"
         if self.bar is None:

@@ -39,7 +39,7 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif STATUS.exists():
-            # not allowed in some containers: the peak then includes the start-up
+            # some containers do not allow it: the peak then includes the start-up
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
@@ -57,11 +57,11 @@ class PeakMemory:
         if STATUS.exists():
             return _status("VmHWM")
         if sys.platform == "win32":
-            # nothing in Python's library says it
+            # Python's library has no function for it on Windows
             return 0
         import resource
 
-        # macOS counts bytes
+        # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def _now(self) -> int:

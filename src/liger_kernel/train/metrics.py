@@ -64,7 +64,7 @@ class StepLines:
         """Keep the lines of the first ``step`` steps."""
         self.path = path
         kept = [line for line in self.read() if line["step"] <= step]
-        # no reason not to train
+        # lost lines are no reason not to train
         if len(kept) < step:
             print(
                 f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines "
@@ -86,7 +86,7 @@ class StepLines:
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, 1):
                     found: Any = None
-                    # the end of a run that was killed
+                    # a killed run leaves half a line at the end
                     with contextlib.suppress(ValueError, RecursionError):
                         found = json.loads(line)
                     if _of_a_step(found):
@@ -121,7 +121,7 @@ def as_json(value: Any, **options: Any) -> str:
     return json.dumps(plain(value), allow_nan=False, **options)
 
 
-# in metrics.json, and in lines of metrics.jsonl
+# name in metrics.json -> name in a line of metrics.jsonl
 CURVES = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}
 
 
@@ -135,7 +135,7 @@ class Endpoint:
     for silent clients, and answers web pages of others.
     """
 
-    # connections; others wait in the system's queue
+    # the most connections at a time; others wait in the system's queue
     most = 128
     # second that a client may take to ask: behind 200 of them a scrape waits less than the ten that
     # Prometheus gives it
@@ -155,7 +155,7 @@ class Endpoint:
             raise UserError(f"metrics cannot be served on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
-        # since when
+        # connection -> the time at which it was accepted
         self._clients: dict[socket.socket, float] = {}
         self._ended = threading.Event()
         self._thread = optional_thread(self._serve, "metrics", f"no metrics on {host}:{port}")
@@ -181,7 +181,7 @@ class Endpoint:
                     self._drop(selector, connection)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        # there are no more, or no more descriptors
+        # OSError: no client is waiting, or there are no more descriptors
         with contextlib.suppress(OSError):
             while len(self._clients) < self.most:
                 connection, _ = self._listener.accept()
@@ -195,13 +195,13 @@ class Endpoint:
             more = connection.recv(4096)
             key.data.extend(more)
             if b"\r\n\r\n" in key.data:
-                # what the system's buffer has no room for is sent, too
+                # blocking, so that what the system's buffer has no room for is sent, too
                 connection.settimeout(self.patience)
                 connection.sendall(self._answer(bytes(key.data)))
             elif more and len(key.data) < 1 << 16:
-                # the rest is to come
+                # the rest of the request has not come yet
                 return
-        # a client that went away is no news
+        # a client may go away at any time
         except OSError:
             pass
         self._drop(selector, connection)
@@ -278,7 +278,7 @@ class Reports:
         self._send: list[Callable[[int, dict[str, float]], Any]] = []
         self._close: list[Callable[[], Any]] = []
         if config.reports:
-            # which services note, too
+            # services record the command line, too
             sys.argv[1:] = map(redacted, sys.argv[1:])
         for name in config.reports:
             with _left_alone(name):

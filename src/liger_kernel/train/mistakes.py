@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            # what no flag here does is like none of them
+            # a flag that other packages have and we do not is like none of ours
             near = "" if meant(flag, flags) == "" else did_you_mean(flag, flags)
             raise UserError(f"no flag {flag}{near or f'; {self.prog} --help lists the flags'}")
         return found
@@ -142,7 +142,7 @@ def owned(folder: Path, alone: bool = False) -> None:
         return
     found = folder.stat()
     mine = found.st_uid in (os.geteuid(), 0)
-    # a file system may give this user's files another owner
+    # some file systems show this user's files as another owner's
     if not mine and os.access(folder, os.W_OK):
         with tempfile.TemporaryFile(dir=folder) as probe:
             mine = os.fstat(probe.fileno()).st_uid == found.st_uid

@@ -28,9 +28,9 @@ from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.token_rows import TokenRows
 from liger_kernel.utils import varlen_lacks
 
-# before PyTorch 2.10
+# PyTorch before 2.10 has no such module
 with contextlib.suppress(ImportError):
-    # makes its operator
+    # registers its operator
     import torch.nn.attention.varlen
 
 
@@ -44,7 +44,7 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
         device = torch.device(name)
         if device.type != "cuda":
             torch.empty(0, device=device)
-    # no such thing, or not of this PyTorch
+    # there is no such device, or this PyTorch is not built for it
     except (RuntimeError, AssertionError) as error:
         why = (
             "it must be cpu, cuda or cuda:N"
@@ -67,7 +67,7 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
 def precision_of(config: TrainConfig, gpu: bool) -> str:
     """Resolve precision ``auto``."""
     precision = config.precision if config.precision != "auto" else "bf16-mixed" if gpu else "fp32"
-    # the base is in bf16 in both, and PEFT keeps adapters in fp32
+    # with LoRA the two are the same: the base is in bf16, and PEFT keeps adapters in fp32
     return "bf16-mixed" if config.lora and precision == "bf16" else precision
 
 
@@ -149,7 +149,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
                 )
     except (torch.OutOfMemoryError, UserError):
         raise
-    # of transformers, safetensors, or a model's own code
+    # transformers, safetensors and a model's own code raise errors of many kinds
     except Exception as error:
         raise UserError(f"cannot build the model{f' {name}' if name else ''}: {why(error)}") from error
     if getattr(model, "is_quantized", False):
@@ -184,7 +184,7 @@ def attend(config: TrainConfig, rows: TokenRows, model: Any, device: torch.devic
     from liger_kernel.transformers import attention
 
     chosen = model.config.get_text_config(decoder=True)._attn_implementation
-    # what varlen_attn may have replaced since
+    # an earlier call may have put varlen_attn in its place
     plain = "sdpa" if chosen == attention.NAME else chosen
     if rows.positions is None:
         return plain
@@ -218,11 +218,11 @@ def check_packing(config: TrainConfig) -> None:
         form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=config.trust_remote_code)
-    # whoever loads the model says why
+    # loading the model, later, says what is wrong
     except Exception:
         return
     verbosity = transformers.logging.get_verbosity()
-    # kernels that the tiny model lacks are no news here
+    # warnings about kernels that the model on the meta device lacks are of no interest
     transformers.logging.set_verbosity_error()
     found = joining(model)
     transformers.logging.set_verbosity(verbosity)
@@ -282,7 +282,7 @@ def split(model: Any, config: TrainConfig, precision: str, mesh: DeviceMesh | No
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # an adapter's: as large as the layer's result, and soon computed again
+    # the products of an adapter are as large as the layer's result and quick to compute again
     thin = op is torch.ops.aten.mm.default and args[1].shape[0] <= THIN
     return CheckpointPolicy.MUST_SAVE if op in _COSTLY and not thin else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -371,7 +371,7 @@ def save(model: Any, tokenizer: Any, folder: str, first: bool = True) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    # whose base is nobody's to gather, or to write
+    # the base under adapters is neither gathered nor written
     adapted = hasattr(model, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
     weights = get_model_state_dict(model, options=options) if sharded else None
@@ -397,7 +397,7 @@ def replacing(folder: str) -> Iterator[str]:
             os.replace(Path(aside) / name, target / name)
     # adapters may lie beside the model that they are of
     whole = "adapter_config.json" not in new
-    # of a model that was saved there before, which from_pretrained might prefer
+    # weights of a model that was saved there before: from_pretrained might prefer them
     for pattern in WEIGHTS if whole else ():
         for path in target.glob(pattern):
             if path.name not in new:

@@ -40,12 +40,12 @@ from liger_kernel.train.mistakes import sentence
 from liger_kernel.train.redact import in_a_line, redacted
 
 T = TypeVar("T")
-# variable of workers: the process that started them
+# environment variable of workers: the id of the process that started them
 LAUNCHER = "LIGER_LAUNCHER"
 
 # EX_TEMPFAIL of sysexits.h: everything is saved, run it again
 EXIT_PREEMPTED = 75
-# of the user: no restart mends it
+# the mistake is the user's, so that no restart mends it
 EXIT_MISTAKE = 2
 # SIGTERM came, and not everything is saved
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -174,13 +174,13 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
             die_with_launcher()
         try:
             return run(config)
-        # peers may be anywhere
+        # other ranks may be anywhere in their start, so that no orderly end is possible
         except TooEarly as stopped:
             os.write(2, f"rank {os.environ['RANK']}: {stopped}\n".encode())
             os._exit(EXIT_PREEMPTED)
         except (Preempted, SystemExit, KeyboardInterrupt):
             raise
-        # DCP's is no Exception
+        # DCP's error is a BaseException
         except BaseException as error:
             mistake, stack = isinstance(error, UserError), traceback.format_exc()
             get_error_handler().record_exception(error if redacted(stack) == stack else RuntimeError(redacted(stack)))
@@ -194,13 +194,13 @@ def reporting(run: Callable[[TrainConfig], T]) -> Callable[[TrainConfig], T]:
 def die_with_launcher() -> None:
     """From now on the process that has started this one takes it along, even if it is killed
     itself: ranks that train on would write beside the next run."""
-    # torchrun does not say; it may be process 1 of a container
+    # torchrun does not set the variable; it may be process 1 of a container
     launcher = int(os.environ.get(LAUNCHER, "0")) or os.getppid()
-    # else a shell that it started has started this one, or it has gone already
+    # otherwise a shell stands between the two, or the launcher has gone already
     child = os.getppid() == launcher
     there = (lambda: os.getppid() == launcher) if child else (lambda: _exists(launcher))
     dies = child and _dies_with_parent()
-    # gone before it could be asked for
+    # the launcher ended before the request for a signal at its death was made
     if not there():
         os._exit(1)
     if dies:
@@ -278,7 +278,7 @@ def told_to_stop() -> Iterator[Stop]:
     """An event that SIGTERM sets, and SIGHUP (a terminal that is closed) unless nohup has it
     ignored. While it is ``early``, they raise ``TooEarly``."""
     event = Stop()
-    # signals are the main thread's: someone else handles them
+    # only the main thread may set handlers of signals: the caller handles them
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
@@ -286,7 +286,7 @@ def told_to_stop() -> Iterator[Stop]:
     def told(*_: Any) -> None:
         event.set()
         if event.early:
-            # what comes after the first must not disturb its way out
+            # a second signal must not disturb the way out
             event.early = False
             raise _Early
 
@@ -422,13 +422,13 @@ class _Agent(LocalElasticAgent):
             death_sig = signal.SIGTERM
         if death_sig == signal.SIGTERM and self._running():
             for handler in self._running():
-                # to its children, too
+                # ``close`` signals the whole process group
                 handler.close(death_sig)
             end = time.monotonic() + self._patience
             while self._running() and time.monotonic() < end:
                 time.sleep(0.1)
                 if any(handler.proc.returncode not in (None, 0, EXIT_PREEMPTED) for handler in self._handlers()):
-                    # the others miss it
+                    # one worker failed, and the others wait for it in a collective
                     end = min(end, time.monotonic() + timeout)
             for handler in self._running():
                 print(
@@ -455,7 +455,7 @@ def _check_endpoint(endpoint: str, nodes: int) -> None:
         return
     try:
         socket.create_connection((host, int(port)), timeout=2).close()
-    # nobody listens yet
+    # nobody listens there yet
     except OSError:
         return
     if nodes == 1 or not _keeps_a_rendezvous(host, int(port)):
@@ -520,10 +520,10 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
         path = Path(folder) / "train.json"
         dataclasses.replace(config, nproc=None).save_to(path)
         if config.store_uri:
-            # of which the file may have lost the credentials
+            # the file has lost the URI's credentials
             os.environ[STORE] = config.store_uri
         command = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(path)]
-    # else each process takes all cores
+    # without it each process takes all cores
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     # machines start minutes apart: one pulls an image that the other has
@@ -551,7 +551,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     except SignalException as signalled:
         if signalled.sigval not in (signal.SIGTERM, getattr(signal, "SIGHUP", None)):
             return 128 + signalled.sigval
-        # none: it came while the first workers were started
+        # the set is empty if the signal came while the first workers were started
         codes = agent.codes()
         if codes == {0}:
             return 0
@@ -563,14 +563,14 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
             return EXIT_PREEMPTED
         rendezvous.shutdown()
         raise
-    # no result: a spare machine that was not needed
+    # there is no result on a machine that the run did not need
     codes = {failure.exitcode for failure in result.failures.values()} if result else set()
     if _preempted(codes):
         return EXIT_PREEMPTED
     rendezvous.shutdown()
     if not codes:
         return 0
-    # the worker has said which
+    # the worker has printed the mistake
     if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE
     failure = ChildFailedError(command[0], result.failures)

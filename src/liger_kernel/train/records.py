@@ -27,7 +27,8 @@ from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import existing, unique
 from liger_kernel.train.redact import in_a_line
 
-# between two records: how many are before it, the file, how many of the file are before it
+# a place between two records: how many are before it, the number of the file, how many of that file
+# are before it
 Place = tuple[int, int, int]
 BEGIN: Place = (0, 0, 0)
 # Parts of the standard library that are not prose or code written by people for people.
@@ -123,7 +124,7 @@ def _jsonl(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 record = json.loads(line.decode(), object_pairs_hook=unique)
-                # halves of characters, which no tokenizer takes
+                # lone surrogates, which no tokenizer accepts
                 if b"\\ud" in line or b"\\uD" in line:
                     json.dumps(record, ensure_ascii=False).encode()
             except ValueError as error:
@@ -165,7 +166,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
     try:
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data
-    # whatever the network, the hub or the format of the dataset raise
+    # the network, the hub and formats of datasets raise errors of many kinds
     except Exception as error:
         raise UserError(f"cannot load the dataset {name!r}: {in_a_line(error)}") from error
 

@@ -29,7 +29,7 @@ _FIELD = re.compile(
     r"(?P<mark>\\*[\"'])(?:(?!(?P=mark))(?:\\.|.))*(?P=mark)"
 )
 _FORMS = re.compile(
-    # PEM, also cut
+    # PEM, also if its end is cut off
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"']*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=[\"'])|\Z)"
     # JWT
     r"|\beyJ[\w-]{5,}\.eyJ[\w-]{5,}(?:\.[\w-]*)?"
@@ -46,7 +46,7 @@ _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET = re.compile(
     r"(?:pass|pwd|pat|keys?|auth|secrets?|token|creds?|credentials?|netrc)$|.*(?:passw(?:or)?d|passphrase|secret|token|apikey|pwd|credentials?)$"
 )
-# what a last part of these names holds is public
+# a variable whose name ends in one of these holds no credential itself
 _PLACE = {"class", "dir", "file", "name", "path", "ref", "sock", "type"}
 _SWITCH = {
     "",
@@ -85,7 +85,7 @@ def holds_credential(name: str, value: str) -> bool:
 def redacted(text: str) -> str:
     """Return ``text`` without credentials."""
     for name, value in os.environ.items():
-        # shorter ones are words; paths name files with credentials
+        # shorter values are words, and paths only name files with credentials
         if len(value) >= 8 and not value.startswith(("/", "~")) and secret_name(name):
             text = text.replace(value, MARK)
     text = _FIELD.sub(rf"\g<name>\g<mark>{MARK}\g<mark>", _BEARER.sub(rf"\1{MARK}", _FORMS.sub(MARK, text)))

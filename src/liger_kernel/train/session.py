@@ -48,7 +48,7 @@ class Session:
         return {
             "trainer": config.trainer,
             "model": model.config.model_type,
-            # ZeRO-3's are elsewhere
+            # parameters of ZeRO-3 are empty here, and ``ds_numel`` has their size
             "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
             "kernels": config.kernels,
             "device": device_name(self.device),
@@ -64,7 +64,7 @@ class Session:
     def finished(self) -> dict[str, Any] | None:
         """The numbers of the run that made the last step, as this run had no step to make."""
         if not self.ranks.first:
-            # rank 0 writes it again
+            # only rank 0 writes the file
             return None
         print("no step was left to make", flush=True)
         found: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def accept(session: Session, folder: Path, last: Path | None) -> int:
         | identity(config, session.model)
     )
     if there:
-        # which earlier releases did not write
+        # earlier releases did not write these
         refuse_other(last, {"global_batch": rows} | there, here)
     if ranks.first and config.checkpoint_every:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def _identity(path: Path) -> tuple[dict[str, Any], str | None]:
 def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any]) -> None:
     """``UserError`` if the checkpoint ``path`` was written with another identity than this
     run's: order of the data, model, or adapters."""
-    # which earlier releases did not write
+    # earlier releases did not write these
     later = lambda name: name.startswith("digest of ") or name in ("moments", *ADAPTERS)
     wrong = [name for name, value in here.items() if there.get(name) != value and (name in there or not later(name))]
     if wrong:
@@ -166,7 +166,7 @@ def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def configured(optimizer: Any, schedule: Any, numbers: list[dict[str, Any]]) -> None:
     """Set the numbers of this configuration again, because loading has replaced them by those of
     the checkpoint."""
-    # accelerate's wrapper
+    # accelerate wraps the scheduler
     schedule = getattr(schedule, "scheduler", schedule)
     schedule.base_lrs = [group["lr"] for group in numbers]
     for group, own, part in zip(optimizer.param_groups, numbers, schedule.lr_lambdas):
@@ -273,6 +273,6 @@ class Following:
         """The content of ``metrics.json``."""
         if self.lines:
             return self.session.metrics(self.memory, self.lines) | speed | {"evaluations": self.evaluations}
-        # of a run that was finished before, whose numbers may be gone
+        # the run was finished before, and its numbers may be gone
         unmoved = {"tokens_per_second": 0.0, "seconds": 0.0, "evaluations": []}
         return self.session.finished() or self.session.metrics(self.memory, []) | unmoved

@@ -58,14 +58,14 @@ from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, follow
 from liger_kernel.train.model import attention_of, dtype_of, flags_for, patch, quantize_fp8, recompute
 from liger_kernel.transformers.recognise import projections
 
-# bytes of which PyTorch's allocator hands out multiples
+# PyTorch's allocator hands out multiples of so many bytes
 GRANULE = 512
-# layers of a model that is cut; the longer one has one more
+# layers of the shorter of the two models that a long one is cut to
 SHORT = 4
 MIB = 2**20
-# what the CPU's memory is for
+# uses of the CPU's memory
 COPIES, STATES = "activations", "weights, gradients and moments"
-# when the activations of the last layers are gone
+# phases in which the activations of the last layers are gone
 LAST_PHASES = {"backward: second layer", "backward: first layer", "optimizer"}
 # by which part of a step it is allocated, a storage counts as the last of these; gradients and
 # casts are recognised
@@ -140,7 +140,8 @@ def simulated(
     )
     text = form.get_text_config()
     layers, some = text.num_hidden_layers, SHORT
-    # a layer's input, at least, is on its way out or back while more than so many bytes are
+    # so many layers' inputs can be on their way to the CPU or back at a time; a cut model must have
+    # more layers
     if config.activation_offloading:
         some += -(-(offloading.LATE + offloading.AHEAD) // (config.batch * config.length * text.hidden_size * 2))
     if layers <= 2 * some + 1 or not _alike(form, config.trust_remote_code):
@@ -300,7 +301,7 @@ def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
 
     def left(i: int, layer: nn.Module, args: Any, out: Any) -> None:
         if meter.label != "activations":
-            # a recomputation
+            # a checkpointed layer runs again in the backward
             return
         out = out[0] if isinstance(out, tuple) else out
         out.register_hook(lambda gradient: meter.begin("temporary", names.get(i, "backward: other layers")))
@@ -368,7 +369,7 @@ class _Meter(FakeTensorMode):
         if self.late:
             self.peak()
         self.nested = func.namespace != "liger"
-        # whose entry would keep the storage
+        # the cache's entry for set_ would keep the storage alive
         self.cache_enabled = func.overloadpacket is not torch.ops.aten.set_
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
@@ -487,7 +488,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             (torch.nn.functional, "dropout", _dropout),
             (torch.nn.parallel, "DistributedDataParallel", Replica),
             (torch.UntypedStorage, "resize_", meter.resizing(torch.UntypedStorage.resize_)),
-            # which would look into positions
+            # it would read the values of positions
             (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),
             (projections, "STORAGES", [_read, *projections.STORAGES]),
             (ulysses, "_attention_of", heads_of),

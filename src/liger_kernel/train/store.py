@@ -23,10 +23,10 @@ from liger_kernel.train.files import aside, fresh, write
 from liger_kernel.train.ranks import Preempted, Ranks, optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
-# beside latest: names of what is being copied there, or was when the run was killed
+# a file beside latest: names of checkpoints that are being copied, or were when the run was killed
 UPLOADING = "uploading"
 PROBE = "probe"
-# bytes of latest and uploading that are read
+# at most so many bytes of latest and uploading are read
 MOST = 1 << 20
 # seconds between looks for a new checkpoint
 PERIOD = 2.0
@@ -44,9 +44,9 @@ class Store:
         except (ImportError, ValueError) as error:
             raise UserError(f"cannot use the store {uri!r}: {error}") from None
         self.uri, self.out, self.root = redacted(uri), out, f"{root.rstrip('/')}"
-        # what its latest named when we last looked or wrote
+        # the names in its latest when we last read or wrote it
         self.known: list[str] = []
-        # what we found so there
+        # names of checkpoints that are damaged there
         self.damaged: set[str] = set()
         # checkpoints that could not be copied at the first attempt
         self.failures = 0
@@ -95,7 +95,7 @@ class Store:
             raise UserError(
                 f"cannot write to the store {self.uri}: {type(error).__name__}: {in_a_line(error)}"
             ) from None
-        # it may be one that removes nothing
+        # a store may forbid removal
         with contextlib.suppress(Exception):
             self.fs.rm_file(probe)
 
@@ -147,7 +147,7 @@ class Store:
         except UserError as error:
             why = str(error)
         if why is None:
-            # damaged, else it would not be fetched
+            # what has the name here is damaged, else it would not be fetched
             shutil.rmtree(target, ignore_errors=True)
             new.rename(target)
         shutil.rmtree(new, ignore_errors=True)
@@ -180,7 +180,7 @@ class Store:
         try:
             for name in {*there, *unfinished}.intersection(self._present()).difference(wanted):
                 self.fs.rm(f"{self.root}/checkpoints/{name}", recursive=True)
-        # what is new is there
+        # the new checkpoint is complete there all the same
         except Exception as error:
             print(f"older checkpoints remain in {self.uri}: {in_a_line(error)}", file=sys.stderr)
         self.known, self.damaged = wanted, set()
@@ -257,7 +257,7 @@ def _last(store: Store) -> None:
     try:
         store.copy()
     except Exception as error:
-        # its text may have credentials
+        # without the cause, whose text may have credentials
         raise OSError(f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}") from None
 
 

@@ -50,7 +50,7 @@ class Part(NamedTuple):
     # the ``Place`` behind its last record
     end: list[int]
     last: bool
-    # of its rows; earlier releases did not write it
+    # a digest of the rows; earlier releases did not write it
     digest: str | None = None
 
     def differs(self, other: Part) -> bool:
@@ -97,7 +97,7 @@ class Parts(TokenRows):
     def part(self, number: int) -> TokenRows:
         if number not in self._open:
             if len(self._open) == KEPT:
-                # the one opened first; never part 0
+                # the part that was opened first, but never part 0
                 del self._open[next(k for k in self._open if k)]
             rows = TokenRows.read(self._stream.wait(number))
             self._stream.compare(number)
@@ -135,14 +135,14 @@ class Stream(Data):
                 self.wait(0)
                 tokenizer = loaded(folder / TOKENIZER)
             rows = Parts(self)
-            # which of them are held back
+            # only to find which rows of part 0 are held back
             super().__init__(rows.part(0), tokenizer, config.eval_fraction)
             self._parts.append(described(path_of(folder, 0)))
         except BaseException:
             self.close()
             raise
         self.rows = rows
-        # of parts, in the order of training
+        # for each part, the number of rows up to its end in the order of training
         self._ends = [len(self.train)]
 
     def wait(self, part: int) -> Path:
@@ -164,7 +164,7 @@ class Stream(Data):
         epoch, place = divmod(place, self._ends[-1]) if self._parts[-1].last else (0, place)
         part = bisect.bisect_right(self._ends, place)
         begin = self._ends[part - 1] if part else 0
-        # before its number of rows is believed
+        # opening the part compares it with what the checkpoint knows
         self.rows.part(part)
         row = self._shuffled(self._ends[part] - begin, seed, epoch, part)[place - begin]
         return part * WIDTH + (row if part else self.train[row])
@@ -204,7 +204,7 @@ class Stream(Data):
             position %= self._ends[-1]
         wanted = bisect.bisect_right(self._ends, position)
         if self._writer is not None:
-            # it has written all and gone
+            # the writer has written everything and ended
             with contextlib.suppress(BrokenPipeError):
                 _tell(self._writer, {"wanted": wanted, "parts": self._parts})
 
@@ -237,7 +237,7 @@ class Writer:
         self.config, self.folder, self.records = config, folder, Records(config)
         self.request: dict[str, Any] = {"wanted": 0, "parts": []}
         self.tokenizer = tokenizer_of(config)
-        # as far as known, from the first
+        # the parts that are known, from the first
         self._parts: list[Part] = []
         self._there: set[int] = set()
         # the part that begins where ``_ahead`` is
@@ -303,7 +303,7 @@ class Writer:
 
 
 def _main() -> None:
-    # what is said here, the parent raises
+    # only a mistake goes to the parent, which raises it; everything else goes to stderr
     parent, sys.stdout = sys.stdout, sys.stderr
     config, folder, code = TrainConfig(**json.loads(sys.stdin.readline())), Path(sys.argv[1]), 0
     try:
@@ -315,7 +315,7 @@ def _main() -> None:
         def listen() -> None:
             for line in sys.stdin:
                 writer.request = json.loads(line)
-            # the parent has gone
+            # standard input has ended, as the parent has
             os._exit(0)
 
         threading.Thread(target=listen, daemon=True).start()
@@ -328,7 +328,7 @@ def _main() -> None:
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    # not by way of sys.stdin's lock, which the listener holds
+    # an orderly exit would wait for the lock of sys.stdin, which the listener holds
     os._exit(code)
 
 

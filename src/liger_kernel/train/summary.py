@@ -91,7 +91,7 @@ def _memory(config: TrainConfig, model: Any, device: torch.device, world: int) -
         from liger_kernel.train.fit import expected
 
         found = expected(model.config, config, world)
-    # what is only said must not end a run
+    # an estimate that only informs must not end a run
     except Exception as error:
         return f"not estimated: {in_a_line(error)}"
     total = torch.cuda.get_device_properties(device).total_memory

@@ -120,7 +120,7 @@ class TokenRows:
             raise UserError(f"{path} holds no rows of tokens: {wrong}")
         rows = cls(**found)
         with safe_open(path, "pt") as file:
-            # else, as of earlier releases, it takes going through all rows
+            # files of earlier releases have no digest: it is then computed from all rows
             rows._digest = (file.metadata() or {}).get("digest")
         return rows
 
@@ -145,7 +145,7 @@ class TokenRows:
 
     def count(self, picks: list[int]) -> tuple[int, int]:
         """(tokens, tokens that carry a loss: the first of a row is predicted by nothing)."""
-        # once: every rank asks for the rows of all
+        # computed once, as every rank needs the rows of all ranks in each step
         if self._targets is None:
             begins = self.bounds[:-1]
             carries = (self.labels != IGNORE).numpy()
@@ -157,7 +157,7 @@ class TokenRows:
 
     def check(self, vocabulary: int) -> None:
         """``UserError`` for tokens or labels that a model with so many ids lacks."""
-        # parts, as rows may lie in a file
+        # in parts, as rows may lie in a file that is larger than the memory
         for ids, labels in zip(self.ids.split(1 << 24), self.labels.split(1 << 24)):
             targets = torch.where(labels == IGNORE, 0, labels)
             least, most = min(int(ids.min()), int(targets.min())), max(int(ids.max()), int(targets.max()))
@@ -189,7 +189,7 @@ class TokenRows:
         batch = {"input_ids": padded(ids, pad), "labels": padded(labels, IGNORE)}
         lengths = torch.tensor([len(row) for row in ids])
         beyond = torch.arange(longest + more) - lengths[:, None]
-        # what is padded is behind all that is learnt, and a document of its own
+        # padding is behind all labels and a document of its own
         if positions[0] is not None:
             batch["position_ids"] = torch.where(beyond < 0, padded(positions, 0), beyond)
             if self.bounded:
@@ -241,7 +241,7 @@ def together(single: TokenRows, length: int) -> TokenRows:
     """Put conversations, one row each, into rows of at most ``length``: the longest first, each
     into the row that it fills best."""
     rows: list[list[int]] = []
-    # (what is left, row), sorted
+    # (tokens that are left, number of the row), sorted
     free: list[tuple[int, int]] = []
     bounds = single.bounds.tolist()
     sizes = [end - begin for begin, end in itertools.pairwise(bounds)]

@@ -41,10 +41,10 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-# in a folder of data that is being tokenised
+# the folder of the tokenizer, in one of data that is being tokenised
 TOKENIZER = "tokenizer"
 DRAFT = ("ids", "labels", "lengths")
-# characters that are tokenised together, each of which takes a tokenizer 150 bytes
+# characters that are tokenised together; a tokenizer takes 150 bytes for each
 PIECE = 1_000_000
 # seconds between two moments at which what is tokenised is synced to the disk
 KEEP_EVERY = 1.0
@@ -166,11 +166,11 @@ class Draft:
     def __init__(self, folder: Path | None = None):
         self.folder, self._kept = folder, time.monotonic()
         known = self._known()
-        # behind the last record
+        # the place behind the last record
         self.place: Place = tuple(known.get("place", BEGIN))
-        # None: nothing is here yet
+        # whether records are conversations; None before the first
         self.chats: bool | None = known.get("chats")
-        # conversations left out
+        # numbers of conversations that are left out: without an answer, or with one too late
         self.silent, self.late = known.get("silent", 0), known.get("late", 0)
         self._tokens = {name: TokenFile(folder / name if folder else None, known.get(name, 0)) for name in DRAFT}
 
@@ -244,7 +244,7 @@ class Draft:
         try:
             turns = conversation(record) or []
             ids, labels = conversation_row(turns, tokenizer, length)
-        # chat templates raise what they like
+        # chat templates raise errors of any kind
         except Exception as error:
             raise UserError(
                 f"record {number} is not a conversation that the chat template accepts: {in_a_line(error, 200)}"
@@ -328,7 +328,7 @@ def loaded(source: str | Path, trust_remote_code: bool = False) -> Any:
     regular_in(source)
     try:
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    # of transformers, or of the tokenizers' package for a damaged file
+    # transformers, or for a damaged file the package tokenizers, raise errors of many kinds
     except Exception as error:
         raise UserError(f"cannot load the tokenizer {str(source)!r}: {why(error)}") from error
 

@@ -1,10 +1,14 @@
 """Data that is tokenised while a run trains on it: what it reads, in which order, and where it
 goes on."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,11 +18,13 @@ import torch
 pytest.importorskip("transformers")
 
 import safetensors.torch
+from processes import forkserver
 from small_runs import small_run
 
 from liger_kernel.train import data as data_module
 from liger_kernel.train import loop
 from liger_kernel.train import records as records_module
+from liger_kernel.train import stream as stream_module
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.records import BEGIN, Records
@@ -52,6 +58,53 @@ def config(tmp_path):
     config = small_run(tmp_path, [], **changes)
     write_jsonl(Path(config.data), [{"text": text} for text in texts])
     return config
+
+
+def write_parts(folder, stdin, stdout):
+    sys.argv = ["stream", folder]
+    sys.stdin, sys.stdout = open(stdin), open(stdout, "w")  # noqa: SIM115  # for the rest of the process
+    stream_module._main()
+
+
+class Forked:
+    """The process that writes parts, forked from one that has imported everything: Python need not
+    start and import all that anew for each stream."""
+
+    def __init__(self, config, folder):
+        pipes = Path(tempfile.mkdtemp(dir=Path(config.cache).parent))
+        os.mkfifo(pipes / "stdin")
+        self._output = pipes / "stdout"
+        self._process = forkserver().Process(target=write_parts, args=(str(folder), pipes / "stdin", self._output))
+        self._process.start()
+        self.pid = self._process.pid
+        self.stdin = open(pipes / "stdin", "wb")  # noqa: SIM115  # ``communicate`` closes it
+        stream_module._tell(self, dataclasses.asdict(config))
+
+    @property
+    def stdout(self):
+        return io.BytesIO(self._output.read_bytes())
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        self._process.kill()
+
+    def communicate(self):
+        self._process.join()
+        with contextlib.suppress(BrokenPipeError):  # as subprocess does
+            self.stdin.close()
+
+
+@pytest.fixture(autouse=True)
+def forked_writers(monkeypatch):
+    """One test starts a real writer, in a process of its own."""
+    if sys.platform.startswith("linux"):
+        monkeypatch.setattr(stream_module, "_start", Forked)
 
 
 @pytest.fixture

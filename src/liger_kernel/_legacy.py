@@ -22,7 +22,7 @@ _ROOMS = {
     "activations": "glu relu_squared",
     "attention": "multi_token_attention neighborhood_attention softmax sparsemax",
     "losses": "cross_entropy grpo_loss linear_cross_entropy linear_logprobs linear_loss",
-    "losses.divergence": "fused_ce_tvd jsd kl_div linear_divergence logit_divergence tvd",
+    "losses.divergence": "fused_ce_tvd linear_divergence logit_divergence",
     "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
     "projections": "mlp moe tiled_mlp",
     "published": "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy "
@@ -52,9 +52,12 @@ _RENAMED = {
     "fused_moe": "projections.moe",
     "fused_neighborhood_attention": "attention.neighborhood_attention",
     "geglu": "activations.glu",
+    "jsd": "losses.divergence.probabilities",
+    "kl_div": "losses.divergence.probabilities",
     "llama4_rope": "rotary.rope",
     "qwen2vl_mrope": "rotary.rope",
     "swiglu": "activations.glu",
+    "tvd": "losses.divergence.probabilities",
     "vocab_parallel_cross_entropy": "losses.vocab_parallel.cross_entropy",
     "vocab_parallel_linear_cross_entropy": "losses.vocab_parallel.linear_cross_entropy",
 }
@@ -95,8 +98,7 @@ _SPLIT = {
             "attention.softmax": "attention.rows",
             "attention.sparsemax": "attention.rows",
             "losses.cross_entropy": "losses.cross_entropy_rows",
-            "losses.divergence.kl_div": "losses.divergence.by_element",
-            "losses.divergence.tvd": "losses.divergence.by_element",
+            "losses.divergence.probabilities": "losses.divergence.by_element",
             "norms.rms_norm": "norms.rows",
             "residual.mhc": "residual.mhc_mixing",
         }.items()

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 
 from liger_kernel import nn as liger
 from liger_kernel.ops import OPS, jsd, kl_div, logit_divergence, tvd
-from liger_kernel.ops.losses.divergence.logit_divergence import KINDS, Divergence, row_kernel
+from liger_kernel.ops.losses.divergence.distillation import LOGIT_KINDS, Distillation, row_kernel
 from liger_kernel.ops.losses.divergence.logit_divergence import reference as of_logits
 from liger_kernel.testing import assert_as_accurate, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
-kinds = pytest.mark.parametrize("kind", KINDS)
+kinds = pytest.mark.parametrize("kind", LOGIT_KINDS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
 
 
@@ -206,8 +206,8 @@ def test_row_kernel(kind, dtype, in_place):
     z = buffer.copy_(s)
     dz = z if in_place else torch.empty_like(s)
     rows = slice(2, 9)
-    d = Divergence(kind, temperature=1.7, ignore_index=4)
-    row_kernel(z[rows], t[rows], d, labels=labels[rows], out=loss[rows], dz=dz[rows], norm=norm, g=g[rows])
+    d = Distillation(kind, temperature=1.7, ignore_index=4)
+    row_kernel(z[rows], t[rows], labels[rows], d, soft=loss[rows], dz=dz[rows], norm=norm, g=g[rows])
     torch.testing.assert_close(loss[rows], expected[rows])
     torch.testing.assert_close(dz[rows], x.grad[rows])
     assert loss[4] == 0 and not dz[4].any() and dz[3].any()

@@ -15,10 +15,8 @@ from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.cross_entropy import cross_entropy
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd
-from liger_kernel.ops.losses.divergence.jsd import LigerJSDFunction as LigerJSDFunction
-from liger_kernel.ops.losses.divergence.jsd import jsd
-from liger_kernel.ops.losses.divergence.kl_div import kl_div
-from liger_kernel.ops.losses.divergence.tvd import tvd
+from liger_kernel.ops.losses.divergence.probabilities import LigerJSDFunction as LigerJSDFunction
+from liger_kernel.ops.losses.divergence.probabilities import jsd, kl_div, tvd
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import validate_formula_and_mode, vocab_parallel_cross_entropy
 from liger_kernel.ops.published.fused_linear_jsd import LigerFusedLinearJSDFunction

@@ -49,16 +49,16 @@ from liger_kernel.ops.losses.divergence.fused_ce_tvd import LigerFusedCETVDFunct
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd as fused_ce_tvd
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd_backward as fused_ce_tvd_backward
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd_forward as fused_ce_tvd_forward
-from liger_kernel.ops.losses.divergence.jsd import LigerJSDFunction as LigerJSDFunction
-from liger_kernel.ops.losses.divergence.jsd import jsd as jsd
-from liger_kernel.ops.losses.divergence.jsd import jsd_backward as jsd_backward
-from liger_kernel.ops.losses.divergence.jsd import jsd_forward as jsd_forward
-from liger_kernel.ops.losses.divergence.kl_div import LigerKLDivLossFunction as LigerKLDivLossFunction
-from liger_kernel.ops.losses.divergence.kl_div import kl_div as kl_div
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence as linear_divergence
 from liger_kernel.ops.losses.divergence.logit_divergence import logit_divergence as logit_divergence
-from liger_kernel.ops.losses.divergence.tvd import LigerTVDLossFunction as LigerTVDLossFunction
-from liger_kernel.ops.losses.divergence.tvd import tvd as tvd
+from liger_kernel.ops.losses.divergence.probabilities import LigerJSDFunction as LigerJSDFunction
+from liger_kernel.ops.losses.divergence.probabilities import LigerKLDivLossFunction as LigerKLDivLossFunction
+from liger_kernel.ops.losses.divergence.probabilities import LigerTVDLossFunction as LigerTVDLossFunction
+from liger_kernel.ops.losses.divergence.probabilities import jsd as jsd
+from liger_kernel.ops.losses.divergence.probabilities import jsd_backward as jsd_backward
+from liger_kernel.ops.losses.divergence.probabilities import jsd_forward as jsd_forward
+from liger_kernel.ops.losses.divergence.probabilities import kl_div as kl_div
+from liger_kernel.ops.losses.divergence.probabilities import tvd as tvd
 from liger_kernel.ops.losses.grpo_loss import GrpoLossFunction as GrpoLossFunction
 from liger_kernel.ops.losses.linear_cross_entropy import (
     LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction,

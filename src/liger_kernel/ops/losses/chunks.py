@@ -159,12 +159,6 @@ def chunk_gradients(
     return dx, dw if total is dw or dw_into is not None else dw.copy_(total), db, *thin
 
 
-def values(options: Any) -> tuple[Any, ...]:
-    """The field values of a dataclass. (``dataclasses.astuple`` copies them, which
-    ``torch.compile`` can trace only with some releases of Python.)"""
-    return tuple(getattr(options, name) for name in options.__dataclass_fields__)
-
-
 class Kept:
     """The rows with targets that count. The device finds them, and the host need not wait for their
     number if this object was made early.

@@ -38,6 +38,7 @@ from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
 from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
+from liger_kernel.ops.losses.numbers import schema_of
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -105,12 +106,7 @@ class Loss:
     mean: bool = False
 
 
-# The same numbers in a launcher's schema, in the order of the fields of ``Loss``.
-LOSS_SCHEMA = (
-    "int ignore_index, str reduction, float label_smoothing, float z_loss, float logit_scale, float? softcap, bool "
-    "token_scaling, bool stats, "
-    "bool with_entropy, bool with_mean"
-)
+LOSS_SCHEMA = schema_of(Loss)
 
 
 def normaliser(target: Tensor, class_weight: Tensor | None, s: Loss, num_items: Tensor | None = None) -> Tensor | None:

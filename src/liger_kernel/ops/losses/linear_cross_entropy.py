@@ -45,7 +45,7 @@ from liger_kernel.ops._core.operator import (
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
-from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, logits, values
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, logits
 from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
 from liger_kernel.ops.losses.cross_entropy_rows import (
     LOSS_SCHEMA,
@@ -58,6 +58,7 @@ from liger_kernel.ops.losses.cross_entropy_rows import (
 )
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
+from liger_kernel.ops.losses.numbers import values
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.float8_training import RECIPES, float8_trained
 from liger_kernel.ops.projections.linear import linears

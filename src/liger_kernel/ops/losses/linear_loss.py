@@ -28,7 +28,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, host_can_read, on_gpu, once_differentiable, only_pytorch, rows_of
 from liger_kernel.ops._core.reduce import scaled
-from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of, values
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
 from liger_kernel.ops.losses.float8_head import check_fp8
 from liger_kernel.ops.losses.linear_cross_entropy import (
@@ -40,6 +40,7 @@ from liger_kernel.ops.losses.linear_cross_entropy import (
     promoted,
 )
 from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
+from liger_kernel.ops.losses.numbers import values
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import with_gradients
 from liger_kernel.ops.activations.glu import glu
-from liger_kernel.ops.losses.divergence.kl_div import kl_div
-from liger_kernel.ops.losses.divergence.tvd import tvd
+from liger_kernel.ops.losses.divergence.probabilities import kl_div, tvd
 from liger_kernel.ops.norms.dyt import dyt
 from liger_kernel.ops.published.utils import get_num_warps as get_num_warps
 from liger_kernel.ops.residual.mhc import coefficients, sinkhorn

@@ -1,14 +1,15 @@
-"""Divergences of two distributions given by element: the one kernel behind ``kl_div``, ``jsd`` and
-``tvd``, and the formulas in Triton and in torch.
+"""Divergences of two distributions given by element, as formulas in Triton and in torch; and the
+autograd Function of losses of a pair of tensors.
 
 A kind is a function of x and y at one element, summed over a row. With q = exp(x), p = exp(y) and m
 = beta p + (1 - beta) q:
 
-  kl          y (log(max(y, eps)) - x)                          KL(y || exp(x)); y is a probability, x the log of one
-  forward_kl  p (y - x)                                         KL(p || q)
-  reverse_kl  q (x - y)                                         KL(q || p)
-  jsd         beta p (y - log m) + (1 - beta) q (x - log m)     beta KL(p || m) + (1 - beta) KL(q || m)
-  tvd         |x - y| / 2                                       x and y are probabilities
+  kl          y (log(max(y, eps)) - x)     KL(y || exp(x)); y is a probability, x the log of one
+  forward_kl  p (y - x)                    KL(p || q)
+  reverse_kl  q (x - y)                    KL(q || p)
+  jsd         beta p (y - log m) + (1 - beta) q (x - log m)
+                                           beta KL(p || m) + (1 - beta) KL(q || m)
+  tvd         |x - y| / 2                  x and y are probabilities
 
 Where a probability is 0, what it multiplies counts as 0, also where that is infinite. A mean of no
 rows is 0.
@@ -17,27 +18,17 @@ rows is 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    acc,
-    as_index,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    rows_of,
-    shaped,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core.operator import acc, as_index, nbytes, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import divided, scaled
-from liger_kernel.ops._core.tl import cdiv, jit, log, tl
+from liger_kernel.ops._core.tl import jit, log, tl
 
 TINY = 1.1754944e-38  # the smallest normal fp32
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 def elements(x: Tensor, y: Tensor, kind: str, beta: float = 0.5, eps: float = TINY) -> Tensor:
@@ -111,9 +102,8 @@ def element(x, y, beta, eps, KIND: tl.constexpr):
     else:  # the logarithms' own derivatives cancel: the two terms of the loss are its derivatives
         p = tl.exp(y)
         q = tl.exp(x)
-        log_m = tl.log(
-            at_least(beta * p + (1.0 - beta) * q, 1.1754944e-38)
-        )  # of probabilities that are not 0, m may underflow
+        # of probabilities that are not 0, m may underflow
+        log_m = tl.log(at_least(beta * p + (1.0 - beta) * q, 1.1754944e-38))
         dx = (1.0 - beta) * q * tl.where(q == 0.0, 0.0, x - log_m)
         dy = beta * p * tl.where(p == 0.0, 0.0, y - log_m)
         loss = dx + dy
@@ -159,160 +149,27 @@ def derived(x, y, beta, KIND: tl.constexpr):
     return loss, g, q
 
 
-@jit
-def _dense(
-    x_ptr, y_ptr, label_ptr, norm_ptr, g_ptr, loss_ptr, dx_ptr, dy_ptr,
-    V, span, splits, x_stride, y_stride, label_stride, g_stride, g_col_stride, ignore_index, beta, eps,
-    KIND: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_G: tl.constexpr,
-    SUM: tl.constexpr, ELEMENTS: tl.constexpr, NEED_DX: tl.constexpr, NEED_DY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``span`` columns of one row a program: their sum or each of them, and the gradients, in
-    one sweep."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // splits
-    begin = (program % splits) * span
-    n = tl.minimum(V - begin, span).to(tl.int32)
-    x_ptr += row * x_stride + begin
-    y_ptr += row * y_stride + begin
-    g_ptr += row * g_stride + begin * g_col_stride
-    dx_ptr += row * V + begin
-    dy_ptr += row * V + begin
-    beta, eps = tl.cast(beta, tl.float32), tl.cast(eps, tl.float32)
-    factor = 1.0 / tl.load(norm_ptr) if HAS_NORM else 1.0
-    ignored = False
-    if HAS_LABELS:
-        ignored = tl.load(label_ptr + row * label_stride) == ignore_index
-    total = tl.zeros((BLOCK,), tl.float32)  # a sum a lane; one reduction at the end
+class PairFunction(torch.autograd.Function):
+    """``apply(launchers, x, y, labels, norm, out, *numbers)``: a loss of x and y (..., V).
 
-    for start in range(0, n, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        mask = col < n
-        if HAS_LABELS:
-            mask = mask & (ignored == 0)  # nothing is read of an ignored row, and nothing of it is in the results
-        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + col, mask=mask, other=0.0).to(tl.float32)
-        loss, dx, dy = element(x, y, beta, eps, KIND)
-        if SUM:
-            total += loss  # 0 where nothing was read
-        if ELEMENTS:
-            tl.store(loss_ptr + row * V + begin + col, loss.to(loss_ptr.dtype.element_ty), mask=col < n)
-        if NEED_DX or NEED_DY:
-            f = factor
-            if HAS_G:
-                f *= tl.load(g_ptr + col.to(tl.int64) * g_col_stride, mask=mask, other=0.0).to(tl.float32)
-        if NEED_DX:
-            tl.store(dx_ptr + col, tl.where(mask, dx * f, 0.0).to(dx_ptr.dtype.element_ty), mask=col < n)
-        if NEED_DY:
-            tl.store(dy_ptr + col, tl.where(mask, dy * f, 0.0).to(dy_ptr.dtype.element_ty), mask=col < n)
-    if SUM:
-        tl.store(loss_ptr + program, tl.sum(total, axis=0))
-
-
-def _launch(
-    losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_dx, need_dy
-) -> tuple[Tensor, Tensor, Tensor]:
-    """losses ("elements": (M, V); "sums": of parts of rows, (M, splits); "": none), dx and dy."""
-    M, V = x.shape
-    dtype = torch.promote_types(x.dtype, y.dtype) if losses == "elements" else torch.float32
-    dx, dy = (t.new_empty((M, V) if need else 0) for t, need in ((x, need_dx), (y, need_dy)))
-    if tracing(x):
-        return x.new_empty({"elements": (M, V), "sums": (M, 1), "": 0}[losses], dtype=dtype), dx, dy
-    c = config.tile("divergence", V, max(x.itemsize, y.itemsize), elements=1, per_thread=8, max_block_n=4096)
-    # with many rows, parts of eight blocks leave no processor idle at the end; with few rows,
-    # shorter parts occupy all processors
-    span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * config.processors())))
-    splits = cdiv(V, span)
-    loss = x.new_empty({"elements": (M, V), "sums": (M, splits), "": 0}[losses], dtype=dtype)
-    tensors = y, x if labels is None else labels, x if norm is None else norm, x if g is None else g, loss, dx, dy
-    strides = (
-        x.stride(0),
-        y.stride(0),
-        0 if labels is None else labels.stride(0),
-        *((0, 0) if g is None else g.stride()),
-    )
-    flags = dict(KIND=kind, HAS_LABELS=labels is not None, HAS_NORM=norm is not None, HAS_G=g is not None)
-    needs = dict(SUM=losses == "sums", ELEMENTS=losses == "elements", NEED_DX=need_dx, NEED_DY=need_dy)
-    launch(
-        _dense,
-        (M * splits,),
-        x,
-        *tensors,
-        V,
-        span,
-        splits,
-        *strides,
-        ignore_index,
-        beta,
-        max(eps, TINY),
-        **flags,
-        **needs,
-        **c.row,
-    )
-    return loss, dx, dy
-
-
-_NUMBERS = "str kind, float beta, float eps, int ignore_index, bool need_dx, bool need_dy"
-
-
-@launcher(
-    f"(Tensor x, Tensor y, Tensor? labels, Tensor? norm, str out, {_NUMBERS}) -> (Tensor loss, Tensor dx, Tensor dy)"
-)
-def divergence_fwd(
-    x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, *numbers
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients of rows x and y (M, V). ``out``: "elements" (M, V), "rows" (M,) fp32,
-    "sum": 0-dim fp32, divided by ``norm``.
-
-    fp16 gradients of a mean would underflow before a loss scaler reaches them: these are not
-    divided yet.
+    ``launchers``: ``fwd(x, y, labels, norm, out, *numbers, need_dx, need_dy)`` -> loss, dx, dy and
+    ``bwd(g, x, y, labels, *numbers, need_dx, need_dy)`` -> dx, dy. ``out``: "elements" (M, V),
+    "rows" (M,) or "sum", divided by ``norm``. A sum leaves its gradients behind, others the inputs.
     """
-    half = torch.float16 in (x.dtype, y.dtype)
-    loss, dx, dy = _launch(
-        "elements" if out == "elements" else "sums", x, y, labels, None if half else norm, None, *numbers
-    )
-    if out == "rows":
-        loss = loss.sum(1)
-    elif out == "sum":
-        loss = loss.sum() if norm is None else loss.sum() / norm
-    return loss, dx, dy
 
-
-@launcher(f"(Tensor g, Tensor x, Tensor y, Tensor? labels, {_NUMBERS}) -> (Tensor dx, Tensor dy)")
-def divergence_bwd(g: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, *numbers) -> tuple[Tensor, Tensor]:
-    """dx and dy for upstream gradients g (M, V) of any strides; gradients that are not needed
-    are empty."""
-    return _launch("", x, y, labels, None, g, *numbers)[1:]
-
-
-def forward(
-    ctx,
-    x: Tensor,
-    y: Tensor,
-    labels: Tensor | None,
-    norm: Tensor | None,
-    out: str,
-    kind: str,
-    beta: float,
-    eps: float,
-    ignore_index: int,
-) -> Tensor:
-    """``forward`` of a Function whose first two arguments are x and y (..., V): a reduced loss
-    leaves its gradients behind, others the inputs."""
-    need, numbers = ctx.needs_input_grad[:2], (kind, beta, eps, ignore_index)
-    now = need if out == "sum" else (False, False)
-    x2, y2, rows = rows_of(x), rows_of(y), None if labels is None else labels.reshape(-1)
-    loss, dx, dy = divergence_fwd(x2, y2, rows, norm, out, *numbers, *now)
-    ctx.need, ctx.numbers, ctx.shape, ctx.reduced = need, numbers, x.shape, out == "sum"
-    if ctx.reduced:
-        ctx.save_for_backward(dx, dy, norm if torch.float16 in (x.dtype, y.dtype) else None)
-        return loss
-    ctx.save_for_backward(x2, y2, rows)
-    return shaped(loss, x.shape if out == "elements" else x.shape[:-1])
-
-
-class ByElement(torch.autograd.Function):
-    """A Function whose ``forward`` is the one above, of x, y and other arguments, which get no
-    gradient."""
+    @staticmethod
+    def forward(ctx, launchers: tuple[Callable, Callable], x, y, labels, norm, out, *numbers):
+        fwd, ctx.bwd = launchers
+        ctx.need, ctx.numbers, ctx.shape, ctx.reduced = ctx.needs_input_grad[1:3], numbers, x.shape, out == "sum"
+        x2, y2, rows = rows_of(x), rows_of(y), None if labels is None else labels.reshape(-1)
+        loss, dx, dy = fwd(x2, y2, rows, norm, out, *numbers, *(ctx.need if ctx.reduced else (False, False)))
+        if ctx.reduced:
+            # fp16 gradients of a mean would underflow before a loss scaler reaches them: ``fwd``
+            # has not divided them yet
+            ctx.save_for_backward(dx, dy, norm if torch.float16 in (x.dtype, y.dtype) else None)
+            return loss
+        ctx.save_for_backward(x2, y2, rows)
+        return shaped(loss, x.shape if out == "elements" else x.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -322,13 +179,10 @@ class ByElement(torch.autograd.Function):
             grads = scaled(tuple(d if need else None for d, need in zip((dx, dy), ctx.need)), divided(g, norm))
         else:
             x, y, labels = ctx.saved_tensors
-            g = g.reshape(x.shape) if g.shape == ctx.shape else g.reshape(-1, 1).expand(x.shape)
-            grads = divergence_bwd(g, x, y, labels, *ctx.numbers, *ctx.need)
+            g = g.reshape(x.shape if g.shape == ctx.shape else -1)
+            grads = ctx.bwd(g, x, y, labels, *ctx.numbers, *ctx.need)
         dx, dy = (d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need))
-        return dx, dy, *(None,) * (len(ctx.needs_input_grad) - 2)
-
-
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
+        return None, dx, dy, *(None,) * (3 + len(ctx.numbers))
 
 
 def check(
@@ -356,7 +210,7 @@ def check(
     return None if shift_labels is None else as_index(shift_labels)
 
 
-def served(x: Tensor, y: Tensor) -> bool:
+def have_kernels(x: Tensor, y: Tensor) -> bool:
     return use_kernels(x) and use_kernels(y)
 
 

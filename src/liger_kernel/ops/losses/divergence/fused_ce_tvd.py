@@ -18,76 +18,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    computed,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    use_kernels,
-)
+from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
-from liger_kernel.ops.losses.divergence.distillation import Distillation, row_kernel
-from liger_kernel.ops.losses.divergence.logit_divergence import reference as divergence_reference
+from liger_kernel.ops.losses.divergence.by_element import have_kernels
+from liger_kernel.ops.losses.divergence.distillation import Distillation, row_kernel, soft_losses
 
 
 def reference(student, teacher, target, *, ignore_index):
     ce = cross_entropy_reference(student, target, ignore_index=ignore_index, reduction="none")
-    tvd = divergence_reference(
-        student, teacher.detach(), target, kind="tvd", ignore_index=ignore_index, reduction="none"
-    )
+    tvd = soft_losses(student, teacher.detach(), Distillation("tvd"))
+    return ce, tvd.where(target != ignore_index, 0)
+
+
+def _both(student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int, **gradient) -> tuple[Tensor, Tensor]:
+    """Both losses (M,), fp32, by the row kernel."""
+    ce, tvd = (student.new_empty(student.shape[0], dtype=torch.float32) for _ in range(2))
+    s = Distillation("tvd", weight_hard=1.0, ignore_index=ignore_index, reduction="none")
+    row_kernel(student, teacher, target, s, soft=tvd, hard=ce, **gradient)
     return ce, tvd
-
-
-def _both(ignore_index: int) -> Distillation:
-    return Distillation("tvd", weight_hard=1.0, ignore_index=ignore_index, reduction="none")
 
 
 @launcher("(Tensor student, Tensor teacher, Tensor target, int ignore_index) -> (Tensor ce, Tensor tvd)")
-def fused_ce_tvd_fwd(student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Both losses (M,), fp32."""
-    ce, tvd = (student.new_empty(student.shape[0], dtype=torch.float32) for _ in range(2))
-    row_kernel(student, teacher, target, _both(ignore_index), soft=tvd, hard=ce)
-    return ce, tvd
+def fused_ce_tvd_fwd(student, teacher, target, ignore_index):
+    return _both(student, teacher, target, ignore_index)
 
 
 @launcher("(Tensor g_ce, Tensor g_tvd, Tensor student, Tensor teacher, Tensor target, int ignore_index) -> Tensor dz")
-def fused_ce_tvd_bwd(
-    g_ce: Tensor, g_tvd: Tensor, student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int
-) -> Tensor:
+def fused_ce_tvd_bwd(g_ce, g_tvd, student, teacher, target, ignore_index):
     """The student's gradient for upstream gradients (M,) of both losses."""
     dz = student.new_empty(student.shape)
-    ce, tvd = (student.new_empty(student.shape[0], dtype=torch.float32) for _ in range(2))
-    row_kernel(student, teacher, target, _both(ignore_index), soft=tvd, hard=ce, dz=dz, g=g_tvd, g_hard=g_ce)
+    _both(student, teacher, target, ignore_index, dz=dz, g=g_tvd, g_hard=g_ce)
     return dz
 
 
 class LigerFusedCETVDFunction(torch.autograd.Function):
     """``apply(student_logits, teacher_logits, target, ignore_index=-100)`` -> ce, tvd. The
-    teacher is constant, whether it asks for a gradient or not."""
+    teacher is constant, whether it requires a gradient or not."""
 
     @staticmethod
     def forward(ctx, student_logits, teacher_logits, target, ignore_index=-100):
-        s, t, y = rows_of(student_logits), rows_of(teacher_logits), target.contiguous()
+        inputs = rows_of(student_logits), rows_of(teacher_logits), target.contiguous()
         ctx.ignore_index = ignore_index
-        ctx.save_for_backward(s, t, y)
-        return fused_ce_tvd_fwd(s, t, y, ignore_index)
+        ctx.save_for_backward(*inputs)
+        return fused_ce_tvd_fwd(*inputs, ignore_index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_ce, g_tvd):
-        dz = (
-            fused_ce_tvd_bwd(g_ce.contiguous(), g_tvd.contiguous(), *ctx.saved_tensors, ctx.ignore_index)
-            if ctx.needs_input_grad[0]
-            else None
-        )
-        return dz, None, None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        g = g_ce.contiguous(), g_tvd.contiguous()
+        return fused_ce_tvd_bwd(*g, *ctx.saved_tensors, ctx.ignore_index), None, None, None
 
 
 def _rows(M: int, V: int, ignored: int = 3) -> dict[str, T]:
@@ -138,7 +121,7 @@ def fused_ce_tvd(
     in the student's logits.
 
     student and teacher (M, V), of any two floating-point dtypes, target (M,) of class indices. The
-    teacher gets no gradient, also if it asks for one. ``ValueError`` for other shapes and dtypes.
+    teacher gets no gradient, also if it requires one. ``ValueError`` for other shapes and dtypes.
     """
     student, teacher = computed(student), computed(teacher)
     if not (student.is_floating_point() and teacher.is_floating_point()):
@@ -150,7 +133,7 @@ def fused_ce_tvd(
     if teacher.shape != student.shape:
         raise ValueError(f"fused_ce_tvd: teacher must have shape {tuple(student.shape)}, got {tuple(teacher.shape)}")
     target = check("fused_ce_tvd", (student.shape[0], student.shape[1]), target, None, "none", ignore_index)
-    if not (use_kernels(student) and use_kernels(teacher)):
+    if not have_kernels(student, teacher):
         return reference(student, teacher, target, ignore_index=ignore_index)
     return LigerFusedCETVDFunction.apply(student, teacher, target, ignore_index)
 

@@ -1,27 +1,25 @@
 """Distillation of a linear head from a teacher's head, without ever storing all logits of either.
 
 Shapes: x (M, H), w (V, H), bias (V,) of the student, teacher_x (M, G), teacher_w (V, G),
-teacher_bias (V,), target (M,). A row's loss is
+teacher_bias (V,), target (M,). With z = x w^T + bias and t = teacher_x teacher_w^T + teacher_bias, a
+row's loss is
 
-    weight_hard cross_entropy(z, target) + weight_soft D(z / temperature, t / temperature),   z = x w^T + bias,  t = teacher_x teacher_w^T + teacher_bias
+    weight_hard cross_entropy(z, target) + weight_soft D(z / temperature, t / temperature)
 
 where D is, by ``kind``, a divergence of ``logit_divergence`` (formulas there; arXiv:2306.13649) or
-"cosine": 1 - <z, t> / (|z| |t|). Neither is
-multiplied by temperature^2. A teacher may also be given by its logits t (M, V); by probabilities p
-(M, V), which need not sum to 1, then the loss is
+"cosine": 1 - <z, t> / (|z| |t|). Neither is multiplied by temperature^2. A teacher may also be given
+by its logits t (M, V); by probabilities p (M, V), which need not sum to 1, then the loss is
 sum_j p_j (log max(p_j, eps) - log q_j), as in ``kl_div``, for q = softmax(z / temperature); or by
 the log-probabilities p of K tokens a row: then it is the forward KL of these and, with ``tail``, of
 all other tokens lumped into one, sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest), a lower
-bound of
-the whole KL; without ``tail`` p is normalised to sum to 1 over the K tokens, q remains what it is
-over all V.
+bound of the whole KL; without ``tail`` p is normalised to sum to 1 over the K tokens, q remains what
+it is over all V.
 
 Each chunk: one GEMM each for z and t into reused buffers, a row kernel that leaves the gradient of
-z in its place, one GEMM each for dx and dw. That is
-6 M H V + 2 M G V operations, without gradients 2 M (H + G) V. The row kernel reads z and t twice
-(jsd, tvd: three times) and writes z once; the hard
+z in its place, one GEMM each for dx and dw. That is 6 M H V + 2 M G V operations, without gradients
+2 M (H + G) V. The row kernel reads z and t twice (jsd, tvd: three times) and writes z once; the hard
 loss costs it no pass of its own. With ``reduction="none"`` the backward computes the logits again.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -47,70 +45,42 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
-from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, values
+from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients
 from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import counted, probs
 from liger_kernel.ops.losses.divergence.distillation import (
+    DISTILLATION_SCHEMA,
     KINDS,
-    NUMBERS,
-    TINY,
     Distillation,
     check_teacher,
-    given_kl,
     row_kernel,
-    topk_forward_kl,
+    soft_losses,
 )
-from liger_kernel.ops.losses.divergence.logit_divergence import reference as divergence_reference
-from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, kept_rows, promoted
+from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, kept_rows, needed, promoted
+from liger_kernel.ops.losses.numbers import values
 
 
 def reference(
-    x,
-    w,
-    teacher_x,
-    teacher_w,
-    target,
-    bias,
-    teacher_bias,
-    *,
-    teacher_logits,
-    teacher_probs,
-    topk_log_probs,
-    topk_indices,
-    kind,
-    beta,
-    temperature,
-    weight_hard,
-    weight_soft,
-    tail,
-    eps,
-    ignore_index,
-    reduction,
-    parts,
-    num_items,
+    x, w, teacher_x, teacher_w, target, bias, teacher_bias, *,
+    teacher_logits, teacher_probs, topk_log_probs, topk_indices,
+    kind, beta, temperature, weight_hard, weight_soft, tail, eps, ignore_index, reduction, parts, num_items,
     **how,
-):  # the teacher, the loss
+):  # fmt: skip
     z = F.linear(x, w, bias)
-    valid = x.new_ones(x.shape[0], dtype=torch.bool) if target is None else target != ignore_index
     if topk_log_probs is not None:
-        soft = topk_forward_kl(z, topk_log_probs, topk_indices, temperature, tail)
+        t = topk_log_probs, topk_indices
     elif teacher_probs is not None:
-        soft = given_kl(z, teacher_probs, temperature, eps)
+        kind, t = "kl", teacher_probs
     else:
         t = F.linear(teacher_x, teacher_w, teacher_bias) if teacher_logits is None else teacher_logits
-        if kind == "cosine":
-            dtype = acc(torch.promote_types(z.dtype, t.dtype))
-            soft = 1 - (F.normalize(z.to(dtype), dim=-1, eps=TINY) * F.normalize(t.to(dtype), dim=-1, eps=TINY)).sum(-1)
-        else:
-            soft = divergence_reference(z, t, kind=kind, beta=beta, temperature=temperature, reduction="none")
-    soft = soft.where(valid, 0)
-    hard = (
-        cross_entropy_reference(z, target, ignore_index=ignore_index, reduction="none")
-        if weight_hard
-        else torch.zeros_like(soft)
-    )
+    soft = soft_losses(z, t, Distillation(kind, beta, temperature, tail=tail, eps=eps))
+    if target is not None:
+        soft = soft.where(target != ignore_index, 0)
+    hard = torch.zeros_like(soft)
+    if weight_hard:
+        hard = cross_entropy_reference(z, target, ignore_index=ignore_index, reduction="none")
     n = counted(x, target, ignore_index) if num_items is None else num_items or 1
     reduce = {"mean": lambda r: r.sum() / n, "sum": torch.sum, "none": lambda r: r}[reduction]
     loss, soft, hard = reduce(weight_hard * hard + weight_soft * soft), reduce(soft), reduce(hard)
@@ -119,43 +89,27 @@ def reference(
 
 _N = len(Distillation.__dataclass_fields__)
 _IN = (
-    "Tensor x, Tensor w, Tensor? bias, Tensor? teacher_x, Tensor? teacher_w, Tensor? teacher_bias, Tensor? "
-    "teacher_logits, Tensor? log_probs, "
-    f"Tensor? indices, Tensor? target, Tensor? kept, {NUMBERS}, ScalarType? accum_dtype, int? chunk_rows, bool "
-    "fp32_logits, bool need_dx, bool need_dw, "
-    "bool need_db"
+    "Tensor x, Tensor w, Tensor? bias, Tensor? teacher_x, Tensor? teacher_w, Tensor? teacher_bias, "
+    f"Tensor? teacher_logits, Tensor? log_probs, Tensor? indices, Tensor? target, Tensor? kept, {DISTILLATION_SCHEMA}, "
+    "ScalarType? accum_dtype, int? chunk_rows, bool fp32_logits, bool need_dx, bool need_dw, bool need_db"
 )
 
 
 def _chunks(
-    x,
-    w,
-    bias,
-    teacher_x,
-    teacher_w,
-    teacher_bias,
-    teacher_logits,
-    log_probs,
-    indices,
-    target,
-    kept,
-    *rest,
-    norm=None,
-    g=None,
-):
+    x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_probs, indices, target, kept,
+    *rest, norm=None, g=None,
+):  # fmt: skip
     """Soft and hard losses of each row, those that are not ignored, and dx, dw, dbias."""
     s, (accum_dtype, chunk_rows, fp32_logits, *need) = Distillation(*rest[:_N]), rest[_N:]
     of = lambda t: t if t is None or kept is None else t.index_select(0, kept)
     y, g, log_probs, indices = (None if t is None else of(t).contiguous() for t in (target, g, log_probs, indices))
     n, V = x.shape[0] if kept is None else kept.shape[0], w.shape[0]
-    rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))))
+    chunk_rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))))
     soft, hard = (x.new_empty(size, dtype=acc(x.dtype)) for size in (n, n if s.weight_hard else 0))
     bias, teacher_bias = (None if t is None else t.contiguous() for t in (bias, teacher_bias))
-    buffer = (
-        None
-        if teacher_w is None
-        else teacher_w.new_empty(rows, V, dtype=acc(teacher_w.dtype) if fp32_logits else teacher_w.dtype)
-    )
+    buffer = None
+    if teacher_w is not None:
+        buffer = teacher_w.new_empty(chunk_rows, V, dtype=acc(teacher_w.dtype) if fp32_logits else teacher_w.dtype)
 
     def teacher(rows: slice) -> Tensor | tuple[Tensor, Tensor]:
         some = lambda t: t[rows] if kept is None else t.index_select(0, kept[rows])
@@ -169,13 +123,11 @@ def _chunks(
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
         of = lambda t: None if t is None else t[rows]
-        out = dict(soft=soft[rows], hard=hard[rows] if s.weight_hard else hard, dz=dz)
-        row_kernel(z, teacher(rows), of(y), s, **out, bias=bias, teacher_bias=teacher_bias, norm=norm, g=of(g))
+        how = dict(bias=bias, teacher_bias=teacher_bias, dz=dz, norm=norm, g=of(g))
+        row_kernel(z, teacher(rows), of(y), s, soft=soft[rows], hard=hard[rows], **how)
 
-    grads = chunk_gradients(
-        x, w, body, need=tuple(need), chunk_rows=rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits
-    )
-    return soft, hard, *grads
+    how = dict(chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
+    return soft, hard, *chunk_gradients(x, w, body, need=tuple(need), **how)
 
 
 @launcher(
@@ -212,40 +164,27 @@ class LinearDivergenceFunction(torch.autograd.Function):
     num_items, Distillation, Options)`` -> loss, soft, hard."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, *rest):
-        *tensors, num_items, s, o = rest
-        ctx.o, ctx.numbers, ctx.again = (
-            o,
-            (*values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits),
-            s.reduction == "none",
-        )
-        teacher_x, teacher_w, teacher_bias, teacher_logits, *others = tensors
-        inputs = (
-            rows_of(x),
-            w,
-            bias,
-            teacher_x,
-            teacher_w,
-            teacher_bias,
-            None if teacher_logits is None else rows_of(teacher_logits),
-            *others,
-        )
-        need = (False,) * 3 if ctx.again else o.need
+    def forward(ctx, x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, *rest):
+        *others, num_items, s, o = rest
+        ctx.need, ctx.recompute = o.need, s.reduction == "none"
+        ctx.numbers = *values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits
+        logits = None if teacher_logits is None else rows_of(teacher_logits)
+        inputs = rows_of(x), w, bias, teacher_x, teacher_w, teacher_bias, logits, *others
+        need = (False,) * 3 if ctx.recompute else o.need
         loss, soft, hard, norm, *grads = linear_divergence_fwd(*inputs, *ctx.numbers, *need, num_items)
-        ctx.save_for_backward(*(inputs if ctx.again else (*grads, norm if x.dtype == torch.float16 else None)))
+        ctx.save_for_backward(*(inputs if ctx.recompute else (*grads, norm if x.dtype == torch.float16 else None)))
         ctx.mark_non_differentiable(soft, hard)
         return loss, soft, hard
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g, *_):
-        if ctx.again:
-            grads = linear_divergence_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.o.need)
+        if ctx.recompute:
+            grads = linear_divergence_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)
         else:
             *grads, norm = ctx.saved_tensors
             grads = scaled(tuple(grads), divided(g, norm))
-        dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.o.need))
-        return dx, dw, db, *(None,) * 11
+        return *(grad if need else None for grad, need in zip(grads, ctx.need)), *(None,) * 11
 
 
 def _head(M: int, H: int, V: int, **options: Any) -> dict[str, Any]:
@@ -548,23 +487,16 @@ def linear_divergence(
     name = "linear_divergence"
     check_head(name, x, w, bias, chunk_rows)
     M, V = x.shape[0], w.shape[0]
-    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_logits=teacher_logits, teacher_probs=teacher_probs)
+    teacher = dict(teacher_logits=teacher_logits, teacher_probs=teacher_probs)
     teacher |= dict(topk_log_probs=topk_log_probs, topk_indices=topk_indices)
-    given = tuple(n for n, t in teacher.items() if t is not None)
-    if given not in (
-        ("teacher_x", "teacher_w"),
-        ("teacher_logits",),
-        ("teacher_probs",),
-        ("topk_log_probs", "topk_indices"),
-    ):
-        raise ValueError(
-            f"{name}: the teacher must be teacher_x and teacher_w, or teacher_logits, or teacher_probs, or "
-            "topk_log_probs and topk_indices, "
-            f"got {' and '.join(given) or None}"
-        )
+    every = dict(teacher_x=teacher_x, teacher_w=teacher_w) | teacher
+    given = " and ".join(n for n, t in every.items() if t is not None)
+    forms = "teacher_x and teacher_w", "teacher_logits", "teacher_probs", "topk_log_probs and topk_indices"
+    if given not in forms:
+        raise ValueError(f"{name}: the teacher must be {', or '.join(forms)}, got {given or None}")
     if teacher_bias is not None and teacher_x is None:
         raise ValueError(f"{name}: teacher_bias must be None without teacher_w, got {tuple(teacher_bias.shape)}")
-    check_teacher(name, M, V, **teacher, teacher_bias=teacher_bias)
+    check_teacher(name, M, V, **every, teacher_bias=teacher_bias)
     if kind not in KINDS:
         raise ValueError(f"{name}: kind must be one of {KINDS}, got {kind!r}")
     if topk_indices is not None and kind != "forward_kl":
@@ -583,49 +515,23 @@ def linear_divergence(
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if target is not None:
         target = check(name, (M, V), target, None, reduction, ignore_index)
-    topk_indices = None if topk_indices is None else as_index(topk_indices)
+    if topk_indices is not None:
+        teacher["topk_indices"] = as_index(topk_indices)
     x, w, bias = promoted(x, w, bias)
     if teacher_x is not None and teacher_w is not None:
-        teacher_x, teacher_w, teacher_bias = (
-            None if t is None else t.detach() for t in promoted(teacher_x, teacher_w, teacher_bias)
-        )
+        of_teacher = promoted(teacher_x, teacher_w, teacher_bias)
+        teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in of_teacher)
+    num_items = items(num_items, x)
+    loss: dict[str, Any] = dict(kind=kind, beta=beta, temperature=temperature, weight_hard=weight_hard)
+    loss |= dict(weight_soft=weight_soft, tail=tail, eps=eps, ignore_index=ignore_index, reduction=reduction)
     if only_pytorch():
-        of_teacher = dict(
-            teacher_logits=teacher_logits,
-            teacher_probs=teacher_probs,
-            topk_log_probs=topk_log_probs,
-            topk_indices=topk_indices,
-        )
-        loss = dict(
-            kind=kind,
-            beta=beta,
-            temperature=temperature,
-            weight_hard=weight_hard,
-            weight_soft=weight_soft,
-            tail=tail,
-            eps=eps,
-        )
-        loss |= dict(ignore_index=ignore_index, reduction=reduction, parts=parts, num_items=items(num_items, x))
-        return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **of_teacher, **loss)
+        heads = x, w, teacher_x, teacher_w, target, bias, teacher_bias
+        return reference(*heads, **teacher, **loss, parts=parts, num_items=num_items)
+    logits, log_probs, indices = (teacher[n] for n in ("teacher_logits", "topk_log_probs", "topk_indices"))
     if teacher_probs is not None:
-        kind, teacher_logits = "kl", teacher_probs  # probabilities use the same argument as logits
-    s = Distillation(kind, beta, temperature, weight_hard, weight_soft, tail, ignore_index, reduction, eps)
-    need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
+        loss["kind"], logits = "kl", teacher_probs  # probabilities use the same argument as logits
     kept = None if target is None else kept_rows(compact, target, ignore_index)
-    tensors = (
-        x,
-        w,
-        bias,
-        teacher_x,
-        teacher_w,
-        teacher_bias,
-        teacher_logits,
-        topk_log_probs,
-        topk_indices,
-        target,
-        kept,
-    )
-    out = LinearDivergenceFunction.apply(
-        *tensors, items(num_items, x), s, Options(need, accum_dtype, chunk_rows, fp32_logits)
-    )
+    tensors = x, w, bias, teacher_x, teacher_w, teacher_bias, logits, log_probs, indices, target, kept
+    options = Options(needed(x, w, bias), accum_dtype, chunk_rows, fp32_logits)
+    out = LinearDivergenceFunction.apply(*tensors, num_items, Distillation(**loss), options)
     return out if parts else out[0]

@@ -59,6 +59,7 @@ from liger_kernel.ops._core.operator import (
 from liger_kernel.ops._core.tl import cdiv, jit, log, tanh, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
+from liger_kernel.ops.losses.numbers import schema_of
 
 if dist.is_available():
     from torch.distributed._functional_collectives import all_gather_tensor
@@ -98,12 +99,7 @@ class Part:
         return self.label_smoothing * (K / (K - 1) if self.formula == "megatron" and self.label_smoothing else 1.0), K
 
 
-# The same numbers in a launcher's schema, in the order of the fields of ``Part``.
-PART_SCHEMA = (
-    "int ignore_index, float label_smoothing, str formula, str mode, float z_loss, float logit_scale, float? "
-    "softcap, SymInt first, SymInt V, str group, "
-    "bool entropy"
-)
+PART_SCHEMA = schema_of(Part)
 
 
 def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:

@@ -62,6 +62,8 @@ def of_operators(variants: str) -> list[Launch]:
             assert constexprs == [False] * len(args) + [True] * (len(kernel.params) - len(args)), kernel
             assert set(kernel.arg_names[len(args) :]) <= set(meta), kernel
             flags = tuple((k, v) for k, v in meta.items() if not TILE.match(k))
+            # a kernel sees None as a constant: an argument that may be None is a flag
+            flags += tuple((name, a is not None) for name, a in zip(kernel.arg_names, args))
             tiles = found.setdefault((kernel.fn.__module__, kernel.fn.__name__, kinds, flags), {})
             elements = math.prod(v for k, v in meta.items() if k.startswith("BLOCK") and v)
             tiles[tuple(meta.items())] = real, elements, kernel, [described(a) for a in args], meta

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import grouped_mm as _grouped_mm
-from liger_kernel.ops.projections import lora_moe as lora_moe_module
+from liger_kernel.ops.projections import moe as moe_module
 from liger_kernel.ops.projections.adapted import Adapter
-from liger_kernel.ops.projections.lora_moe import _args, adapted_moe, lora_moe, reference
+from liger_kernel.ops.projections.lora_moe import _args, lora_moe, reference
+from liger_kernel.ops.projections.moe import adapted_moe
 from liger_kernel.ops.projections.weights import Dequantized
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run, upstream
 
@@ -165,8 +166,8 @@ def test_dtypes_of_adapters():
 def test_thin_results_beyond_fp16(of, a, b, monkeypatch):
     """A x in the forward, or B^T dy in the backward. The gradients of adapters in fp32 are in
     fp32."""
-    thin, thin_rows = [], lora_moe_module.thin_rows
-    monkeypatch.setattr(lora_moe_module, "thin_rows", lambda *args: thin.append(thin_rows(*args)) or thin[-1])
+    thin, thin_rows = [], moe_module.thin_rows
+    monkeypatch.setattr(moe_module, "thin_rows", lambda *args: thin.append(thin_rows(*args)) or thin[-1])
     args = arguments(dtype=torch.float16, H=64, learn=("x", *ADAPTERS)) | dict.fromkeys(
         name for name in ADAPTERS if not name.startswith(of)
     )

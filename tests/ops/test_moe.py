@@ -334,7 +334,7 @@ def test_products_by_tma(sizes, form, transposed, monkeypatch):
     of = lambda op: lambda gate_up, **more: op(gate_up=gate_up.mT if transposed else gate_up, **more, **form)
     plain, truth = run(of(moe), like(args)), run(of(reference), like(args, torch.float64))
     ran = []
-    monkeypatch.setattr(grouped_tma, "served", lambda a, b: b.is_contiguous() or b.mT.is_contiguous())
+    monkeypatch.setattr(grouped_tma, "supported", lambda a, b: b.is_contiguous() or b.mT.is_contiguous())
     monkeypatch.setattr(grouped_tma, "product", lambda *a, of=grouped_tma.product: ran.append(len(a)) or of(*a))
     with torch.no_grad():
         y = of(moe)(**args)

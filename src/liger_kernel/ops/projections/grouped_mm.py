@@ -32,7 +32,7 @@ GROUP_M = 8
 
 
 @jit
-def _product(
+def _span(
     a_tile, b_tile, begin, end, rows, cols, k, K, b_stride_k,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -54,26 +54,30 @@ def _product(
 
 
 @jit
+def product_of_tile(
+    a_tile, b_tile, rows, cols, k, K, b_stride_k, EVEN_K: tl.constexpr, SPAN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of a b. SPAN: fp32 sums of so many terms are added up, which loses less than one long
+    sum; 0: one sum."""
+    if SPAN == 0:
+        return _span(a_tile, b_tile, 0, K, rows, cols, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for begin in range(0, K, SPAN):
+            end = tl.minimum(begin + SPAN, K)
+            total += _span(
+                a_tile, b_tile, begin, end, rows, cols, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+            )
+        return total
+
+
+@jit
 def _mm(
-    a_ptr,
-    b_ptr,
-    y_ptr,
-    offs_ptr,
-    E,
-    K,
-    N,
-    b_stride_e,
-    b_stride_k,
-    b_stride_n,
-    EVEN_K: tl.constexpr,
-    SPAN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, b_stride_e, b_stride_k, b_stride_n,
+    EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     e = tl.arange(0, BLOCK_E)
     begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
     end = tl.load(offs_ptr + e, mask=e < E, other=0)
@@ -87,61 +91,18 @@ def _mm(
         k = tl.arange(0, BLOCK_K)
         a_tile = a_ptr + start.to(tl.int64) * K + row * K + k[None, :]
         b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n
-        if SPAN == 0:
-            total = _product(
-                a_tile,
-                b_tile,
-                0,
-                K,
-                row < rows,
-                col < N,
-                k,
-                K,
-                b_stride_k,
-                EVEN_K,
-                PRECISION,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
-        else:
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for first_k in range(0, K, SPAN):
-                last_k = tl.minimum(first_k + SPAN, K)
-                total += _product(
-                    a_tile,
-                    b_tile,
-                    first_k,
-                    last_k,
-                    row < rows,
-                    col < N,
-                    k,
-                    K,
-                    b_stride_k,
-                    EVEN_K,
-                    PRECISION,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
+        total = product_of_tile(
+            a_tile, b_tile, row < rows, col < N, k, K, b_stride_k, EVEN_K, SPAN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         y_tile = y_ptr + start.to(tl.int64) * N + row * N + col
         tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=(row < rows) & (col < N))
 
 
 @jit
 def _outer(
-    a_ptr,
-    b_ptr,
-    y_ptr,
-    offs_ptr,
-    E,
-    N,
-    Q,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a_ptr, b_ptr, y_ptr, offs_ptr, E, N, Q,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     q_tiles = tl.cdiv(Q, BLOCK_N)
     tiles = tl.cdiv(N, BLOCK_M) * q_tiles
     for tile in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
@@ -169,7 +130,7 @@ def _zero_empty(y_ptr, offs_ptr, n, BLOCK: tl.constexpr):
 
 
 @jit
-def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     start, stop = tl.load(offs_ptr + group - 1, mask=group > 0, other=0), tl.load(offs_ptr + group)
@@ -177,10 +138,16 @@ def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, HAS_SCALE: tl.constexpr, BLOCK_M:
     for at in tl.range(start, stop, BLOCK_M):
         row = (at + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         a = tl.load(a_ptr + row * N + col[None, :], mask=(row < stop) & (col < N)[None, :], other=0.0).to(tl.float32)
-        if HAS_SCALE:
+        if scale_ptr is not None:
             a *= tl.load(scale_ptr + row, mask=row < stop, other=0.0).to(tl.float32)
         total += a
     tl.store(y_ptr + group * N + col, tl.sum(total, axis=0).to(y_ptr.dtype.element_ty), mask=col < N)
+
+
+def reduced_precision(dtype: torch.dtype) -> str:
+    """How products in fp32 are computed: by TF32 where PyTorch may use it; AMD has none of it."""
+    exact = dtype != torch.float32 or config.arch() == "cpu" or config.arch().startswith("gfx")
+    return "ieee" if exact or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _tile(a: Tensor, b: Tensor) -> dict:
@@ -189,19 +156,16 @@ def _tile(a: Tensor, b: Tensor) -> dict:
     Derived by reasoning, not measured. 128 x 128 results and the pointers to their operands fill
     the registers of one program with 8 warps per processor. The shared memory then holds up to four
     steps of 64. AMD pipelines through registers, and so do unaligned operands elsewhere: they get
-    smaller
-    tiles. So does fp32, which uses FMA units unless PyTorch may use TF32.
+    smaller tiles. So does fp32, which uses FMA units unless PyTorch may use TF32.
     """
     if config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=1)
-    amd = config.arch().startswith("gfx")
     wide = aligned(a) and aligned(b)
     m, k, warps = (128, 64, 8) if a.itemsize == 2 and wide else (64, 32, 4 if wide else 8)
-    stages = 2 if amd or not wide else min(4, config.shared_memory() // (2 * m * k * a.itemsize))
-    tf32 = a.dtype == torch.float32 and not amd and torch.get_float32_matmul_precision() != "highest"
-    return dict(
-        PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages
-    )
+    stages = min(4, config.shared_memory() // (2 * m * k * a.itemsize))
+    stages = 2 if config.arch().startswith("gfx") or not wide else stages
+    blocks = dict(BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages)
+    return dict(PRECISION=reduced_precision(a.dtype)) | blocks
 
 
 def _programs(tiles: int) -> tuple[int]:
@@ -210,30 +174,29 @@ def _programs(tiles: int) -> tuple[int]:
 
 def _cutlass(a: Tensor, b: Tensor) -> bool:
     """Whether PyTorch has a CUTLASS kernel for these operands."""
-    served = on_gpu(a) and config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
-    return served and a.numel() > 0 and aligned(a) and aligned(b)
+    known = on_gpu(a) and config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
+    return known and a.numel() > 0 and aligned(a) and aligned(b)
+
+
+def span_of(a: Tensor, K: int, tile: dict) -> dict:
+    """The constexprs of ``product_of_tile`` for K terms, besides the tile's."""
+    return dict(EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0)
 
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     (M, K), (E, _, N) = a.shape, b.shape
-    by_tma = not tracing(a) and grouped_tma.served(a, b)
-    if not tracing(a) and not by_tma and _cutlass(a, b) and N % 8 == 0:
-        return torch._grouped_mm(a, b, offs=offs)
-    y = a.new_empty(M, N)
     if tracing(a):
-        return y
-    if by_tma:
+        return a.new_empty(M, N)
+    if grouped_tma.supported(a, b):
+        y = a.new_empty(M, N)
         grouped_tma.product(a, b, offs, y)
         return y
-    tile = _tile(a, b)
+    if _cutlass(a, b) and N % 8 == 0:
+        return torch._grouped_mm(a, b, offs=offs)
+    y, tile = a.new_empty(M, N), _tile(a, b)
     grid = _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"]))
-    flags = dict(
-        EVEN_K=K % tile["BLOCK_K"] == 0,
-        SPAN=128 if a.dtype == torch.float32 else 0,
-        GROUP_M=GROUP_M,
-        BLOCK_E=next_power_of_2(E),
-    )
+    flags = span_of(a, K, tile) | dict(GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E))
     launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags, **tile)
     return y
 
@@ -241,16 +204,14 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
 def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     (_, N), (_, Q), E = a.shape, b.shape, offs.shape[0]
-    if not tracing(a) and _cutlass(a.t(), b) and N % 8 == 0:
+    if tracing(a):
+        return a.new_empty(E, N, Q)
+    if _cutlass(a.t(), b) and N % 8 == 0:
         y = torch._grouped_mm(a.t(), b, offs=offs)
     else:
-        y = a.new_empty(E, N, Q)
-        if tracing(a):
-            return y
-        tile = _tile(a, b)
-        launch(
-            _outer, _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"])), a, b, y, offs, E, N, Q, **tile
-        )
+        y, tile = a.new_empty(E, N, Q), _tile(a, b)
+        grid = _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"]))
+        launch(_outer, grid, a, b, y, offs, E, N, Q, **tile)
     # PyTorch does not promise to write the product of an empty group
     launch(_zero_empty, (E, min(32, cdiv(N * Q, 2048))), y, offs, N * Q, BLOCK=2048, num_warps=4)
     return y
@@ -260,7 +221,5 @@ def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def grouped_sum(a: Tensor, scale: Tensor | None, offs: Tensor) -> Tensor:
     E, N = offs.shape[0], a.shape[1]
     y = a.new_empty(E, N)
-    launch(
-        _sum, (E, cdiv(N, 64)), a, scale, y, offs, N, HAS_SCALE=scale is not None, BLOCK_M=64, BLOCK_N=64, num_warps=4
-    )
+    launch(_sum, (E, cdiv(N, 64)), a, scale, y, offs, N, BLOCK_M=64, BLOCK_N=64, num_warps=4)
     return y

@@ -2,7 +2,8 @@
 adapters of experts, forward and backward.
 
 Letters and ``offs`` as in ``grouped_mm``; r is the rank of the adapters.
-  thin_rows    (M, r): scale rows_e a[e]^T, with a (E, r, K); of rows in fp16 in fp32, because they may leave the range of fp16
+  thin_rows    (M, r): scale rows_e a[e]^T, with a (E, r, K); of rows in fp16 in fp32, because they
+               may leave the range of fp16
   add_thin_    y (M, N) += scale t_e b[e], with t (M, r) and b (E, r, N)
   thin_outer   (E, r, N): scale t_e^T rows_e, with t (M, r); zero for an empty group
 
@@ -11,7 +12,7 @@ which ``order // top_k`` are read. Each product reads the wide rows once, and th
 the L2 cache: a copy of them in the order of the groups would cost more than the product.
 PyTorch's grouped products cannot add to their output, gather their rows, or use fewer than 128
 columns of a tile, so these are Triton kernels everywhere.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from torch import Tensor
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import launch, launcher, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
-from liger_kernel.ops.projections.grouped_mm import _product
+from liger_kernel.ops.projections.grouped_mm import product_of_tile, reduced_precision, span_of
 
 
 @jit
-def _rows_of(order_ptr, row, here, top_k, GATHER: tl.constexpr):
+def _rows_of(order_ptr, row, here, top_k):
     """The rows of the tokens that stand at ``row`` in the order of the groups."""
-    if GATHER:
+    if order_ptr is not None:
         return (tl.load(order_ptr + row, mask=here, other=0) // top_k).to(tl.int64)
     else:
         return row.to(tl.int64)
@@ -36,7 +37,7 @@ def _rows_of(order_ptr, row, here, top_k, GATHER: tl.constexpr):
 @jit
 def _rows(
     a_ptr, order_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, top_k, scale, a_stride, b_stride_e, b_stride_k, b_stride_n,
-    GATHER: tl.constexpr, ADD: tl.constexpr, EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """scale a_e b[e], added to y if ADD. There are as many programs as the groups can have tiles
@@ -55,32 +56,11 @@ def _rows(
     if stop > 0:
         col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
         k = tl.arange(0, BLOCK_K)
-        a_tile = a_ptr + _rows_of(order_ptr, row, row < stop, top_k, GATHER)[:, None] * a_stride + k[None, :]
+        a_tile = a_ptr + _rows_of(order_ptr, row, row < stop, top_k)[:, None] * a_stride + k[None, :]
         b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n
-        if SPAN == 0:
-            total = _product(
-                a_tile, b_tile, 0, K, here, col < N, k, K, b_stride_k, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-            )
-        else:
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for first_k in range(0, K, SPAN):
-                last_k = tl.minimum(first_k + SPAN, K)
-                total += _product(
-                    a_tile,
-                    b_tile,
-                    first_k,
-                    last_k,
-                    here,
-                    col < N,
-                    k,
-                    K,
-                    b_stride_k,
-                    EVEN_K,
-                    PRECISION,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                )
+        total = product_of_tile(
+            a_tile, b_tile, here, col < N, k, K, b_stride_k, EVEN_K, SPAN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         total *= tl.cast(scale, tl.float32)
         y_tile = y_ptr + row[:, None].to(tl.int64) * N + col
         if ADD:
@@ -91,7 +71,7 @@ def _rows(
 @jit
 def _outer(
     a_ptr, b_ptr, order_ptr, y_ptr, offs_ptr, rank, N, top_k, scale, b_stride,
-    GATHER: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
     start, stop = tl.load(offs_ptr + group - 1, mask=group > 0, other=0), tl.load(offs_ptr + group)
@@ -102,7 +82,7 @@ def _outer(
         row = at + tl.arange(0, BLOCK_K)
         here = row < stop
         a = tl.load(a_ptr + row[None, :].to(tl.int64) * rank + r, mask=here[None, :] & (r < rank), other=0.0)
-        b_row = _rows_of(order_ptr, row, here, top_k, GATHER)[:, None]
+        b_row = _rows_of(order_ptr, row, here, top_k)[:, None]
         b = tl.load(b_ptr + b_row * b_stride + col, mask=here[:, None] & (col < N), other=0.0).to(a.dtype)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     total *= tl.cast(scale, tl.float32)
@@ -121,8 +101,8 @@ def _tile(a: Tensor, rows: int, cols: int, depth: int) -> dict:
     block = lambda n, most: max(16, min(next_power_of_2(n), 32 if cpu else most))
     m, n, k = block(rows, 64), block(cols, 128), block(depth, 64 if a.itemsize == 2 else 32)
     stages = 1 if cpu else min(2 if amd else 4, max(1, config.shared_memory() // (2 * (m + n) * k * a.itemsize)))
-    tf32 = a.dtype == torch.float32 and not (amd or cpu) and torch.get_float32_matmul_precision() != "highest"
-    return dict(PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4, num_stages=stages)
+    blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4, num_stages=stages)
+    return dict(PRECISION=reduced_precision(a.dtype)) | blocks
 
 
 def _launch_rows(
@@ -134,13 +114,7 @@ def _launch_rows(
     (M, N), (E, K) = y.shape, b.shape[:2]
     tile = _tile(a, M, N, K)
     grid = max(1, cdiv(M, tile["BLOCK_M"]) + min(E, M)), cdiv(N, tile["BLOCK_N"])
-    flags = dict(
-        GATHER=order is not None,
-        ADD=add,
-        EVEN_K=K % tile["BLOCK_K"] == 0,
-        SPAN=128 if a.dtype == torch.float32 else 0,
-        BLOCK_E=next_power_of_2(E),
-    )
+    flags = dict(ADD=add, BLOCK_E=next_power_of_2(E)) | span_of(a, K, tile)
     launch(_rows, grid, a, order, b, y, offs, E, K, N, top_k, scale, a.stride(0), *b.stride(), **flags, **tile)
 
 
@@ -167,5 +141,5 @@ def thin_outer(
         return y
     tile = _tile(t, r, N, M)
     grid = cdiv(N, tile["BLOCK_N"]), E, cdiv(r, tile["BLOCK_M"])
-    launch(_outer, grid, t, rows, order, y, offs, r, N, top_k, scale, rows.stride(0), GATHER=order is not None, **tile)
+    launch(_outer, grid, t, rows, order, y, offs, r, N, top_k, scale, rows.stride(0), **tile)
     return y

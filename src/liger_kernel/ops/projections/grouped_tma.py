@@ -41,9 +41,9 @@ def place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M: tl.constexpr, BLOC
 
 
 @jit
-def gated(gate, up, alpha, limit, offset, HAS_LIMIT: tl.constexpr, ACT: tl.constexpr, DTYPE: tl.constexpr):
+def gated(gate, up, alpha, limit, offset, ACT: tl.constexpr, DTYPE: tl.constexpr):
     """The activation of an expert, in fp32, of gate and up in fp32."""
-    if HAS_LIMIT:
+    if limit is not None:
         limit = tl.cast(limit, tl.float32)
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -55,31 +55,10 @@ def gated(gate, up, alpha, limit, offset, HAS_LIMIT: tl.constexpr, ACT: tl.const
 
 @jit
 def _mm_tma(
-    offs_ptr,
-    a_desc,
-    b_desc,
-    bias_ptr,
-    y_ptr,
-    h_ptr,
-    E,
-    N,
-    alpha,
-    limit,
-    offset,
-    K: tl.constexpr,
-    B_BY_K: tl.constexpr,
-    HALVES: tl.constexpr,
-    ACT: tl.constexpr,
-    NEED_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    offs_ptr, a_desc, b_desc, bias_ptr, y_ptr, h_ptr, E, N, alpha, limit, offset,
+    K: tl.constexpr, B_BY_K: tl.constexpr, HALVES: tl.constexpr, ACT: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """y = a b[e], or, with ``ACT``, h = a b[e] and its activation y, (M, N / 2). ``HALVES``:
     gate and up lie side by side, else they are interleaved."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
@@ -120,22 +99,22 @@ def _mm_tma(
                 gate, up = h.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
                 col = left + tl.arange(0, HALF)[None, :]
                 gate_col, up_col = col, n + col
-                if NEED_H:
+                if h_ptr is not None:
                     tl.store(h_ptr + at_h + gate_col, gate, mask=rows & (col < n))
                     tl.store(h_ptr + at_h + up_col, up, mask=rows & (col < n))
             else:
                 gate, up = h.reshape(BLOCK_M, HALF, 2).split()
                 col = left // 2 + tl.arange(0, HALF)[None, :]
                 gate_col, up_col = 2 * col, 2 * col + 1
-                if NEED_H:
+                if h_ptr is not None:
                     both = left + tl.arange(0, BLOCK_N)[None, :]
                     tl.store(h_ptr + at_h + both, h, mask=rows & (both < N))
             gate, up = gate.to(tl.float32), up.to(tl.float32)
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 bias = bias_ptr + group.to(tl.int64) * N
                 gate += tl.load(bias + gate_col, mask=col < n, other=0.0).to(tl.float32)
                 up += tl.load(bias + up_col, mask=col < n, other=0.0).to(tl.float32)
-            y = gated(gate, up, alpha, limit, offset, HAS_LIMIT, ACT, DTYPE)
+            y = gated(gate, up, alpha, limit, offset, ACT, DTYPE)
             tl.store(y_ptr + start.to(tl.int64) * n + row * n + col, y.to(DTYPE), mask=rows & (col < n))
 
 
@@ -155,7 +134,7 @@ def aligned(t: Tensor) -> bool:
     )
 
 
-def served(a: Tensor, b: Tensor) -> bool:
+def supported(a: Tensor, b: Tensor) -> bool:
     """Whether a (M, K) and b (E, K, N) are operands of ``product``."""
     hopper = on_gpu(a) and config.arch() == "sm90" and a.dtype == torch.bfloat16
     dense = a.is_contiguous() and (b.is_contiguous() or b.mT.is_contiguous())
@@ -186,31 +165,6 @@ def product(
     else:
         b_desc = descriptor(b.mT, (1, block_n, block_k)) if by_k else descriptor(b, (1, block_k, block_n))
     tiles = (cdiv(M, c["BLOCK_M"]) + min(E, M)) * cdiv(N, block_n)
-    flags = dict(
-        K=K,
-        B_BY_K=by_k,
-        HALVES=not interleaved,
-        ACT=act,
-        NEED_H=h is not None,
-        HAS_BIAS=bias is not None,
-        HAS_LIMIT=limit is not None,
-    )
-    grid, tensors = (
-        (max(1, min(config.processors(), tiles)),),
-        (descriptor(a, (c["BLOCK_M"], block_k)), b_desc, bias, y, h),
-    )
-    launch(
-        _mm_tma,
-        grid,
-        offs,
-        *tensors,
-        E,
-        N,
-        alpha,
-        limit or 0.0,
-        offset,
-        **flags,
-        GROUP_M=8,
-        BLOCK_E=next_power_of_2(E),
-        **c,
-    )
+    flags = dict(K=K, B_BY_K=by_k, HALVES=not interleaved, ACT=act, GROUP_M=8, BLOCK_E=next_power_of_2(E)) | c
+    grid, a_desc = (max(1, min(config.processors(), tiles)),), descriptor(a, (c["BLOCK_M"], block_k))
+    launch(_mm_tma, grid, offs, a_desc, b_desc, bias, y, h, E, N, alpha, limit, offset, **flags)

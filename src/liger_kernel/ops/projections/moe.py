@@ -18,7 +18,8 @@ comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,34 +47,45 @@ from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope
 from liger_kernel.ops.projections import grouped_tma
+from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
+from liger_kernel.ops.projections.grouped_thin import add_thin_, thin_outer, thin_rows
+from liger_kernel.ops.projections.weights import Weight
 
 ROUTED = 512  # assignments that one program sorts
 
 
-def reference(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_index: Tensor,
-    topk_weight: Tensor,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    act: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
-    recompute: bool = False,
-) -> Tensor:
-    form = act, interleaved, alpha, limit, offset
+def experts_in_torch(
+    x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, *adapters: Tensor | None,
+    scale: float, gate_up_bias: Tensor | None, down_bias: Tensor | None, **form: Any,
+) -> Tensor:  # fmt: skip
+    """The weighted sum of experts with ``adapters`` a and b of gate_up and of down."""
+
+    def product(rows: Tensor, e: int, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None):
+        if a is None or b is None:
+            return F.linear(rows, weight[e], None if bias is None else bias[e])
+        # thin results may leave the range of fp16, which those of PEFT, in fp32, do not
+        wide = torch.float32 if rows.dtype == torch.float16 else rows.dtype
+        a, b = (t[e].to(rows.dtype).to(wide) for t in (a, b))
+        z = F.linear(rows, weight[e])
+        z = (z + scale * F.linear(F.linear(rows.to(wide), a), b)).to(z.dtype)
+        return z if bias is None else z + bias[e]
 
     def expert(e: int, rows: Tensor) -> Tensor:
-        z = F.linear(rows, gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
-        return F.linear(activation(z, *form), down[e], None if down_bias is None else down_bias[e])
+        h = activation(product(rows, e, gate_up, gate_up_bias, *adapters[:2]), **form)
+        return product(h, e, down, down_bias, *adapters[2:])
 
     return of_experts(expert, gate_up.shape[0], x, topk_index, topk_weight)
+
+
+def reference(
+    x, gate_up, down, topk_index, topk_weight, *,
+    gate_up_bias, down_bias, act, interleaved, alpha, limit, offset, **how,
+):  # fmt: skip
+    form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
+    biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+    none = (None,) * 4
+    return experts_in_torch(x, gate_up, down, topk_index, topk_weight, *none, scale=1.0, **biases, **form)
 
 
 def of_experts(
@@ -82,9 +94,8 @@ def of_experts(
     """The weighted sum over k of what ``expert`` makes of each token: it gets the number of an
     expert and its rows of x."""
     K, wide = topk_index.shape[1], acc(x.dtype)
-    if not host_can_read(
-        topk_index
-    ):  # how many rows an expert has cannot be known: each gets all, those of other experts as zeros
+    # how many rows an expert has cannot be known: each gets all, those of other experts as zeros
+    if not host_can_read(topk_index):
         y = torch.zeros(x.shape, dtype=wide, device=x.device)
         for e in range(E):
             chosen = topk_index == e
@@ -95,9 +106,8 @@ def of_experts(
     valid = (number >= 0) & (number < E)
     number, order = number[valid], order[valid]
     rows = x.to(wide)[order // K].to(x.dtype).split(torch.bincount(number, minlength=E).tolist())
-    y = torch.cat([expert(e, mine) for e, mine in enumerate(rows)]).to(wide) * topk_weight.flatten()[order, None].to(
-        wide
-    )
+    weight = topk_weight.flatten()[order, None].to(wide)
+    y = torch.cat([expert(e, mine) for e, mine in enumerate(rows)]).to(wide) * weight
     return torch.zeros(x.shape, dtype=wide, device=x.device).index_add(0, order // K, y).to(x.dtype)
 
 
@@ -143,18 +153,9 @@ def _place(index_ptr, ends_ptr, order_ptr, position_ptr, offs_ptr, M, E, BLOCK_M
 
 @jit
 def _spread(
-    x_ptr,
-    position_ptr,
-    offs_ptr,
-    y_ptr,
-    n_tokens,
-    H,
-    E,
-    x_stride,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, position_ptr, offs_ptr, y_ptr, n_tokens, H, E, x_stride,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Rows of x in the order of experts: each is read once and written to its K places."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -171,20 +172,9 @@ def _spread(
 
 @jit
 def _gather(
-    x_ptr,
-    order_ptr,
-    offs_ptr,
-    index_ptr,
-    bias_ptr,
-    y_ptr,
-    dot_ptr,
-    H,
-    K,
-    E,
-    x_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, order_ptr, offs_ptr, index_ptr, bias_ptr, y_ptr, dot_ptr, H, K, E, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Rows of x in the order of experts, and the product of each with its expert's bias."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
@@ -205,7 +195,7 @@ def _gather(
 @jit
 def _combine(
     y_ptr, position_ptr, offs_ptr, w_ptr, index_ptr, bias_ptr, out_ptr, n_tokens, H, E,
-    HAS_W: tl.constexpr, HAS_BIAS: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sum over k of each token's rows of y, biased and weighted."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -217,10 +207,10 @@ def _combine(
         row = tl.load(position_ptr + i, mask=token < n_tokens, other=n).to(tl.int64)
         mask = (row < n)[:, None] & (col < H)[None, :]
         y = tl.load(y_ptr + row[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             expert = tl.load(index_ptr + i, mask=row < n, other=0).to(tl.int64)
             y += tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        if HAS_W:
+        if w_ptr is not None:
             y *= tl.load(w_ptr + i, mask=row < n, other=0.0).to(tl.float32)[:, None]
         total += y
     tl.store(
@@ -231,12 +221,12 @@ def _combine(
 
 
 @jit
-def _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, INTERLEAVED: tl.constexpr):
     """gate and up in fp32, and where they lie in rows of h."""
     gate_col, up_col = (2 * col, 2 * col + 1) if INTERLEAVED else (col, n + col)
     gate = tl.load(h_ptr + row[:, None] * (2 * n) + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
     up = tl.load(h_ptr + row[:, None] * (2 * n) + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         gate += tl.load(bias_ptr + expert[:, None] * (2 * n) + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
         up += tl.load(bias_ptr + expert[:, None] * (2 * n) + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
     return gate, up, gate_col, up_col
@@ -244,66 +234,27 @@ def _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS: tl.constexpr,
 
 @jit
 def _glu(
-    h_ptr,
-    bias_ptr,
-    order_ptr,
-    index_ptr,
-    offs_ptr,
-    y_ptr,
-    n,
-    E,
-    alpha,
-    limit,
-    offset,
-    HAS_BIAS: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    h_ptr, bias_ptr, order_ptr, index_ptr, offs_ptr, y_ptr, n, E, alpha, limit, offset,
+    INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < tl.load(offs_ptr + E - 1)
     mask = here[:, None] & (col < n)[None, :]
     expert = row
-    if HAS_BIAS:
+    if bias_ptr is not None:
         expert = tl.load(index_ptr + tl.load(order_ptr + row, mask=here, other=0), mask=here, other=0).to(tl.int64)
-    gate, up, _, _ = _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, HAS_BIAS, INTERLEAVED)
-    y = grouped_tma.gated(gate, up, alpha, limit, offset, HAS_LIMIT, ACT, y_ptr.dtype.element_ty)
+    gate, up, _, _ = _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, INTERLEAVED)
+    y = grouped_tma.gated(gate, up, alpha, limit, offset, ACT, y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * n + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _glu_bwd(
-    h_ptr,
-    bias_ptr,
-    order_ptr,
-    index_ptr,
-    offs_ptr,
-    dy_ptr,
-    w_ptr,
-    dot_ptr,
-    dh_ptr,
-    wy_ptr,
-    dw_ptr,
-    M,
-    n,
-    E,
-    alpha,
-    limit,
-    offset,
-    HAS_BIAS: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    HAS_DOT: tl.constexpr,
-    NEED_DH: tl.constexpr,
-    NEED_WY: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    h_ptr, bias_ptr, order_ptr, index_ptr, offs_ptr, dy_ptr, w_ptr, dot_ptr, dh_ptr, wy_ptr, dw_ptr,
+    M, n, E, alpha, limit, offset,
+    INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """For rows of an expert's activation y and its gradient dy, both without their weight w: the
     gradients of h and of w, and w y.
 
@@ -316,37 +267,38 @@ def _glu_bwd(
     # loads would take as long as they do
     w = tl.load(w_ptr + i, mask=row < M, other=0.0).to(tl.float32)[:, None]
     expert = row
-    if HAS_BIAS:
+    if bias_ptr is not None:
         expert = tl.load(index_ptr + i, mask=here, other=0).to(tl.int64)
-    limit = tl.cast(limit, tl.float32)
+    if limit is not None:
+        limit = tl.cast(limit, tl.float32)
     alpha = tl.cast(alpha, tl.float32)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, n, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = here[:, None] & (col < n)[None, :]
         inside = (row < M)[:, None] & (col < n)[None, :]
-        gate, up, gate_col, up_col = _gate_up(h_ptr, bias_ptr, row, col, expert, inside, n, HAS_BIAS, INTERLEAVED)
-        gate_out, up_out = gate > limit, tl.abs(up) > limit
-        if HAS_LIMIT:
+        gate, up, gate_col, up_col = _gate_up(h_ptr, bias_ptr, row, col, expert, inside, n, INTERLEAVED)
+        if limit is not None:
+            gate_out, up_out = gate > limit, tl.abs(up) > limit
             gate = tl.where(gate_out, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         a, da = act_and_slope(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
         a /= alpha
         up += tl.cast(offset, tl.float32)
-        if NEED_DH or NEED_DW:
+        if dh_ptr is not None or dw_ptr is not None:
             dy = tl.load(dy_ptr + row[:, None] * n + col[None, :], mask=inside, other=0.0).to(tl.float32)
             dw += dy * a * up
-        if NEED_WY:
+        if wy_ptr is not None:
             tl.store(wy_ptr + row[:, None] * n + col[None, :], (w * a * up).to(wy_ptr.dtype.element_ty), mask=mask)
-        if NEED_DH:
+        if dh_ptr is not None:
             dgate, dup = w * dy * up * da, w * dy * a
-            if HAS_LIMIT:
+            if limit is not None:
                 dgate, dup = tl.where(gate_out, 0.0, dgate), tl.where(up_out, 0.0, dup)
             tl.store(dh_ptr + row[:, None] * (2 * n) + gate_col[None, :], dgate.to(dh_ptr.dtype.element_ty), mask=mask)
             tl.store(dh_ptr + row[:, None] * (2 * n) + up_col[None, :], dup.to(dh_ptr.dtype.element_ty), mask=mask)
-    if NEED_DW:  # zero for the rows of no expert
+    if dw_ptr is not None:  # zero for the rows of no expert
         dw = tl.where(here, tl.sum(dw, axis=1), 0.0)
-        if HAS_DOT:
+        if dot_ptr is not None:
             dw += tl.load(dot_ptr + row, mask=here, other=0.0)
         tl.store(dw_ptr + i, dw.to(dw_ptr.dtype.element_ty), mask=row < M)
 
@@ -367,12 +319,13 @@ def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, position, offs
 
 
+_FORM = "str act, bool interleaved, float alpha, float? limit, float offset"
+
+
 @launcher(
     "(Tensor x, Tensor index, Tensor order, Tensor position, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)"
 )
-def moe_gather(
-    x: Tensor, index: Tensor, order: Tensor, position: Tensor, offs: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def moe_gather(x, index, order, position, offs, bias):
     """The row of x (T, H) for each assignment, and its product with ``bias`` (E, H) in fp32,
     which is empty without a bias."""
     M, (tokens, H), (K, E) = order.shape[0], x.shape, (index.shape[1], offs.shape[0])
@@ -383,20 +336,8 @@ def moe_gather(
     # memory traffic is the only cost; reasoned, not measured
     if bias is None:
         c = config.tile("moe_spread", H, x.itemsize, elements=2048, max_block_n=2048)
-        launch(
-            _spread,
-            (cdiv(tokens, c.block_m), cdiv(H, c.block_n)),
-            x,
-            position,
-            offs,
-            y,
-            tokens,
-            H,
-            E,
-            x.stride(0),
-            K=K,
-            **c.tile,
-        )
+        grid = cdiv(tokens, c.block_m), cdiv(H, c.block_n)
+        launch(_spread, grid, x, position, offs, y, tokens, H, E, x.stride(0), K=K, **c.tile)
     else:
         c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
         launch(_gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, K, E, x.stride(0), **c.tile)
@@ -404,57 +345,38 @@ def moe_gather(
 
 
 @launcher("(Tensor y, Tensor index, Tensor position, Tensor offs, Tensor? w, Tensor? bias) -> Tensor")
-def moe_combine(
-    y: Tensor, index: Tensor, position: Tensor, offs: Tensor, w: Tensor | None, bias: Tensor | None
-) -> Tensor:
+def moe_combine(y, index, position, offs, w, bias):
     (tokens, K), H = index.shape, y.shape[1]
     out = y.new_empty(tokens, H)
-    if tracing(y):
-        return out
-    c = config.tile("moe_combine", H, y.itemsize, elements=2048, max_block_n=1024)
-    grid, flags = (
-        (cdiv(tokens, c.block_m), cdiv(H, c.block_n)),
-        dict(HAS_W=w is not None, HAS_BIAS=bias is not None, K=K),
-    )
-    launch(_combine, grid, y, position, offs, w, index, bias, out, tokens, H, offs.shape[0], **flags, **c.tile)
+    if not tracing(y):
+        c = config.tile("moe_combine", H, y.itemsize, elements=2048, max_block_n=1024)
+        grid = cdiv(tokens, c.block_m), cdiv(H, c.block_n)
+        launch(_combine, grid, y, position, offs, w, index, bias, out, tokens, H, offs.shape[0], K=K, **c.tile)
     return out
 
 
-@launcher(
-    "(Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, str act, bool interleaved, float alpha, "
-    "float? limit, float offset) -> Tensor"
-)
-def moe_glu_fwd(
-    h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor,
-    act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
-) -> Tensor:  # fmt: skip
+@launcher(f"(Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, {_FORM}) -> Tensor")
+def moe_glu_fwd(h, bias, index, order, offs, act, interleaved, alpha, limit, offset):
     M, n = h.shape[0], h.shape[1] // 2
     y = h.new_empty(M, n)
-    if tracing(h):
-        return y
-    c = config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
-    grid, flags = (
-        (cdiv(M, c.block_m), cdiv(n, c.block_n)),
-        dict(HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, INTERLEAVED=interleaved, ACT=act),
-    )
-    launch(_glu, grid, h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit or 0.0, offset, **flags, **c.tile)
+    if not tracing(h):
+        c = config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
+        grid, form = (cdiv(M, c.block_m), cdiv(n, c.block_n)), dict(INTERLEAVED=interleaved, ACT=act)
+        launch(_glu, grid, h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit, offset, **form, **c.tile)
     return y
 
 
 @launcher(
     "(Tensor x, Tensor gate_up, Tensor? bias, Tensor index, Tensor order, Tensor offs, bool need_h, "
-    "str act, bool interleaved, float alpha, float? limit, float offset) -> (Tensor h, Tensor y)"
+    f"{_FORM}) -> (Tensor h, Tensor y)"
 )
-def moe_up(
-    x: Tensor, gate_up: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, need_h: bool,
-    act: str, interleaved: bool, alpha: float, limit: float | None, offset: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def moe_up(x, gate_up, bias, index, order, offs, need_h, *form):
     """h, the product of sorted rows and gate_up, empty if it is not needed, and the activation:
     one kernel on Hopper, else two."""
-    (M, _), twice_n, form = x.shape, gate_up.shape[1], (act, interleaved, alpha, limit, offset)
+    (M, _), twice_n, interleaved = x.shape, gate_up.shape[1], form[1]
     if tracing(x):
         return x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
-    if grouped_tma.served(x, gate_up.mT) and (interleaved or gate_up.is_contiguous()):
+    if grouped_tma.supported(x, gate_up.mT) and (interleaved or gate_up.is_contiguous()):
         h, y = x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
         grouped_tma.product(x, gate_up.mT, offs, y, h if need_h else None, bias, form)
         return h, y
@@ -465,40 +387,21 @@ def moe_up(
 
 @launcher(
     "(Tensor(a!) dy, Tensor(b!) h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, "
-    "bool need_dh, bool need_wy, bool need_dw, "
-    "str act, bool interleaved, float alpha, float? limit, float offset) -> Tensor"
+    f"bool need_dh, bool need_wy, bool need_dw, {_FORM}) -> Tensor"
 )
 def moe_glu_bwd_(
-    dy: Tensor,
-    h: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    order: Tensor,
-    offs: Tensor,
-    w: Tensor,
-    dot: Tensor | None,
-    need_dh: bool,
-    need_wy: bool,
-    need_dw: bool,
-    act: str,
-    interleaved: bool,
-    alpha: float,
-    limit: float | None,
-    offset: float,
-) -> Tensor:
+    dy, h, bias, index, order, offs, w, dot, need_dh, need_wy, need_dw, act, interleaved, alpha, limit, offset
+):
     """The gradient of w, empty if it is not needed. Overwrites h with its gradient and dy with
     the weighted activation, if these are needed."""
     M, n = h.shape[0], h.shape[1] // 2
     dw = w.new_empty(w.shape if need_dw else 0)
-    if tracing(h):
-        return dw
-    c = config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
-    flags = dict(
-        HAS_BIAS=bias is not None, HAS_LIMIT=limit is not None, HAS_DOT=dot is not None, INTERLEAVED=interleaved
-    )
-    flags |= dict(NEED_DH=need_dh, NEED_WY=need_wy, NEED_DW=need_dw)
-    tensors, form = (bias, order, index, offs, dy, w, dot, h, dy, dw), (alpha, limit or 0.0, offset)
-    launch(_glu_bwd, (cdiv(M, c.block_m),), h, *tensors, M, n, offs.shape[0], *form, **flags, ACT=act, **c.tile)
+    if not tracing(h):
+        c = config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
+        results = h if need_dh else None, dy if need_wy else None, dw if need_dw else None
+        tensors, form = (bias, order, index, offs, dy, w, dot, *results), dict(INTERLEAVED=interleaved, ACT=act)
+        grid = (cdiv(M, c.block_m),)
+        launch(_glu_bwd, grid, h, *tensors, M, n, offs.shape[0], alpha, limit, offset, **form, **c.tile)
     return dw
 
 
@@ -508,72 +411,178 @@ def _outer_like(p: Tensor, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return grouped_outer(b, a, offs).mT if p.stride(1) == 1 else grouped_outer(a, b, offs)
 
 
-class LigerFusedMoEFunction(torch.autograd.Function):
-    """``apply(x, gate_up, down, topk_index, topk_weight)`` and, like keywords of ``moe``, the
-    biases, act, interleaved, alpha, limit and offset.
+def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dense(dtype)
 
-    ``keep``: whether h is kept for the backward, which computes it again otherwise.
+
+def _thin(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The matrices of an adapter as the kernels read them, (E, r, K), in this dtype."""
+    if t is None or t.dtype == dtype:
+        return t if t is None else t.contiguous()
+    return t.to(dtype, memory_format=torch.contiguous_format)
+
+
+def _hidden(rows: Tensor, gate_up: Tensor | Weight, xa: Tensor | None, b, scale: float, offs: Tensor) -> Tensor:
+    """h, the product of sorted rows and gate_up with its adapter, if it has one. ``xa``: the
+    thin product of these rows and a."""
+    h = grouped_mm(rows, _dense(gate_up, rows.dtype).mT, offs)
+    if xa is not None:
+        add_thin_(h, xa, b, offs, scale)
+    return h
+
+
+class MoEFunction(torch.autograd.Function):
+    """``apply(x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias, gate_up_a,
+    gate_up_b, down_a, down_b, scales, form, keep)``.
+
+    gate_up and down: a tensor, or a ``Weight`` that is made dense for each product. A pair of
+    adapters may be None; each b is transposed, (E, r, N). ``scales``: of the adapters of gate_up and
+    of down. ``form``: act, interleaved, alpha, limit and offset. ``keep``: whether h is kept for the
+    backward, which computes it again otherwise.
     """
 
     @staticmethod
     def forward(
-        ctx, x, gate_up, down, topk_index, topk_weight,
-        gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0, keep=True,
+        ctx, x, topk_index, topk_weight, gate_up, down, gate_up_bias, down_bias,
+        gate_up_a, gate_up_b, down_a, down_b, scales, form, keep,
     ):  # fmt: skip
-        x, index, w = rows_of(x), topk_index.contiguous(), topk_weight.contiguous()
-        b1, b2 = (b if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
+        x, index, w, dtype = rows_of(x), topk_index.contiguous(), topk_weight.contiguous(), x.dtype
+        bias, last_bias = (t if t is None else t.contiguous() for t in (gate_up_bias, down_bias))
+        adapters = gate_up_a, gate_up_b, down_a, down_b
+        ctx.dtypes = [None if t is None else t.dtype for t in adapters]
+        a, b, last_a, last_b = (_thin(t, dtype) for t in adapters)
         order, position, offs = moe_route(index, gate_up.shape[0])
-        ctx.form, ctx.keep, ctx.unshared = (act, interleaved, alpha, limit, offset), keep, saving_hooks()[1] in HARMLESS
-        h, y = moe_up(
-            moe_gather(x, index, order, position, offs, None)[0], gate_up, b1, index, order, offs, keep, *ctx.form
-        )
-        y = grouped_mm(y, down.mT, offs)
-        ctx.save_for_backward(x, gate_up, down, index, w, b1, b2, h, order, position, offs)
-        return moe_combine(y, index, position, offs, w, b2)
+        rows = lambda: moe_gather(x, index, order, position, offs, None)[0]  # not kept beyond the call that gets them
+        xa = None
+        if a is None:
+            h, z = moe_up(rows(), _dense(gate_up, dtype), bias, index, order, offs, keep, *form)
+        else:
+            xa = thin_rows(x, order, index.shape[1], a, offs, 1.0)
+            h = _hidden(rows(), gate_up, xa, b, scales[0], offs)
+            z = moe_glu_fwd(h, bias, index, order, offs, *form)
+            h = h if keep else h.new_empty(0, h.shape[1])
+        y = grouped_mm(z, _dense(down, dtype).mT, offs)
+        if last_a is not None:
+            add_thin_(y, thin_rows(z, None, 1, last_a, offs, 1.0), last_b, offs, scales[1])
+        ctx.scales, ctx.form, ctx.keep, ctx.unshared = scales, form, keep, saving_hooks()[1] in HARMLESS
+        ctx.stored = [None if isinstance(weight, Tensor) else weight for weight in (gate_up, down)]
+        weights = (weight if stored is None else None for weight, stored in zip((gate_up, down), ctx.stored))
+        thin = a, b, last_a, last_b, xa
+        ctx.save_for_backward(x, *weights, *thin, index, w, bias, last_bias, h, order, position, offs)
+        return moe_combine(y, index, position, offs, w, last_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         h_is_ours = ctx.unshared and not graph_is_kept()
-        x, gate_up, down, index, w, b1, b2, h, order, position, offs = ctx.saved_tensors
+        x, gate_up, down, a, b, last_a, last_b, xa, index, w, bias, last_bias, h, *route = ctx.saved_tensors
+        order, position, offs = route
+        need_x, _, need_w, need_gate_up, need_down, need_bias, need_last_bias, *thin = ctx.needs_input_grad[:11]
+        need_a, need_b, need_last_a, need_last_b = thin
+        (scale, last_scale), K, dtype = ctx.scales, index.shape[1], x.dtype
+        weights = [weight if stored is None else stored for weight, stored in zip((gate_up, down), ctx.stored)]
         if not ctx.keep:
-            h, h_is_ours = grouped_mm(moe_gather(x, index, order, position, offs, None)[0], gate_up.mT, offs), True
-        need_x, need_gate_up, need_down, _, need_w, need_b1, need_b2 = (*ctx.needs_input_grad, False, False)[:7]
-        need_dh = need_x or need_gate_up or need_b1
-        dx = dgate_up = ddown = db1 = db2 = dot = None
-        dz, dot = moe_gather(rows_of(dout), index, order, position, offs, b2 if need_w else None)
-        dy = (
-            grouped_mm(dz, down, offs)
-            if need_dh or need_w
-            else h.new_empty((h.shape[0], h.shape[1] // 2) if need_down else 0)
-        )
-        dh = h if h_is_ours or not need_dh else h.clone()
-        dw = moe_glu_bwd_(
-            dy,
-            dh,
-            b1,
-            index,
-            order,
-            offs,
-            w,
-            dot if need_w and b2 is not None else None,
-            need_dh,
-            need_down,
-            need_w,
-            *ctx.form,
-        )
+            h, h_is_ours = _hidden(moe_gather(x, index, *route, None)[0], weights[0], xa, b, scale, offs), True
+        need_dh = need_x or need_gate_up or need_bias or need_a or need_b
+        need_dy, need_wy = need_dh or need_w, need_down or need_last_a or need_last_b
+        dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dya = dxa = None
+        dout = rows_of(dout)
+        dz, dot = moe_gather(dout, index, *route, last_bias if need_w else None)
+        if need_dy:
+            dy = grouped_mm(dz, _dense(weights[1], dtype), offs)
+        else:
+            dy = h.new_empty((h.shape[0], h.shape[1] // 2) if need_wy else 0)
+        if last_a is not None and (need_dy or need_last_a):
+            dya = thin_rows(dout, order, K, last_b, offs, last_scale)
+            if need_dy:
+                add_thin_(dy, dya, last_a, offs, 1.0)
+        # without the router's weights so far: this pass applies them, and leaves in dy the weighted
+        # activation and in dh the gradient of h
+        dh, dot = h if h_is_ours or not need_dh else h.clone(), dot if need_w and last_bias is not None else None
+        dw = moe_glu_bwd_(dy, dh, bias, index, order, offs, w, dot, need_dh, need_wy, need_w, *ctx.form)
         if need_down:
-            ddown = _outer_like(down, dz, dy, offs)
-        if need_b2:
-            db2 = grouped_sum(dz, w.flatten()[order], offs)
+            ddown = _outer_like(down, dz, dy, offs).to(down.dtype)
+        if need_last_bias:
+            dlast_bias = grouped_sum(dz, w.flatten()[order], offs)
+        if need_last_a:
+            dlast_a = thin_outer(dya, dy, None, 1, offs, 1.0, ctx.dtypes[2])
+        if need_last_b:
+            # the thin product of down again, now of the weighted activation
+            ya = thin_rows(dy, None, 1, last_a, offs, 1.0)
+            dlast_b = thin_outer(ya, dout, order, K, offs, last_scale, ctx.dtypes[3])
         del dz, dy  # free them before the other half allocates as much
-        if need_b1:
-            db1 = grouped_sum(dh, None, offs)
+        if need_bias:
+            dbias = grouped_sum(dh, None, offs)
         if need_gate_up:
-            dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, order, position, offs, None)[0], offs)
+            dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, *route, None)[0], offs).to(gate_up.dtype)
+        if need_b:
+            db = thin_outer(xa, dh, None, 1, offs, scale, ctx.dtypes[1])
+        if a is not None and (need_x or need_a):
+            dxa = thin_rows(dh, None, 1, b, offs, scale)
+        if need_a:
+            da = thin_outer(dxa, x, order, K, offs, 1.0, ctx.dtypes[0])
         if need_x:
-            dx = moe_combine(grouped_mm(dh, gate_up, offs), index, position, offs, None, None)
-        return dx, dgate_up, ddown, None, dw if need_w else None, db1, db2, *[None] * 6
+            dxs = grouped_mm(dh, _dense(weights[0], dtype), offs)
+            if dxa is not None:
+                add_thin_(dxs, dxa, a, offs, 1.0)
+            dx = moe_combine(dxs, index, position, offs, None, None)
+        of_weights = dw if need_w else None, dgate_up, ddown, dbias, dlast_bias, da, db, dlast_a, dlast_b
+        return dx, None, *of_weights, None, None, None
+
+
+def _joined(adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None, float]:
+    """Several adapters of one weight as one adapter, whose rank is the sum of theirs: its two
+    matrices and its scale."""
+    if len(adapters) < 2:
+        return (adapters[0].a, adapters[0].b, adapters[0].scale) if adapters else (None, None, 1.0)
+    return torch.cat([one.a for one in adapters], 1), torch.cat([one.b * one.scale for one in adapters], 2), 1.0
+
+
+def adapted_moe(
+    x: Tensor,
+    gate_up: Tensor | Weight,
+    down: Tensor | Weight,
+    topk_index: Tensor,
+    topk_weight: Tensor,
+    gate_up_adapters: Sequence[Adapter] = (),
+    down_adapters: Sequence[Adapter] = (),
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    act: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+    recompute: bool = False,
+) -> Tensor:
+    """``moe`` by kernels, for weights (E, N, K) with any storage and any number of adapters: a (E,
+    r, K), b (E, N, r), without dropout and bias.
+
+    All products are in the dtype of x.
+    """
+    a, b, scale = _joined(gate_up_adapters)
+    last_a, last_b, last_scale = _joined(down_adapters)
+    biases = (t if t is None else t.to(x.dtype) for t in (gate_up_bias, down_bias))
+    pairs = a, b if b is None else b.mT, last_a, last_b if last_b is None else last_b.mT
+    tensors = gate_up, down, *biases, *pairs
+    given = (x, topk_weight, *tensors)
+    keep = not recompute and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
+    form = act, interleaved, alpha, limit, offset
+    return MoEFunction.apply(x, topk_index, topk_weight, *tensors, (scale, last_scale), form, keep)
+
+
+class LigerFusedMoEFunction:
+    """``moe`` without its checks."""
+
+    @staticmethod
+    def apply(
+        x, gate_up, down, topk_index, topk_weight,
+        gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0, keep=True,
+    ):  # fmt: skip
+        form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset, recompute=not keep)
+        biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+        return adapted_moe(x, gate_up, down, topk_index, topk_weight, **biases, **form)
 
 
 def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, adapters=(), **_) -> Cost:
@@ -790,20 +799,11 @@ def moe(
     dtype = check("moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
     x, gate_up, down, topk_index = x.to(dtype), gate_up.to(dtype), down.to(dtype), as_index(topk_index)
     gate_up_bias, down_bias = (b if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
-    form = dict(
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        act=act,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-        offset=offset,
-    )
+    form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
+    given = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, **form)
     if not use_kernels(x):
-        return reference(x, gate_up, down, topk_index, topk_weight, **form)
-    given = (x, gate_up, down, topk_weight, gate_up_bias, down_bias)
-    keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    return LigerFusedMoEFunction.apply(x, gate_up, down, topk_index, topk_weight, *form.values(), keep)
+        return reference(x, gate_up, down, topk_index, topk_weight, **given)
+    return adapted_moe(x, gate_up, down, topk_index, topk_weight, recompute=recompute, **given)
 
 
 def compute_routing_metadata(topk_indices: Tensor, E: int, block_m_token: int = 128) -> tuple[Tensor, ...]:

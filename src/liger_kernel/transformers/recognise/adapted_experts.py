@@ -26,7 +26,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.projections.adapted import Adapter
-from liger_kernel.ops.projections.lora_moe import adapted_moe
+from liger_kernel.ops.projections.moe import adapted_moe
 from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, Experts, chosen, stored, weights_of
 from liger_kernel.transformers.recognise.plain import plain, runs_its_class, unhooked

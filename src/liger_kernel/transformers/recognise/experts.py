@@ -19,8 +19,7 @@ from liger_kernel.nn.float8 import LigerFloat8Experts
 from liger_kernel.ops._core.operator import only_pytorch, use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.four_bits import four_bits
-from liger_kernel.ops.projections.lora_moe import adapted_moe
-from liger_kernel.ops.projections.moe import moe
+from liger_kernel.ops.projections.moe import adapted_moe, moe
 from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.activations import CLAMPED, activation
 from liger_kernel.transformers.recognise.plain import of_a_subclass, plain, runs_its_class

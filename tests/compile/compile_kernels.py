@@ -141,10 +141,10 @@ def stored_weights() -> None:
         for count in range(1, float8_training.MOST + 1):
             float8_training.tops_of([x] * count)
         amax = float8_training.amax_of(x, False)
-        both = [float8_training.Wanted(x, kind, amax, True, True) for kind in (float8.E4, float8.E5)]
+        both = [float8_training.CastRequest(x, kind, amax, True, True) for kind in (float8.E4, float8.E5)]
         for other in (both[0]._replace(rows=False), both[0]._replace(columns=False)):
             for one in both:
-                float8_training.two_casts(one, other, False)
+                float8_training.casts_together([one, other], False)
         float8_training.glu_and_tops(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
         glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, tops=_new(3, glu.TOPS))
         magnitude.column_sums(x, x)

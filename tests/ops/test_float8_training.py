@@ -105,9 +105,9 @@ def test_two_tensors_cast_together(how, powers_of_2):
     for i, x in enumerate(xs):
         x[0, 0] = float("inf")
         for other in xs:
-            one = f8.Wanted(x, (E4, E5)[i % 2], f8.amax_of(x, False), *how)
-            two = f8.Wanted(other, E4, f8.amax_of(other, False), False, True)
-            for found, (of, dtype, amax, rows, columns) in zip(f8.two_casts(one, two, powers_of_2), (one, two)):
+            one = f8.CastRequest(x, (E4, E5)[i % 2], f8.amax_of(x, False), *how)
+            two = f8.CastRequest(other, E4, f8.amax_of(other, False), False, True)
+            for found, (of, dtype, amax, rows, columns) in zip(f8.casts_together([one, two], powers_of_2), (one, two)):
                 for mine, alone in zip(found, f8.casts(of, dtype, amax, powers_of_2, rows=rows, columns=columns)):
                     assert (mine is None) == (alone is None)
                     if mine is not None:
@@ -122,21 +122,21 @@ def test_two_tensors_cast_together(how, powers_of_2):
 
 
 @needs_kernels
-def test_casts_in_spare_memory():
+def test_casts_in_memory_memory():
     """They are the same, and lie there, if they fit."""
     x = drawn(48, 144)
     amax = f8.amax_of(x, False)
     expected = f8.casts(x, E5, amax, False, rows=True, columns=True)
-    for spare, fits in (
+    for memory, fits in (
         (drawn(48, 144), True),
         (drawn(144, 48).t(), False),
         (drawn(48, 144, dtype=torch.float32), True),
         (drawn(47, 144), False),
     ):
-        found = f8.casts(x, E5, amax, False, rows=True, columns=True, spare=spare)
+        found = f8.casts(x, E5, amax, False, rows=True, columns=True, memory=memory)
         for one, other in zip(found, expected):
             assert torch.equal(one.values.float(), other.values.float()) and one.scale == other.scale
-            assert (one.values.untyped_storage().data_ptr() == spare.untyped_storage().data_ptr()) == fits
+            assert (one.values.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()) == fits
 
 
 def learning(call, x, dy, learnt):
@@ -167,10 +167,9 @@ def test_errors_are_those_of_torchao(recipe, tokens):
 
 def test_a_forward_alone_casts_by_rows(monkeypatch):
     """Without gradients, nothing needs the transposed casts."""
-    made, two_casts = [], f8.two_casts
-    monkeypatch.setattr(
-        f8, "two_casts", lambda *both: made.extend((each.rows, each.columns) for each in both[:2]) or two_casts(*both)
-    )
+    made, casts = [], f8.casts_together
+    note = lambda requests, *how: made.extend((each.rows, each.columns) for each in requests) or casts(requests, *how)
+    monkeypatch.setattr(f8, "casts_together", note)
     x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
     run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
     y = run()
@@ -308,7 +307,7 @@ def test_weights_are_searched_once_a_step(monkeypatch):
     made, tops_of = [], f8.tops_of
     w = drawn(32, 16, seed=1).requires_grad_()
     monkeypatch.setattr(f8, "tops_of", lambda xs: made.extend(t.data_ptr() == w.data_ptr() for t in xs) or tops_of(xs))
-    kept, x = f8.Kept(), drawn(32, 16, seed=2)
+    kept, x = f8.WeightCache(), drawn(32, 16, seed=2)
     optimizer = torch.optim.SGD([w], lr=1e-2)
 
     def step() -> int:
@@ -353,9 +352,9 @@ def test_a_layer_starts_few_kernels(learns, monkeypatch):
         f8, "launch", lambda kernel, *args, **how: started.append(kernel.fn.__name__) or launch(kernel, *args, **how)
     )
     ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
-    projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.Kept())) for w in ws]
+    projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.WeightCache())) for w in ws]
     ys = linears(drawn(48, 32).requires_grad_(), projections)
-    assert started == ["_tops", "_two_casts", "_casts", "_casts"]
+    assert started == ["_tops", "_casts", "_casts", "_casts"]
     started.clear()
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-    assert started == ["_tops", "_two_casts", "_two_casts", "_two_casts"]
+    assert started == ["_tops", "_casts", "_casts", "_casts"]

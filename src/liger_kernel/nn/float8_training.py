@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from liger_kernel.ops._core.operator import intercepted, is_recorded, only_pytorch
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, Kept, float8_trained, forget
+from liger_kernel.ops.projections.float8_training import RECIPES, Float8Trained, WeightCache, float8_trained, forget
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 
 _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -38,9 +38,9 @@ def trained(weight: Tensor, recipe: str) -> Float8Trained:
     elif weight.requires_grad and _alone() and not _in_graphs(weight):
         kept = _KEPT.get(weight)
         if kept is None:
-            kept = _KEPT.setdefault(weight, Kept())
+            kept = _KEPT.setdefault(weight, WeightCache())
     else:
-        kept = Kept()
+        kept = WeightCache()
     return float8_trained(weight, RECIPES[recipe], kept)
 
 

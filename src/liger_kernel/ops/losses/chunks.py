@@ -69,6 +69,11 @@ def chunks_of(M: int, step: int) -> list[slice]:
     return [slice(0, first)] * (first > 0) + [slice(start, start + step) for start in range(first, M, step)]
 
 
+def dtype_of_dw(w: Tensor) -> torch.dtype:
+    """In fp16, sums over all tokens that are not scaled yet overflow: dw is in fp32 then."""
+    return acc(w.dtype) if w.dtype == torch.float16 else w.dtype
+
+
 def logits(z: Tensor, x: Tensor, w: Tensor, xa: Tensor | None, wb: Tensor | None) -> None:
     """z = x w^T + xa wb^T: the large product adds to the thin one in its epilogue."""
     if xa is not None and wb is not None:
@@ -102,14 +107,14 @@ def chunk_gradients(
     of all earlier chunks are multiplied by it.
     ``kept`` (n,): the rows of x that count. The loop then runs over these, ``rows`` are positions
     among them, and the other rows of dx are zero.
-    In fp16, sums over all tokens that are not scaled yet overflow, so dw is also fp32 then. With
-    ``dw_into``, dw is added to that tensor.
+    With ``dw_into``, dw is added to that tensor.
     """
     (H, V), M = (x.shape[1], w.shape[0]), x.shape[0] if kept is None else kept.shape[0]
+    # a head without a term of low rank has three gradients
     need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
-    dw_dtype = acc(w.dtype) if w.dtype == torch.float16 else w.dtype
     dx = (x.new_empty if kept is None else x.new_zeros)(x.shape if need_dx else 0)
-    dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=dw_dtype)
+    dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=dtype_of_dw(w))
+    # a bias is small: its gradient is always summed in fp32
     db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
     dxa = dwb = None
     if xa is not None and wb is not None:
@@ -119,11 +124,14 @@ def chunk_gradients(
     if tracing(x):
         return dx, dw, db, *thin
     step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x))))
+    # the logits buffer must hold the largest chunk of a given plan, too
     chunks = list(chunks_of(M, step) if chunks is None else chunks)
     step = max((c.stop - c.start for c in chunks), default=0)
     if accum_dtype is None:
         accum_dtype = dw.dtype if len(chunks) - 1 <= rounded_sums(M, V) else acc(w.dtype)
+    # a single chunk is one product, which rounds once in any dtype
     total = dw if accum_dtype == dw.dtype or len(chunks) <= 1 else dw.new_empty(dw.shape, dtype=accum_dtype)
+    # no chunk would write dw if all tokens are ignored
     if dw_into is not None:
         total = dw_into
     elif not chunks:
@@ -131,6 +139,8 @@ def chunk_gradients(
     if intercepted():
         chunks = chunks[:2] + chunks[2:][-1:]  # those between have the same kernels, and no other memory
     buffer = x.new_empty(step, V, dtype=acc(x.dtype) if fp32_logits else x.dtype)
+    # the gradient may take the place of the logits, unless these are wider than the operands of
+    # the products that read it
     grads = buffer if buffer.dtype == x.dtype else x.new_empty(step if any(need) else 0, V)
     for i, rows in enumerate(chunks):
         n = rows.stop - rows.start
@@ -139,12 +149,14 @@ def chunk_gradients(
         xa_c = xa if xa is None else xa[rows] if at is None else xa.index_select(0, at)
         z, dz = buffer[:n], grads[:n] if any(need) else None
         logits(z, x_c, w, xa_c, wb)
+        # after this call, z is spent and dz is what the next three products read
         ratio = body(z, rows, dz)
         if ratio is not None and i:
             before = (t if t is None or kept is not None else t[: rows.start] for t in (dx, dxa))
             for t in (*before, total, db, dwb):
                 if t is not None:
                     scale_(t, ratio)
+        # dx and dxa are products of the same gradient with w and with wb
         for d, of in ((dx if need_dx else None, w), (dxa, wb)):
             if d is not None and at is None:
                 torch.mm(dz, of, out=d[rows])
@@ -172,16 +184,19 @@ class Kept:
     def __init__(self, target: Tensor, ignore_index: int = -100, group: int | None = None):
         valid = target.reshape(-1) != ignore_index
         self.total = valid.shape[0]
+        # stable: the rows that count come first, in their own order. The host takes as many of them
+        # as
+        # it finds counted, and needs no ``nonzero``, which would wait
         self._order = torch.argsort(valid.logical_not(), stable=True)
         self._event: torch.cuda.Event | None = None
         counts = valid.view(-1, group).sum(1) if group else valid.sum().view(1)
+        # pinned, or the copy would not be asynchronous
         if counts.is_cuda:
             self._counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
             self._counts.copy_(counts, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(
-                torch.cuda.current_stream(counts.device)
-            )  # which is not the current device's where that is another
+            # the stream of their device, which need not be the current one
+            self._event.record(torch.cuda.current_stream(counts.device))
         else:
             self._counts = counts
 
@@ -199,4 +214,5 @@ class Kept:
         """The indices of the rows that count (n,), ascending; None if omitting the other rows
         would save less than ``least_gain`` of the work."""
         n = sum(self.counts())
+        # a gather of x and a scatter of dx cost more than a few percent of the products
         return None if n > (1 - least_gain) * self.total else self._order[:n]

@@ -40,6 +40,7 @@ def cross_entropy_fwd(
     s = Loss(*numbers)
     out = Rows.empty(target, s)
     norm = normaliser(target, class_weight, s, num_items)
+    # an empty tensor and not None: a launcher has one schema
     dz = z.new_empty(z.shape if need_dz else 0)
     row_kernel(z, target, s, class_weight=class_weight, out=out, dz=dz if need_dz else None, norm=norm)
     return *out.reduced(norm, s.reduction), out.predicted, out.lse, norm, dz
@@ -70,6 +71,9 @@ class CrossEntropyFunction(torch.autograd.Function):
         now = gradient_in_forward and s.reduction != "none" and z.dtype != torch.float16
         loss, z_loss, predicted, lse, norm, dz = cross_entropy_fwd(z, target, class_weight, num_items, now, *numbers)
         ctx.now, ctx.numbers = now, numbers
+        # a gradient made now takes the place of the logits in memory; without it the logits stay,
+        # which
+        # the model holds anyway
         ctx.save_for_backward(*((dz,) if now else (z, target, class_weight, lse, norm)))
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss, z_loss, predicted
@@ -77,12 +81,14 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g, *_):
+        # in place if this backward is its last use
         dz = scaled(ctx.saved_tensors, g)[0] if ctx.now else cross_entropy_bwd(g, *ctx.saved_tensors, *ctx.numbers)
         return dz, *(None,) * (4 + len(ctx.numbers))
 
 
 def items(num_items: Tensor | float | None, like: Tensor) -> Tensor | None:
     """``num_items`` on the device of ``like``. The host does not wait for it."""
+    # a tensor stays on its device, and a number becomes a fill: neither waits
     if num_items is None or isinstance(num_items, Tensor):
         return num_items if num_items is None else num_items.detach().to(like.device, non_blocking=True).reshape(())
     return like.new_full((), num_items, dtype=torch.float32)
@@ -200,6 +206,7 @@ def cross_entropy(
         )
     now = gradient_in_forward and logits.requires_grad and torch.is_grad_enabled()
     out = CrossEntropyFunction.apply(logits, target, class_weight, num_items, now, *numbers, False, False)
+    # the last two fields of ``Loss`` are only those of the fused linear losses
     return out if stats else out[0]
 
 

@@ -65,11 +65,13 @@ def reference(
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     V = z.shape[-1]
+    # F.cross_entropy has no z-loss, scaling or statistics; those gather the logits
     if is_sharded(z) and has_split_rows(z) and num_items is None and not (z_loss or token_scaling or stats):
         # whose operators know classes that are spread over ranks, in loss_parallel without
         # gathering them
         return F.cross_entropy(z, target.long(), class_weight, None, ignore_index, None, reduction, label_smoothing)
     valid, inside = target != ignore_index, (target >= 0) & (target < V)
+    # any class will do: what it gives is replaced by 0 or NaN below
     y = target.where(inside, 0)
     lse = z.logsumexp(-1)
     log_p = z - lse[:, None]
@@ -126,28 +128,18 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def _logits(
-    z_ptr,
-    bias_ptr,
-    col,
-    mask,
-    scale,
-    cap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """Transformed logits; and tanh, for the derivative of the softcap."""
-    z = tl.load(z_ptr + col, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        z *= scale
+def transformed_logits(z_ptr, bias_ptr, at, mask, scale, cap, EVICT: tl.constexpr = ""):
+    """Logits after bias, scale and softcap, of which each may be None; and tanh, for the
+    derivative of the softcap."""
+    z = tl.load(z_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if scale is not None:
+        z *= tl.cast(scale, tl.float32)
     t = z
-    if HAS_CAP:
-        t = tanh(z / cap)
-        z = t * cap
+    if cap is not None:
+        t = tanh(z / tl.cast(cap, tl.float32))
+        z = t * tl.cast(cap, tl.float32)
     return z, t
 
 
@@ -158,29 +150,20 @@ def _finite(x):
 
 
 @jit
+def _weight(w_ptr, col, mask):
+    """Class weights, which are 1 if there are none."""
+    return tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if w_ptr is not None else 1.0
+
+
+@jit
 def _sums(
-    z_ptr,
-    bias_ptr,
-    w_ptr,
-    V,
-    shift,
-    logit_scale,
-    cap,
-    lane,
-    HAS_W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    STATS: tl.constexpr,
-    MEAN: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    PRECISE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, bias_ptr, w_ptr, V, shift, scale, cap, lane,
+    SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A row's sums over classes of e = exp(z - shift), e (z - shift), w z and z, and the class
     of the largest z; what no flag asks for is 0."""
     total = tl.zeros((BLOCK,), tl.float32)
+    # lanes of their own: a reduction for each block would cost a barrier of all warps
     weighted = tl.zeros((BLOCK,), tl.float32)
     wz = tl.zeros((BLOCK,), tl.float32)
     zs = tl.zeros((BLOCK,), tl.float32)
@@ -189,9 +172,9 @@ def _sums(
     for start in range(0, V, BLOCK):
         col = start + lane
         mask = col < V
-        z, _ = _logits(z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_last")
+        z, _ = transformed_logits(z_ptr, bias_ptr, col, mask, scale, cap, "evict_last")
         if SMOOTH:
-            wz += tl.where(mask, z, 0.0) * (tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if HAS_W else 1.0)
+            wz += tl.where(mask, z, 0.0) * _weight(w_ptr, col, mask)
         if MEAN:
             zs += tl.where(mask, z, 0.0)
         if STATS:
@@ -199,11 +182,12 @@ def _sums(
             top = tl.where(higher, z, top)
             at = tl.where(higher, col, at)
         d = tl.where(mask, z - shift, -float("inf"))
-        e = exp_of(d, PRECISE)
+        e = exp_of(d, z_ptr.dtype.element_ty == tl.float32)
         total += e
         if ENTROPY:
             weighted += e * tl.maximum(d, -3e38)
     none = tl.cast(0.0, tl.float32)
+    # as torch.argmax has it: the first class among equals
     best = tl.min(tl.where(top == tl.max(top, axis=0), at, V), axis=0) if STATS else tl.cast(0, tl.int32)
     return (
         tl.sum(total, axis=0),
@@ -216,52 +200,11 @@ def _sums(
 
 @jit
 def _rows(
-    z_ptr,
-    target_ptr,
-    dz_ptr,
-    w_ptr,
-    w_sum_ptr,
-    bias_ptr,
-    norm_ptr,
-    g_ptr,
-    g_entropy_ptr,
-    lse_in_ptr,
-    entropy_in_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    lse_ptr,
-    predicted_ptr,
-    entropy_ptr,
-    mean_ptr,
-    V,
-    z_stride,
-    dz_stride,
-    target_stride,
-    g_stride,
-    g_entropy_stride,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    logit_scale,
-    softcap,
-    HAS_W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    DFT: tl.constexpr,
-    STATS: tl.constexpr,
-    MEAN: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_G: tl.constexpr,
-    HAS_GE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    NEED_LOSS: tl.constexpr,
-    NEED_DZ: tl.constexpr,
-    PRECISE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, target_ptr, dz_ptr, w_ptr, w_sum_ptr, bias_ptr, norm_ptr, g_ptr, g_entropy_ptr, lse_in_ptr, entropy_in_ptr,
+    loss_ptr, z_loss_ptr, lse_ptr, predicted_ptr, entropy_ptr, mean_ptr,
+    V, z_stride, dz_stride, target_stride, g_stride, g_entropy_stride, ignore_index,
+    label_smoothing, z_loss, logit_scale, softcap, DFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row a program: a sweep for lse and loss (unless lse is given), and one that writes dz,
     where z is or elsewhere.
 
@@ -273,42 +216,46 @@ def _rows(
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
-    dz_ptr += row * dz_stride
+    if dz_ptr is not None:
+        dz_ptr += row * dz_stride
     target = tl.load(target_ptr + row * target_stride)
-    logit_scale, cap = tl.cast(logit_scale, tl.float32), tl.cast(softcap, tl.float32)
-    label_smoothing, z_loss = tl.cast(label_smoothing, tl.float32), tl.cast(z_loss, tl.float32)
+    z_loss = tl.cast(z_loss, tl.float32)
+    SMOOTH: tl.constexpr = label_smoothing is not None
+    PRECISE: tl.constexpr = z_ptr.dtype.element_ty == tl.float32
     ignored = target == ignore_index
     inside = (target >= 0) & (target < V)
     lane = tl.arange(0, BLOCK)
 
     if ignored:
-        if NEED_LOSS:
+        if loss_ptr is not None:
             tl.store(loss_ptr + row, 0.0)
             tl.store(z_loss_ptr + row, 0.0)
             tl.store(lse_ptr + row, 0.0)
-            if STATS:
+            if predicted_ptr is not None:
                 tl.store(predicted_ptr + row, -1)
-            if MEAN:
+            if mean_ptr is not None:
                 tl.store(mean_ptr + row, 0.0)
-            if ENTROPY:
+            if entropy_ptr is not None:
                 tl.store(entropy_ptr + row, 0.0)
-        if NEED_DZ:
+        if dz_ptr is not None:
             for start in range(0, V, BLOCK):
                 tl.store(dz_ptr + start + lane, tl.zeros((BLOCK,), dz_ptr.dtype.element_ty), mask=start + lane < V)
     else:
+        # an address that may be read; ``factor`` makes the result NaN
         y = tl.where(inside, target, 0)
-        z_y, t_y = _logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
-        w_y = tl.load(w_ptr + y).to(tl.float32) if HAS_W else 1.0
-        w_sum = tl.load(w_sum_ptr).to(tl.float32) if HAS_W else tl.cast(V, tl.float32)
+        z_y, t_y = transformed_logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, softcap)
+        w_y = tl.load(w_ptr + y).to(tl.float32) if w_ptr is not None else 1.0
+        # of all classes: what label smoothing spreads over them
+        w_sum = tl.load(w_sum_ptr).to(tl.float32) if w_sum_ptr is not None else tl.cast(V, tl.float32)
 
         wz_sum, z_sum = 0.0, 0.0
         best = 0
         entropy = 0.0
-        if HAS_LSE:
+        if lse_in_ptr is not None:
             both = tl.load(lse_in_ptr + row)
             lse = both.to(tl.float32)
             low = (both - lse.to(tl.float64)).to(tl.float32)
-            if HAS_GE:
+            if g_entropy_ptr is not None:
                 entropy = tl.load(entropy_in_ptr + row)
             # with no sweep before, a warp may still be waiting for z_y when another one overwrites
             # it
@@ -316,86 +263,47 @@ def _rows(
         else:
             # numbers are counted from the largest of the first block, or from 0 if that has none;
             # should that not suit the rest, from the largest of all
-            z, _ = _logits(
-                z_ptr, bias_ptr, lane, lane < V, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_last"
-            )
+            z, _ = transformed_logits(z_ptr, bias_ptr, lane, lane < V, logit_scale, softcap, "evict_last")
             lse = _finite(tl.max(tl.where(lane < V, z, -float("inf")), axis=0))
+            STATS: tl.constexpr = predicted_ptr is not None
+            MEAN: tl.constexpr = mean_ptr is not None
+            ENTROPY: tl.constexpr = entropy_ptr is not None
             row_total, weighted, wz_sum, z_sum, best = _sums(
-                z_ptr,
-                bias_ptr,
-                w_ptr,
-                V,
-                lse,
-                logit_scale,
-                cap,
-                lane,
-                HAS_W,
-                HAS_BIAS,
-                HAS_SCALE,
-                HAS_CAP,
-                SMOOTH,
-                STATS,
-                MEAN,
-                ENTROPY,
-                PRECISE,
-                BLOCK,
+                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
             )
             far = (row_total == float("inf")) | (row_total < 1e-30)
-            if ENTROPY:  # a difference of sums, which loses what they have in common: of e^87 and 87 e^87, everything
+            # a difference of sums loses what they have in common: of e^87 and 87 e^87, everything
+            if entropy_ptr is not None:
                 far = far | (row_total > 1e9) | (row_total < 1e-9)
             if far:
                 top = tl.full((BLOCK,), -float("inf"), tl.float32)
                 for start in range(0, V, BLOCK):
-                    z, _ = _logits(
-                        z_ptr,
-                        bias_ptr,
-                        start + lane,
-                        start + lane < V,
-                        logit_scale,
-                        cap,
-                        HAS_BIAS,
-                        HAS_SCALE,
-                        HAS_CAP,
-                        "",
-                    )
-                    top = tl.maximum(top, tl.where(start + lane < V, z, -float("inf")))
+                    col = start + lane
+                    z, _ = transformed_logits(z_ptr, bias_ptr, col, col < V, logit_scale, softcap)
+                    top = tl.maximum(top, tl.where(col < V, z, -float("inf")))
                 lse = _finite(tl.max(top, axis=0))
                 row_total, weighted, wz_sum, z_sum, best = _sums(
-                    z_ptr,
-                    bias_ptr,
-                    w_ptr,
-                    V,
-                    lse,
-                    logit_scale,
-                    cap,
-                    lane,
-                    HAS_W,
-                    HAS_BIAS,
-                    HAS_SCALE,
-                    HAS_CAP,
-                    SMOOTH,
-                    STATS,
-                    MEAN,
-                    ENTROPY,
-                    PRECISE,
-                    BLOCK,
+                    z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
                 )
             low = log(row_total)
-            if ENTROPY:
+            if entropy_ptr is not None:
                 entropy = low - weighted / row_total
                 entropy = tl.where(entropy < 0.0, 0.0, entropy)  # rounding, as below
+            # for the backward: fp64 holds both parts of the logarithm
             both = lse.to(tl.float64) + low.to(tl.float64)
             if not PRECISE:
                 lse = both.to(tl.float32)
 
         if not PRECISE:
             low = 0.0
-        on = w_y * (1.0 - label_smoothing)
-        smooth = label_smoothing / V
+        on = w_y
+        if SMOOTH:
+            on = w_y * (1.0 - tl.cast(label_smoothing, tl.float32))
+            smooth = tl.cast(label_smoothing, tl.float32) / V
         factor = tl.where(inside, 1.0, float("nan"))
         if DFT:
             factor *= tl.exp((z_y - lse) - low)
-        if NEED_LOSS:
+        if loss_ptr is not None:
             nll = (lse - z_y) + low
             loss = on * tl.where(nll < 0.0, 0.0, nll)  # a probability above 1 is rounding
             if SMOOTH:
@@ -404,21 +312,23 @@ def _rows(
             tl.store(loss_ptr + row, factor * (loss + z_term))
             tl.store(z_loss_ptr + row, factor * z_term)
             tl.store(lse_ptr + row, both)
-            if STATS:
+            if predicted_ptr is not None:
                 tl.store(predicted_ptr + row, best)
-            if MEAN:
+            if mean_ptr is not None:
                 tl.store(mean_ptr + row, z_sum / V)
-            if ENTROPY:
+            if entropy_ptr is not None:
                 tl.store(entropy_ptr + row, tl.where(inside, entropy, float("nan")))
-        if NEED_DZ:
-            scale = logit_scale
-            if HAS_NORM:
+        if dz_ptr is not None:
+            scale = 1.0
+            if logit_scale is not None:
+                scale = tl.cast(logit_scale, tl.float32)
+            if norm_ptr is not None:
                 scale *= 1.0 / tl.load(norm_ptr).to(tl.float32)
             ge = 0.0
-            if HAS_GE:
+            if g_entropy_ptr is not None:
                 ge = scale * tl.load(g_entropy_ptr + row * g_entropy_stride).to(tl.float32)
             factor *= scale
-            if HAS_G:
+            if g_ptr is not None:
                 factor *= tl.load(g_ptr + row * g_stride).to(tl.float32)
             spread = factor * (on + 2.0 * z_loss * (lse + low))
             if SMOOTH:
@@ -427,30 +337,26 @@ def _rows(
             for i in range(0, blocks):
                 col = (blocks - 1 - i) * BLOCK + lane
                 mask = col < V
-                z, t = _logits(
-                    z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "evict_first"
-                )
+                z, t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap, "evict_first")
                 slope = spread
-                if HAS_GE:
+                if g_entropy_ptr is not None:
                     slope += ge * ((lse - tl.maximum(z, -3e38)) - (entropy - low))
-                dz = (
-                    exp_of((z - lse) - low, True) if PRECISE else tl.exp2(z * _LOG2E - lse * _LOG2E)
-                ) * slope  # one instruction less
+                # exp2 of two products is one instruction less
+                p = exp_of((z - lse) - low, True) if PRECISE else tl.exp2(z * _LOG2E - lse * _LOG2E)
+                dz = p * slope
                 if SMOOTH:
-                    dz -= (
-                        factor * smooth * (tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if HAS_W else 1.0)
-                    )
-                if HAS_CAP:
+                    dz -= factor * smooth * _weight(w_ptr, col, mask)
+                if softcap is not None:
                     dz *= 1.0 - t * t
                 tl.store(dz_ptr + col, dz.to(dz_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
             # the target's own column, once the others of its block are written
             slope = spread
-            if HAS_GE:
+            if g_entropy_ptr is not None:
                 slope += ge * ((lse - tl.maximum(z_y, -3e38)) - (entropy - low))
             dz_y = exp_of((z_y - lse) - low, PRECISE) * slope - factor * on
             if SMOOTH:
                 dz_y -= factor * smooth * w_y
-            if HAS_CAP:
+            if softcap is not None:
                 dz_y *= 1.0 - t_y * t_y
             tl.debug_barrier()
             tl.store(dz_ptr + y, dz_y.to(dz_ptr.dtype.element_ty))
@@ -532,46 +438,25 @@ def row_kernel(
     if not use_kernels(z):
         return _rows_in_torch(z, target, loss, class_weight, bias, out, dz, norm, g, g_entropy, lse, entropy)
     M, V = z.shape
+    # the kernel has no strides for vectors of V
     class_weight, bias = (None if t is None else t.contiguous() for t in (class_weight, bias))
     weight_sum = None if class_weight is None else class_weight.float().sum()
     # H200, out of place, 8192 x 128256 bf16: 1318 us with 32 warps, 1431 to 1493 with 8 or 16 and
-    # pipelined loads (two passes at copy speed: 987)
-    more = (
-        z.itemsize == 4 or loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean
-    )  # registers
-    c = config.tile(
-        "cross_entropy", V, z.itemsize, elements=1, max_block_n=4096 if more else 8192, per_thread=8
-    )  # one row a program
-    none = z  # a pointer for arguments that a flag switches off
-    given = lambda t: none if t is None else t
+    # pipelined loads (two passes at copy speed: 987). More terms take registers
+    more = loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean
+    most = 4096 if more or z.itemsize == 4 else 8192
+    c = config.tile("cross_entropy", V, z.itemsize, elements=1, max_block_n=most, per_thread=8)  # one row a program
     stride = lambda t: 0 if t is None else t.stride(0)
-    o = out or Rows(*[none] * 6)
-    tensors = target, *map(given, (dz, class_weight, weight_sum, bias, norm, g, g_entropy, lse, entropy))
-    results = o.loss, o.z_loss, o.lse, o.predicted, o.entropy, o.mean
-    strides = V, z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy)
-    numbers = (
-        loss.ignore_index,
-        loss.label_smoothing,
-        loss.z_loss,
-        loss.logit_scale,
-        1.0 if loss.softcap is None else loss.softcap,
-    )
-    has = dict(
-        HAS_W=class_weight is not None,
-        HAS_BIAS=bias is not None,
-        HAS_SCALE=loss.logit_scale != 1.0,
-        HAS_CAP=loss.softcap is not None,
-    )
-    has |= dict(HAS_NORM=norm is not None, HAS_G=g is not None, HAS_GE=g_entropy is not None, HAS_LSE=lse is not None)
-    flags = dict(
-        SMOOTH=loss.label_smoothing != 0.0,
-        DFT=loss.token_scaling,
-        STATS=loss.stats,
-        MEAN=loss.mean,
-        ENTROPY=loss.entropy,
-    )
-    flags |= dict(NEED_LOSS=out is not None, NEED_DZ=dz is not None, PRECISE=z.dtype == torch.float32)
-    launch(_rows, (M,), z, *tensors, *results, *strides, *numbers, **has, **flags, **c.row)
+    tensors = target, dz, class_weight, weight_sum, bias, norm, g, g_entropy, lse, entropy
+    # None for what was not requested: a kernel is compiled without it
+    results: list[Tensor | None] = [None] * 6
+    if out is not None:
+        of_all = out.loss, out.z_loss, out.lse
+        results = [*of_all, *(t if t.numel() else None for t in (out.predicted, out.entropy, out.mean))]
+    strides = z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy)
+    scale = None if loss.logit_scale == 1.0 else loss.logit_scale
+    numbers = loss.ignore_index, loss.label_smoothing or None, loss.z_loss, scale, loss.softcap
+    launch(_rows, (M,), z, *tensors, *results, V, *strides, *numbers, DFT=loss.token_scaling, **c.row)
     return None
 
 
@@ -594,9 +479,11 @@ class Terms:
     def of(cls, s: Loss, target: Tensor, V: int, class_weight: Tensor | None, both: Tensor, z_y: Tensor) -> Terms:
         known = (target >= 0) & (target < V)
         lse = both.to(z_y.dtype)
+        # where lse is infinite, so that the difference is no number, nothing was rounded
         low = (both - lse).nan_to_num(0.0, 0.0, 0.0).to(z_y.dtype)
         w = z_y.new_ones(1) if class_weight is None else class_weight.to(z_y.dtype)
         on = (1 - s.label_smoothing) * w.expand(V)[target.where(known, 0)]
+        # a factor and no mask, so that the gradient is NaN, too
         factor = z_y.new_ones(()).where(known, float("nan")) * (((z_y - lse) - low).exp() if s.token_scaling else 1.0)
         return cls(target != s.ignore_index, known, lse, low, z_y, on, s.label_smoothing / V, w.expand(V).sum(), factor)
 

@@ -49,16 +49,24 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, launch, on_gpu, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tanh, tl
-from liger_kernel.ops.losses.chunks import auto_chunk_rows
-from liger_kernel.ops.losses.cross_entropy_rows import _LOG2E, Loss, Rows, Terms, _finite, _logits, transformed
+from liger_kernel.ops.losses.chunks import auto_chunk_rows, dtype_of_dw
+from liger_kernel.ops.losses.cross_entropy_rows import (
+    _LOG2E,
+    Loss,
+    Rows,
+    Terms,
+    _finite,
+    _weight,
+    transformed,
+    transformed_logits,
+)
 from liger_kernel.ops.projections.float8 import E4, E5, LEAST, _quantized, _quantized_t, lacking, product
 from liger_kernel.ops.projections.float8_training import RECIPES, Cast, Recipe, amax_of, casts
 from liger_kernel.ops.token_embedding import embedding_bwd
 
-HEAD_RECIPES = (
-    "tensorwise",
-    "rowwise",
-)  # the scales of x and w in z: one each (w: one a block), or one for each row. Gradients have one scale a tensor
+# The scales of x and w in z: one each (w: one a block), or one for each row. Gradients have one
+# scale a tensor.
+HEAD_RECIPES = ("tensorwise", "rowwise")
 STEPS = 8 * math.log2(math.e)  # of a stored logit, in 1
 TOP = 2.0**15  # what the bound of |dz| becomes in e5m2, which holds up to 1.75 times that
 ROWS = 4096  # tokens of a product for dx: its result is a tensor of its own before it is added
@@ -77,161 +85,101 @@ def check_fp8(name: str, fp8: str | None, x: Tensor, **unsupported: object) -> N
         raise ValueError(f"{name}: {why}")
     for argument, value in unsupported.items():
         if value is not None and value is not False:
-            raise ValueError(
-                f"{name}: {argument} must be {'False' if value is True else 'None'} with fp8, got "
-                f"{'True' if value is True else 'a tensor'}"
-            )
+            expected, got = ("False", "True") if value is True else ("None", "a tensor")
+            raise ValueError(f"{name}: {argument} must be {expected} with fp8, got {got}")
 
 
 @jit
 def _stats(
-    z_ptr,
-    bias_ptr,
-    w_ptr,
-    target_ptr,
-    codes_ptr,
-    top_ptr,
-    total_ptr,
-    weighted_ptr,
-    wz_ptr,
-    sum_ptr,
-    best_ptr,
-    z_y_ptr,
-    N,
-    R,
-    first,
-    z_stride,
-    ignore_index,
-    logit_scale,
-    softcap,
-    HAS_W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    STATS: tl.constexpr,
-    MEAN: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, bias_ptr, w_ptr, target_ptr, codes_ptr, top_ptr, total_ptr, weighted_ptr, wz_ptr, sum_ptr, best_ptr, z_y_ptr,
+    N, R, first, z_stride, ignore_index, logit_scale, softcap, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A row of a block a program. Of the first ``R`` rows it also stores the logits, in 8 bits."""
     row = tl.program_id(0).to(tl.int64)
-    logit_scale, cap = tl.cast(logit_scale, tl.float32), tl.cast(softcap, tl.float32)
     target = tl.load(target_ptr + row).to(tl.int64)
     if target != ignore_index:
         z_ptr += row * z_stride
         col = tl.arange(0, BLOCK)
         mask = col < N
-        z, _t = _logits(z_ptr, bias_ptr, col, mask, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
+        z, _t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap)
+        # the only pass over z: a block of classes fits one program
         top = tl.max(tl.where(mask, z, -float("inf")), axis=0)
         shift = _finite(top)
         d = tl.where(mask, z - shift, -float("inf"))
+        # relative to the block, whose largest value goes with it: ``Stats.fill`` merges the blocks
         e = tl.exp(d)
         tl.store(top_ptr + row, top)
         tl.store(total_ptr + row, tl.sum(e, axis=0))
-        if ENTROPY:
+        if weighted_ptr is not None:
             tl.store(weighted_ptr + row, tl.sum(e * tl.maximum(d, -3e38), axis=0))
-        if SMOOTH:
-            w = tl.load(w_ptr + col, mask=mask, other=0.0).to(tl.float32) if HAS_W else 1.0
-            tl.store(wz_ptr + row, tl.sum(tl.where(mask, z, 0.0) * w, axis=0))
-        if MEAN:
+        if wz_ptr is not None:
+            tl.store(wz_ptr + row, tl.sum(tl.where(mask, z, 0.0) * _weight(w_ptr, col, mask), axis=0))
+        if sum_ptr is not None:
             tl.store(sum_ptr + row, tl.sum(tl.where(mask, z, 0.0), axis=0))
-        if STATS:
+        if best_ptr is not None:
             tl.store(best_ptr + row, first + tl.min(tl.where(mask & (z == top), col, N), axis=0))
         y = target - first
         if (y >= 0) & (y < N):
-            z_y, _t_y = _logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP, "")
+            z_y, _t_y = transformed_logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, softcap)
             tl.store(z_y_ptr + row, z_y)
-        if row < R:
-            tl.store(codes_ptr + row * N + col, tl.minimum(tl.floor(0.5 - d * STEPS), 255.0).to(tl.uint8), mask=mask)
+        if codes_ptr is not None:
+            code = tl.minimum(tl.floor(0.5 - d * STEPS), 255.0).to(tl.uint8)
+            tl.store(codes_ptr + row * N + col, code, mask=mask & (row < R))
 
 
 @jit
 def _gradient(
-    z_ptr,
-    top_ptr,
-    bias_ptr,
-    w_ptr,
-    target_ptr,
-    lse_ptr,
-    spread_ptr,
-    smooth_ptr,
-    ge_ptr,
-    entropy_ptr,
-    factor_ptr,
-    d_ptr,
-    dt_ptr,
-    db_ptr,
-    z_y_ptr,
-    M,
-    N,
-    first,
-    last,
-    z_stride,
-    d_stride,
-    dt_stride,
-    ignore_index,
-    logit_scale,
-    softcap,
-    HAS_W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    HAS_GE: tl.constexpr,
-    STORED: tl.constexpr,
-    D: tl.constexpr,
-    DT: tl.constexpr,
-    DB: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    z_ptr, top_ptr, bias_ptr, w_ptr, target_ptr, lse_ptr, spread_ptr, smooth_ptr, ge_ptr, entropy_ptr, factor_ptr,
+    d_ptr, dt_ptr, db_ptr, z_y_ptr,
+    M, N, first, last, z_stride, d_stride, dt_stride, ignore_index, logit_scale, softcap,
+    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dz of a tile, times a factor, in rows and transposed; zeros up to ``d_stride`` classes and
     row ``last``. Column sums of each tile's dz in fp32."""
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
-    cap = tl.cast(softcap, tl.float32)
     target = tl.load(target_ptr + row, mask=row < M, other=0).to(tl.int64)
     lse = tl.load(lse_ptr + row, mask=row < M, other=0.0)[:, None]
+    # a factor of p in every column of the row
     slope = tl.load(spread_ptr + row, mask=row < M, other=0.0)[:, None]
-    if STORED:
+    if top_ptr is not None:  # from 8 bits of each logit
         code = tl.load(z_ptr + row[:, None] * N + col[None, :], mask=inside, other=255)
         top = tl.load(top_ptr + row, mask=row < M, other=0.0)
         z = tl.where(code == 255, -float("inf"), _finite(top)[:, None] - code.to(tl.float32) * (1.0 / STEPS))
     else:
         z = tl.load(z_ptr + row[:, None] * z_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             z += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         z *= tl.cast(logit_scale, tl.float32)
-        if HAS_CAP:
-            z = tanh(z / cap) * cap
-        tl.store(
-            z_y_ptr + row[:, None] + 0 * col[None, :], z, mask=inside & (col[None, :] == (target - first)[:, None])
-        )
-    if HAS_GE:
+        if softcap is not None:
+            z = tanh(z / tl.cast(softcap, tl.float32)) * tl.cast(softcap, tl.float32)
+        is_target = inside & (col[None, :] == (target - first)[:, None])
+        tl.store(z_y_ptr + row[:, None] + 0 * col[None, :], z, mask=is_target)
+    if ge_ptr is not None:
         ge = tl.load(ge_ptr + row, mask=row < M, other=0.0)[:, None]
         slope += ge * ((lse - tl.maximum(z, -3e38)) - tl.load(entropy_ptr + row, mask=row < M, other=0.0)[:, None])
     dz = tl.exp2((z - lse) * _LOG2E) * slope
-    if SMOOTH:
+    if smooth_ptr is not None:
         smooth = tl.load(smooth_ptr + row, mask=row < M, other=0.0)[:, None]
-        dz -= smooth * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :] if HAS_W else 1.0)
-    if HAS_CAP:
+        w = tl.zeros([BLOCK_N], tl.float32) + _weight(w_ptr, col, col < N)
+        dz -= smooth * w[None, :]
+    if softcap is not None:
+        cap = tl.cast(softcap, tl.float32)
         t = tl.maximum(z, -3e38) / cap
         dz *= tl.where(cap == 0.0, 0.0, 1.0 - t * t)
+    # the target has its own term, in the dtype of x
     counts = inside & (target != ignore_index)[:, None] & (col[None, :] != (target - first)[:, None])
     dz = tl.where(counts, dz, 0.0)
-    if DB:
+    # a sum for each tile of rows: their order is fixed, and no atomics
+    if db_ptr is not None:
         tl.store(db_ptr + tl.program_id(0).to(tl.int64) * N + col, tl.sum(dz, axis=0), mask=col < N)
     factor = tl.load(factor_ptr)
-    if D:
-        tl.store(
-            d_ptr + row[:, None] * d_stride + col[None, :],
-            _quantized(dz, factor, d_ptr),
-            mask=(row < M)[:, None] & (col < d_stride)[None, :],
-        )
-    if DT:
+    if d_ptr is not None:
+        mask = (row < M)[:, None] & (col < d_stride)[None, :]
+        tl.store(d_ptr + row[:, None] * d_stride + col[None, :], _quantized(dz, factor, d_ptr), mask=mask)
+    if dt_ptr is not None:
+        # the same values again, as the product for dw reads them
         q = _quantized_t(dz, factor, dt_ptr)
         tl.store(dt_ptr + col[:, None] * dt_stride + row[None, :], q, mask=(col < N)[:, None] & (row < last)[None, :])
 
@@ -248,14 +196,6 @@ class Block:
     @property
     def classes(self) -> slice:
         return slice(self.first, self.first + self.N)
-
-    def flags(self, s: Loss) -> dict[str, bool]:
-        return dict(
-            HAS_W=self.class_weight is not None,
-            HAS_BIAS=self.bias is not None,
-            HAS_CAP=s.softcap is not None,
-            SMOOTH=s.label_smoothing != 0,
-        )
 
 
 @dataclass
@@ -276,9 +216,8 @@ class Stats:
         M = target.shape[0]
         new = lambda wanted=True, dtype=torch.float32: target.new_zeros((blocks, M if wanted else 0), dtype=dtype)
         z_y = target.new_full((M,), float("nan"), dtype=torch.float32)
-        return cls(
-            new(), new(), new(s.entropy), new(s.label_smoothing != 0), new(s.mean), new(s.stats, torch.int64), z_y
-        )
+        needed = new(s.entropy), new(s.label_smoothing != 0), new(s.mean), new(s.stats, torch.int64)
+        return cls(new(), new(), *needed, z_y)
 
     def fields(self, i: int) -> tuple[Tensor, ...]:
         """Those of a block, as the kernel has them."""
@@ -287,8 +226,10 @@ class Stats:
     def fill(self, out: Rows, s: Loss, target: Tensor, V: int, class_weight: Tensor | None) -> None:
         """Merge the blocks, in the same order every time."""
         top = self.top.amax(0)
+        # a row of -inf has no largest value to count from
         top = top.where(top != -float("inf"), 0)
         less = self.top - top
+        # each block counts from its own largest value
         part = self.total * less.exp()
         total = part.sum(0)
         low = total.log()
@@ -312,29 +253,13 @@ def _stats_of(z: Tensor, block: Block, i: int, found: Stats, target: Tensor, s: 
     from those of the first R tokens."""
     R = 0 if codes is None else codes.shape[0]
     if use_kernels(z):
-        tensors = (z if t is None else t for t in (block.bias, block.class_weight, target, codes, *found.fields(i)))
-        numbers = (
-            block.N,
-            R,
-            block.first,
-            z.stride(0),
-            s.ignore_index,
-            s.logit_scale,
-            1.0 if s.softcap is None else s.softcap,
-        )
-        has = block.flags(s) | dict(HAS_SCALE=s.logit_scale != 1.0, STATS=s.stats, MEAN=s.mean, ENTROPY=s.entropy)
+        results = (t if t.numel() else None for t in found.fields(i))
+        numbers = block.N, R, block.first, z.stride(0), s.ignore_index
+        scale = None if s.logit_scale == 1.0 else s.logit_scale
         size = next_power_of_2(block.N)
-        launch(
-            _stats,
-            (z.shape[0],),
-            z,
-            *tensors,
-            *numbers,
-            **has,
-            STEPS=STEPS,
-            BLOCK=size,
-            num_warps=min(16, max(1, size // 512)),
-        )
+        how = dict(STEPS=STEPS, BLOCK=size, num_warps=min(16, max(1, size // 512)))
+        tensors = block.bias, block.class_weight, target, codes, *results
+        launch(_stats, (z.shape[0],), z, *tensors, *numbers, scale, s.softcap, **how)
         return
     a, y = transformed(z[:, : block.N], block.bias, s)[0], target - block.first
     mine = (y >= 0) & (y < block.N)
@@ -372,7 +297,9 @@ class Slopes:
         factor, spread, scale = terms.slopes(s, norm, g)
         zero = lambda t: t.where(terms.valid, 0).contiguous()
         smooth, ge = zero(factor * terms.smooth), None if g_entropy is None else zero(scale * g_entropy)
+        # p <= 1: nothing of dz but the target can be larger
         bound = spread.abs() + smooth.abs() * (1 if class_weight is None else class_weight.abs().max())
+        # the entropy of V classes is at most log V
         if ge is not None:
             bound = bound + ge.abs() * (1 + math.log(V))  # of |p (log p + entropy)|
         bound = zero(bound).nan_to_num(0.0, 0.0, 0.0).max().clamp(min=LEAST)
@@ -380,15 +307,8 @@ class Slopes:
 
     def __getitem__(self, rows: slice) -> Slopes:
         some = lambda t: None if t is None else t[rows]
-        return Slopes(
-            self.lse[rows],
-            self.spread[rows],
-            self.smooth[rows],
-            self.on[rows],
-            some(self.ge),
-            some(self.entropy),
-            self.bound,
-        )
+        of_rows = self.lse, self.spread, self.smooth, self.on, self.ge, self.entropy
+        return Slopes(*map(some, of_rows), self.bound)
 
     def dz(self, z: Tensor, w: Tensor | float, s: Loss) -> Tensor:
         """The gradient with respect to z (M, N), logits after scale and softcap of classes that
@@ -418,37 +338,23 @@ def _gradient_of(
 
     From z it also fills the logits of the targets of the block, ``z_y``.
     """
+    # on the device: the host does not know the bound
     M, factor = z.shape[0], TOP / slopes.bound
     if use_kernels(slopes.lse):
         width, rows = block.N if d is None else d.shape[1], M if dt is None else dt.shape[1]
         grid = cdiv(rows, 64), cdiv(width, 128)
         sums = None if db is None else slopes.lse.new_empty(grid[0], block.N)
-        of_rows = slopes.lse, slopes.spread, slopes.smooth, slopes.ge, slopes.entropy
-        tensors = (
-            z if t is None else t
-            for t in (top, block.bias, block.class_weight, target, *of_rows, factor, d, dt, sums, z_y)
-        )
-        numbers = (
-            M,
-            block.N,
-            block.first,
-            rows,
-            z.stride(0),
-            width,
-            0 if dt is None else dt.stride(0),
-            s.ignore_index,
-            s.logit_scale,
-        )
-        has = block.flags(s) | dict(
-            HAS_GE=slopes.ge is not None, STORED=top is not None, D=d is not None, DT=dt is not None, DB=db is not None
-        )
-        tile = dict(STEPS=STEPS, BLOCK_M=64, BLOCK_N=128, num_warps=8)
-        launch(_gradient, grid, z, *tensors, *numbers, 1.0 if s.softcap is None else s.softcap, **has, **tile)
+        of_rows = slopes.lse, slopes.spread, slopes.smooth if s.label_smoothing else None, slopes.ge, slopes.entropy
+        tensors = top, block.bias, block.class_weight, target, *of_rows, factor, d, dt, sums, z_y
+        strides = z.stride(0), width, 0 if dt is None else dt.stride(0)
+        numbers = M, block.N, block.first, rows, *strides, s.ignore_index, s.logit_scale, s.softcap
+        launch(_gradient, grid, z, *tensors, *numbers, STEPS=STEPS, BLOCK_M=64, BLOCK_N=128, num_warps=8)
         if db is not None and sums is not None:
             db.add_(sums.sum(0))
         return
     y = target - block.first
     mine = (y >= 0) & (y < block.N)
+    # targets of other blocks pick any column, which is then left alone
     at = y.where(mine, 0)[:, None]
     if top is None:
         a = transformed(z[:, : block.N], block.bias, s)[0]
@@ -491,15 +397,13 @@ def classes_of_a_block(
 ) -> int:
     """So many, at least ``least``, that what exists at a time apart from dx and dw takes the
     memory of ``rows`` tokens of logits."""
-    free = (
-        rows * V * itemsize - M * H * (1 + (dw is not None)) - need_dx * min(M, ROWS) * H * itemsize
-    )  # casts of x, and a product for dx
+    # casts of x, and a product for dx
+    free = rows * V * itemsize - M * H * (1 + (dw is not None)) - need_dx * min(M, ROWS) * H * itemsize
     of_dw = 0 if dw is None or stored else H * dw.itemsize  # a product that is added
     # in step 1 logits and a cast of w; in step 2 logits that are not stored, dz, casts of w
-    each = max(
-        M * itemsize + H,
-        (M - stored) * itemsize + M * (need_dx + (dw is not None)) + H * (need_dx + (stored < M)) + of_dw,
-    )
+    step_1 = M * itemsize + H
+    step_2 = (M - stored) * itemsize + M * (need_dx + (dw is not None)) + H * (need_dx + (stored < M)) + of_dw
+    each = max(step_1, step_2)
     n = min(max(free // each, least), 8192)  # one program has a row of a block
     return n // 128 * 128 if n > 128 else n
 
@@ -523,9 +427,8 @@ def _add_outer(total: Tensor, index: Tensor, scale: Tensor, x: Tensor) -> None:
         if use_kernels(terms):
             terms = embedding_bwd(terms, of_token, M, None)
         else:
-            terms = terms.new_zeros(terms.shape, dtype=acc(terms.dtype)).index_add_(
-                0, of_token, terms.to(acc(terms.dtype))
-            )
+            wide = terms.to(acc(terms.dtype))
+            terms = torch.zeros_like(wide).index_add_(0, of_token, wide)
         terms = terms.index_select(0, slot).to(total.dtype)
         part.index_copy_(0, rows, terms.add_(part.index_select(0, rows)))
 
@@ -555,6 +458,7 @@ class _Head:
             Block(first, min(self.step, V - first), of(self.bias, first), of(self.class_weight, first))
             for first in firsts
         ]
+        # x is cast once for all blocks, w block by block
         self.x8, self.x8_t = _casts(_padded(self.x, rows=False), self.recipe, rows=True, columns=self.dw is not None)
 
     def codes(self, b: Block) -> Tensor | None:
@@ -576,10 +480,12 @@ class _Head:
         """Step 2."""
         M, V, s = self.x.shape[0], self.w.shape[0], self.s
         z_y = self.target.new_full((M,), float("nan"), dtype=torch.float32) if found is None else found.z_y
+        # what a block stored of its logits in dw is read before its dw is written there
         for i in range(len(self.blocks)):
             self._block(i, slopes, found, z_y)
         y = self.target.where((self.target >= 0) & (self.target < V), 0)
         w_y = 1.0 if self.class_weight is None else self.class_weight.float()[y, None]
+        # the terms of the targets, which dz8 leaves out
         dz_y = slopes.dz_y(z_y, w_y, s).where(self.target != s.ignore_index, 0)
         if self.dx is not None:
             for rows in _parts(M, ROWS):
@@ -591,27 +497,21 @@ class _Head:
 
     def _block(self, i: int, slopes: Slopes, found: Stats | None, z_y: Tensor) -> None:
         M, b, x, dw = self.x.shape[0], self.blocks[i], self.x, self.dw
+        # by rows only for logits that are not stored, by columns only for dx
         w8, w8_t = _casts(_padded(self.w[b.classes]), self.recipe, rows=self.stored < M, columns=self.dx is not None)
+        # multiples of 16 columns, which FP8 products need; the kernel fills the rest with zeros
         d = None if self.dx is None else x.new_empty(M, b.N + -b.N % 16, dtype=E5)
         dt = None if dw is None else x.new_empty(b.N, M + -M % 16, dtype=E5)
         db, codes = None if self.db is None else self.db[b.classes], self.codes(b)
         some = lambda rows: (slopes[rows], self.target[rows], self.s, None if d is None else d[rows])
         if codes is not None and found is not None:
             rows = slice(0, self.stored)
-            _gradient_of(
-                codes,
-                found.top[i, rows],
-                b,
-                *some(rows),
-                dt if dt is None or self.stored == M else dt[:, rows],
-                db,
-                z_y[rows],
-            )
+            left = dt if dt is None or self.stored == M else dt[:, rows]
+            _gradient_of(codes, found.top[i, rows], b, *some(rows), left, db, z_y[rows])
         if self.stored < M:
             rows = slice(self.stored, M)
-            z = product(
-                self.x8.values[rows], self.x8.scale[rows] if self.recipe.by_rows else self.x8.scale, *w8, x.dtype
-            )
+            x8 = self.x8.values[rows], self.x8.scale[rows] if self.recipe.by_rows else self.x8.scale
+            z = product(*x8, *w8, x.dtype)
             _gradient_of(z, None, b, *some(rows), None if dt is None else dt[:, self.stored :], db, z_y[rows])
             del z
         scale = slopes.bound / TOP
@@ -624,6 +524,7 @@ class _Head:
 
 def _product(d: Tensor, scale: Tensor, other: Cast, out: Tensor, is_new: bool) -> None:
     """Write a product to ``out``, whose second size need not be a multiple of 16, or add it."""
+    # into place, without a copy
     if is_new and out.shape[1] % 16 == 0:
         product(d, scale, *other, out.dtype, fast=False, out=out)
         return
@@ -636,24 +537,10 @@ def _parts(M: int, step: int) -> list[slice]:
 
 
 def head_gradients(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    s: Loss,
-    fp8: str,
-    need: tuple[bool, ...],
-    *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    out: Rows | None = None,
-    norm=None,
-    lse=None,
-    g=None,
-    g_entropy=None,
-    entropy=None,
-    chunk_rows: int | None = None,
-    dw_into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # the loss, what it depends on, how it is computed
+    x: Tensor, w: Tensor, target: Tensor, s: Loss, fp8: str, need: tuple[bool, ...], *,
+    bias=None, class_weight=None, out: Rows | None = None, norm=None, lse=None, g=None, g_entropy=None, entropy=None,
+    chunk_rows: int | None = None, dw_into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # the loss, what it depends on, how it is computed
     """dx, dw and (in fp32) dbias of the losses of rows, divided by the 0-dim ``norm`` or times
     ``g`` (M,); empty if ``need`` says so.
 
@@ -663,9 +550,7 @@ def head_gradients(
     (M, H), V = x.shape, w.shape[0]
     need_dx, need_dw, need_db = need[:3]
     dx = x.new_empty((M, H) if need_dx else 0)
-    dw = w.new_empty(
-        (V, H) if need_dw and dw_into is None else 0, dtype=acc(w.dtype) if w.dtype == torch.float16 else w.dtype
-    )
+    dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=dtype_of_dw(w))
     db = x.new_zeros(V if need_db else 0, dtype=torch.float32)
     if tracing(x):
         return dx, dw, db
@@ -680,18 +565,19 @@ def head_gradients(
         n = rows.stop - rows.start
         total = (dw if dw_into is None else dw_into) if need_dw else None
         stored = min(n, H * dw.itemsize) if dw.numel() and out is not None else 0
-        step = classes_of_a_block(
-            n, V, H, x.itemsize, min(n, as_rows), stored, need_dx, total, 1024 if chunk_rows is None else 16
-        )
+        least = 1024 if chunk_rows is None else 16
+        step = classes_of_a_block(n, V, H, x.itemsize, min(n, as_rows), stored, need_dx, total, least)
+        # dw and db are those of all tokens; dx of these
         grads = dx[rows] if need_dx else None, total, db if need_db else None, dw_into is None
         head = _Head(x[rows], w, of(target).long(), s, RECIPES[fp8], bias, class_weight, *grads, step, stored)
         found = None if out is None else head.losses(out[rows])
-        if any(need):
-            z_y, of_rows = (
-                (torch.zeros_like(of(lse).float()), of(lse))
-                if found is None or out is None
-                else (found.z_y, out.lse[rows])
-            )
-            terms = Terms.of(s, head.target, V, class_weight, of_rows, z_y)
-            head.gradients(Slopes.of(terms, s, V, class_weight, norm, of(g), of(g_entropy), of(entropy)), found)
+        if not any(need):
+            continue
+        if found is None or out is None:
+            of_rows = of(lse)
+            z_y = torch.zeros_like(of_rows.float())
+        else:
+            of_rows, z_y = out.lse[rows], found.z_y
+        terms = Terms.of(s, head.target, V, class_weight, of_rows, z_y)
+        head.gradients(Slopes.of(terms, s, V, class_weight, norm, of(g), of(g_entropy), of(entropy)), found)
     return dx, dw, db

@@ -88,6 +88,7 @@ class Policy:
 def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Unbiased, never negative estimate of KL(q || p) from a sample of q (Schulman,
     "Approximating KL divergence", 2020)."""
+    # expm1: exp(d) - 1 - d cancels where the policies agree
     d = log_p - log_q
     return torch.expm1(d) - d
 
@@ -99,6 +100,7 @@ def clip_coef_fn(
     below and above the bounds."""
     if loss_type == "cispo":
         return coef.detach().clamp(max=epsilon_high), torch.zeros_like(coef, dtype=torch.bool), coef > epsilon_high
+    # both bounds, also where only one can act: the caller reports which ratios were clipped
     low, high = 1 - epsilon_low, 1 + epsilon_high
     return coef.clamp(low, high), coef < low, coef > high
 
@@ -126,6 +128,7 @@ def get_gamma_weights(
     Logarithms are clamped between log(1e-8) and 20; those of single tokens also from below at -20.
     """
     least, most = math.log(1e-8), 20.0
+    # clamped token by token first, so that one token cannot decide a sequence
     log_w = (log_ratio_per_token.detach().clamp(-most, most) * mask).sum(-1, keepdim=True)
     if importance_sampling_ratio is not None:
         correction = importance_sampling_ratio.detach().to(log_w.dtype).log().clamp(least, most)
@@ -133,6 +136,7 @@ def get_gamma_weights(
     log_w = log_w.clamp(least, most)
     positive = advantages.detach() >= 0
     choose = lambda yes, no: torch.full_like(advantages, no, dtype=log_w.dtype).masked_fill_(positive, yes)
+    # max: a rate of 0 would let the weight grow without bound
     k, rate = choose(k_pos, k_neg), choose(max(lambda_pos, 1e-4), max(lambda_neg, 1e-4))
     return (k * log_w - rate * torch.expm1(log_w)).exp().nan_to_num(0.0, 0.0, 0.0)
 
@@ -166,7 +170,9 @@ def token_losses(
     ``old_logp`` None: the tokens were sampled with these probabilities. ``phi_seq``: VESPO's
     weights, if known.
     """
+    # in the dtype of log-probabilities: advantages in bf16 would round the loss
     A, correction = _column(advantages, logp), _column(vllm_is_ratio, logp)
+    # without old log-probabilities the ratio is 1, but has a slope
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp.to(logp.dtype))
     log_r = log_ratio
     if p.importance_sampling_level == "sequence":
@@ -174,6 +180,7 @@ def token_losses(
     r = log_r.exp()
     clipped = None
     if p.loss_type == "sapo":
+        # the temperature depends on the sign of the advantage
         t = torch.full_like(A, p.sapo_temperature_neg).masked_fill_(A > 0, p.sapo_temperature_pos)
         gain = sapo_loss_fn(r, t) * A
     elif p.loss_type == "vespo":
@@ -196,11 +203,13 @@ def token_losses(
             gain = torch.where(clipped, bound, free)
             if p.delta is not None:
                 clipped = clipped & torch.where(A < 0, low, high)
+    # vespo has it in its weights
     if correction is not None and p.loss_type != "vespo":
         gain = gain * correction
     if p.beta == 0 or ref_logp is None:
         return -gain, None, clipped
     kl = k3_loss_fn(ref_logp.to(logp.dtype), logp)
+    # an unbiased gradient under the sampling policy
     kl = kl * r if p.use_bias_correction_kl else kl
     return p.beta * kl - gain, kl.detach(), clipped
 
@@ -230,6 +239,7 @@ def normaliser(
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_items is not None:
         return items(num_items, mask).clamp(min=1) / ranks
+    # the one collective of this loss; with ``num_items`` there is none
     tokens = token_count(mask)
     if ranks > 1:
         dist.all_reduce(tokens)
@@ -276,6 +286,8 @@ def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tenso
         if t is not None and (t.ndim != 2 or t.shape[0] != B or t.shape[1] < T):
             raise ValueError(f"grpo_loss: {name} must have shape {(B, T)}, got {tuple(t.shape)}")
     last = lambda t: t[:, t.shape[1] - T :]
+    # the last position predicts nothing: its row of logits is ignored and not cut off, which would
+    # copy the logits
     target = input_ids.new_full((B, T + 1), IGNORED, dtype=torch.int64)
     target[:, :T] = last(input_ids) if mask is None else last(input_ids).where(last(mask) != 0, IGNORED)
     nll = cross_entropy(
@@ -351,6 +363,7 @@ class GrpoLossFunction:
             if completion_mask is None
             else completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
         )
+        # where the mask is 0 nothing may be NaN, not even what is multiplied by 0
         given = (
             unmasked(mask, advantages),
             unmasked(mask, ref_logp),

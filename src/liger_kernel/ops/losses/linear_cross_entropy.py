@@ -64,50 +64,30 @@ from liger_kernel.ops.projections.float8_training import RECIPES, float8_trained
 from liger_kernel.ops.projections.linear import linears
 
 
-def all_logits(
-    x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None, wb: Tensor | None, fp8: str | None
-) -> Tensor:
+def all_logits(x, w, bias, xa, wb, fp8: str | None) -> Tensor:
     """Those of a reference. With ``fp8``: of a linear layer that is trained in FP8, and of an
     exact one in fp64, which is the truth for both."""
     if fp8 is not None and x.dtype != torch.float64:
+        # FP8 products need multiples of 16; columns and classes of zeros change nothing
         H, V = -x.shape[1] % 16, -w.shape[0] % 16
-        z = linears(F.pad(x, (0, H)), [Projection(float8_trained(F.pad(w, (0, H, 0, V)), RECIPES[fp8]))])[0][
-            :, : len(w)
-        ]
+        padded = float8_trained(F.pad(w, (0, H, 0, V)), RECIPES[fp8])
+        z = linears(F.pad(x, (0, H)), [Projection(padded)])[0][:, : len(w)]
         return z if bias is None else z + bias
     z = F.linear(x, w, bias)
     return z if xa is None else z + F.linear(xa, wb)
 
 
 def reference(
-    x,
-    w,
-    target,
-    bias,
-    class_weight,
-    *,
-    ignore_index,
-    reduction,
-    label_smoothing,
-    z_loss,
-    logit_scale,
-    softcap,
-    token_scaling,
-    stats,
-    num_items,
-    compact,
-    xa,
-    wb,
-    fp8,
-    **how,
-):  # tensors, the loss, how it is computed
-    numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
+    x, w, target, bias, class_weight, *,
+    ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats,
+    num_items, compact, xa, wb, fp8, **how,
+):  # fmt: skip  # tensors, the loss, how it is computed
+    loss = ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats
     if fp8 is not None and compact:  # the scale of x is that of the rows that are left
         x = x.masked_fill((target == ignore_index)[:, None], 0)
     z = all_logits(x, w, bias, xa, wb, fp8)
-    return cross_entropy_reference(
-        z, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers))
-    )
+    numbers = dict(zip(Loss.__dataclass_fields__, loss))
+    return cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers)
 
 
 _IN = (
@@ -126,6 +106,7 @@ def _launcher_without_into(schema: str):
     both return and write tensors."""
 
     def register(fn):
+        # under torch.compile nobody comes here with ``dw_into``: the operator refuses it
         registered = launcher(schema)(fn)
 
         @functools.wraps(fn)
@@ -147,46 +128,51 @@ def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
     return t if t is None or kept is None else t.index_select(0, kept)
 
 
-def _five(grads: tuple) -> tuple:
-    """The five gradients of ``_GRADS``, for a head with or without a term of low rank."""
-    return (*grads, None, None)[:5]
-
-
-def _whole(grads: tuple[Tensor, ...], x: Tensor, kept: Tensor | None) -> tuple[Tensor, ...]:
-    """The gradients with dx of all rows of x from dx of the ``kept`` ones."""
-    dx, *others = grads
-    return grads if kept is None or not dx.numel() else (torch.zeros_like(x).index_copy_(0, kept, dx), *others)
-
-
 def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
     """The results of ``_OUT``; lse has only the ``kept`` rows."""
+    # results of all rows only where somebody sees them row by row
     every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
     return *every.reduced(norm, s.reduction), every.predicted, every.entropy, every.mean, out.lse, norm
+
+
+def _gradients(
+    x, w, y, bias, class_weight, kept, xa, wb, s: Loss, fp32_logits, fp8, accum_dtype, chunk_rows, *need,
+    dw_into, out=None, norm=None, **rows: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The five gradients of ``_GRADS``, and ``out`` if it is given. y and ``rows``, arguments of
+    ``row_kernel``, are those of the ``kept`` rows."""
+    of_head = dict(bias=bias, class_weight=class_weight)
+    if fp8 is not None:
+        how = dict(out=out, norm=norm, chunk_rows=chunk_rows, dw_into=dw_into)
+        dx, dw, db = head_gradients(_of(x, kept), w, y, s, fp8, need, **of_head, **how, **rows)
+        if kept is not None and dx.numel():
+            dx = torch.zeros_like(x).index_copy_(0, kept, dx)
+        return dx, dw, db, None, None
+
+    def body(z: Tensor, chunk: slice, dz: Tensor | None) -> None:
+        # ``rows`` and ``out`` cover all kept rows, z only those of the chunk
+        of_chunk = {name: t if t is None else t[chunk] for name, t in rows.items()}
+        of_chunk["out"] = out if out is None else out[chunk]
+        row_kernel(z, y[chunk], s, dz=dz, norm=norm, **of_head, **of_chunk)
+
+    how = dict(chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
+    return (*chunk_gradients(x, w, body, need=need, xa=xa, wb=wb, **how), None, None)[:5]
+
+
+def _upstream(s: Loss, kept: Tensor | None, g, g_entropy, lse, entropy) -> dict[str, Tensor | None]:
+    """The arguments of ``row_kernel`` in a backward, of the ``kept`` rows; lse has only these."""
+    g_entropy, entropy = (_of(t, kept) if s.entropy else None for t in (g_entropy, entropy))
+    return dict(g=_of(g, kept), g_entropy=g_entropy, lse=lse, entropy=entropy)
 
 
 @_launcher_without_into(f"({_IN}, {_CHUNKS}, Tensor? num_items) -> ({_OUT}, {_GRADS})")
 def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Run the forward chunk by chunk, including the gradients."""
-    s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need, num_items) = Loss(*rest[:_N]), rest[_N:]
-    norm, y, out = (
-        normaliser(target, class_weight, s, num_items),
-        _of(target, kept),
-        Rows.empty(_of(target, kept), s, acc(x.dtype)),
-    )
-    divisor = None if _divides_later(x, dw_into) else norm
-    if fp8 is not None:
-        given = dict(
-            bias=bias, class_weight=class_weight, out=out, norm=divisor, chunk_rows=chunk_rows, dw_into=dw_into
-        )
-        grads = _whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept)
-        return *_results(out, norm, s, kept, x.shape[0]), *_five(grads)
-
-    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, out=out[rows], dz=dz, norm=divisor)
-
-    options = dict(need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
-    grads = chunk_gradients(x, w, body, **options, dw_into=dw_into, xa=xa, wb=wb)
-    return *_results(out, norm, s, kept, x.shape[0]), *_five(grads)
+    s, (*how, num_items), y = Loss(*rest[:_N]), rest[_N:], _of(target, kept)
+    norm, out = normaliser(target, class_weight, s, num_items), Rows.empty(y, s, acc(x.dtype))
+    into = dict(dw_into=dw_into, out=out, norm=None if _divides_later(x, dw_into) else norm)
+    grads = _gradients(x, w, y, bias, class_weight, kept, xa, wb, s, *how, **into)
+    return *_results(out, norm, s, kept, x.shape[0]), *grads
 
 
 @_launcher_without_into(f"(Tensor g, Tensor g_entropy, Tensor lse, Tensor entropy, {_IN}, {_CHUNKS}) -> ({_GRADS})")
@@ -194,39 +180,19 @@ def linear_cross_entropy_bwd(
     g, g_entropy, lse, entropy, x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None
 ):
     """Compute the chunks again, for per-token upstream gradients."""
-    s, (fp32_logits, fp8, accum_dtype, chunk_rows, *need) = Loss(*rest[:_N]), rest[_N:]
-    y, g = _of(target, kept), _of(g, kept)
-    ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
-    if fp8 is not None:
-        given = dict(
-            bias=bias,
-            class_weight=class_weight,
-            lse=lse,
-            g=g,
-            g_entropy=ge,
-            entropy=h,
-            chunk_rows=chunk_rows,
-            dw_into=dw_into,
-        )
-        return _five(_whole(head_gradients(_of(x, kept), w, y, s, fp8, tuple(need), **given), x, kept))
-
-    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        of_entropy = {} if ge is None or h is None else dict(g_entropy=ge[rows], entropy=h[rows])
-        row_kernel(z, y[rows], s, class_weight=class_weight, bias=bias, dz=dz, g=g[rows], lse=lse[rows], **of_entropy)
-
-    options = dict(need=tuple(need), chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits)
-    return _five(chunk_gradients(x, w, body, **options, dw_into=dw_into, xa=xa, wb=wb))
+    s, y = Loss(*rest[:_N]), _of(target, kept)
+    rows = _upstream(s, kept, g, g_entropy, lse, entropy)
+    return _gradients(x, w, y, bias, class_weight, kept, xa, wb, s, *rest[_N:], dw_into=dw_into, **rows)
 
 
 @launcher(f"({_IN}) -> ({_OUT}, Tensor z)")
 def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest):
     """Compute one chunk and keep its logits, for per-token upstream gradients."""
     s, (fp32_logits, _) = Loss(*rest[:_N]), rest[_N:]
+    # all logits are one chunk here: no loop, and they stay for the backward
     y, x_k = _of(target, kept), _of(x, kept)
-    out, z = (
-        Rows.empty(y, s, acc(x.dtype)),
-        x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype),
-    )
+    out = Rows.empty(y, s, acc(x.dtype))
+    z = x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
     if not tracing(x):
         logits(z, x_k, w, _of(xa, kept), wb)
         row_kernel(z, y, s, class_weight=class_weight, bias=bias, out=out)
@@ -241,19 +207,9 @@ def linear_cross_entropy_one_bwd(
 ):
     s, (_, _, need_dx, need_dw, need_db, need_dxa, need_dwb) = Loss(*rest[:_N]), rest[_N:]
     x_k, dz = _of(x, kept), z.new_empty(z.shape, dtype=x.dtype)
-    ge, h = (_of(g_entropy, kept), _of(entropy, kept)) if s.entropy else (None, None)
-    row_kernel(
-        z,
-        _of(target, kept),
-        s,
-        class_weight=class_weight,
-        bias=bias,
-        dz=dz,
-        g=_of(g, kept),
-        lse=lse,
-        g_entropy=ge,
-        entropy=h,
-    )
+    rows = _upstream(s, kept, g, g_entropy, lse, entropy)
+    row_kernel(z, _of(target, kept), s, class_weight=class_weight, bias=bias, dz=dz, **rows)
+    # ignored rows have a gradient of 0
     whole = lambda d, like: d if kept is None else torch.zeros_like(like).index_copy_(0, kept, d)
     dx = whole(torch.mm(dz, w), x) if need_dx else x.new_empty(0)
     dw, db = w.new_empty(0), x.new_empty(0)
@@ -286,33 +242,31 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, target, bias, class_weight, num_items, kept, xa, wb, s, o):
-        x, numbers = rows_of(x), values(s)
-        M = x.shape[0] if kept is None else kept.shape[0]
+        x, M = rows_of(x), x.shape[0] if kept is None else kept.shape[0]
+        rows = functools.partial(auto_chunk_rows, M, *w.shape, x.itemsize, on_gpu(x))
+        # a frozen w has no dw to sum, so that small chunks cost nothing but launches
         if any(o.need) and not o.need[1] and not o.chunk_rows and o.fp8 is None:
-            o = dataclasses.replace(o, chunk_rows=auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=True))
+            o = dataclasses.replace(o, chunk_rows=rows(frozen=True))
         ctx.s, ctx.o = s, o
-        fits = 0 < M <= (o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))) and any(
-            o.need
-        )
-        ctx.kind = "done" if s.reduction != "none" else "one" if fits and o.fp8 is None else "again"
-        inputs = (x, w, target, bias, class_weight, kept, xa, wb, *numbers, o.fp32_logits, o.fp8)
+        fits = any(o.need) and o.fp8 is None and 0 < M <= (o.chunk_rows or rows())
+        # with a reduction, the forward computes the gradients; else the backward does, from the
+        # logits if all of them are one chunk, or from logits that it computes again
+        ctx.kind = "done" if s.reduction != "none" else "one" if fits else "again"
+        inputs = (x, w, target, bias, class_weight, kept, xa, wb, *values(s), o.fp32_logits, o.fp8)
         if ctx.kind == "one":
             *found, lse, _, z = linear_cross_entropy_one_fwd(*inputs)
             ctx.save_for_backward(z, lse, found[3], *inputs[:8])
         else:
             need = (False,) * 5 if ctx.kind == "again" else o.need
+            # only a forward that computes dw may add to it
             into = o.dw_into if need[1] else None
-            *found, lse, norm, dx, dw, db, dxa, dwb = linear_cross_entropy_fwd(
-                *inputs, o.accum_dtype, o.chunk_rows, *need, num_items, dw_into=into
-            )
-            later = norm if _divides_later(x, into) else None
-            ctx.save_for_backward(
-                *((lse, found[3], *inputs[:8]) if ctx.kind == "again" else (dx, dw, db, dxa, dwb, later))
-            )
+            how = o.accum_dtype, o.chunk_rows, *need, num_items
+            *found, lse, norm, dx, dw, db, dxa, dwb = linear_cross_entropy_fwd(*inputs, *how, dw_into=into)
+            grads = dx, dw, db, dxa, dwb, norm if _divides_later(x, into) else None
+            ctx.save_for_backward(*((lse, found[3], *inputs[:8]) if ctx.kind == "again" else grads))
         loss, z_loss, predicted, entropy, mean = found
-        ctx.mark_non_differentiable(
-            z_loss, predicted, mean, *(() if s.reduction == "none" and s.entropy else (entropy,))
-        )
+        differentiable = s.reduction == "none" and s.entropy
+        ctx.mark_non_differentiable(z_loss, predicted, mean, *(() if differentiable else (entropy,)))
         return loss, z_loss, predicted, entropy, mean
 
     @staticmethod
@@ -323,6 +277,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if ctx.kind == "done":
             *grads, norm = ctx.saved_tensors
             grads = scaled(tuple(grads), divided(g, norm))
+            # dw has been added already, for an upstream gradient of 1
             if into is not None:
                 _only_one_(into, g)
         else:
@@ -332,6 +287,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             else:
                 grads = linear_cross_entropy_bwd(*first, o.accum_dtype, o.chunk_rows, *o.need, dw_into=into)
         dx, dw, db, dxa, dwb = (grad if need else None for grad, need in zip(grads, o.need))
+        # autograd would add it a second time
         dw = None if o.dw_into is not None else dw
         return dx, dw, None, db, None, None, None, dxa, dwb, None, None
 
@@ -350,6 +306,7 @@ def _cost(
     x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, fp8=None, **_
 ) -> Cost:
     (M, H), V = x.shape, w.shape[0]
+    # what compact leaves out is no work
     M = int((target != ignore_index).sum()) if compact else M
     R = 0 if xa is None else xa.shape[1]
     backward = [(M, H + R, V), (V, H * w.requires_grad + R, M)]
@@ -505,29 +462,21 @@ def linear_cross_entropy(
     The GPU must have FP8; a CPU emulates. Not with fp32_logits, xa, or ``token_scaling`` of a loss
     that is not reduced. ``accum_dtype`` has no effect, as dw is not summed over chunks.
     """
-    check_head("linear_cross_entropy", x, w, bias, chunk_rows, xa, wb)
+    name = "linear_cross_entropy"
+    check_head(name, x, w, bias, chunk_rows, xa, wb)
     if dw_into is not None and (torch.compiler.is_compiling() or only_pytorch()):
-        raise ValueError(
-            "linear_cross_entropy: dw_into must be None under torch.compile and wherever PyTorch traces or "
-            "transforms the call"
-        )
+        where = "under torch.compile and wherever PyTorch traces or transforms the call"
+        raise ValueError(f"{name}: dw_into must be None {where}, got a tensor")
     if dw_into is not None and (dw_into.shape != w.shape or not dw_into.is_contiguous()):
-        raise ValueError(
-            f"linear_cross_entropy: dw_into must be contiguous, of shape {tuple(w.shape)}, got {tuple(dw_into.shape)}"
-        )
-    target = check("linear_cross_entropy", (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
+        expected = f"contiguous, of shape {tuple(w.shape)}"
+        raise ValueError(f"{name}: dw_into must be {expected}, got {tuple(dw_into.shape)}")
+    target = check(name, (x.shape[0], w.shape[0]), target, class_weight, reduction, ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
-    numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
-    check_fp8(
-        "linear_cross_entropy",
-        fp8,
-        x,
-        fp32_logits=fp32_logits,
-        xa=xa,
-        token_scaling=token_scaling and reduction == "none",
-    )
+    scaling = token_scaling and reduction == "none"
+    check_fp8(name, fp8, x, fp32_logits=fp32_logits, xa=xa, token_scaling=scaling)
+    s = Loss(ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     how = (compact, accum_dtype, chunk_rows, fp32_logits, dw_into, xa, wb, fp8)
-    out = apply(x, w, target, bias, class_weight, Loss(*numbers), items(num_items, x), *how)
+    out = apply(x, w, target, bias, class_weight, s, items(num_items, x), *how)
     return out[:3] if stats else out[0]
 
 
@@ -539,6 +488,7 @@ def check_head(
     chunk_rows: int | None,
     xa: Tensor | None = None,
     wb: Tensor | None = None,
+    classes: str = "V",
 ) -> None:
     """Raise ``ValueError`` for arguments that have no meaning for a linear head."""
     if not (x.is_floating_point() and w.is_floating_point()):
@@ -547,9 +497,9 @@ def check_head(
         raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
     if is_sharded(w) and not is_sharded(x):
         raise ValueError(f"{name}: w must be whole, as x is, got a DTensor: gather a sharded head before its loss")
-    if w.ndim != 2 or w.shape[1] != x.shape[1] or not w.shape[0]:
+    if w.ndim != 2 or w.shape[1] != x.shape[1] or (not w.shape[0] and classes == "V"):
         hint = "" if w.numel() else ": gather a sharded head before its loss"
-        raise ValueError(f"{name}: w must have shape (V, {x.shape[1]}), got {tuple(w.shape)}{hint}")
+        raise ValueError(f"{name}: w must have shape ({classes}, {x.shape[1]}), got {tuple(w.shape)}{hint}")
     if bias is not None and bias.shape != w.shape[:1]:
         raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
     if chunk_rows is not None and chunk_rows < 1:
@@ -581,29 +531,16 @@ def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor
 
 
 def apply(
-    x,
-    w,
-    target,
-    bias,
-    class_weight,
-    s: Loss,
-    num_items,
-    compact,
-    accum_dtype,
-    chunk_rows,
-    fp32_logits,
-    dw_into=None,
-    xa=None,
-    wb=None,
-    fp8=None,
-):
+    x, w, target, bias, class_weight, s: Loss, num_items,
+    compact, accum_dtype, chunk_rows, fp32_logits, dw_into=None, xa=None, wb=None, fp8=None,
+):  # fmt: skip
     """Apply ``LinearCrossEntropyFunction`` to checked arguments."""
     if only_pytorch():
+        # all logits at once: exports and transforms see operators of PyTorch alone
         z = all_logits(x, w, bias, xa, wb, fp8)
         numbers = dict(zip(Loss.__dataclass_fields__, values(s))) | {"stats": True}
-        return *cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers), *statistics(
-            z, target, s
-        )
+        found = cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers)
+        return *found, *statistics(z, target, s)
     kept = kept_rows(compact, target, s.ignore_index)
     options = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, dw_into, fp8)
     return LinearCrossEntropyFunction.apply(x, w, target, bias, class_weight, num_items, kept, xa, wb, s, options)

@@ -137,6 +137,7 @@ def linear_logprobs(
     target = check("linear_logprobs", (x.shape[0], w.shape[0]), target, None, "none", ignore_index)
     x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
     check_fp8("linear_logprobs", fp8, x, fp32_logits=fp32_logits, xa=xa)
+    # the temperature is one more scale of the logits
     s = Loss(
         ignore_index=ignore_index,
         reduction="none",
@@ -144,6 +145,7 @@ def linear_logprobs(
         softcap=softcap,
         entropy=return_entropy,
     )
+    # the cross entropy of the head without reduction, with the opposite sign
     nll, _, _, entropy, _ = apply(
         x, w, target, bias, None, s, None, compact, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8
     )

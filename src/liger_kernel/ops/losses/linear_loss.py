@@ -116,6 +116,7 @@ def linear_loss(
     )
     check_fp8("linear_loss", fp8, x, fp32_logits=fp32_logits, xa=xa)
     o = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, fp8=fp8)
+    # a graph cannot hold a call of ``fn`` for each chunk: one call with all groups
     if torch.compiler.is_compiling() or only_pytorch() or B == 0:
         losses, _, best, h, mean = nll(
             x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8
@@ -123,6 +124,7 @@ def linear_loss(
         loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
         return loss, tuple(a.detach() for a in aux)
     kept = counted(target, ignore_index, group, compact) if compact else None
+    # groups that are longer than two chunks would make the logits buffer as long
     rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
     loss, *aux = LinearLossFunction.apply(
         x, w, target, bias, xa, wb, fn, group, whole or fp8 is not None or group > 2 * rows, kept, s, o
@@ -164,6 +166,7 @@ class LinearLossFunction(torch.autograd.Function):
     def backward(ctx, g, *_):
         *saved, up = ctx.saved_tensors
         grads = scaled(tuple(saved), g if up is None else g / up)
+        # the saved gradients are those for an upstream gradient of 1 (times ``up``)
         dx, dw, db, dxa, dwb = (grad if need else None for grad, need in zip((*grads, None, None)[:5], ctx.need))
         dw, db, dwb = (None if d is None else d.to(ctx.dtype) for d in (dw, db, dwb))
         return dx, dw, None, db, dxa, dwb, *(None,) * 6
@@ -188,9 +191,11 @@ def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     M, index = x.shape[0], None if kept is None else kept.rows()
     inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
     losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None)
+    # ``fn`` may differentiate with respect to these, and to nothing else
     leaves = [t.requires_grad_(any(o.need)) for t in (-losses, h)[: 1 + s.entropy]]
     with torch.set_grad_enabled(any(o.need)):
         loss, aux = _called(fn, M // group, group, s, leaves[0], leaves[-1], mean, predicted)
+    # a loss that does not depend on its tokens has no slope
     slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * len(leaves)
     slope, slope_h = (torch.zeros_like(losses) if g is None else g.detach() for g in (slopes[0], slopes[-1]))
     grads, up = [x.new_empty(0)] * 3, None
@@ -209,6 +214,7 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     plan, index = _plan(M, V, group, x, w, kept, o.chunk_rows)
     y = target if index is None else target.index_select(0, index)
     loss, found, up = x.new_zeros((), dtype=acc(x.dtype)), [], None
+    # the loop knows rows; ``fn`` is called with groups
     of_rows = {rows.start: groups for groups, rows in plan}
 
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> Tensor | None:
@@ -216,9 +222,11 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
         first, last = of_rows[rows.start]
         out = Rows.empty(y[rows], s, acc(x.dtype))
         row_kernel(z, y[rows], s, bias=bias, out=out)
+        # where the kept rows of this chunk lie in its groups
         at = None if index is None else index[rows] - first * group
         dense = lambda t, fill=0: t if at is None else t.new_full(((last - first) * group,), fill).index_copy_(0, at, t)
         shaped = lambda t, fill=0: dense(t, fill).view(last - first, group)
+        # ignored tokens have log-probability and entropy 0
         logp, h = -shaped(out.loss), shaped(out.entropy) if s.entropy else None
         stats = (shaped(out.mean) if s.mean else None, shaped(out.predicted, -1) if s.stats else None)
         leaves = [t for t in (logp, h) if t is not None]
@@ -244,6 +252,8 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
         ]
         ratio = None
         if x.dtype == torch.float16:
+            # one factor for all chunks so far: a chunk with steeper slopes scales the earlier
+            # gradients down
             own = _up(picked, y[rows], s.ignore_index)
             before, up = up, own if up is None else torch.minimum(up, own)
             picked, ratio = [g * up for g in picked], None if before is None else up / before
@@ -253,6 +263,7 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
 
     options = dict(need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, fp32_logits=o.fp32_logits)
     grads = chunk_gradients(x, w, body, **options, kept=index, xa=xa, wb=wb)
+    # tensors follow the groups; numbers are sums over chunks
     aux = [torch.cat(parts) if parts[0].ndim else torch.stack(parts).sum(0) for parts in zip(*found)]
     return grads, up, loss, aux
 
@@ -269,6 +280,7 @@ def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, c
     plan, first, start, stop = [], 0, 0, 0
     counts = kept.counts()
     for i, count in enumerate(counts):
+        # a group that alone has more rows than a chunk is a chunk
         if stop > start and stop - start + count > rows:
             plan.append(((first, i), slice(start, stop)))
             first, start = i, stop

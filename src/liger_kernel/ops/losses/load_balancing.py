@@ -45,6 +45,7 @@ MAX_E = 2048  # experts whose logits and two sums one program holds; the referen
 def reference(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     dtype, (M, E), K = acc(logits.dtype), logits.shape, index.shape[1]
     w = logits.new_ones(M, dtype=dtype) if weight is None else weight.detach().to(dtype)
+    # an index of no expert counts in a column of its own, which is cut off
     chosen = index.where((index >= 0) & (index < E), E).flatten()
     counts = w.new_zeros(E + 1).index_add(0, chosen, w[:, None].expand(M, K).flatten())[:E]
     return (w[:, None] * torch.softmax(logits.to(dtype), -1)).sum(0), counts
@@ -56,6 +57,7 @@ def _probabilities(logits_ptr, row, col, M, E, stride):
     x = tl.load(
         logits_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < E)[None, :], other=0.0
     )
+    # columns that do not exist have no probability
     x = tl.where((col < E)[None, :], x.to(tl.float32), float("-inf"))
     e = exp_of(x - tl.max(x, axis=1)[:, None], logits_ptr.dtype.element_ty == tl.float32)
     return div(e, tl.sum(e, axis=1)[:, None])
@@ -63,32 +65,23 @@ def _probabilities(logits_ptr, row, col, M, E, stride):
 
 @jit
 def _fwd(
-    logits_ptr,
-    index_ptr,
-    weight_ptr,
-    probs_ptr,
-    counts_ptr,
-    M,
-    E,
-    logits_stride,
-    index_stride,
-    HAS_WEIGHT: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    logits_ptr, index_ptr, weight_ptr, probs_ptr, counts_ptr, M, E, logits_stride, index_stride,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
+    # a persistent program: partial sums of many rows, one store each
     counts = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     probs = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             weight = tl.load(weight_ptr + row, mask=row < M, other=0.0).to(tl.float32)[:, None]
         else:
             weight = tl.where(row < M, 1.0, 0.0)[:, None]
         p = weight * _probabilities(logits_ptr, row, col, M, E, logits_stride)
         probs += tl.where((row < M)[:, None], p, 0.0)
+        # compared with all experts: K is small, and there are no atomics
         for k in range(K):
             chosen = tl.load(index_ptr + row * index_stride + k, mask=row < M, other=-1)[:, None]
             counts += tl.where(chosen == col[None, :], weight, 0.0)
@@ -99,71 +92,39 @@ def _fwd(
 
 @jit
 def _bwd(
-    dprobs_ptr,
-    logits_ptr,
-    weight_ptr,
-    dlogits_ptr,
-    M,
-    E,
-    logits_stride,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dprobs_ptr, logits_ptr, weight_ptr, dlogits_ptr, M, E, logits_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     g = tl.load(dprobs_ptr + col, mask=col < E, other=0.0)[None, :]
     p = _probabilities(logits_ptr, row, col, M, E, logits_stride)
+    # the derivative of softmax, computed again from the logits
     d = p * (g - tl.sum(p * g, axis=1)[:, None])
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         d *= tl.load(weight_ptr + row, mask=row < M, other=0.0).to(tl.float32)[:, None]
     mask = (row < M)[:, None] & (col < E)[None, :]
     tl.store(dlogits_ptr + row[:, None] * E + col[None, :], d.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
 @launcher("(Tensor logits, Tensor index, Tensor? weight) -> (Tensor probs, Tensor counts)")
-def expert_load_fwd(logits: Tensor, index: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+def expert_load_fwd(logits, index, weight):
     (M, E), K = logits.shape, index.shape[1]
     c = config.tile("expert_load_fwd", E, logits.itemsize, elements=2048)
+    # few rows of partial sums, which one more kernel adds in a fixed order
     programs = max(1, min(4 * config.processors() * c.per_sm, cdiv(M, c.block_m)))
     probs, counts = (logits.new_empty(programs, E, dtype=torch.float32) for _ in range(2))
-    launch(
-        _fwd,
-        (programs,),
-        logits,
-        index,
-        weight,
-        probs,
-        counts,
-        M,
-        E,
-        logits.stride(0),
-        index.stride(0),
-        HAS_WEIGHT=weight is not None,
-        K=K,
-        **c.tile,
-    )
+    strides = logits.stride(0), index.stride(0)
+    launch(_fwd, (programs,), logits, index, weight, probs, counts, M, E, *strides, K=K, **c.tile)
     return column_sum(probs, torch.float32), column_sum(counts, torch.float32)
 
 
 @launcher("(Tensor dprobs, Tensor logits, Tensor? weight) -> Tensor")
-def expert_load_bwd(dprobs: Tensor, logits: Tensor, weight: Tensor | None) -> Tensor:
+def expert_load_bwd(dprobs, logits, weight):
     M, E = logits.shape
     dlogits = logits.new_empty(M, E)
     c = config.tile("expert_load_bwd", E, logits.itemsize, elements=2048)
-    launch(
-        _bwd,
-        (cdiv(M, c.block_m),),
-        dprobs,
-        logits,
-        weight,
-        dlogits,
-        M,
-        E,
-        logits.stride(0),
-        HAS_WEIGHT=weight is not None,
-        **c.tile,
-    )
+    launch(_bwd, (cdiv(M, c.block_m),), dprobs, logits, weight, dlogits, M, E, logits.stride(0), **c.tile)
     return dlogits
 
 
@@ -175,6 +136,7 @@ class ExpertLoadFunction(torch.autograd.Function):
         unit = lambda t: t if t.stride(1) == 1 else t.contiguous()
         logits, weight = unit(logits), None if weight is None else weight.contiguous()
         probs, counts = expert_load_fwd(logits, unit(index), weight)
+        # a choice has no derivative
         ctx.mark_non_differentiable(counts)
         ctx.save_for_backward(logits, weight)
         return probs, counts
@@ -279,6 +241,7 @@ def load_balancing_loss(logits: Sequence[Tensor], top_k: int, mask: Tensor | Non
     loads = []
     for layer in (t.to(device) for t in logits):
         with torch.no_grad():
+            # as the router does it, ties included
             _, index = torch.topk(F.softmax(layer, dim=-1), top_k, dim=-1)
         loads.append(expert_load(layer, index, weight))
     probs, counts = (torch.stack(sums).sum(0) for sums in zip(*loads))

@@ -54,6 +54,7 @@ class Adapter:
         bias: autograd computes its gradient, and the host does not wait for its value."""
         if not isinstance(scale, Tensor):
             return Adapter(a, b, float(scale), dropout, bias)
+        # b and bias have N rows; a scale of one element broadcasts by itself
         by_rows = scale.reshape(-1, 1) if scale.ndim == 1 else scale
         return Adapter(
             a, (b * by_rows).to(b.dtype), 1.0, dropout, bias if bias is None else (bias * scale).to(bias.dtype)
@@ -88,6 +89,7 @@ class Projection:
 
     def of(self, tensors: Sequence[Tensor | None]) -> Projection:
         """The same projection with other tensors, which come in the order of ``tensors``."""
+        # the forward: nothing was exchanged, and nothing need be built
         if all(one is other for one, other in zip(tensors, self.tensors())):
             return self
         learnable, bias, magnitude, *rest = tensors
@@ -121,6 +123,7 @@ def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_
     """The stacks of adapters, and the places of those of each projection, from the rank and
     dropout of each adapter of each projection."""
     every = [(i, j) for i, own in enumerate(adapters) for j in range(len(own))]
+    # adapters with dropout see inputs of their own, each with its own mask
     plain = [(i, j) for i, j in every if not adapters[i][j][1]]
     stacks = []
     for group in [plain] * bool(plain) + [[at] for at in every if at not in plain]:
@@ -173,6 +176,8 @@ class Projections:
     def _cast(self) -> None:
         """Stack the A's, and cast the A's and B's to the dtype of their products. One copy moves
         everything that has another dtype or place."""
+        # parts of a stack are copied into it; what needs neither a cast nor a place stays where it
+        # is
         there, here = [], []
         self.As, self.bs = [], []
         for stack in self.stacks:
@@ -194,6 +199,7 @@ class Projections:
     def open(self) -> None:
         """Cast the adapters, and prepare the weights for many products. Call it before ``part``;
         there must be no dropout and no magnitude."""
+        # once for all tiles
         self._cast()
         self.projections = [dataclasses.replace(p, weight=p.weight.opened(self.dtype)) for p in self.projections]
         self.masks = [None] * len(self.As)
@@ -201,6 +207,7 @@ class Projections:
     def part(self, x: Tensor) -> Projections:
         """The same projections of some of the rows, after their ``take(x)``. Call ``open``
         first."""
+        # casts and weights are shared; only the thin products are those of the tile
         part = copy.copy(self)
         part.xas = [x.to(self.thin) @ a.t() for a in self.As]
         return part
@@ -211,6 +218,7 @@ class Projections:
         self.xas, self.masks = [], []
         for stack, a in zip(self.stacks, self.As):
             seen, mask = torch.native_dropout(x, stack.dropout, True) if stack.dropout else (x, None)
+            # one product for all adapters of a stack
             self.xas.append(as_dtype(seen, self.thin) @ a.t())
             self.masks.append(mask)
 
@@ -219,8 +227,10 @@ class Projections:
         is only one. Call ``take`` first."""
         ys: list[Tensor] = []
         self.zs, self.norms = [], []
+        # FP8: the largest values of all operands in one launch
         search((p.weight, rows) for p in self.projections)
         for i, p in enumerate(self.projections):
+            # a product that cannot add to y runs first
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
             wide: Tensor | None = None
             for adapter, place in zip(p.adapters, self.places[i]):
@@ -228,6 +238,7 @@ class Projections:
                     as_dtype(t, self.adding)
                     for t in (_columns(self.xas[place.stack], place.span), self.bs[place.number])
                 )
+                # the thin product is written first, the large one adds to it in its epilogue
                 if self.adding == self.dtype:
                     y = add_product(y, xa, b.t(), adapter.scale, out)
                 else:
@@ -242,6 +253,7 @@ class Projections:
                 ((stack, span, number),) = self.places[i]
                 a = self.As[stack] if span is None else self.As[stack][span]
                 self.zs.append(y)
+                # of the dense weight with its adapter: made for this, and not kept
                 self.norms.append(row_norms(p.weight.dense(self.dtype), a, self.bs[number], p.adapters[0].scale))
                 y = self._scaled(y, p.magnitude, self.norms[-1])
             ys.append(added(y, _summed_bias(p)))
@@ -268,8 +280,10 @@ class Projections:
         trained = [
             p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad
         ]
+        # a trained weight in FP8 needs a cast of x and not x; adapters multiply x itself
         found = [] if any(self.places) else [weight.of_input(rows) for weight in trained]  # adapters need x itself
         first = found[0] if found else None
+        # weights that need different things of x share x itself
         if first is None or any(other is None or other[0] != first[0] for other in found):
             return rows_again, [x]
         key, tensors = first
@@ -301,6 +315,7 @@ class Projections:
             first(many),
             first(many),
         )
+        # what is left: as many z as norms
         self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
     def thin_gradients(self, dy_rows: Sequence[Rows], need: Sequence[Sequence[bool]]) -> None:
@@ -313,6 +328,7 @@ class Projections:
         zs, norms = iter(self.zs), iter(self.norms)
         for i, p in enumerate(self.projections):
             dy, grad, needs = dys[i], self.grads[i], need[i]
+            # one sum for the bias of the layer and those of its adapters
             total = dy.sum(0, dtype=acc(dy.dtype)) if needs[1] or any(needs[5::3]) else dy
             if needs[1]:
                 grad[1] = total
@@ -320,11 +336,13 @@ class Projections:
                 z, norm = next(zs), next(norms)
                 if needs[2]:
                     grad[2] = dot_columns(dy, z) / norm
+                # from here on the gradient of z, as the norms are constants
                 dy = times_columns(dy, p.magnitude / norm)
                 self.dy_rows[i] = Rows(dy)
             wide = as_dtype(dy, self.thin) if p.adapters else dy
             for j, (adapter, (s, span, n)) in enumerate(zip(p.adapters, self.places[i])):
                 dxa = _columns(self.dxas[s], span)
+                # straight into its columns of the stack's gradient
                 torch.addmm(dxa, wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
                 if needs[3 + 3 * j + 1]:
                     grad[3 + 3 * j + 1] = add_product(None, wide.t(), _columns(self.xas[s], span), adapter.scale)
@@ -339,6 +357,7 @@ class Projections:
             if not p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
         wide: Tensor | None = None
+        # thin products first, to which the large ones add
         for dxa, a, mask in zip(self.dxas, self.As, self.masks):
             if mask is None and self.adding == self.dtype:
                 dx = add_product(dx, as_dtype(dxa, self.dtype), as_dtype(a, self.dtype), out=out)
@@ -349,6 +368,7 @@ class Projections:
                 dx = p.weight.backward(dy, dx)
         assert dx is not None
         dx = added(dx, wide)
+        # through a dropout, the gradient is masked before it is added
         for stack, dxa, a, mask in zip(self.stacks, self.dxas, self.As, self.masks):
             if mask is not None:
                 dx.add_(
@@ -369,6 +389,7 @@ class Projections:
         """
         for stack, dxa, mask in zip(self.stacks, self.dxas, self.masks):
             if any(need[i][3 + 3 * j] for i, j in stack.adapters):
+                # the input as its adapters saw it
                 seen = (
                     x.rows
                     if mask is None
@@ -382,6 +403,7 @@ class Projections:
         here: list[Tensor] = []
         for i, (p, dy, grad, needs) in enumerate(zip(self.projections, self.dy_rows, self.grads, need)):
             total = None if totals is None else totals[i]
+            # tiles: all of them add to one sum
             if total is not None:
                 p.weight.add_gradient(total, dy, x)
             elif needs[0]:
@@ -415,6 +437,7 @@ class Projections:
         dx: Tensor | None = None
         flat: list[Tensor | None] = []
         for i, p in enumerate(self.projections):
+            # a layer by itself, so that the casts of one gradient are freed before the next is cast
             one, dy = Projections((p,), self.dtype, self.thin), dys.pop(0)
             one.restore([])
             one.thin_gradients([dy], need[i : i + 1])

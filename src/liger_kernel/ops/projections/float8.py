@@ -5,8 +5,10 @@ A cast of x (M, N) is q = fp8(x * (TOP / a)) with the scale s = a / TOP, so that
 is the largest finite |x| of the tensor, or of each row. TOP is the largest value of the format.
 With W (N, K) = W8 sw the two products of a projection are
 
-    per tensor ("fp8"):        y = (x8 W8^T) sx sw        x8 e4m3        dx = (dy8 W8) sdy sw            dy8 e5m2
-    per row ("fp8_rowwise"):   y = (x8 W8^T) sx sw^T      x8 e4m3        dx = (d8 W8) sd,  d = dy sw^T    d8 e4m3, sx and sd (M, 1), sw (N, 1)
+    per tensor ("fp8"):        y = (x8 W8^T) sx sw      dx = (dy8 W8) sdy sw
+                               x8 e4m3                  dy8 e5m2
+    per row ("fp8_rowwise"):   y = (x8 W8^T) sx sw^T    dx = (d8 W8) sd,  d = dy sw^T
+                               x8 e4m3                  d8 e4m3, sx and sd (M, 1), sw (N, 1)
 
 Both multiply by the same W8. (A second cast of W by columns for dx would make dx the gradient of
 another function.) An infinity or NaN becomes NaN in q and does not change the scale. A scale is
@@ -21,7 +23,7 @@ a / 2^18 in e4m3, below a / 2^32 in e5m2.
 
 cuBLAS multiplies FP8 only if the reduction is contiguous in both operands: y needs W8 row by row,
 dx needs the transpose of W8 row by row.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,12 @@ LEAST = 1e-30  # an amax below it counts as this, so that TOP / amax and amax / 
 def reference(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
     """Return q (M, N) and the scale, () or (M, 1) in fp32, of x, or of ``x * by`` with by (N,)."""
     x = x.float() if by is None else x.float() * by
+    # an infinity would make the scale useless for all other values
     finite = x.isfinite()
     size = x.abs().where(finite, 0.0)
     amax = (size.amax(1, keepdim=True) if per_row else size.amax()).clamp(min=LEAST)
-    top = amax.new_full(
-        (), torch.finfo(dtype).max
-    )  # PyTorch computes number / tensor as number * (1 / tensor), which rounds twice
+    # PyTorch computes number / tensor as number * (1 / tensor), which rounds twice
+    top = amax.new_full((), torch.finfo(dtype).max)
     return (x * (top / amax)).where(finite, float("nan")).to(dtype), amax / top
 
 
@@ -81,6 +83,7 @@ def _amax(x_ptr, tops_ptr, M, N, stride, programs, BLOCK: tl.constexpr):
 
 @jit
 def _scaled(x, factor):
+    # the conversion would make an infinity the largest value of the format
     return tl.where(tl.abs(x) < float("inf"), x * factor, float("nan"))
 
 
@@ -105,24 +108,15 @@ def _quantized_t(x, factor, q_ptr):
 
 @jit
 def _cast(
-    x_ptr,
-    tops_ptr,
-    q_ptr,
-    scale_ptr,
-    M,
-    N,
-    stride,
-    programs,
-    TOP: tl.constexpr,
-    LEAST: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, tops_ptr, q_ptr, scale_ptr, M, N, stride, programs,
+    TOP: tl.constexpr, LEAST: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program, tiles = tl.program_id(0), tl.cdiv(N, BLOCK)
     every = tl.arange(0, PROGRAMS)
     amax = tl.maximum(tl.max(tl.load(tops_ptr + every, mask=every < programs, other=0.0), 0), LEAST)
     top = tl.full((), TOP, tl.float32)
     factor = tl.div_rn(top, amax)
+    # all programs find the same scale; one stores it
     if program == 0:
         tl.store(scale_ptr, tl.div_rn(amax, top))
     for tile in tl.range(program, M * tiles, programs):
@@ -132,47 +126,40 @@ def _cast(
 
 
 @jit
-def _values(x_ptr, by_ptr, col, N, HAS_BY: tl.constexpr):
+def _values(x_ptr, by_ptr, col, N):
     x = tl.load(x_ptr + col, mask=col < N, other=0.0).to(tl.float32)
-    return x * tl.load(by_ptr + col, mask=col < N, other=0.0) if HAS_BY else x
+    return x * tl.load(by_ptr + col, mask=col < N, other=0.0) if by_ptr is not None else x
 
 
 @jit
 def _cast_rows(
-    x_ptr,
-    by_ptr,
-    q_ptr,
-    scale_ptr,
-    N,
-    stride,
-    TOP: tl.constexpr,
-    LEAST: tl.constexpr,
-    HAS_BY: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, by_ptr, q_ptr, scale_ptr, N, stride,
+    TOP: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
     q_ptr += row * N
     col = tl.arange(0, BLOCK)
     top = tl.full((), TOP, tl.float32)
-    x = _values(x_ptr, by_ptr, col, N, HAS_BY)
+    x = _values(x_ptr, by_ptr, col, N)
     size = _size(x)
     if not WHOLE:
         for start in tl.range(BLOCK, N, BLOCK):
-            size = tl.maximum(size, _size(_values(x_ptr, by_ptr, start + col, N, HAS_BY)))
+            size = tl.maximum(size, _size(_values(x_ptr, by_ptr, start + col, N)))
+    # a row of zeros has a scale, too
     amax = tl.maximum(tl.max(size, 0), LEAST)
     factor = tl.div_rn(top, amax)
     tl.store(scale_ptr + row, tl.div_rn(amax, top))
     tl.store(q_ptr + col, _quantized(x, factor, q_ptr), mask=col < N)
     if not WHOLE:
         for start in tl.range(BLOCK, N, BLOCK):
-            x = _values(x_ptr, by_ptr, start + col, N, HAS_BY)
+            x = _values(x_ptr, by_ptr, start + col, N)
             tl.store(q_ptr + start + col, _quantized(x, factor, q_ptr), mask=start + col < N)
 
 
 @jit
 def _transpose(x_ptr, y_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    # bytes: whole cache lines are read and written in both directions
     n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
     mask = (n < N)[:, None] & (k < K)[None, :]
@@ -181,10 +168,8 @@ def _transpose(x_ptr, y_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 _PROGRAMS, _BLOCK = 1024, 2048  # programs, and values per step, of a cast per tensor
-_WHOLE, _PART = (
-    16384,
-    4096,
-)  # the longest row that a program holds whole, and how much of a longer row it holds at a time
+# the longest row that a program holds whole, and how much of a longer row it holds at a time
+_WHOLE, _PART = 16384, 4096
 
 
 @launcher("(Tensor x, Tensor? by, ScalarType dtype, bool per_row) -> (Tensor q, Tensor scale)")
@@ -193,32 +178,19 @@ def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool)
     q = x.new_empty((M, N), dtype=dtype)
     scale = x.new_empty((M, 1) if per_row else (), dtype=torch.float32)
     if per_row:
+        # a row that fits the registers is read once
         block = next_power_of_2(N) if N <= _WHOLE else _PART
         warps = min(max(block // 1024, 1), 4 if x.itemsize == 2 else 16)
-        how = dict(TOP=top, LEAST=LEAST, HAS_BY=by is not None, WHOLE=block >= N, BLOCK=block)
+        how = dict(TOP=top, LEAST=LEAST, WHOLE=block >= N, BLOCK=block)
         launch(_cast_rows, (M,), x, by, q, scale, N, x.stride(0), **how, num_warps=warps)
         return q, scale
     block = min(next_power_of_2(N), _BLOCK)
+    # one more launch instead of atomics on one address
     programs = min(M * cdiv(N, block), _PROGRAMS)
     tops = x.new_empty(programs, dtype=torch.float32)
     launch(_amax, (programs,), x, tops, M, N, x.stride(0), programs, BLOCK=block, num_warps=4)
-    launch(
-        _cast,
-        (programs,),
-        x,
-        tops,
-        q,
-        scale,
-        M,
-        N,
-        x.stride(0),
-        programs,
-        TOP=top,
-        LEAST=LEAST,
-        PROGRAMS=_PROGRAMS,
-        BLOCK=block,
-        num_warps=4,
-    )
+    how = dict(TOP=top, LEAST=LEAST, PROGRAMS=_PROGRAMS, BLOCK=block, num_warps=4)
+    launch(_cast, (programs,), x, tops, q, scale, M, N, x.stride(0), programs, **how)
     return q, scale
 
 
@@ -257,6 +229,7 @@ def lacking(device: torch.device, capability: tuple[int, int] = CAPABILITY) -> s
 def cast(x: Tensor, dtype: torch.dtype, per_row: bool, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cast x (M, N), or x times ``by`` (N,), to ``dtype``; each row is contiguous. The fp32
     scale is (), or (M, 1) per row. ``ValueError`` without FP8."""
+    # here and not at the product: a fallback would have other numbers
     if why := lacking(x.device):
         raise ValueError(why)
     if not x.numel():
@@ -284,6 +257,7 @@ def product(
 
     ``out`` (M, N), contiguous, of ``dtype``: where the result goes.
     """
+    # nothing to multiply, or nothing that has values
     if not a.shape[0] or a.is_meta or intercepted():
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
     if a.is_cuda and scale_a.ndim == 0:
@@ -293,9 +267,8 @@ def product(
             return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, dtype, fast)
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
     if a.is_cuda:  # with scales per row, torch's product returns only bf16
-        found = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(
-            dtype
-        )
+        how = dict(out_dtype=torch.bfloat16, use_fast_accum=fast)
+        found = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), **how).to(dtype)
     else:
         wide = acc(dtype)
         with torch.autocast(a.device.type, enabled=False):
@@ -323,17 +296,22 @@ class Float8(Weight):
         return (self.w.to(wide) * self.scale).to(dtype)
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+        # the activations have scales of the same kind as the weight
         per_row = self.scale.ndim > 0
         x8, scale = x.made((E4, per_row), lambda rows: cast(rows, E4, per_row))
         found = product(x8, scale, self.w, self.scale, x.rows.dtype)
         return added(found, y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+        # contiguous along the reduction, which for dx are the outputs
         w_t = transposed(self.w) if self.w_t is None else self.w_t
         if self.scale.ndim:
+            # the scales of the outputs cannot be taken out of this product: they go into its
+            # operand
             d8, scale = cast(dy.rows, E4, True, by=self.scale.view(-1))
             found = product(d8, scale, w_t, scale.new_ones(w_t.shape[0], 1), dy.rows.dtype)
         else:
+            # e5m2: gradients need range more than precision
             d8, scale = cast(dy.rows, E5, False)
             found = product(d8, scale, w_t, self.scale, dy.rows.dtype)
         return found if dx is None else dx.add_(found)
@@ -350,10 +328,9 @@ class Float8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, w, scale, w_t):
-        ctx.stored, ctx.K = (
-            (w, scale, w_t),
-            x.shape[-1],
-        )  # not in save_for_backward: hooks may move saved tensors to the CPU, as if they were activations
+        # not in save_for_backward: hooks may move saved tensors to the CPU, as if they were
+        # activations
+        ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]
         y = float8(w, scale).forward(Rows(rows_of(x)), None)
         return shaped(added(y, bias), (*x.shape[:-1], y.shape[1]))
 

@@ -29,16 +29,9 @@ def reference(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @jit
 def _dense_experts(
-    q_ptr,
-    scale_ptr,
-    y_ptr,
-    rows,
-    cols,
-    group,
-    BY_COLUMN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
+    q_ptr, scale_ptr, y_ptr, rows, cols, group,
+    BY_COLUMN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
     """``rows`` of all experts, one after another; ``group`` of them have one scale, or with
     BY_COLUMN one for each column."""
     program, tiles = tl.program_id(0), tl.cdiv(cols, BLOCK_COLS)
@@ -62,22 +55,11 @@ def dense_experts(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     (E, A, B), y = q.shape, q.new_empty(q.shape, dtype=dtype)
     cols = min(next_power_of_2(B), _COLS)
     rows = _VALUES // cols
+    # a scale for each row, or one for all rows of an expert
     group = 1 if scale.shape[1] == A else A  # where both are 1, they are the same
     grid = (cdiv(E * A, rows) * cdiv(B, cols),)
-    launch(
-        _dense_experts,
-        grid,
-        q,
-        scale,
-        y,
-        E * A,
-        B,
-        group,
-        BY_COLUMN=scale.shape[2] > 1,
-        BLOCK_ROWS=rows,
-        BLOCK_COLS=cols,
-        num_warps=4,
-    )
+    how = dict(BY_COLUMN=scale.shape[2] > 1, BLOCK_ROWS=rows, BLOCK_COLS=cols, num_warps=4)
+    launch(_dense_experts, grid, q, scale, y, E * A, B, group, **how)
     return y
 
 
@@ -91,6 +73,7 @@ def cast_experts(w: Tensor, per_output: bool, transposed: bool) -> tuple[Tensor,
     q = torch.empty(w.shape, dtype=E4, device=w.device)
     shape = (1, 1) if not per_output else (1, B) if transposed else (A, 1)
     scale = torch.empty((E, *shape), dtype=torch.float32, device=w.device)
+    # the cast is by rows, and outputs are columns here
     turned = transposed and per_output
     for e in range(E):  # a cast of all of them would need another copy of all of them
         one, s = cast((w[e].t() if turned else w[e]).contiguous(), E4, per_output)
@@ -108,6 +91,7 @@ def dense(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def float8_experts(q: Tensor, scale: Tensor, transposed: bool = False) -> Dequantized:
     """The weights of experts as the operators multiply by them. ``transposed``: q is (E, K, N)."""
+    # made for one product at a time, from tensors that stay as they are
     made = functools.partial(dense, q, scale)
     E, A, B = q.shape
     if transposed:

@@ -4,11 +4,14 @@ all three products of a linear layer run in FP8.
 With x (M, K), W (N, K), dy (M, N) the products are  y = x W^T,  dx = dy W,  dw = dy^T x. The
 recipes are torchao's, and give the same results:
 
-    recipe                scales of x and W in y      of dy and W in dx                  of dy and x in dw
-    tensorwise            one each, e4m3              one each, dy e5m2                  one each, dy e5m2
-    rowwise               a row of x, a row of W      a row of dy, a column of W         a column of dy, a column of x; all e4m3
-    rowwise_with_gw_hp    a row of x, a row of W      a row of dy, one of W; all e4m3    not cast: a product in x's dtype
-    mxfp8_rceil           32 values that are reduced together, see ``mxfp8``; all e4m3
+    recipe               scales of x and W in y    of dy and W in dx       of dy and x in dw
+    tensorwise           one each, e4m3            one each, dy e5m2       one each, dy e5m2
+    rowwise              rows of x, rows of W      rows of dy, columns     columns of dy, columns
+                                                   of W                    of x; all e4m3
+    rowwise_with_gw_hp   rows of x, rows of W      rows of dy, one of W;   not cast: a product in
+                                                   all e4m3                x's dtype
+    mxfp8_rceil          32 values that are reduced together, see ``mxfp8``; all e4m3. Experimental:
+                         no GPU with such products has run it
 
 Values that are reduced together share one scale s: q = fp8(x / s), s = amax / TOP. TOP is the
 largest value of the format. All but the first recipe round s up to a power of two. An infinity or
@@ -21,7 +24,7 @@ recomputes it anyway.
 The largest values of W are searched once for each step of an optimizer. Its casts are made for each
 product (3 bytes per weight are read and written) and not kept: both together would take as much
 memory as W in 16 bits.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -108,6 +111,7 @@ def _factor_and_scale(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> tu
     amax = amax.clamp(min=LEAST)
     if not powers_of_2:
         return top / amax, amax / top
+    # truncated, so that the largest value never exceeds the format
     factor = ((top / amax).view(torch.int32) & 0x7F800000).view(torch.float32)  # keep only the power of two
     return factor, 1 / factor
 
@@ -117,9 +121,9 @@ def reference(
 ) -> tuple[Cast | None, Cast | None]:
     """What ``casts`` returns."""
     wide, by_rows = x.float(), amax.columns is not None
+    # NaN where x is not finite. With a literal, which differs from itself, torch.compile would
+    # compute the casts anew for each weight
     nan = wide - wide
-    # where x is not finite. With a literal, which differs from itself, torch.compile would compute
-    # the casts anew for each weight
 
     def cast(of: Tensor, transposed: bool) -> Cast:
         factor, scale = _factor_and_scale(of, dtype, powers_of_2)
@@ -128,10 +132,9 @@ def reference(
             q, scale = torch.nn.functional.pad(q.t(), (0, -x.shape[0] % 16)), scale[:, None] if by_rows else scale
         return Cast(q.to(dtype).contiguous(), scale.contiguous())
 
-    whole = amax.rows[:, None] if by_rows else amax.rows.amax()
-    return cast(whole, False) if rows else None, cast(
-        amax.columns if amax.columns is not None else whole, True
-    ) if columns else None
+    of_rows = amax.rows[:, None] if by_rows else amax.rows.amax()
+    of_columns = amax.columns if amax.columns is not None else of_rows
+    return cast(of_rows, False) if rows else None, cast(of_columns, True) if columns else None
 
 
 @jit
@@ -154,6 +157,7 @@ def _amax(
 ):
     """Of each row and column of STEPS tiles below each other. ``rows``, ``columns``: zeros at
     first."""
+    # several tiles below each other: one atomic for a column of all of them
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     of_columns = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS):
@@ -162,6 +166,7 @@ def _amax(
             x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0
         ).to(tl.float32)
         size = _size(x)
+        # a maximum has no order, so that atomics do not change bits
         tl.atomic_max(rows_ptr + row, tl.max(size, 1), mask=row < M, sem="relaxed")
         of_columns = tl.maximum(of_columns, tl.max(size, 0))
     tl.atomic_max(columns_ptr + col, of_columns, mask=col < N, sem="relaxed")
@@ -169,17 +174,9 @@ def _amax(
 
 @jit
 def _top(
-    x_ptr,
-    tops_ptr,
-    M,
-    N,
-    stride,
-    part,
-    TOPS: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, tops_ptr, M, N, stride, part,
+    TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The largest value of part number ``part`` of x, if x has so many: of STEPS tiles below
     each other."""
     high = tl.cdiv(M, BLOCK_M * STEPS)
@@ -191,6 +188,7 @@ def _top(
             x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0
         ).to(tl.float32)
         top = tl.maximum(top, tl.max(_size(x), 0))
+    # parts of their own for most programs, or all would wait for one address
     tl.atomic_max(tops_ptr + part % TOPS, tl.max(top, 0), sem="relaxed")
 
 
@@ -219,194 +217,67 @@ def _tops(
 
 @jit
 def _cast_tile(
-    x_ptr,
-    rows_ptr,
-    columns_ptr,
-    q_ptr,
-    scale_ptr,
-    qt_ptr,
-    scale_t_ptr,
-    M,
-    N,
-    stride,
-    stride_t,
-    high,
-    wide,
-    TOP: tl.constexpr,
-    LEAST: tl.constexpr,
-    POWERS_OF_2: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Of the tile with the number ``high`` from above and ``wide`` from the left."""
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, part,
+    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr,
+    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of the tile number ``part``, counted down the columns of tiles. Without ``columns_ptr``, x has
+    one scale, and ``rows_ptr`` its largest values in TOPS parts."""
+    # known when the kernel is compiled: rows and columns have scales, or the tensor has one
+    BY_ROWS: tl.constexpr = columns_ptr is not None
+    stride_t = tl.cdiv(M, 16) * 16
+    high, wide = part % tl.cdiv(stride_t, BLOCK_M), part // tl.cdiv(stride_t, BLOCK_M)
     row = (high * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     col = (wide * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    if BY_ROWS:
-        if ROWS:
-            of_rows = tl.load(rows_ptr + row, mask=row < M, other=0.0)
-        if COLUMNS:
-            of_columns = tl.load(columns_ptr + col, mask=col < N, other=0.0)
-    else:
+    if not BY_ROWS:
         amax = tl.max(tl.load(rows_ptr + tl.arange(0, TOPS)), 0)
-        of_rows, of_columns = tl.zeros_like(row).to(tl.float32) + amax, tl.zeros_like(col).to(tl.float32) + amax
-    if ROWS:
+    if q_ptr is not None:
+        if BY_ROWS:
+            of_rows = tl.load(rows_ptr + row, mask=row < M, other=0.0)
+        else:
+            of_rows = tl.zeros([BLOCK_M], tl.float32) + amax
         factor = _factor(of_rows, TOP, LEAST, POWERS_OF_2)
+        # every tile of a row finds its scale; the first one stores it
         if wide == 0:
             scale = _scale(of_rows, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_ptr + (row if BY_ROWS else row * 0), scale, mask=(row < M) if BY_ROWS else (row == 0))
         tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=inside)
-    if COLUMNS:
+    if qt_ptr is not None:
+        if BY_ROWS:
+            of_columns = tl.load(columns_ptr + col, mask=col < N, other=0.0)
+        else:
+            of_columns = tl.zeros([BLOCK_N], tl.float32) + amax
         factor = _factor(of_columns, TOP, LEAST, POWERS_OF_2)
         if high == 0:
             scale = _scale(of_columns, factor, TOP, LEAST, POWERS_OF_2)
             tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
-        q = _quantized_t(x, factor[None, :], qt_ptr)
-        tl.store(
-            qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :]
-        )
+        q, at = _quantized_t(x, factor[None, :], qt_ptr), col[:, None] * stride_t + row[None, :]
+        tl.store(qt_ptr + at, q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
 
 
 @jit
 def _casts(
-    x_ptr,
-    rows_ptr,
-    columns_ptr,
-    q_ptr,
-    scale_ptr,
-    qt_ptr,
-    scale_t_ptr,
-    M,
-    N,
-    stride,
-    stride_t,
-    TOP: tl.constexpr,
-    LEAST: tl.constexpr,
-    POWERS_OF_2: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    _cast_tile(
-        x_ptr,
-        rows_ptr,
-        columns_ptr,
-        q_ptr,
-        scale_ptr,
-        qt_ptr,
-        scale_t_ptr,
-        M,
-        N,
-        stride,
-        stride_t,
-        tl.program_id(0),
-        tl.program_id(1),
-        TOP,
-        LEAST,
-        POWERS_OF_2,
-        BY_ROWS,
-        ROWS,
-        COLUMNS,
-        TOPS,
-        BLOCK_M,
-        BLOCK_N,
-    )  # tensors, sizes, how
-
-
-@jit
-def _two_casts(
-    x0_ptr,
-    tops0_ptr,
-    q0_ptr,
-    qt0_ptr,
-    scale0_ptr,
-    x1_ptr,
-    tops1_ptr,
-    q1_ptr,
-    qt1_ptr,
-    scale1_ptr,
-    M0,
-    N0,
-    stride0,
-    M1,
-    N1,
-    stride1,
-    TOP0: tl.constexpr,
-    ROWS0: tl.constexpr,
-    COLUMNS0: tl.constexpr,
-    TOP1: tl.constexpr,
-    ROWS1: tl.constexpr,
-    COLUMNS1: tl.constexpr,
-    LEAST: tl.constexpr,
-    POWERS_OF_2: tl.constexpr,
-    TOPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """``_casts`` of two tensors with one scale each."""
+    x0_ptr, rows0_ptr, columns0_ptr, q0_ptr, scale0_ptr, qt0_ptr, scale_t0_ptr,
+    x1_ptr, rows1_ptr, columns1_ptr, q1_ptr, scale1_ptr, qt1_ptr, scale_t1_ptr,
+    M0, N0, stride0, M1, N1, stride1,
+    TOP0: tl.constexpr, TOP1: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr,
+    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of a tensor, or of two one after another."""
     part = tl.program_id(0)
-    padded0, padded1 = tl.cdiv(M0, 16) * 16, tl.cdiv(M1, 16) * 16
-    high0, high1 = tl.cdiv(padded0, BLOCK_M), tl.cdiv(padded1, BLOCK_M)
-    end0 = high0 * tl.cdiv(N0, BLOCK_N)
-    if part < end0:
+    end = tl.cdiv(tl.cdiv(M0, 16) * 16, BLOCK_M) * tl.cdiv(N0, BLOCK_N)
+    if part < end:
         _cast_tile(
-            x0_ptr,
-            tops0_ptr,
-            None,
-            q0_ptr,
-            scale0_ptr,
-            qt0_ptr,
-            scale0_ptr,
-            M0,
-            N0,
-            stride0,
-            padded0,
-            part % high0,
-            part // high0,
-            TOP0,
-            LEAST,
-            POWERS_OF_2,
-            False,
-            ROWS0,
-            COLUMNS0,
-            TOPS,
-            BLOCK_M,
-            BLOCK_N,
-        )  # as above
-    else:
-        part -= end0
+            x0_ptr, rows0_ptr, columns0_ptr, q0_ptr, scale0_ptr, qt0_ptr, scale_t0_ptr, M0, N0, stride0, part,
+            TOP0, LEAST, POWERS_OF_2, TOPS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    elif x1_ptr is not None:
         _cast_tile(
-            x1_ptr,
-            tops1_ptr,
-            None,
-            q1_ptr,
-            scale1_ptr,
-            qt1_ptr,
-            scale1_ptr,
-            M1,
-            N1,
-            stride1,
-            padded1,
-            part % high1,
-            part // high1,
-            TOP1,
-            LEAST,
-            POWERS_OF_2,
-            False,
-            ROWS1,
-            COLUMNS1,
-            TOPS,
-            BLOCK_M,
-            BLOCK_N,
-        )  # as above
+            x1_ptr, rows1_ptr, columns1_ptr, q1_ptr, scale1_ptr, qt1_ptr, scale_t1_ptr, M1, N1, stride1, part - end,
+            TOP1, LEAST, POWERS_OF_2, TOPS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
@@ -416,6 +287,7 @@ def amax_of(x: Tensor, by_rows: bool) -> Amax:
     if not use_kernels(x, fusible=True):
         size = _finite_size(x)
         return Amax(size.amax(1), size.amax(0))
+    # loads of whole cache lines
     x = x if x.stride(1) == 1 else x.contiguous()
     M, N = x.shape
     rows, columns = x.new_zeros(M, dtype=torch.float32), x.new_zeros(N, dtype=torch.float32)
@@ -448,24 +320,13 @@ def tops_of(xs: Sequence[Tensor]) -> list[Amax]:
     block = min(next_power_of_2(max(x.shape[1] for x in xs)), 1024)
     high = 4096 // block * 8
     tops = first.new_zeros(count, TOPS, dtype=torch.float32)
+    # the kernel is compiled for as many tensors as there are
     missing = (None,) * (MOST - count)
     sizes = [x.shape for x in xs]
     parts = sum(cdiv(M, high) * cdiv(N, block) for M, N in sizes)
     numbers = *(M for M, _ in sizes), *missing, *(N for _, N in sizes), *missing, *(x.stride(0) for x in xs), *missing
-    launch(
-        _tops,
-        (parts,),
-        *xs,
-        *missing,
-        tops,
-        *numbers,
-        COUNT=count,
-        TOPS=TOPS,
-        STEPS=8,
-        BLOCK_M=4096 // block,
-        BLOCK_N=block,
-        num_warps=4,
-    )
+    how = dict(COUNT=count, TOPS=TOPS, STEPS=8, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4)
+    launch(_tops, (parts,), *xs, *missing, tops, *numbers, **how)
     return [Amax(t, None) for t in tops.unbind()]
 
 
@@ -487,57 +348,9 @@ def whole_amax(amax: Tensor) -> Amax:
     return Amax(amax.expand(TOPS).contiguous(), None)
 
 
-def casts(
-    x: Tensor,
-    dtype: torch.dtype,
-    amax: Amax,
-    powers_of_2: bool,
-    *,
-    rows: bool,
-    columns: bool,
-    spare: Tensor | None = None,
-) -> tuple[Cast | None, Cast | None]:
-    """Cast x (M, N) by rows, (M, N), and by columns, transposed, (N, M rounded up to 16 with
-    zeros); None for one that is not requested.
-
-    ``spare``: a tensor whose memory the casts use if it has enough.
-    """
-    if not use_kernels(x, fusible=True):
-        return reference(x, amax, dtype, powers_of_2, rows, columns)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    (M, N), by_rows = x.shape, amax.columns is not None
-    padded = M + -M % 16
-    needed = M * N * rows + N * padded * columns
-    if spare is not None and spare.is_contiguous() and spare.nbytes >= needed and (M * N * rows) % 16 == 0:
-        free = spare.view(-1).view(torch.uint8).view(dtype)
-        q = free[: M * N].view(M, N) if rows else None
-        q_t = free[M * N * rows : needed].view(N, padded) if columns else None
-    else:
-        q = x.new_empty((M, N), dtype=dtype) if rows else None
-        q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
-    scale = x.new_empty((M, 1) if by_rows else (), dtype=torch.float32)
-    scale_t = x.new_empty((N, 1), dtype=torch.float32) if by_rows else scale
-    # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 142 / 150 us, 4
-    # warps 170 / 134, 64 x 128 with 8 warps 196 / 148
-    how = dict(
-        TOP=TOP[dtype],
-        LEAST=LEAST,
-        POWERS_OF_2=powers_of_2,
-        BY_ROWS=by_rows,
-        ROWS=rows,
-        COLUMNS=columns,
-        TOPS=TOPS,
-        BLOCK_M=32,
-        BLOCK_N=128,
-    )
-    args = x, *amax, q, scale, q_t, scale_t, M, N, x.stride(0), padded
-    launch(_casts, (cdiv(padded, 32), cdiv(N, 128)), *args, **how, num_warps=4 if by_rows else 2)
-    return None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
-
-
-class Wanted(NamedTuple):
-    """An argument of ``two_casts``: what is cast, to what format, by which largest values, and
-    how, as for ``casts``."""
+class CastRequest(NamedTuple):
+    """What ``casts_together`` casts: x (M, N) to this format, by its largest values, by ``rows``,
+    (M, N), and by ``columns``, transposed, (N, M rounded up to 16 with zeros)."""
 
     x: Tensor
     dtype: torch.dtype
@@ -546,67 +359,80 @@ class Wanted(NamedTuple):
     columns: bool
 
 
-def two_casts(first: Wanted, second: Wanted, powers_of_2: bool) -> list[tuple[Cast | None, Cast | None]]:
-    """``casts`` of two tensors of one device, each with one scale, such as both operands of a
-    product: a launch takes the host as long as that of one."""
+def casts_together(
+    requests: Sequence[CastRequest], powers_of_2: bool, memory: Tensor | None = None
+) -> list[tuple[Cast | None, Cast | None]]:
+    """The casts by rows and by columns of one tensor, or of two with one scale each on one device,
+    such as both operands of a product: a launch takes the host as long as that of one. None for a
+    cast that is not requested.
+
+    ``memory``: a tensor whose memory the casts of a single tensor use if it has enough.
+    """
+    first = requests[0]
     if not use_kernels(first.x, fusible=True):
-        return [
-            casts(x, dtype, amax, powers_of_2, rows=rows, columns=columns)
-            for x, dtype, amax, rows, columns in (first, second)
-        ]
+        return [reference(x, amax, dtype, powers_of_2, *which) for x, dtype, amax, *which in requests]
+    # two tensors have one scale each; a single one may have any
+    by_rows = first.amax.columns is not None
     tensors: list[Tensor | None] = []
-    sizes: list[int] = []
+    sizes: list[int | None] = []
     found: list[tuple[Cast | None, Cast | None]] = []
     parts = 0
-    for x, dtype, amax, rows, columns in (first, second):
+    for x, dtype, amax, rows, columns in requests:
         x = x if x.stride(1) == 1 else x.contiguous()
         M, N = x.shape
         padded = M + -M % 16
-        q = x.new_empty((M, N), dtype=dtype) if rows else None
-        q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
-        scale = x.new_empty((), dtype=torch.float32)
-        tensors += x, amax.rows, q, q_t, scale
+        of_rows, needed = M * N * rows, M * N * rows + N * padded * columns
+        if memory is not None and memory.is_contiguous() and memory.nbytes >= needed and of_rows % 16 == 0:
+            free = memory.view(-1).view(torch.uint8).view(dtype)
+            q = free[: M * N].view(M, N) if rows else None
+            q_t = free[of_rows:needed].view(N, padded) if columns else None
+        else:
+            q = x.new_empty((M, N), dtype=dtype) if rows else None
+            q_t = x.new_empty((N, padded), dtype=dtype) if columns else None
+        scale = x.new_empty((M, 1) if by_rows else (), dtype=torch.float32)
+        # one scale serves both casts
+        scale_t = x.new_empty((N, 1), dtype=torch.float32) if by_rows else scale
+        one, other = None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale_t)
+        tensors += x, *amax, *(one or (None, None)), *(other or (None, None))
         sizes += M, N, x.stride(0)
         parts += cdiv(padded, 32) * cdiv(N, 128)
-        found.append((None if q is None else Cast(q, scale), None if q_t is None else Cast(q_t, scale)))
-    how = dict(
-        TOP0=TOP[first.dtype],
-        ROWS0=first.rows,
-        COLUMNS0=first.columns,
-        TOP1=TOP[second.dtype],
-        ROWS1=second.rows,
-        COLUMNS1=second.columns,
-    )
-    how |= dict(LEAST=LEAST, POWERS_OF_2=powers_of_2, TOPS=TOPS, BLOCK_M=32, BLOCK_N=128)
-    launch(_two_casts, (parts,), *tensors, *sizes, **how, num_warps=2)  # type: ignore[arg-type]  # the first of the tensors is none that may be None
+        found.append((one, other))
+    missing = 2 - len(requests)
+    # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 142 / 150 us, 4
+    # warps 170 / 134, 64 x 128 with 8 warps 196 / 148
+    how = dict(TOP0=TOP[first.dtype], TOP1=TOP[requests[-1].dtype], LEAST=LEAST, POWERS_OF_2=powers_of_2, TOPS=TOPS)
+    how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
+    launch(_casts, (parts,), *tensors, *[None] * 7 * missing, *sizes, *[None] * 3 * missing, **how)  # type: ignore[arg-type]  # the first of the tensors is x
     return found
+
+
+def casts(
+    x: Tensor, dtype: torch.dtype, amax: Amax, powers_of_2: bool, *,
+    rows: bool, columns: bool, memory: Tensor | None = None,
+) -> tuple[Cast | None, Cast | None]:  # fmt: skip
+    """``casts_together`` of one tensor."""
+    return casts_together([CastRequest(x, dtype, amax, rows, columns)], powers_of_2, memory)[0]
 
 
 @launcher(
     "(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> "
     "(Tensor values, Tensor scale)"
 )
-def float8_transposed(
-    w: Tensor,
-    dtype: torch.dtype,
-    amax_rows: Tensor | None,
-    amax_columns: Tensor | None,
-    powers_of_2: bool,
-    after: Tensor,
-) -> tuple[Tensor, Tensor]:
+def float8_transposed(w, dtype, amax_rows, amax_columns, powers_of_2, after):
     """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``; without its largest
     values, that of ``mxfp8``. It does not read ``after``.
 
     It is an operator of its own for torch.compile, which would otherwise compute it in the forward
     pass and save it: 1 byte per weight of the model.
     """
+    # scales of blocks are found by the cast itself
     if amax_rows is None:
         return _the(mx_casts(w.to(dtype), rows=False, columns=True)[1])
     return _the(casts(w.to(dtype), E4, Amax(amax_rows, amax_columns), powers_of_2, rows=False, columns=True)[1])
 
 
 @dataclass(eq=False)
-class Kept:
+class WeightCache:
     """What was computed from a parameter. It is valid until the parameter is changed in place or
     ``forget`` is called, which every optimizer step does."""
 
@@ -614,11 +440,12 @@ class Kept:
 
     def find(self, key: Hashable, w: Tensor) -> Any:
         """What was kept under this key, or None."""
+        # another tensor in its place, a change in place, or a step of any optimizer
         seen, found = self.made.get(key, (None, None))
         return found if seen == (w.data_ptr(), w._version, _steps[0]) else None
 
     def keep(self, key: Hashable, w: Tensor, found: Any) -> Any:
-        _see_optimizers()
+        _count_steps()
         self.made[key] = (w.data_ptr(), w._version, _steps[0]), found
         return found
 
@@ -633,7 +460,7 @@ def forget(*_: Any) -> None:
 
 
 @functools.cache
-def _see_optimizers() -> None:
+def _count_steps() -> None:
     """From the first weight that is looked at: whoever trains without FP8 has no hook of ours."""
     register_optimizer_step_post_hook(forget)
 
@@ -646,10 +473,10 @@ class Float8Trained(Weight):
     accumulates: ClassVar[bool] = False
     gains: ClassVar[bool] = True
     recipe: Recipe = field(kw_only=True)
-    learns: bool = field(
-        kw_only=True
-    )  # whether a backward follows that needs dw; a field, because the tensors in a backward do not show it
-    kept: Kept | None = field(default=None, kw_only=True)
+    # whether a backward follows that needs dw; a field, because the tensors in a backward do not
+    # show it
+    learns: bool = field(kw_only=True)
+    kept: WeightCache | None = field(default=None, kw_only=True)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
@@ -659,52 +486,46 @@ class Float8Trained(Weight):
         """The largest values of ``w``, which is W in the dtype of the products."""
         if self.kept is None or self.learnable is None:
             return amax_of(w, self.recipe.by_rows)
+        # a weight may be multiplied in several dtypes, under autocast and without
         key = self.recipe.by_rows, w.dtype
         found = self.kept.find(key, self.learnable)
         return self.kept.keep(key, self.learnable, amax_of(w, self.recipe.by_rows)) if found is None else found
 
     def _cast(self, dtype: torch.dtype) -> Cast:
         """W cast for y."""
+        # detached: the node makes the gradient itself
         w = self.dense(dtype).detach()
         return _the(self._cast_by(None if self.recipe.blocks else self._largest(w), w, E4, True, False)[0])
 
-    def _cast_by(
-        self, amax: Amax | None, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, spare: Tensor | None = None
-    ) -> tuple[Cast | None, Cast | None]:
+    def _cast_by(self, amax: Amax | None, x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, memory=None):
         """Cast x by the recipe. ``amax``: its largest values; None for scales of blocks."""
-        if amax is None:
-            one, other = mx_casts(x, rows=rows, columns=columns)
-            return None if one is None else Cast(*one), None if other is None else Cast(*other)
-        return casts(x, dtype, amax, self.recipe.powers_of_2, rows=rows, columns=columns, spare=spare)
+        if amax is not None:
+            return casts(x, dtype, amax, self.recipe.powers_of_2, rows=rows, columns=columns, memory=memory)
+        return tuple(None if found is None else Cast(*found) for found in mx_casts(x, rows=rows, columns=columns))
 
-    def _transposed_cast(self, dtype: torch.dtype, after: Tensor, spare: Tensor | None = None) -> Cast:
-        """W cast for dx, ``after`` something that only the backward has. ``spare``: a tensor
+    def _transposed_cast(self, dtype: torch.dtype, after: Tensor, memory: Tensor | None = None) -> Cast:
+        """W cast for dx, ``after`` something that only the backward has. ``memory``: a tensor
         whose memory it may use."""
-        w, recipe = self.dense(dtype).detach(), self.recipe
+        w, recipe, compiling = self.dense(dtype).detach(), self.recipe, torch.compiler.is_compiling()
         rows: Tensor | None = None
         columns: Tensor | None = None
         if not recipe.blocks:
+            # without a weight gradient in FP8, W has one scale in dx
             rows, columns = self._largest(w) if recipe.weight_gradient else whole_amax(self._largest(w).rows.amax())
-        if torch.compiler.is_compiling() and self.learnable is not None:
+        if compiling and self.learnable is not None:
             w = self.learnable.detach()  # in its own dtype, or a graph would save it in ``dtype`` as well
-        if spare is not None and rows is not None and not torch.compiler.is_compiling():
-            one = _the(
-                casts(w.to(dtype), E4, Amax(rows, columns), recipe.powers_of_2, rows=False, columns=True, spare=spare)[
-                    1
-                ]
-            )
+        if memory is not None and rows is not None and not compiling:
+            how = dict(rows=False, columns=True, memory=memory)
+            one = _the(casts(w.to(dtype), E4, Amax(rows, columns), recipe.powers_of_2, **how)[1])
         else:
             one = Cast(*float8_transposed(w, dtype, rows, columns, recipe.powers_of_2, after))
         return one if recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
-    def _casts(
-        self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool
-    ) -> tuple[Cast | None, Cast | None]:
+    def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool):
         """The casts of x or dy, once for all weights with this recipe."""
-        make = lambda x_: self._cast_by(
-            None if self.recipe.blocks else self._amax(x), x_, dtype, rows, columns, x.spare
-        )
-        return x.made((name, self.recipe.name), make)
+        # searched only if nobody has cast these rows yet
+        amax = lambda: None if self.recipe.blocks else self._amax(x)
+        return x.made((name, self.recipe.name), lambda x_: self._cast_by(amax(), x_, dtype, rows, columns, x.memory))
 
     def _amax(self, x: Rows) -> Amax:
         return x.made(("amax", self.recipe.by_rows), lambda rows: amax_of(rows, self.recipe.by_rows))
@@ -727,43 +548,41 @@ class Float8Trained(Weight):
         """Cast W together with the rows that it multiplies, which then find their casts; None
         where either is to be cast alone. ``of_w``: rows, columns."""
         key = name, self.recipe.name
-        if self.recipe.by_rows or rows.has(key) or rows.spare is not None or torch.compiler.is_compiling():
+        # cast alone: with scales by rows, if the rows are cast already, or into given memory
+        if self.recipe.by_rows or rows.has(key) or rows.memory is not None or torch.compiler.is_compiling():
             return None
         w = self.dense(rows.dtype).detach()
-        wanted = Wanted(rows.rows, of_rows[0], self._amax(rows), *of_rows[1:]), Wanted(w, E4, self._largest(w), *of_w)
-        found, of_weight = two_casts(*wanted, self.recipe.powers_of_2)
+        both = (rows.rows, of_rows[0], self._amax(rows), *of_rows[1:]), (w, E4, self._largest(w), *of_w)
+        found, of_weight = casts_together([CastRequest(*each) for each in both], self.recipe.powers_of_2)
         rows.remade(key, found)
         return of_weight
 
     def forward(self, x: Rows, y: Tensor | None) -> Tensor:
         columns = x.learns and self.learns and self.recipe.weight_gradient and not x.stays
         of_w = self._cast_together("x", x, (E4, True, columns), (True, False))
-        found = self._product(
-            _the(self._of_x(x)[0]), self._cast(x.dtype) if of_w is None else _the(of_w[0]), x.dtype, fast=True
-        )
-        return added(found, y)
+        w8 = self._cast(x.dtype) if of_w is None else _the(of_w[0])
+        return added(self._product(_the(self._of_x(x)[0]), w8, x.dtype, fast=True), y)
 
     def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
-        together = (
-            None if dy.ours else self._cast_together("dy", dy, (self.recipe.gradient, True, self.learns), (False, True))
-        )
+        together = None
+        if not dy.ours:
+            together = self._cast_together("dy", dy, (self.recipe.gradient, True, self.learns), (False, True))
         one, other = self._of_dy(dy)
-        dy.remade(
-            ("dy", self.recipe.name), (None, other)
-        )  # each y has one weight, which uses the cast by rows here alone
+        # each y has one weight, which uses the cast by rows here alone
+        dy.remade(("dy", self.recipe.name), (None, other))
         of_dy, dead = _the(one), dy.rows if dy.ours and other is not None else None
         of_w = self._transposed_cast(dy.dtype, of_dy.scale, dead) if together is None else _the(together[1])
         found = self._product(of_dy, of_w, dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
     def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
+        # then ``gradient`` multiplies x itself
         if not (self.recipe.weight_gradient and x.learns and self.learns) or (x.stays and self.recipe.blocks):
             return None
-        return (
-            (("amax", self.recipe.by_rows), self._amax(x))
-            if x.stays
-            else (("x", self.recipe.name), _the(self._of_x(x)[1]))
-        )
+        # x is there in the backward anyway: only its largest values are saved
+        if x.stays:
+            return ("amax", self.recipe.by_rows), self._amax(x)
+        return ("x", self.recipe.name), _the(self._of_x(x)[1])
 
     def made_again(self, key: Hashable, tensors: Sequence[Tensor | None]) -> Any:
         one, other = tensors
@@ -778,6 +597,7 @@ class Float8Trained(Weight):
             return super().gradient(dy, x)
         of_x = self.input_cast(x)
         if x.ours:
+            # its cast is all that is needed: the memory is free for the product
             x.rows = x.rows.new_empty(0)
         return self._product(_the(self._of_dy(dy)[1]), of_x, dy.dtype, fast=False)
 
@@ -804,7 +624,7 @@ class Float8Gathered(Float8Trained):
     def _cast(self, dtype: torch.dtype) -> Cast:
         return self._gathered()
 
-    def _transposed_cast(self, dtype: torch.dtype, after: Tensor, spare: Tensor | None = None) -> Cast:
+    def _transposed_cast(self, dtype: torch.dtype, after: Tensor, memory: Tensor | None = None) -> Cast:
         values, scale = self._gathered()
         return Cast(transposed(values.contiguous()), scale)
 
@@ -820,13 +640,14 @@ def search(products: Iterable[tuple[Weight, Rows | None]]) -> None:
     if torch.compiler.is_compiling():
         return
     of_rows: list[Rows] = []
-    of_weights: list[tuple[Kept, Tensor]] = []
+    of_weights: list[tuple[WeightCache, Tensor]] = []
     dtype = None
     for weight, rows in products:
         if not isinstance(weight, Float8Trained) or weight.recipe.by_rows:
             continue
         if rows is not None:
             dtype = rows.dtype
+            # several weights multiply the same rows
             if rows not in of_rows and not rows.has(_WHOLE):
                 of_rows.append(rows)
         w, kept = weight.learnable, weight.kept
@@ -834,6 +655,7 @@ def search(products: Iterable[tuple[Weight, Rows | None]]) -> None:
         if kept is not None and w is not None and w.dtype == dtype and kept.find((False, dtype), w) is None:
             of_weights.append((kept, w))
     xs = [*(rows.rows for rows in of_rows), *(w.detach() for _, w in of_weights)]
+    # a single tensor is searched where it is cast
     if len(xs) < 2:
         return
     found = [amax for i in range(0, len(xs), MOST) for amax in tops_of(xs[i : i + MOST])]
@@ -851,7 +673,7 @@ def _the(cast: Cast | None) -> Cast:
     return cast
 
 
-def float8_trained(w: Tensor, recipe: Recipe, kept: Kept | None = None) -> Float8Trained:
+def float8_trained(w: Tensor, recipe: Recipe, kept: WeightCache | None = None) -> Float8Trained:
     N, K = w.shape
     return Float8Trained((N, K), w, recipe=recipe, learns=_learns(w), kept=kept)
 

@@ -78,17 +78,20 @@ def _mm(
     EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    # only the device knows where groups begin: each program counts the tiles itself
     e = tl.arange(0, BLOCK_E)
     begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
     end = tl.load(offs_ptr + e, mask=e < E, other=0)
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M * n_tiles, 0)
     last = tl.cumsum(tiles, 0)
+    # as many programs as processors, each with tiles of any group
     for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
         group, start, stop, column = place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M, BLOCK_M)
         row, rows = tl.arange(0, BLOCK_M)[:, None], stop - start
         col = (column * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
         k = tl.arange(0, BLOCK_K)
+        # 64 bits for what a group adds, 32 within a tile
         a_tile = a_ptr + start.to(tl.int64) * K + row * K + k[None, :]
         b_tile = b_ptr + group.to(tl.int64) * b_stride_e + k[:, None].to(tl.int64) * b_stride_k + col * b_stride_n
         total = product_of_tile(
@@ -107,6 +110,7 @@ def _outer(
     tiles = tl.cdiv(N, BLOCK_M) * q_tiles
     for tile in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
         group = tile // tiles
+        # the reduction runs over the rows of the group, however many these are
         start, stop = tl.load(offs_ptr + group - 1, mask=group > 0, other=0), tl.load(offs_ptr + group)
         col = tile % tiles // q_tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         q = tile % tiles % q_tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -117,6 +121,7 @@ def _outer(
             b = tl.load(b_ptr + row[:, None] * Q + q, mask=(row < stop)[:, None] & (q < Q), other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)
         y = y_ptr + group.to(tl.int64) * N * Q + col.to(tl.int64) * Q + q
+        # empty groups are written by ``_zero_empty``
         tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(stop > start) & (col < N) & (q < Q))
 
 
@@ -192,6 +197,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         y = a.new_empty(M, N)
         grouped_tma.product(a, b, offs, y)
         return y
+    # its rows must be aligned, too
     if _cutlass(a, b) and N % 8 == 0:
         return torch._grouped_mm(a, b, offs=offs)
     y, tile = a.new_empty(M, N), _tile(a, b)

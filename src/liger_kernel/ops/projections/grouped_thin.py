@@ -47,6 +47,7 @@ def _rows(
     end = tl.load(offs_ptr + e, mask=e < E, other=0)
     tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
     last = tl.cumsum(tiles, 0)
+    # no loop over tiles: a thin product has few, and programs without one end at once
     tile = tl.program_id(0)
     group = tl.sum((last <= tile).to(tl.int32), 0)
     mine = e == group
@@ -61,6 +62,7 @@ def _rows(
         total = product_of_tile(
             a_tile, b_tile, here, col < N, k, K, b_stride_k, EVEN_K, SPAN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
         )
+        # in fp32, before the only rounding
         total *= tl.cast(scale, tl.float32)
         y_tile = y_ptr + row[:, None].to(tl.int64) * N + col
         if ADD:
@@ -83,6 +85,7 @@ def _outer(
         here = row < stop
         a = tl.load(a_ptr + row[None, :].to(tl.int64) * rank + r, mask=here[None, :] & (r < rank), other=0.0)
         b_row = _rows_of(order_ptr, row, here, top_k)[:, None]
+        # the wide operand is read once, in the dtype of the thin one
         b = tl.load(b_ptr + b_row * b_stride + col, mask=here[:, None] & (col < N), other=0.0).to(a.dtype)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     total *= tl.cast(scale, tl.float32)
@@ -120,6 +123,7 @@ def _launch_rows(
 
 @launcher("(Tensor rows, Tensor? order, SymInt top_k, Tensor a, Tensor offs, float scale) -> Tensor")
 def thin_rows(rows: Tensor, order: Tensor | None, top_k: int, a: Tensor, offs: Tensor, scale: float) -> Tensor:
+    # a thin product may leave the range of fp16
     dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
     y = rows.new_empty(rows.shape[0] if order is None else order.shape[0], a.shape[1], dtype=dtype)
     _launch_rows(rows, order, top_k, a.mT, y, offs, scale, False)

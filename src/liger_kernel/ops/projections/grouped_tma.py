@@ -72,9 +72,11 @@ def _mm_tma(
     last = tl.cumsum(tiles, 0)
     for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0), flatten=FLATTEN):
         group, start, stop, column = place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M, BLOCK_M)
+        # with halves, a tile holds columns of gate and the same ones of up
         left = column * (HALF if HALVES else BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
+            # rows beyond the group are those of the next one, and are not stored
             a = a_desc.load([start, k])
             if HALVES:
                 b = b_desc.load([group, 0, left, k]).reshape(BLOCK_N, BLOCK_K).T
@@ -83,6 +85,7 @@ def _mm_tma(
             else:
                 b = b_desc.load([group, k, left]).reshape(BLOCK_K, BLOCK_N)
             total = tl.dot(a, b, total)
+        # rounded here, as the separate product would be
         h = total.to(DTYPE)
         row = tl.arange(0, BLOCK_M)[:, None]
         rows = row < stop - start
@@ -127,6 +130,7 @@ def _tile() -> dict[str, Any]:
 def aligned(t: Tensor) -> bool:
     """Whether ``t`` is a row- or column-major matrix of 16-bit values, aligned to 16 bytes, as
     TMA and asynchronous copies require."""
+    # meta tensors have no address
     at = t.storage_offset() * t.itemsize if intercepted() else t.data_ptr()
     t = t.mT if t.stride(-2) == 1 else t
     return (
@@ -164,6 +168,7 @@ def product(
         b_desc = descriptor(b.mT.view(E, 2, N // 2, K), (1, 2, block_n // 2, block_k))
     else:
         b_desc = descriptor(b.mT, (1, block_n, block_k)) if by_k else descriptor(b, (1, block_k, block_n))
+    # at most one tile of each group is not full
     tiles = (cdiv(M, c["BLOCK_M"]) + min(E, M)) * cdiv(N, block_n)
     flags = dict(K=K, B_BY_K=by_k, HALVES=not interleaved, ACT=act, GROUP_M=8, BLOCK_E=next_power_of_2(E)) | c
     grid, a_desc = (max(1, min(config.processors(), tiles)),), descriptor(a, (c["BLOCK_M"], block_k))

@@ -42,6 +42,7 @@ def without_autocast(device: str) -> Iterator[None]:
 def dtypes_of(x: Tensor, projections: Sequence[Projection]) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the products with the weights, and the dtype of the products with the
     adapters."""
+    # autocast casts x, weights and adapters alike
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -62,6 +63,7 @@ def split(values: Sequence, projections: Sequence[Projection]) -> list[list]:
     """Undo ``flat``: the values of each projection in a list."""
     values, parts = list(values), []
     for p in projections:
+        # weight, bias, magnitude; a, b and bias of each adapter
         n = 3 + 3 * len(p.adapters)
         parts.append(values[:n])
         values = values[n:]
@@ -81,6 +83,7 @@ class LinearsFunction(torch.autograd.Function):
             node.take(rows.rows)
             ys = node.outputs(rows)
             ctx.rows_again, of_x = node.input_kept(rows, x)
+        # where x ends and what the node kept begins
         ctx.shape, ctx.places = x.shape, (len(of_x), len(of_x) + len(tensors))
         ctx.save_for_backward(*of_x, *tensors, *node.kept())
         return tuple(shaped(y, (*x.shape[:-1], y.shape[1])) for y in ys)
@@ -91,6 +94,7 @@ class LinearsFunction(torch.autograd.Function):
         saved, (begin, end) = ctx.saved_tensors, ctx.places
         x, tensors = ctx.rows_again(saved[:begin]), saved[begin:end]
         need_x, _, _, *needs = ctx.needs_input_grad
+        # hooks may have moved tensors: the saved ones, not those of the forward
         projections = [p.of(t) for p, t in zip(ctx.projections, split(tensors, ctx.projections))]
         node = Projections(projections, dys[0].dtype, ctx.thin)
         node.restore(saved[end:])
@@ -121,6 +125,7 @@ def stays(x: Tensor) -> bool:
         return False
     if memory.recomputed(x):
         return True
+    # a view keeps what it shows
     while node.name() in _VIEWS:
         (node, _), *_ = node.next_functions
     return _SAVE_OUTPUT.fullmatch(node.name()) is not None

@@ -14,6 +14,7 @@ backward.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +30,13 @@ from liger_kernel.ops.projections.weights import dense
 
 
 def reference(x, weight, a, b, *, bias, magnitude, scale):
+    # PEFT multiplies in the adapters' dtype; the sum is rounded once, to that of the layer
     thin = torch.promote_types(x.dtype, torch.promote_types(a.dtype, b.dtype))
     y = F.linear(x, weight)
     y = (y + scale * F.linear(F.linear(x.to(thin), a.to(thin)), b.to(thin))).to(y.dtype)
     if magnitude is not None:
         wide = acc(x.dtype)
+        # detached: DoRA treats the norms as constants
         norm = torch.linalg.vector_norm(weight.to(wide) + scale * (b.to(wide) @ a.to(wide)), dim=1).detach()
         y = (y * (magnitude / norm)).to(y.dtype)
     return y if bias is None else (y + bias).to(y.dtype)
@@ -64,6 +67,7 @@ def _check(op: str, x: Tensor, shape: tuple[int | None, int], *given: tuple[str,
     Returns N."""
     weight, a, _ = (t for _, t in given)
     N, K = weight.shape[0] if shape[0] is None and weight.ndim else shape[0], shape[1]
+    # a decides the rank; b must have it
     rank = a.shape[0] if a.ndim else 0
     for (name, t), wanted in zip(given, ((N, K), (max(rank, 1), K), (N, rank))):
         said = f"({'N' if t is weight and shape[0] is None else 'r >= 1' if t is a else wanted[0]}, {wanted[1]})"
@@ -73,6 +77,7 @@ def _check(op: str, x: Tensor, shape: tuple[int | None, int], *given: tuple[str,
             raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {t.device}")
         if not t.is_floating_point():
             raise ValueError(f"{op}: {name} must be floating point, got {t.dtype}")
+    # autocast would cast the weight
     device = x.device.type
     if weight.dtype != x.dtype and (device == "meta" or not torch.is_autocast_enabled(device)):
         raise ValueError(f"{op}: {given[0][0]} must have x's dtype, {x.dtype}, got {weight.dtype}")
@@ -109,32 +114,39 @@ def _mlp_args(lead: tuple[int, ...], H: int, I: int, r: int) -> dict:
 def _cost_of(M: int, layers: list[tuple[Tensor, Tensor, Tensor]], moved: tuple[int, int]) -> Cost:
     """The cost of layers (weight, a, b) with M rows. ``moved``: bytes of inputs and outputs,
     forward and backward."""
-    weights, adapters = (
-        sum(nbytes(*part) for part in parts) for parts in ([(w,) for w, *_ in layers], [ab for _, *ab in layers])
-    )
-    forward = [
-        g for w, a, _ in layers for (N, K), r in [(w.shape, a.shape[0])] for g in ((M, N, K), (M, r, K), (M, N, r))
-    ]
-    backward = [
-        g
-        for w, a, _ in layers
-        for (N, K), r in [(w.shape, a.shape[0])]
-        for g in ((M, K, N), *([(N, K, M)] * w.requires_grad), (M, r, N), (M, K, r), (N, r, M), (r, K, M))
-    ]
-    learnt = sum(w.nbytes for w, *_ in layers if w.requires_grad)
-    return Cost(moved[0] + weights + adapters, moved[1] + weights + learnt + 2 * adapters, gemms=(forward, backward))
+    weights, adapters = nbytes(*(w for w, *_ in layers)), nbytes(*(t for _, *ab in layers for t in ab))
+    forward: list[tuple[int, int, int]] = []
+    backward: list[tuple[int, int, int]] = []
+    for w, a, _ in layers:
+        (N, K), r = w.shape, a.shape[0]
+        forward += (M, N, K), (M, r, K), (M, N, r)
+        backward += (M, K, N), *([(N, K, M)] * w.requires_grad), (M, r, N), (M, K, r), (N, r, M), (r, K, M)
+    trained = sum(w.nbytes for w, *_ in layers if w.requires_grad)
+    return Cost(moved[0] + weights + adapters, moved[1] + weights + trained + 2 * adapters, gemms=(forward, backward))
 
 
-def _cost(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, magnitude: Tensor | None = None, **_: object) -> Cost:
-    M = x.numel() // x.shape[-1]
-    y = M * weight.shape[0] * x.itemsize
-    cost = _cost_of(M, [(weight, a, b)], (x.nbytes + y, 2 * x.nbytes + y))
+def _layers_of(tensors: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [(t, tensors[f"{name}_a"], tensors[f"{name}_b"]) for name, t in tensors.items() if f"{name}_a" in tensors]
+
+
+def _cost(x, weight, a, b, *, magnitude=None, **_) -> Cost:
+    y = x.numel() // x.shape[-1] * weight.shape[0] * x.itemsize
+    cost = _cost_of(x.numel() // x.shape[-1], [(weight, a, b)], (x.nbytes + y, 2 * x.nbytes + y))
     if magnitude is None:
         return cost
     forward, backward = cost.gemms
-    return dataclasses.replace(
-        cost, gemms=([*forward, (*weight.shape, a.shape[0])], backward)
-    )  # one more product, for the norms of the rows
+    # one more product, for the norms of the rows
+    return dataclasses.replace(cost, gemms=([*forward, (*weight.shape, a.shape[0])], backward))
+
+
+def _cost_qkv(x, **tensors) -> Cost:
+    M, layers = x.numel() // x.shape[-1], _layers_of(tensors)
+    y = M * sum(weight.shape[0] for weight, *_ in layers) * x.itemsize
+    return _cost_of(M, layers, (x.nbytes + y, 2 * x.nbytes + y))
+
+
+def _cost_mlp(x, **tensors) -> Cost:
+    return _cost_of(x.numel() // x.shape[-1], _layers_of(tensors), (nbytes(x, x), nbytes(x, x, x)))
 
 
 _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
@@ -205,27 +217,10 @@ def lora_linear(
             raise ValueError(f"lora_linear: {name} must have shape ({N},), got {tuple(t.shape)}")
         if t is not None and t.device != x.device:
             raise ValueError(f"lora_linear: {name} must be on x's device, {x.device}, got {t.device}")
+    # under torch.compile, Inductor makes as few passes
     if not use_kernels(x, fusible=True):
         return reference(x, weight, a, b, bias=bias, magnitude=magnitude, scale=scale)
     return linears(x, [Projection(dense(weight), bias, (Adapter.scaled(a, b, scale),), magnitude)])[0]
-
-
-def _cost_qkv(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_a: Tensor,
-    q_b: Tensor,
-    k_a: Tensor,
-    k_b: Tensor,
-    v_a: Tensor,
-    v_b: Tensor,
-    **_: object,
-) -> Cost:
-    M = x.numel() // x.shape[-1]
-    y = M * (q.shape[0] + k.shape[0] + v.shape[0]) * x.itemsize
-    return _cost_of(M, [(q, q_a, q_b), (k, k_a, k_b), (v, v_a, v_b)], (x.nbytes + y, 2 * x.nbytes + y))
 
 
 _QKV = _qkv_args((6,), 8, 12, 4, 2)
@@ -271,25 +266,6 @@ def lora_qkv(
         return reference_qkv(x, q, k, v, q_a, q_b, k_a, k_b, v_a, v_b, scale=scale)
     y = linears(x, [Projection(dense(weight), None, (Adapter.scaled(a, b, scale),)) for weight, a, b in names.values()])
     return y[0], y[1], y[2]
-
-
-def _cost_mlp(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate_a: Tensor,
-    gate_b: Tensor,
-    up_a: Tensor,
-    up_b: Tensor,
-    down_a: Tensor,
-    down_b: Tensor,
-    **_: object,
-) -> Cost:
-    M = x.numel() // x.shape[-1]
-    return _cost_of(
-        M, [(gate, gate_a, gate_b), (up, up_a, up_b), (down, down_a, down_b)], (nbytes(x, x), nbytes(x, x, x))
-    )
 
 
 _MLP = _mlp_args((6,), 8, 12, 2)

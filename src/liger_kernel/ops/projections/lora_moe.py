@@ -47,6 +47,7 @@ def _cost(
 ) -> Cost:
     given = (more.get("gate_up_bias"), more.get("down_bias"))
     base = _moe_cost(x, gate_up, down, topk_index, topk_weight, *given, adapters=(gate_up_a, gate_up_b))
+    # whether a gradient goes through the activation at all
     first = any(t is not None and t.requires_grad for t in (x, gate_up, given[0], gate_up_a, gate_up_b))
     m = int(((topk_index >= 0) & (topk_index < gate_up.shape[0])).sum())
     adapters = nbytes(gate_up_a, gate_up_b, down_a, down_b)
@@ -56,6 +57,7 @@ def _cost(
             continue
         (_, r, K), N = a.shape, b.shape[1]
         forward += [(m, r, K), (m, N, r)]
+        # dy B, (dy B) A, and the two gradients of the adapter
         products = ((m, r, N), before or a.requires_grad), ((m, K, r), before)
         products += ((r, K, m), a.requires_grad), ((N, r, m), b.requires_grad)
         backward += [product for product, needed in products if needed]
@@ -160,6 +162,7 @@ def lora_moe(
     ``recompute``, the output of gate_up.
     """
     dtype = check("lora_moe", x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, alpha, limit)
+    # of gate_up and of down, none or one
     adapters: list[list[Adapter]] = []
     named = dict(gate_up_a=gate_up_a, gate_up_b=gate_up_b, down_a=down_a, down_b=down_b)
     for weight, one, other in ((gate_up, "gate_up_a", "gate_up_b"), (down, "down_a", "down_b")):
@@ -186,6 +189,7 @@ def lora_moe(
     if use_kernels(x):
         how = dict(recompute=recompute, **biases, **form)
         return adapted_moe(x.to(dtype), gate_up, down, topk_index, topk_weight, *adapters, **how)
+    # what autocast would do: the reference has plain products
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     biases = {name: b if b is None else b.to(dtype) for name, b in biases.items()}
     return reference(x, gate_up, down, topk_index, topk_weight, *named.values(), scale=scale, **biases, **form)

@@ -43,6 +43,7 @@ def _row_norms(
     w_ptr, a_ptr, b_ptr, norms_ptr, N, K, rank, scale, w_row, w_col, a_row, a_col, b_row, b_col,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    # a program has whole rows, so that a norm needs no second stage
     row, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     mask, known, at = (row < N)[:, None], r < rank, row.to(tl.int64)[:, None]
     b = tl.load(b_ptr + at * b_row + r[None, :] * b_col, mask=mask & known[None, :], other=0.0)
@@ -52,6 +53,7 @@ def _row_norms(
         inside, at_col = (col < K)[None, :], col.to(tl.int64)[None, :]
         a = tl.load(a_ptr + r[:, None].to(tl.int64) * a_row + at_col * a_col, mask=known[:, None] & inside, other=0.0)
         w = tl.load(w_ptr + at * w_row + at_col * w_col, mask=mask & inside, other=0.0).to(tl.float32)
+        # added before squaring: the expanded square would cancel
         w += tl.cast(scale, tl.float32) * tl.dot(b, a, input_precision="ieee")
         total += w * w
     tl.store(norms_ptr + row, tl.sqrt_rn(tl.sum(total, 1)), mask=row < N)
@@ -64,28 +66,10 @@ def norms_of_rows(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     block = max(16, next_power_of_2(rank))
     # by reasoning, not measured: one program for each processor of an H200 at N = 4096, a tile of a
     # of 16 KB, and at most 50 KB of shared memory
-    tile = dict(
-        BLOCK_N=32 if N >= 4096 and block <= 128 else 16,
-        BLOCK_K=max(16, min(128, 16384 // (block * a.itemsize))),
-        BLOCK_R=block,
-    )
-    launch(
-        _row_norms,
-        (cdiv(N, tile["BLOCK_N"]),),
-        w,
-        a,
-        b,
-        norms,
-        N,
-        K,
-        rank,
-        scale,
-        *w.stride(),
-        *a.stride(),
-        *b.stride(),
-        **tile,
-        num_warps=4,
-    )
+    block_n = 32 if N >= 4096 and block <= 128 else 16
+    tile = dict(BLOCK_N=block_n, BLOCK_K=max(16, min(128, 16384 // (block * a.itemsize))), BLOCK_R=block, num_warps=4)
+    strides = *w.stride(), *a.stride(), *b.stride()
+    launch(_row_norms, (cdiv(N, block_n),), w, a, b, norms, N, K, rank, scale, *strides, **tile)
     return norms
 
 
@@ -98,13 +82,9 @@ def row_norms(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     if use_kernels(w) and use_kernels(a) and a.shape[0] <= _RANK:
         return norms_of_rows(w, a, b, scale)
     wide, rows = torch.promote_types(acc(w.dtype), a.dtype), max(1, _CHUNK // max(1, w.shape[1]))
-    a, sums = a.to(wide), (part.to(wide) for part in w.split(rows))
-    return torch.cat(
-        [
-            torch.linalg.vector_norm(torch.addmm(s, b_s.to(wide), a, alpha=scale), dim=1)
-            for s, b_s in zip(sums, b.split(rows))
-        ]
-    )
+    a = a.to(wide)
+    sums = (torch.addmm(w_s.to(wide), b_s.to(wide), a, alpha=scale) for w_s, b_s in zip(w.split(rows), b.split(rows)))
+    return torch.cat([torch.linalg.vector_norm(s, dim=1) for s in sums])
 
 
 @launcher("(Tensor x, Tensor scale) -> Tensor")
@@ -120,23 +100,11 @@ def column_sums(a: Tensor, b: Tensor) -> Tensor:
     """Partial sums (P, N) of ``a * b`` over the rows, in fp32; a and b (M, N) with contiguous
     rows."""
     M, N = a.shape
+    # enough programs for all processors, few enough that their sums are small
     programs = min(max(cdiv(M, _ROWS), 1), max(1024 // cdiv(N, _BLOCK), 1))
     sums = a.new_empty(programs, N, dtype=torch.float32)
-    launch(
-        _dot_columns,
-        (cdiv(N, _BLOCK), programs),
-        a,
-        b,
-        sums,
-        M,
-        N,
-        a.stride(0),
-        b.stride(0),
-        programs,
-        ROWS=_ROWS,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+    grid, strides = (cdiv(N, _BLOCK), programs), (a.stride(0), b.stride(0))
+    launch(_dot_columns, grid, a, b, sums, M, N, *strides, programs, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=4)
     return sums
 
 

@@ -44,17 +44,7 @@ from liger_kernel.ops.projections.tiled_mlp import TILE
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows, as_dtype
 
 
-def reference(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    *,
-    act: str = "silu",
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    recompute: bool = False,
-) -> Tensor:
+def reference(x, gate, up, down, *, act, gate_multiplier, down_multiplier, **how):
     form = dict(act=act, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     return F.linear(glu_reference(F.linear(x, gate), None if up is None else F.linear(x, up), **form), down)
 
@@ -84,30 +74,21 @@ def output(
     "float gate_multiplier,"
     " float down_multiplier) -> (Tensor dx, Tensor dgate, Tensor dup, Tensor ddown)"
 )
-def mlp_bwd(
-    dy: Tensor,
-    x: Tensor | None,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    g: Tensor,
-    u: Tensor | None,
-    need: list[bool],
-    act: str,
-    gate_multiplier: float,
-    down_multiplier: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mlp_bwd(dy, x, gate, up, down, g, u, need, act, gate_multiplier, down_multiplier):
     """The gradients of x, gate, up and down; those that are not needed are empty. Overwrites g
     and u."""
     need_x, need_gate, need_up, need_down = need
+    # multipliers are part of the activation, not of the products
     form = _form(gate_multiplier, down_multiplier)
     dx, dgate, dup, ddown = (dy.new_empty(0) for _ in range(4))
     if not (need_x or need_gate or need_up):
         return dx, dgate, dup, dy.t() @ glu_fwd(*_halves(g, u), act, *form) if need_down else ddown
+    # the gradient of the activation, whose memory then takes the activation
     h = dy @ down
     glu_bwd_(h, *_halves(g, u), act, need_down, *form)  # now h holds act(g) u, and g and u hold their gradients
     if need_down:
         ddown = dy.t() @ h
+    # before dx is allocated
     del h
     if need_x:
         dx = g @ gate
@@ -130,6 +111,7 @@ class LigerMLPFunction(torch.autograd.Function):
         hooks, owner = saving_hooks()
         ctx.unshared, ctx.packed = owner in HARMLESS and not torch.compiler.is_compiling(), None
         g, u = projections(rows_of(x), gate, up)
+        # x is saved only for the gradients of gate and up, or to compute them again
         need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
         if hooks is not None and owner == CHECKPOINT:
@@ -152,7 +134,9 @@ class LigerMLPFunction(torch.autograd.Function):
         x, gate, up, down, *projected = saved
         shape, need = (*dy.shape[:-1], gate.shape[1]), ctx.needs_input_grad[:4]
         x = None if x is None else rows_of(x)
+        # recomputed, if the forward saved none of them
         g, u = projected or projections(x, gate, up)
+        # somebody else may read the saved tensors again
         if projected and (kept or not ctx.unshared):
             g, u = g.clone(), u if u is None else u.clone()
         gradients = mlp_bwd(rows_of(dy), x, gate, up, down, g, u, need, *ctx.form)
@@ -278,20 +262,19 @@ class AdaptedMLPFunction(torch.autograd.Function):
         hooks, owner = saving_hooks()
         ctx.unshared, ctx.packed, ctx.recompute = owner in HARMLESS, None, recompute
         checkpointed = hooks is not None and owner == CHECKPOINT
-        ctx.tiles = (
-            _tiles(x.numel() // max(1, x.shape[-1]), tiles)
-            if tiles > 1 or (checkpointed and ends and all(map(_tileable, (*first, down))))
-            else []
-        )
+        tileable = checkpointed and ends and all(map(_tileable, (*first, down)))
+        ctx.tiles = _tiles(x.numel() // max(1, x.shape[-1]), tiles) if tiles > 1 or tileable else []
         if ctx.tiles and checkpointed:
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
+            # a caller that recomputes keeps x: casts of it need not outlive the forward
             rows, of_x = Rows(rows_of(x), learns=any(ctx.needs_input_grad), stays=recompute or stays(x)), [x]
             ctx.rows_again, ctx.shape, ctx.dtype = rows_again, x.shape, x.dtype
             if ctx.tiles:
                 y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form, ctx.tiles), [], []
             else:
+                # thin products of the adapters first: the large ones add to them
                 gate_up.take(rows.rows)
                 search([*((p.weight, rows) for p in first), (down.weight, None)])
                 projected = gate_up.outputs(rows)
@@ -299,6 +282,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                     ctx.rows_again, of_x = gate_up.input_kept(rows, x)
                 scaled = len(gate_up.zs) == len(first)  # the saved z gives the output after the magnitude
                 kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
+                # not saved: the backward makes it again while it differentiates it
                 h = _activated(projected, ctx.form, down)
                 last.take(h.rows)
                 if checkpointed and down.magnitude is None:
@@ -316,6 +300,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
+        # read first, as PyTorch raises here if the graph was freed
         kept_graph, saved = graph_is_kept(), ctx.saved_tensors
         if ctx.packed is not None:
             saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
@@ -337,6 +322,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
             if ctx.recompute:
                 gate_up.restore(kept)
                 projected = gate_up.outputs(rows)
+            # what the magnitudes scale was saved, and gives the outputs again
             elif all(p.magnitude is not None for p in first):
                 gate_up.restore(kept)
                 projected = gate_up.outputs_again()
@@ -356,6 +342,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
 def _tiles(rows: int, count: int) -> list[slice]:
     """``count`` equal tiles of the tokens; with 1, so many that they cost no time: at most
     eight."""
+    # tiles of equal size, the last one shorter
     size = -(-rows // (count if count > 1 else max(1, min(rows // TILE, 8))))
     return [slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))]
 
@@ -372,6 +359,7 @@ def _tileable(p: Projection) -> bool:
 
 def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tuple, tiles: list[slice]) -> Tensor:
     """y of x, tile by tile: no tensor as wide as gate x is ever stored for all tokens."""
+    # the only tensor of all tokens
     y = x.new_empty(x.shape[0], last.projections[0].weight.shape[0])
     gate_up.open()
     last.open()
@@ -403,6 +391,7 @@ def _tiled_gradients(
     """
     dx = x.new_empty(x.shape) if need_x else None
     weights = [p.weight for p in (*gate_up.projections, *last.projections)]
+    # in 32 bits: a sum of many tiles in 16 bits would be rounded at each
     sums = [x.new_zeros(w.shape, dtype=acc(x.dtype)) if n[0] else None for w, n in zip(weights, needs)]
     total: list[Tensor | None] = []
     gate_up.open()
@@ -411,19 +400,16 @@ def _tiled_gradients(
     def compute(tile: slice) -> list[Tensor | None]:
         first, rows = gate_up.part(x[tile]), Rows(x[tile])
         projected = first.outputs(rows)
-        second = last.part(
-            _activated(projected, form, last.projections[0]).rows if last.As else x[tile]
-        )  # only adapters read it
-        return _gradients(
-            first, second, projected, rows, dy[tile], need_x, needs, form, None if dx is None else dx[tile], sums
-        )[1]
+        # only adapters read it
+        h = _activated(projected, form, last.projections[0]).rows if last.As else x[tile]
+        of_tile = (first, last.part(h), projected, rows, dy[tile], need_x, needs, form)
+        return _gradients(*of_tile, None if dx is None else dx[tile], sums)[1]
 
     for tile in tiles:
         wide = [g if g is None else g.to(acc(g.dtype)) for g in compute(tile)]
         total = [t if t is None else t.add_(g) for t, g in zip(total, wide)] if total else wide
-    of_weights = itertools.accumulate(
-        (len(n) for n in needs[:-1]), initial=0
-    )  # each comes first among the tensors of its projection
+    # each comes first among the tensors of its projection
+    of_weights = itertools.accumulate((len(n) for n in needs[:-1]), initial=0)
     for at, of_weight in zip(of_weights, sums):
         total[at] = of_weight
     return dx, total
@@ -462,29 +448,28 @@ def _gradients(
     ``sums``: for each weight, what its gradient is added to; it then has no other.
     """
     of_first, of_second = (None, None) if sums is None else (sums[:-1], sums[-1:])
+    # from the outside in: down, the activation, then gate and up
     last.thin_gradients([Rows(dy)], needs[-1:])
     h = last.input_gradient()
-    tops = (
-        h.new_zeros(3, TOPS, dtype=torch.float32) if _cast_as_a_whole(*gate_up.projections, *last.projections) else None
-    )
+    cast_whole = _cast_as_a_whole(*gate_up.projections, *last.projections)
+    tops = h.new_zeros(3, TOPS, dtype=torch.float32) if cast_whole else None
     # now h holds the activation, and ``projected`` holds its gradients
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
     known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
     activation = Rows(h, made=known[0], ours=True)
     del h
+    # while the activation exists
     of_down = last.weight_gradients(activation, needs[-1:], of_second)
     del activation
     if len(projected) == 1:
         dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])), ours=True)]
     else:
         dys = [Rows(d, made=made, ours=True) for d, made in zip(projected, known[1:])]
-    weights = [
-        p.weight for p in gate_up.projections if isinstance(p.weight, Float8Trained) and p.weight.recipe.weight_gradient
-    ]
+    weights = [p.weight for p in gate_up.projections if isinstance(p.weight, Float8Trained)]
+    weights = [weight for weight in weights if weight.recipe.weight_gradient]
     if not gate_up.As and out is None and len(weights) == len(gate_up.projections):
-        dys[-1].spare = (
-            projected[0] if len(dys) > 1 else None
-        )  # the gradient of gate, which is used before that of up is cast
+        # that of gate, which is used before that of up is cast
+        dys[-1].memory = projected[0] if len(dys) > 1 else None
         if len({weight.recipe for weight in weights}) == 1 and any(each[0] for each in needs[:-1]):
             weights[0].input_cast(x)  # which they share, so that nobody needs x
             x.rows = x.rows.new_empty(0)
@@ -519,16 +504,7 @@ def adapted_mlp(
     """
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])
+    form = act, gate_multiplier, down_multiplier
     return AdaptedMLPFunction.apply(
-        as_dtype(x, dtype),
-        tuple(first),
-        down,
-        thin,
-        act,
-        gate_multiplier,
-        down_multiplier,
-        recompute,
-        ends,
-        tiles,
-        *tensors,
+        as_dtype(x, dtype), tuple(first), down, thin, *form, recompute, ends, tiles, *tensors
     )

@@ -82,6 +82,7 @@ def reference(
     x, gate_up, down, topk_index, topk_weight, *,
     gate_up_bias, down_bias, act, interleaved, alpha, limit, offset, **how,
 ):  # fmt: skip
+    # experts without adapters are a special case
     form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
     none = (None,) * 4
@@ -102,6 +103,7 @@ def of_experts(
             weight = (topk_weight.to(wide) * chosen).sum(1, keepdim=True)
             y = y + expert(e, x.where(chosen.any(1, keepdim=True), 0)).to(wide) * weight
         return y.to(x.dtype)
+    # stable, as the kernels sort: sums of a token have one order
     number, order = topk_index.flatten().sort(stable=True)
     valid = (number >= 0) & (number < E)
     number, order = number[valid], order[valid]
@@ -113,6 +115,7 @@ def of_experts(
 
 def activation(z: Tensor, act: str, interleaved: bool, alpha: float, limit: float | None, offset: float) -> Tensor:
     """That of an expert, (M, I), from gate and up, (M, 2 I)."""
+    # of no columns there are no halves
     gate, up = ((z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, -1)) if z.shape[1] else (z, z)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -124,6 +127,7 @@ def _experts(index_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """The experts of a block of assignments, E for none and E + 1 beyond the last assignment,
     and how many each has."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # indices outside are sorted after all experts, what does not exist after those
     expert = tl.load(index_ptr + i, mask=i < M, other=0)
     expert = tl.where(i < M, tl.where((expert < 0) | (expert >= E), E, expert), E + 1).to(tl.int32)
     return expert, tl.histogram(expert, BLOCK_E)
@@ -165,6 +169,7 @@ def _spread(
         mask=(token < n_tokens)[:, None] & (col < H)[None, :],
         other=0.0,
     )
+    # one read, K writes: a gather would read each row K times
     for k in tl.static_range(K):
         row = tl.load(position_ptr + token * K + k, mask=token < n_tokens, other=2147483647).to(tl.int64)
         tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=(row < n)[:, None] & (col < H)[None, :])
@@ -186,6 +191,7 @@ def _gather(
         mask = here[:, None] & (col < H)[None, :]
         x = tl.load(x_ptr + (i // K).to(tl.int64)[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
         tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=mask)
+        # the product with the bias, whose router weight needs it, in the same pass
         dot += x.to(tl.float32) * tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
@@ -206,6 +212,7 @@ def _combine(
         i = token * K + k
         row = tl.load(position_ptr + i, mask=token < n_tokens, other=n).to(tl.int64)
         mask = (row < n)[:, None] & (col < H)[None, :]
+        # rows of no expert are masked, and add nothing
         y = tl.load(y_ptr + row[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             expert = tl.load(index_ptr + i, mask=row < n, other=0).to(tl.int64)
@@ -223,6 +230,7 @@ def _combine(
 @jit
 def _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, INTERLEAVED: tl.constexpr):
     """gate and up in fp32, and where they lie in rows of h."""
+    # two layouts of the packed projection
     gate_col, up_col = (2 * col, 2 * col + 1) if INTERLEAVED else (col, n + col)
     gate = tl.load(h_ptr + row[:, None] * (2 * n) + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
     up = tl.load(h_ptr + row[:, None] * (2 * n) + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -282,6 +290,7 @@ def _glu_bwd(
             gate_out, up_out = gate > limit, tl.abs(up) > limit
             gate = tl.where(gate_out, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        # both from one evaluation
         a, da = act_and_slope(gate * alpha, ACT, h_ptr.dtype.element_ty == tl.float32)
         a /= alpha
         up += tl.cast(offset, tl.float32)
@@ -291,6 +300,7 @@ def _glu_bwd(
         if wy_ptr is not None:
             tl.store(wy_ptr + row[:, None] * n + col[None, :], (w * a * up).to(wy_ptr.dtype.element_ty), mask=mask)
         if dh_ptr is not None:
+            # the router's weight is applied here and not in a pass of its own
             dgate, dup = w * dy * up * da, w * dy * a
             if limit is not None:
                 dgate, dup = tl.where(gate_out, 0.0, dgate), tl.where(up_out, 0.0, dup)
@@ -312,6 +322,7 @@ def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     order, position, offs = new(M), new(M), new(E)
     if tracing(index):
         return order, position, offs
+    # blocks count, a prefix sum places them, the same blocks write: no atomics, one order
     blocks, tile = max(1, cdiv(M, block_m)), dict(BLOCK_M=block_m, BLOCK_E=next_power_of_2(E + 2), num_warps=4)
     counts = new((E + 1) * blocks)
     launch(_count, (blocks,), index, counts, M, E, **tile)
@@ -376,6 +387,7 @@ def moe_up(x, gate_up, bias, index, order, offs, need_h, *form):
     (M, _), twice_n, interleaved = x.shape, gate_up.shape[1], form[1]
     if tracing(x):
         return x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
+    # the product and its activation in one kernel
     if grouped_tma.supported(x, gate_up.mT) and (interleaved or gate_up.is_contiguous()):
         h, y = x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
         grouped_tma.product(x, gate_up.mT, offs, y, h if need_h else None, bias, form)
@@ -448,6 +460,7 @@ class MoEFunction(torch.autograd.Function):
     ):  # fmt: skip
         x, index, w, dtype = rows_of(x), topk_index.contiguous(), topk_weight.contiguous(), x.dtype
         bias, last_bias = (t if t is None else t.contiguous() for t in (gate_up_bias, down_bias))
+        # their gradients come in these dtypes
         adapters = gate_up_a, gate_up_b, down_a, down_b
         ctx.dtypes = [None if t is None else t.dtype for t in adapters]
         a, b, last_a, last_b = (_thin(t, dtype) for t in adapters)
@@ -460,12 +473,15 @@ class MoEFunction(torch.autograd.Function):
             xa = thin_rows(x, order, index.shape[1], a, offs, 1.0)
             h = _hidden(rows(), gate_up, xa, b, scales[0], offs)
             z = moe_glu_fwd(h, bias, index, order, offs, *form)
+            # the backward computes it again
             h = h if keep else h.new_empty(0, h.shape[1])
+        # a stored weight is dense for this product alone
         y = grouped_mm(z, _dense(down, dtype).mT, offs)
         if last_a is not None:
             add_thin_(y, thin_rows(z, None, 1, last_a, offs, 1.0), last_b, offs, scales[1])
         ctx.scales, ctx.form, ctx.keep, ctx.unshared = scales, form, keep, saving_hooks()[1] in HARMLESS
         ctx.stored = [None if isinstance(weight, Tensor) else weight for weight in (gate_up, down)]
+        # a ``Weight`` is no tensor, and has no gradient
         weights = (weight if stored is None else None for weight, stored in zip((gate_up, down), ctx.stored))
         thin = a, b, last_a, last_b, xa
         ctx.save_for_backward(x, *weights, *thin, index, w, bias, last_bias, h, order, position, offs)
@@ -484,9 +500,11 @@ class MoEFunction(torch.autograd.Function):
         if not ctx.keep:
             h, h_is_ours = _hidden(moe_gather(x, index, *route, None)[0], weights[0], xa, b, scale, offs), True
         need_dh = need_x or need_gate_up or need_bias or need_a or need_b
+        # dy is the gradient of the activation; wy the activation with the router's weight
         need_dy, need_wy = need_dh or need_w, need_down or need_last_a or need_last_b
         dx = dgate_up = ddown = dbias = dlast_bias = da = db = dlast_a = dlast_b = dya = dxa = None
         dout = rows_of(dout)
+        # the gradient of each assignment, without its weight so far
         dz, dot = moe_gather(dout, index, *route, last_bias if need_w else None)
         if need_dy:
             dy = grouped_mm(dz, _dense(weights[1], dtype), offs)
@@ -513,6 +531,7 @@ class MoEFunction(torch.autograd.Function):
         del dz, dy  # free them before the other half allocates as much
         if need_bias:
             dbias = grouped_sum(dh, None, offs)
+        # the sorted rows again, which were not saved
         if need_gate_up:
             dgate_up = _outer_like(gate_up, dh, moe_gather(x, index, *route, None)[0], offs).to(gate_up.dtype)
         if need_b:
@@ -561,6 +580,7 @@ def adapted_moe(
 
     All products are in the dtype of x.
     """
+    # several adapters are one of larger rank
     a, b, scale = _joined(gate_up_adapters)
     last_a, last_b, last_scale = _joined(down_adapters)
     biases = (t if t is None else t.to(x.dtype) for t in (gate_up_bias, down_bias))
@@ -697,6 +717,7 @@ def check(
     if not alpha > 0:
         raise ValueError(f"{op}: alpha must be positive, got {alpha}")
     device = x.device.type
+    # under autocast, weights of any dtype are cast
     casts = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
     given = {
         "gate_up": (gate_up, (E, 2 * n, H)),

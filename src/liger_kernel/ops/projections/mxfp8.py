@@ -29,6 +29,7 @@ CAPABILITY = 10, 0  # the compute capability from which tensor cores multiply wi
 
 def swizzled(exponents: Tensor) -> Tensor:
     """Exponents (rows, blocks) in the order in which tensor cores read them, flat."""
+    # whole tiles of 128 rows and 4 blocks, the missing ones 0
     rows, blocks = exponents.shape
     tiles = F.pad(exponents, (0, -blocks % 4, 0, -rows % 128)).view(cdiv(rows, 128), 4, 32, cdiv(blocks, 4), 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten()
@@ -46,10 +47,10 @@ def reference(x: Tensor, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor
     def cast(wide: Tensor) -> tuple[Tensor, Tensor]:
         blocks = wide.reshape(wide.shape[0], -1, BLOCK)
         finite = blocks.isfinite()
+        # the bits of a float are ordered as its size
         bits = blocks.abs().where(finite, 0.0).amax(2).view(torch.int32)
-        exponent = (((bits + 0x1FFFFF) >> 23) - 8).clamp(
-            min=0
-        )  # of amax / 448, rounded up: the fraction of 448 is 0x600000
+        # of amax / 448, rounded up: the fraction of 448 is 0x600000
+        exponent = (((bits + 0x1FFFFF) >> 23) - 8).clamp(min=0)
         factor = ((254 - exponent).where(exponent > 0, 127) << 23).view(torch.float32)
         q = (blocks * factor[:, :, None]).where(finite, blocks - blocks)
         return q.to(E4).view(wide.shape), swizzled(exponent.to(torch.uint8)).view(E8)
@@ -63,6 +64,7 @@ def reference(x: Tensor, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor
 
 @jit
 def _exponent_and_factor(amax):
+    # as in the reference: integer arithmetic, which rounds up exactly
     exponent = tl.maximum(((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 0)
     factor = tl.where(exponent > 0, 254 - exponent, 127) << 23
     return exponent, factor.to(tl.float32, bitcast=True)
@@ -76,33 +78,23 @@ def _place(row, block, blocks):
 
 @jit
 def _casts(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    qt_ptr,
-    scale_t_ptr,
-    M,
-    N,
-    stride,
-    stride_t,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, stride_t, BLOCK_N: tl.constexpr
+):  # fmt: skip
     """32 rows and BLOCK_N columns. Programs beyond x write the exponents that no value has."""
     row = (tl.program_id(0) * 32 + tl.arange(0, 32)).to(tl.int64)
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ROWS:
+    if q_ptr is not None:
         BLOCKS: tl.constexpr = BLOCK_N // 32
         blocks = tl.reshape(x, (32, BLOCKS, 32))
         exponent, factor = _exponent_and_factor(tl.max(_size(blocks), 2))
+        # each program has whole blocks in both directions
         block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)).to(tl.int64)
         tl.store(scale_ptr + _place(row[:, None], block[None, :], tl.cdiv(N, 32)), exponent.to(tl.uint8))
         q = tl.reshape(_quantized(blocks, factor[:, :, None], q_ptr), (32, BLOCK_N))
         tl.store(q_ptr + row[:, None] * N + col[None, :], q, mask=inside)
-    if COLUMNS:
+    if qt_ptr is not None:
         exponent, factor = _exponent_and_factor(tl.max(_size(x), 0))
         tl.store(scale_t_ptr + _place(col, tl.program_id(0).to(tl.int64), stride_t // 32), exponent.to(tl.uint8))
         q = _quantized_t(x, factor[None, :], qt_ptr)
@@ -131,23 +123,7 @@ def mx_casts(x: Tensor, *, rows: bool, columns: bool) -> list[tuple[Tensor, Tens
     # 128 x 128 values make a tile of scales in both directions, so these programs write all
     # exponents, once
     grid = 4 * cdiv(M, 128), cdiv(N, 128)
-    launch(
-        _casts,
-        grid,
-        x,
-        q,
-        scale,
-        q_t,
-        scale_t,
-        M,
-        N,
-        x.stride(0),
-        padded,
-        ROWS=rows,
-        COLUMNS=columns,
-        BLOCK_N=128,
-        num_warps=4,
-    )
+    launch(_casts, grid, x, q, scale, q_t, scale_t, M, N, x.stride(0), padded, BLOCK_N=128, num_warps=4)
     both = (q, scale), (q_t, scale_t)
     return [None if values is None or exponents is None else (values, exponents.view(E8)) for values, exponents in both]
 
@@ -161,6 +137,7 @@ def mx_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: to
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16).to(dtype)
 
     def wide(values: Tensor, scale: Tensor) -> Tensor:
+        # what the tensor cores would multiply by
         exponents = exponents_of(scale, values.shape[0], values.shape[1] // BLOCK).to(acc(dtype))
         return values.to(acc(dtype)) * torch.exp2(exponents - 127).repeat_interleave(BLOCK, 1)
 

@@ -50,6 +50,7 @@ def count_of(tiles: bool | int, tokens: int) -> int:
 def _weights(module: nn.Module) -> dict[Slot, Tensor]:
     """The tensors of ``module`` that require a gradient, by place: parameters, and the plain
     attributes that replace them while FSDP has gathered them."""
+    # FSDP replaces parameters by plain attributes while it has gathered them
     stores = ((m, store) for m in module.modules() for store in (m._parameters, vars(m)))
     return {
         (m, name): t for m, store in stores for name, t in store.items() if isinstance(t, Tensor) and t.requires_grad
@@ -71,6 +72,7 @@ def _swapped(slots: Iterable[Slot], tensors: Iterable[Tensor]) -> Iterator[None]
     stores: list[tuple[dict[str, Any], str]] = [
         (m._parameters if name in m._parameters else vars(m), name) for m, name in slots
     ]
+    # put back even if the function raises
     before = [store.get(name) for store, name in stores]
     try:
         for (store, name), t in zip(stores, tensors):
@@ -98,6 +100,7 @@ class LigerTiledMLPFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, fn, mlp_module, x, shards, compute_params=None):
         with _alone(mlp_module):
+            # under the lock: another thread may have exchanged them
             weights = _weights(mlp_module)
             return super().apply(fn, mlp_module, x, shards, [*weights], *weights.values())
 
@@ -105,6 +108,7 @@ class LigerTiledMLPFunction(torch.autograd.Function):
     def forward(ctx, fn, mlp_module, x, shards, slots, *weights):
         ctx.save_for_backward(x, *weights)
         ctx.fn, ctx.module, ctx.shards, ctx.slots, device = fn, mlp_module, shards, slots, x.device.type
+        # dropout draws the same numbers in the backward
         ctx.random = torch.get_rng_state(), *get_device_states(x)
         ctx.autocast = dict(
             device_type=device, enabled=torch.is_autocast_enabled(device), dtype=torch.get_autocast_dtype(device)
@@ -115,6 +119,7 @@ class LigerTiledMLPFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, *weights = ctx.saved_tensors
+        # leaves of their own, so that hooks of the parameters run once and not for each tile
         aliases = [w.detach().requires_grad_() for w in weights]
         need_dx, device = ctx.needs_input_grad[2], x.device.type
         cpu_state, devices, states = ctx.random
@@ -133,6 +138,7 @@ class LigerTiledMLPFunction(torch.autograd.Function):
                 inputs = [tile, *aliases] if need_dx else aliases
                 with torch.autocast(**ctx.autocast):
                     y = ctx.fn(ctx.module, tile)
+                # the graphs of all tiles are alike
                 if n == 0:
                     _refuse_other_leaves(y, inputs)
                 grads = list(torch.autograd.grad(y, inputs, d, allow_unused=True))
@@ -140,6 +146,7 @@ class LigerTiledMLPFunction(torch.autograd.Function):
                     dx.append(grads.pop(0))
                 for i, (dw, g) in enumerate(zip(dweights, grads)):
                     if g is not None:
+                        # a copy: autograd may own the memory
                         dweights[i] = g.to(acc(g.dtype), copy=True) if dw is None else dw.add_(g)
         cast = (None if dw is None else dw.to(w.dtype) for dw, w in zip(dweights, weights))
         return None, None, torch.cat(dx, -2) if need_dx else None, None, None, *cast

@@ -23,8 +23,10 @@ from liger_kernel.ops._core.products import add_mm
 def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
     """``y + scale a b``, written to y if nobody keeps y: the product adds in its epilogue.
     Without y: ``scale a b``, in ``out`` if it is given."""
+    # selective checkpointing may keep y: then it is not written to
     if y is not None:
         return torch.addmm(y, a, b, alpha=scale) if results_are_kept() else y.addmm_(a, b, alpha=scale)
+    # a plain product where there is nothing to scale
     if scale == 1:
         return a @ b if out is None else torch.mm(a, b, out=out)
     return torch.addmm(a.new_empty(()) if out is None else out, a, b, beta=0, alpha=scale, out=out)
@@ -47,7 +49,7 @@ class Rows:
 
     ``learns``: whether a backward follows, which may need other casts of the rows. ``stays``:
     whether somebody else keeps or recomputes the rows for that backward, so that keeping them costs
-    nothing. ``spare``: a tensor of the same size that nobody needs any more, whose memory may be
+    nothing. ``memory``: a tensor of the same size that nobody needs any more, whose memory may be
     used. ``ours``: one weight alone multiplies them, and nobody else has them: it may drop them and
     what it made of them, and use their memory.
     """
@@ -58,17 +60,11 @@ class Rows:
         learns: bool = True,
         stays: bool = False,
         made: dict[Hashable, Any] | None = None,
-        spare: Tensor | None = None,
+        memory: Tensor | None = None,
         ours: bool = False,
     ):
-        self.rows, self.dtype, self.learns, self.stays, self.spare, self.ours = (
-            rows,
-            rows.dtype,
-            learns,
-            stays,
-            spare,
-            ours,
-        )
+        self.rows, self.dtype, self.learns, self.stays = rows, rows.dtype, learns, stays
+        self.memory, self.ours = memory, ours
         self._made = dict(made or {})
 
     def has(self, key: Hashable) -> bool:
@@ -76,6 +72,7 @@ class Rows:
         return key in self._made
 
     def made(self, key: Hashable, make: Callable[[Tensor], Any]) -> Any:
+        # the second weight of one input finds the cast of the first
         if key not in self._made:
             self._made[key] = make(self.rows)
         return self._made[key]

@@ -39,6 +39,7 @@ def elements(x: Tensor, y: Tensor, kind: str, beta: float = 0.5, eps: float = TI
     if kind == "tvd":
         return (x - y).abs() / 2
     if kind == "kl":
+        # y = 0 against log q = -inf is 0 * inf: it counts as 0
         t = y.clamp(min=max(eps, TINY)).log() - x
         return y * t.masked_fill((y == 0) & (t == float("inf")), 0)
     if kind == "reverse_kl":
@@ -46,6 +47,7 @@ def elements(x: Tensor, y: Tensor, kind: str, beta: float = 0.5, eps: float = TI
     p, q = y.exp(), x.exp()
     if kind != "jsd":
         return p * (y - x).masked_fill(p == 0, 0)
+    # the mixture of two numbers that are not 0 may underflow
     log_m = (beta * p + (1 - beta) * q).clamp(min=TINY).log()
     return beta * p * (y - log_m).masked_fill(p == 0, 0) + (1 - beta) * q * (x - log_m).masked_fill(q == 0, 0)
 
@@ -81,6 +83,7 @@ def element(x, y, beta, eps, KIND: tl.constexpr):
     if KIND == "tvd":
         d = x - y
         loss = 0.5 * tl.abs(d)
+        # 0.0 * d: NaN stays NaN
         dx = tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0 * d))
         dy = -dx
     elif KIND == "kl":
@@ -161,6 +164,7 @@ class PairFunction(torch.autograd.Function):
     def forward(ctx, launchers: tuple[Callable, Callable], x, y, labels, norm, out, *numbers):
         fwd, ctx.bwd = launchers
         ctx.need, ctx.numbers, ctx.shape, ctx.reduced = ctx.needs_input_grad[1:3], numbers, x.shape, out == "sum"
+        # kernels read rows; views where the strides allow it
         x2, y2, rows = rows_of(x), rows_of(y), None if labels is None else labels.reshape(-1)
         loss, dx, dy = fwd(x2, y2, rows, norm, out, *numbers, *(ctx.need if ctx.reduced else (False, False)))
         if ctx.reduced:
@@ -207,6 +211,7 @@ def check(
         raise ValueError(f"{name}: shift_labels must have shape {tuple(x.shape[:-1])}, got {tuple(shift_labels.shape)}")
     if reduction not in reductions:
         raise ValueError(f"{name}: reduction must be one of {reductions}, got {reduction!r}")
+    # a narrow dtype would wrap -100 to a class
     return None if shift_labels is None else as_index(shift_labels)
 
 

@@ -84,10 +84,12 @@ def _topk_forward_kl(z: Tensor, log_p: Tensor, index: Tensor, temperature: float
 def soft_losses(z: Tensor, t: Tensor | tuple[Tensor, Tensor], s: Distillation) -> Tensor:
     """The divergence of each row (...,) of logits z (..., V) from a teacher, in torch. ``t`` as in
     ``row_kernel``."""
+    # log-probabilities at this temperature already
     if isinstance(t, tuple):
         return _topk_forward_kl(z.to(acc(z.dtype)), *t, s.temperature, s.tail)
     if s.kind == "kl":
         return elements((z.to(acc(z.dtype)) / s.temperature).log_softmax(-1), t, "kl", eps=s.eps).sum(-1)
+    # a teacher in fp32 beside a student in bf16 keeps its precision
     dtype = acc(torch.promote_types(z.dtype, t.dtype))
     if s.kind == "cosine":
         a, b = (F.normalize(v.to(dtype), dim=-1, eps=LEAST_NORM) for v in (z, t))
@@ -126,6 +128,7 @@ def _origin(z_ptr, bias_ptr, V, LANES: tl.constexpr, VEC: tl.constexpr):
 @jit
 def _with(lse, x):
     """logsumexp of what has ``lse`` and of x."""
+    # the larger of both is subtracted, so that no exponential overflows
     top = tl.maximum(lse, tl.max(x, axis=0))
     return top + tl.log(tl.exp(lse - top) + tl.sum(tl.exp(x - top), axis=0))
 
@@ -164,12 +167,14 @@ def _rows(
     Sweeps alternate in direction, so that a sweep begins with what the last one left in the cache.
     """
     row = tl.program_id(0).to(tl.int64)
+    # int64: V times rows passes 31 bits
     s_ptr += row * s_stride
     t_ptr += row * t_stride
     if dz_ptr is not None:
         dz_ptr += row * dz_stride
     beta, eps, scale = tl.cast(beta, tl.float32), tl.cast(eps, tl.float32), tl.cast(scale, tl.float32)
     LANES: tl.constexpr = BLOCK // VEC
+    # whole rows are read by one program, block after block
     blocks = tl.cdiv(V, BLOCK)
     ignored = False
     target = 0
@@ -183,6 +188,7 @@ def _rows(
         s_origin, t_origin = _origin(s_ptr, s_bias_ptr, V, LANES, VEC), 0.0
         if KIND != "kl":
             t_origin = _origin(t_ptr, t_bias_ptr, V, LANES, VEC)
+        # the gap to the origin would change the angle
         if KIND == "cosine":  # sees shifts
             s_origin, t_origin = 0.0, 0.0
         inside = (target >= 0) & (target < V)
@@ -311,6 +317,7 @@ def _topk_rows(
     s_ptr += row * s_stride
     if dz_ptr is not None:
         dz_ptr += row * dz_stride
+    # temperatures are Python floats, which Triton takes for fp32 or fp64
     scale = tl.cast(scale, tl.float32)
     LANES: tl.constexpr = BLOCK // VEC
     blocks = tl.cdiv(V, BLOCK)
@@ -376,6 +383,7 @@ def _topk_rows(
         if dz_ptr is not None:
             factor = _factor(norm_ptr, g_ptr, row)
             soft, hard = factor * weight_soft * scale, factor * weight_hard * poison
+            # what all probabilities sum to, with a tail 1 up to rounding
             mass += rest
             others = tl.where(others == -float("inf"), 0.0, others)
             for i in range(0, blocks):
@@ -422,6 +430,7 @@ def row_kernel(
     c = config.tile("divergence_rows", V, itemsize, elements=1, max_block_n=most, per_thread=8)
     flags = dict(HARD_LSE=hard is not None and (s.kind == "cosine" or scale != 1.0)) | c.row
     flags |= dict(VEC=min(c.block_n, 16 // z.itemsize))
+    # without a gradient nobody reads these
     stride, weights = 0 if dz is None else dz.stride(0), (scale, s.weight_hard, s.weight_soft)
     if topk:
         (log_p, index), K = t, t[1].shape[1]
@@ -444,6 +453,7 @@ def _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g,
         rows = soft_losses(a, t, s)
         rows = rows if valid is None else rows.where(valid, 0)
         soft.copy_(rows.detach())
+        # the soft loss and, without ``g_hard``, the hard loss have one upstream gradient
         one = 1 if g is None else g
         total = s.weight_soft * rows * one
         if hard is not None:

@@ -35,6 +35,7 @@ def reference(student, teacher, target, *, ignore_index):
 def _both(student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int, **gradient) -> tuple[Tensor, Tensor]:
     """Both losses (M,), fp32, by the row kernel."""
     ce, tvd = (student.new_empty(student.shape[0], dtype=torch.float32) for _ in range(2))
+    # both weights are 1: each loss has its own upstream gradient instead
     s = Distillation("tvd", weight_hard=1.0, ignore_index=ignore_index, reduction="none")
     row_kernel(student, teacher, target, s, soft=tvd, hard=ce, **gradient)
     return ce, tvd
@@ -49,6 +50,7 @@ def fused_ce_tvd_fwd(student, teacher, target, ignore_index):
 def fused_ce_tvd_bwd(g_ce, g_tvd, student, teacher, target, ignore_index):
     """The student's gradient for upstream gradients (M,) of both losses."""
     dz = student.new_empty(student.shape)
+    # the losses again, too: they cost no traffic, the normalisers are needed
     _both(student, teacher, target, ignore_index, dz=dz, g=g_tvd, g_hard=g_ce)
     return dz
 
@@ -61,6 +63,7 @@ class LigerFusedCETVDFunction(torch.autograd.Function):
     def forward(ctx, student_logits, teacher_logits, target, ignore_index=-100):
         inputs = rows_of(student_logits), rows_of(teacher_logits), target.contiguous()
         ctx.ignore_index = ignore_index
+        # no gradient can be made before both upstream gradients are known
         ctx.save_for_backward(*inputs)
         return fused_ce_tvd_fwd(*inputs, ignore_index)
 

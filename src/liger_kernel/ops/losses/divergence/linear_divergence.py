@@ -75,6 +75,7 @@ def reference(
         kind, t = "kl", teacher_probs
     else:
         t = F.linear(teacher_x, teacher_w, teacher_bias) if teacher_logits is None else teacher_logits
+    # the same formula as the rows of a CPU without kernels
     soft = soft_losses(z, t, Distillation(kind, beta, temperature, tail=tail, eps=eps))
     if target is not None:
         soft = soft.where(target != ignore_index, 0)
@@ -104,14 +105,17 @@ def _chunks(
     of = lambda t: t if t is None or kept is None else t.index_select(0, kept)
     y, g, log_probs, indices = (None if t is None else of(t).contiguous() for t in (target, g, log_probs, indices))
     n, V = x.shape[0] if kept is None else kept.shape[0], w.shape[0]
+    # the teacher's buffer is as long as a chunk, so the length is chosen here
     chunk_rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))))
     soft, hard = (x.new_empty(size, dtype=acc(x.dtype)) for size in (n, n if s.weight_hard else 0))
     bias, teacher_bias = (None if t is None else t.contiguous() for t in (bias, teacher_bias))
+    # no gradient goes to the teacher: its logits are overwritten chunk by chunk
     buffer = None
     if teacher_w is not None:
         buffer = teacher_w.new_empty(chunk_rows, V, dtype=acc(teacher_w.dtype) if fp32_logits else teacher_w.dtype)
 
     def teacher(rows: slice) -> Tensor | tuple[Tensor, Tensor]:
+        # given logits and hidden states cover all rows, top-k lists only the kept ones
         some = lambda t: t[rows] if kept is None else t.index_select(0, kept[rows])
         if indices is not None:
             return log_probs[rows], indices[rows]
@@ -144,6 +148,7 @@ def linear_divergence_fwd(x, w, bias, *rest):
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them:
     # the backward divides
     soft, hard, *grads = _chunks(x, w, bias, *rest, norm=None if x.dtype == torch.float16 else norm)
+    # nobody computed it
     if not s.weight_hard:
         hard = torch.zeros_like(soft)
     if s.reduction == "none":
@@ -170,6 +175,7 @@ class LinearDivergenceFunction(torch.autograd.Function):
         ctx.numbers = *values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits
         logits = None if teacher_logits is None else rows_of(teacher_logits)
         inputs = rows_of(x), w, bias, teacher_x, teacher_w, teacher_bias, logits, *others
+        # without a reduction the upstream gradients are vectors, which only the backward knows
         need = (False,) * 3 if ctx.recompute else o.need
         loss, soft, hard, norm, *grads = linear_divergence_fwd(*inputs, *ctx.numbers, *need, num_items)
         ctx.save_for_backward(*(inputs if ctx.recompute else (*grads, norm if x.dtype == torch.float16 else None)))
@@ -519,6 +525,7 @@ def linear_divergence(
         teacher["topk_indices"] = as_index(topk_indices)
     x, w, bias = promoted(x, w, bias)
     if teacher_x is not None and teacher_w is not None:
+        # the teacher has a dtype of its own
         of_teacher = promoted(teacher_x, teacher_w, teacher_bias)
         teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in of_teacher)
     num_items = items(num_items, x)
@@ -530,6 +537,7 @@ def linear_divergence(
     logits, log_probs, indices = (teacher[n] for n in ("teacher_logits", "topk_log_probs", "topk_indices"))
     if teacher_probs is not None:
         loss["kind"], logits = "kl", teacher_probs  # probabilities use the same argument as logits
+    # without labels every row counts
     kept = None if target is None else kept_rows(compact, target, ignore_index)
     tensors = x, w, bias, teacher_x, teacher_w, teacher_bias, logits, log_probs, indices, target, kept
     options = Options(needed(x, w, bias), accum_dtype, chunk_rows, fp32_logits)

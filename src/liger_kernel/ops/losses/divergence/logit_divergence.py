@@ -64,10 +64,13 @@ def _rows(student, teacher, labels, norm, g, numbers, need):
     s, out = Distillation(*numbers), student.new_empty(student.shape[0], dtype=torch.float32)
     ds, dt = (z.new_empty(z.shape if needed else 0) for z, needed in zip((student, teacher), need))
     how = dict(norm=norm, g=g if g is None else g.contiguous())
+    # the row kernel has no strides for what has one number a row
     labels = labels if labels is None else labels.contiguous()
+    # a backward that needs only the teacher's gradient skips the student's
     if g is None or need[0]:
         row_kernel(student, teacher, labels, s, soft=out, dz=ds if need[0] else None, **how)
     if need[1]:
+        # the teacher's gradient is the student's of the exchanged loss
         row_kernel(teacher, student, labels, s.exchanged(), soft=torch.empty_like(out), dz=dt, **how)
     return out, ds, dt
 

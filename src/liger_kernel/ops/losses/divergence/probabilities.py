@@ -53,12 +53,14 @@ def _dense(
     in one sweep."""
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
+    # int64 above: rows times V passes 31 bits
     begin = (program % splits) * span
     n = tl.minimum(V - begin, span).to(tl.int32)
     x_ptr += row * x_stride + begin
     y_ptr += row * y_stride + begin
     at = row * V + begin  # of results, which are contiguous
     beta, eps = tl.cast(beta, tl.float32), tl.cast(eps, tl.float32)
+    # the gradient of a mean in the same sweep
     factor = 1.0 / tl.load(norm_ptr) if norm_ptr is not None else 1.0
     ignored = False
     if label_ptr is not None:
@@ -103,6 +105,7 @@ def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_d
     # shorter parts occupy all processors
     span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * config.processors())))
     splits = cdiv(V, span)
+    # parts of rows are added by a second kernel, in a fixed order
     loss = x.new_empty((M, splits) if losses == "sums" else shape[losses], dtype=dtype)
     tensors = y, labels, norm, g, loss if losses else None, dx if need_dx else None, dy if need_dy else None
     strides = 0 if labels is None else labels.stride(0), *((0, 0) if g is None else g.stride())
@@ -122,6 +125,7 @@ def divergence_fwd(x, y, labels, norm, out, *numbers):
     half = torch.float16 in (x.dtype, y.dtype)
     losses = "elements" if out == "elements" else "sums"
     loss, dx, dy = _launch(losses, x, y, labels, None if half else norm, None, *numbers)
+    # the parts of each row
     if out == "rows":
         loss = loss.sum(1)
     elif out == "sum":
@@ -159,6 +163,7 @@ def _jsd(x: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduc
 
 def _kl_div(x: Tensor, reduction: str, log_target: bool, eps: float) -> tuple:
     count = {"mean": x.numel(), "batchmean": x.shape[0]}.get(reduction)
+    # on the device, as the kernel reads it; nothing divided by 1 stays 0
     norm = None if count is None else x.new_full((), max(count, 1), dtype=acc(x.dtype))
     kind = "forward_kl" if log_target else "kl"
     return None, norm, "elements" if reduction == "none" else "sum", kind, 0.5, eps, -100

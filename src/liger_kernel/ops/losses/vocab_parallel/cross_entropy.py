@@ -9,8 +9,9 @@ all V classes, a row's loss is
     (1 - e) (lse - z_y)  +  e / K * sum_j (lse - z_j)  +  z_loss * lse^2
 
 formula  "pytorch": e = label_smoothing; "megatron": e = label_smoothing * K / (K - 1), which leaves
-y exactly 1 - label_smoothing if K = V
-mode     "global": j runs over all classes, K = V; "partition": j runs over this rank's classes, K = N, so that each rank has its own loss
+         y exactly 1 - label_smoothing if K = V
+mode     "global": j runs over all classes, K = V; "partition": j runs over this rank's classes, K =
+         N, so that each rank has its own loss
 
 With ``entropy`` (for the linear loss), also the distribution's entropy H = -sum_j p_j log p_j. Its
 gradient with respect to z is -p_j (log p_j + H).
@@ -27,7 +28,7 @@ collectives, because sums wait for the maximum, and such small messages cost the
 exp(z - top) / total with separate top and total: their lse is rounded relative to its own size,
 which would be an error of p. ``bench/cases/vocab_parallel.py`` has the shapes of real models and
 the rivals.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ from liger_kernel.ops._core.operator import (
     tracing,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import cdiv, jit, log, tanh, tl
+from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 from liger_kernel.ops.losses.cross_entropy import targets
-from liger_kernel.ops.losses.cross_entropy_rows import check
+from liger_kernel.ops.losses.cross_entropy_rows import check, transformed_logits
 from liger_kernel.ops.losses.numbers import schema_of
 
 if dist.is_available():
@@ -136,9 +137,11 @@ def part_of(
         raise ValueError(f"{name}: every rank must have a class, got none")
     if sizes is not None and (len(sizes) != ranks or sizes[rank] != N):
         raise ValueError(f"{name}: sizes must be the classes of {ranks} ranks, {N} of rank {rank}, got {tuple(sizes)}")
+    # equal slices, or what the caller knows of all ranks
     first, V = (rank * N, ranks * N) if sizes is None else (sum(sizes[:rank]), sum(sizes))
     if label_smoothing and formula == "megatron" and (N if mode == "partition" else V) < 2:
         raise ValueError(f"{name}: formula 'megatron' must smooth over two classes or more, got one")
+    # a name and no object: launchers take strings, and torch.compile knows groups by them
     shared = group.group_name if group is not None and ranks > 1 else ""
     return ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, first, V, shared, entropy
 
@@ -161,33 +164,11 @@ def gathered(t: Tensor, group: str, async_op: bool = False) -> tuple[Tensor, Any
 
 
 def reference(
-    logits: Tensor,
-    target: Tensor,
-    group: ProcessGroup | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    formula: str = "pytorch",
-    mode: str = "global",
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    sizes: Sequence[int] | None = None,
-) -> Tensor:
-    part = part_of(
-        "reference",
-        logits.shape[-1],
-        group,
-        sizes,
-        ignore_index,
-        label_smoothing,
-        formula,
-        mode,
-        z_loss,
-        logit_scale,
-        softcap,
-    )
+    logits, target, group, *,
+    ignore_index, reduction, label_smoothing, formula, mode, z_loss, logit_scale, softcap, sizes,
+):  # fmt: skip
+    numbers = ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap
+    part = part_of("reference", logits.shape[-1], group, sizes, *numbers)
     return of_slice(logits, target, Part(*part), reduction)[0]
 
 
@@ -201,14 +182,17 @@ def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[T
     mine = (y >= 0) & (y < N)
     z_y = z.gather(-1, y.where(mine, 0)[..., None])[..., 0].where(mine, 0)
     mean = lambda p: (p * z.masked_fill(p == 0, 0)).sum(-1)
+    # one message; what other ranks know of a row is constant here
     local = torch.stack([z.logsumexp(-1), z_y, z.sum(-1), *([mean(z.softmax(-1))] if s.entropy else [])]).detach()
     ranks = gathered(local.reshape(-1), s.group)[0]
     ranks = ranks.view(ranks.shape[0], *local.shape)
     # the values of other ranks are constants here
     constant = ranks[:, 0].logsumexp(0)
     p = (z - constant[..., None]).exp()
+    # the value of all ranks, with the derivative of this rank's part
     own = p.sum(-1)
     lse = constant + (own - own.detach())
+    # added up over ranks: 0 on those that have not the target
     z_y = z_y + (ranks[:, 1].sum(0) - local[1])
     sum_z = z.sum(-1)
     if s.mode == "global":
@@ -223,25 +207,10 @@ def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[T
     if s.entropy:
         of_all = ((ranks[:, 0] - constant).exp() * ranks[:, 3]).sum(0)
         own_mean = mean(p)
-        entropy = (
-            lse - (own_mean + (of_all - own_mean.detach())) * (constant - lse).exp()
-        )  # the last factor is 1, and says how p depends on lse
+        # the last factor is 1, and says how p depends on lse
+        entropy = lse - (own_mean + (of_all - own_mean.detach())) * (constant - lse).exp()
         entropy = picked(entropy + (entropy.clamp(min=0) - entropy).detach())
     return {"mean": lambda t: t.sum() / valid.sum(), "sum": torch.sum, "none": lambda t: t}[reduction](loss), entropy
-
-
-@jit
-def _logits(z_ptr, bias_ptr, at, mask, logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
-    """Transformed logits, and tanh, for the derivative of the softcap."""
-    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    z *= tl.cast(logit_scale, tl.float32)
-    t = z
-    if HAS_CAP:
-        t = tanh(z / tl.cast(softcap, tl.float32))
-        z = t * tl.cast(softcap, tl.float32)
-    return z, t
 
 
 @jit
@@ -253,25 +222,9 @@ def _moved(weighted, total, top, shift):
 
 @jit
 def _stats(
-    z_ptr,
-    bias_ptr,
-    target_ptr,
-    out_ptr,
-    M,
-    N,
-    z_stride,
-    first,
-    V,
-    ignore_index,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SUM: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, bias_ptr, target_ptr, out_ptr, M, N, z_stride, first, V, ignore_index, logit_scale, softcap,
+    SUM: tl.constexpr, ENTROPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Of one row a program: maximum, sum of exponentials, the target's logit (inf on ranks that
     have it not), sum of logits, that of logits less the maximum weighted by exponentials; after all
     rows, V."""
@@ -279,10 +232,11 @@ def _stats(
     M = tl.cast(M, tl.int64)
     z_ptr += row * z_stride
     target = tl.load(target_ptr + row).to(tl.int64)
+    # an index among this rank's classes
     y = target - first
     mine = (y >= 0) & (y < N)
     ignored = target == ignore_index
-    z_y, _t_y = _logits(z_ptr, bias_ptr, y, mine, logit_scale, softcap, HAS_BIAS, HAS_CAP)
+    z_y, _t_y = transformed_logits(z_ptr, bias_ptr, y, mine, logit_scale, softcap)
     top = -float("inf")
     total = 0.0
     sum_z = 0.0
@@ -290,7 +244,7 @@ def _stats(
     for start in range(0, tl.where(ignored, 0, N), BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < N
-        z, _t = _logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap, HAS_BIAS, HAS_CAP)
+        z, _t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap)
         if SUM:
             sum_z += tl.sum(tl.where(mask, z, 0.0), axis=0)
         z = tl.where(mask, z, -float("inf"))
@@ -304,11 +258,13 @@ def _stats(
         top = new_top
     tl.store(out_ptr + row, top)
     tl.store(out_ptr + M + row, total)
+    # the smallest over ranks is the logit; all inf says that no rank has it
     tl.store(out_ptr + 2 * M + row, tl.where(mine, z_y, float("inf")))
     if SUM:
         tl.store(out_ptr + 3 * M + row, sum_z)
     if ENTROPY:
         tl.store(out_ptr + (PARTS - 1) * M + row, weighted)
+    # every rank sends the number of classes that it assumes, to find ranks that do not agree
     if row == 0:
         tl.store(out_ptr + PARTS * M, tl.cast(V, tl.float32))
 
@@ -316,7 +272,7 @@ def _stats(
 @jit
 def _merge(
     parts_ptr, own_ptr, target_ptr, loss_ptr, top_ptr, total_ptr, entropy_ptr, M, RANKS, V, ignore_index, e, K, z_loss,
-    SUM: tl.constexpr, PARTITION: tl.constexpr, ENTROPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    SUM: tl.constexpr, PARTITION: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss, top, total and entropy of rows from the ``_stats`` of all ranks. NaN where no rank
     has the target, or they do not agree on V: unequal slices."""
@@ -332,18 +288,20 @@ def _merge(
     for rank in range(RANKS):
         part = parts_ptr + rank * size
         part_top = tl.load(part + row, mask=mask, other=0.0)
+        # 1 outside, so that no logarithm of 0 appears
         part_total = tl.load(part + M + row, mask=mask, other=1.0)
         z_y = tl.minimum(z_y, tl.load(part + 2 * M + row, mask=mask, other=0.0))
         if SUM and not PARTITION:
             sum_z += tl.load(part + 3 * M + row, mask=mask, other=0.0)
         new_top = tl.maximum(top, part_top)
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
-        if ENTROPY:
+        if entropy_ptr is not None:
             part_weighted = tl.load(part + (PARTS - 1) * M + row, mask=mask, other=0.0)
             weighted = _moved(weighted, total, top, shift) + _moved(part_weighted, part_total, part_top, shift)
         total = total * tl.exp(top - shift) + part_total * tl.exp(part_top - shift)
         total += tl.where(tl.load(part + size - 1) == tl.cast(V, tl.float32), 0.0, float("nan"))
         top = new_top
+    # smoothing over this rank's classes alone: the sum that it sent itself
     if SUM and PARTITION:
         sum_z = tl.load(own_ptr + 3 * M + row, mask=mask, other=0.0)
     log_total = log(total)
@@ -355,7 +313,7 @@ def _merge(
     ignored = tl.load(target_ptr + row, mask=mask, other=0) == ignore_index
     loss = tl.where(z_y == float("inf"), float("nan"), loss)
     tl.store(loss_ptr + row, tl.where(ignored, 0.0, loss), mask=mask)
-    if ENTROPY:
+    if entropy_ptr is not None:
         entropy = log_total - weighted / total
         entropy = tl.where(entropy < 0.0, 0.0, entropy)  # which is rounding
         entropy = tl.where(z_y == float("inf"), float("nan"), entropy)
@@ -366,36 +324,12 @@ def _merge(
 
 @jit
 def _grad(
-    z_ptr,
-    bias_ptr,
-    target_ptr,
-    top_ptr,
-    total_ptr,
-    entropy_ptr,
-    g_ptr,
-    g_entropy_ptr,
-    norm_ptr,
-    dz_ptr,
-    N,
-    z_stride,
-    dz_stride,
-    g_stride,
-    first,
-    V,
-    ignore_index,
-    on,
-    off,
-    z_loss,
-    logit_scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_G: tl.constexpr,
-    HAS_GE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    z_ptr, bias_ptr, target_ptr, top_ptr, total_ptr, entropy_ptr, g_ptr, g_entropy_ptr, norm_ptr, dz_ptr,
+    N, z_stride, dz_stride, g_stride, first, V, ignore_index, on, off, z_loss, logit_scale, softcap,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A block of one row's gradient a program, which may be written where z was read."""
+    # all rows are known, so that blocks need no order
     blocks = tl.cdiv(N, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -403,27 +337,32 @@ def _grad(
     ignored = target == ignore_index
     top = tl.load(top_ptr + row)
     total = tl.load(total_ptr + row)
-    z, t = _logits(
-        z_ptr + row * z_stride, bias_ptr, col, (col < N) & (not ignored), logit_scale, softcap, HAS_BIAS, HAS_CAP
-    )
-    dz = tl.exp(z - top) * ((1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + log(total))) / total) - tl.cast(
-        off, tl.float32
-    )
+    mask = (col < N) & (not ignored)
+    z, t = transformed_logits(z_ptr + row * z_stride, bias_ptr, col, mask, logit_scale, softcap)
+    spread = (1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + log(total))) / total
+    dz = tl.exp(z - top) * spread - tl.cast(off, tl.float32)
     dz = tl.where(col == target - first, dz - tl.cast(on, tl.float32), dz)
-    scale = tl.where((target >= 0) & (target < V), tl.cast(logit_scale, tl.float32), float("nan"))
-    if HAS_NORM:
+    # NaN for a target outside of all classes, on every rank alike
+    scale = tl.where((target >= 0) & (target < V), 1.0, float("nan"))
+    if logit_scale is not None:
+        scale *= tl.cast(logit_scale, tl.float32)
+    if norm_ptr is not None:
         scale /= tl.load(norm_ptr)
-    if HAS_GE:
+    if g_entropy_ptr is not None:
         slope = scale * tl.load(g_entropy_ptr + row).to(tl.float32)
-    if HAS_G:
+    if g_ptr is not None:
         scale *= tl.load(g_ptr + row * g_stride).to(tl.float32)
     dz *= scale
-    if HAS_GE:
+    if g_entropy_ptr is not None:
         less_log_p = (top - tl.maximum(z, -3e38)) + log(total)  # finite where p is 0
         dz += slope * (tl.exp(z - top) / total) * (less_log_p - tl.load(entropy_ptr + row))
-    if HAS_CAP:
+    if softcap is not None:
         dz *= 1.0 - t * t
     tl.store(dz_ptr + row * dz_stride + col, tl.where(ignored, 0.0, dz).to(dz_ptr.dtype.element_ty), mask=col < N)
+
+
+def _scale(s: Part) -> float | None:
+    return None if s.logit_scale == 1.0 else s.logit_scale
 
 
 def row_stats(z: Tensor, target: Tensor, s: Part, bias: Tensor | None = None) -> Tensor:
@@ -431,95 +370,35 @@ def row_stats(z: Tensor, target: Tensor, s: Part, bias: Tensor | None = None) ->
     vector for ``gathered``."""
     M, N = z.shape
     stats = z.new_empty(s.parts * M + 1, dtype=torch.float32)
-    c = config.tile(
-        "vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192
-    )  # one row a program; blocks of 16384 spill
-    numbers = M, N, z.stride(0), s.first, s.V, s.ignore_index, s.logit_scale, 1.0 if s.softcap is None else s.softcap
-    flags = dict(
-        HAS_BIAS=bias is not None,
-        HAS_CAP=s.softcap is not None,
-        SUM=s.label_smoothing != 0.0,
-        ENTROPY=s.entropy,
-        PARTS=s.parts,
-    )
-    launch(_stats, (M,), z, z if bias is None else bias, target, stats, *numbers, **flags, **c.row)
+    # one row a program; blocks of 16384 spill
+    c = config.tile("vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192)
+    numbers = M, N, z.stride(0), s.first, s.V, s.ignore_index, _scale(s), s.softcap
+    flags = dict(SUM=s.label_smoothing != 0.0, ENTROPY=s.entropy, PARTS=s.parts)
+    launch(_stats, (M,), z, bias, target, stats, *numbers, **flags, **c.row)
     return stats
 
 
-def merge(
-    parts: Tensor,
-    own: Tensor,
-    target: Tensor,
-    s: Part,
-    N: int,
-    loss: Tensor,
-    top: Tensor,
-    total: Tensor,
-    entropy: Tensor | None = None,
-) -> None:
+def merge(parts, own, target, s: Part, N: int, loss, top, total, entropy=None) -> None:
     """Fill loss, top and total (M,), and with ``s.entropy`` that, from the ``row_stats`` of all
     ranks, and of this one."""
     e, K = s.smoothing(N)
     M = target.shape[0]
-    args = (
-        own,
-        target,
-        loss,
-        top,
-        total,
-        loss if entropy is None else entropy,
-        M,
-        parts.shape[0],
-        s.V,
-        s.ignore_index,
-        e,
-        K,
-        s.z_loss,
-    )
-    flags = dict(SUM=s.label_smoothing != 0.0, PARTITION=s.mode == "partition", ENTROPY=s.entropy, PARTS=s.parts)
-    launch(_merge, (cdiv(M, 256),), parts, *args, **flags, BLOCK=256, num_warps=4)
+    tensors = own, target, loss, top, total, entropy if s.entropy else None
+    numbers = M, parts.shape[0], s.V, s.ignore_index, e, K, s.z_loss
+    flags = dict(SUM=s.label_smoothing != 0.0, PARTITION=s.mode == "partition", PARTS=s.parts)
+    launch(_merge, (cdiv(M, 256),), parts, *tensors, *numbers, **flags, BLOCK=256, num_warps=4)
 
 
-def row_grad(
-    z: Tensor,
-    target: Tensor,
-    s: Part,
-    top: Tensor,
-    total: Tensor,
-    dz: Tensor,
-    *,
-    bias=None,
-    g=None,
-    norm=None,
-    g_entropy=None,
-    entropy=None,
-) -> None:
+def row_grad(z, target, s: Part, top, total, dz, *, bias=None, g=None, norm=None, g_entropy=None, entropy=None) -> None:
     """Fill dz (M, N), which may be z, times g (M,), divided by the 0-dim norm; with
     ``g_entropy`` (M,) also of the ``entropy`` (M,) times that."""
     M, N = z.shape
     e, K = s.smoothing(N)
     c = config.tile("vocab_parallel_grad", N, z.itemsize, elements=4096, max_block_n=4096)
-    given = lambda t: z if t is None else t  # a pointer for arguments that a flag switches off
-    tensors = given(bias), target, top, total, given(entropy), given(g), given(g_entropy), given(norm), dz
+    tensors = bias, target, top, total, entropy, g, g_entropy, norm, dz
     strides = z.stride(0), dz.stride(0), 0 if g is None else g.stride(0)
-    numbers = (
-        s.first,
-        s.V,
-        s.ignore_index,
-        1.0 - e,
-        e / K,
-        s.z_loss,
-        s.logit_scale,
-        1.0 if s.softcap is None else s.softcap,
-    )
-    flags = dict(
-        HAS_BIAS=bias is not None,
-        HAS_CAP=s.softcap is not None,
-        HAS_G=g is not None,
-        HAS_GE=g_entropy is not None,
-        HAS_NORM=norm is not None,
-    )
-    launch(_grad, (M * cdiv(N, c.block_n),), z, *tensors, N, *strides, *numbers, **flags, **c.row)
+    numbers = s.first, s.V, s.ignore_index, 1.0 - e, e / K, s.z_loss, _scale(s), s.softcap
+    launch(_grad, (M * cdiv(N, c.block_n),), z, *tensors, N, *strides, *numbers, **c.row)
 
 
 @launcher(f"(Tensor z, Tensor target, {PART_SCHEMA}) -> (Tensor loss, Tensor top, Tensor total)")
@@ -565,15 +444,8 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
         sizes=None,
     ):
         z, y = rows_of(vocab_parallel_logits), target.reshape(-1).contiguous()
-        numbers = (
-            ignore_index,
-            label_smoothing,
-            label_smoothing_formula,
-            label_smoothing_mode,
-            z_loss,
-            logit_scale,
-            softcap,
-        )
+        smoothing = label_smoothing, label_smoothing_formula, label_smoothing_mode
+        numbers = ignore_index, *smoothing, z_loss, logit_scale, softcap
         ctx.numbers = part_of("vocab_parallel_cross_entropy", z.shape[1], tp_group, sizes, *numbers)
         loss, *sums = vocab_parallel_cross_entropy_fwd(z, y, *ctx.numbers)
         ctx.save_for_backward(z, y, *sums)
@@ -583,12 +455,10 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        dz = (
-            vocab_parallel_cross_entropy_bwd(g.reshape(-1), *ctx.saved_tensors, *ctx.numbers)
-            if ctx.needs_input_grad[0]
-            else None
-        )
-        return None if dz is None else dz.view(ctx.shape), *(None,) * 10
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 11
+        dz = vocab_parallel_cross_entropy_bwd(g.reshape(-1), *ctx.saved_tensors, *ctx.numbers)
+        return dz.view(ctx.shape), *(None,) * 10
 
 
 def _rows(M: int, N: int, **options: Any) -> dict[str, Any]:
@@ -678,35 +548,20 @@ def vocab_parallel_cross_entropy(
     Returns the fp32 loss, 0-dim or like target with ``reduction="none"``, the same on all ranks
     unless ``mode`` is "partition". No ``group``: one rank.
     """
-    logits = computed(logits)
+    name, logits = "vocab_parallel_cross_entropy", computed(logits)
     if not logits.is_floating_point():
-        raise ValueError(f"vocab_parallel_cross_entropy: logits must be floating point, got {logits.dtype}")
+        raise ValueError(f"{name}: logits must be floating point, got {logits.dtype}")
     if target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"vocab_parallel_cross_entropy: target must have shape {tuple(logits.shape[:-1])}, got "
-            f"{tuple(target.shape)}"
-        )
-    numbers = (ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap)
-    V = Part(*part_of("vocab_parallel_cross_entropy", logits.shape[-1], group, sizes, *numbers)).V
-    target = check(
-        "vocab_parallel_cross_entropy", (target.numel(), V), target.reshape(-1), None, reduction, ignore_index
-    ).view(target.shape)
+        raise ValueError(f"{name}: target must have shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}")
+    smoothing = dict(label_smoothing=label_smoothing, formula=formula, mode=mode)
+    numbers = dict(ignore_index=ignore_index) | smoothing | dict(z_loss=z_loss, logit_scale=logit_scale)
+    numbers["softcap"] = softcap
+    V = Part(*part_of(name, logits.shape[-1], group, sizes, *numbers.values())).V
+    flat = check(name, (target.numel(), V), target.reshape(-1), None, reduction, ignore_index)
+    target = flat.view(target.shape)
     if not use_kernels(logits):
-        options = dict(
-            label_smoothing=label_smoothing,
-            formula=formula,
-            mode=mode,
-            z_loss=z_loss,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            sizes=sizes,
-        )
-        return reference(logits, target, group, ignore_index=ignore_index, reduction=reduction, **options)
-    loss = LigerVocabParallelCEFunction.apply(logits, target, group, *numbers, sizes)
-    return (
-        loss
-        if reduction == "none"
-        else loss.sum()
-        if reduction == "sum"
-        else loss.sum() / (target != ignore_index).sum()
-    )
+        return reference(logits, target, group, reduction=reduction, sizes=sizes, **numbers)
+    loss = LigerVocabParallelCEFunction.apply(logits, target, group, *numbers.values(), sizes)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()

@@ -38,9 +38,10 @@ from liger_kernel.ops._core.operator import (
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import cdiv
-from liger_kernel.ops.losses.chunks import auto_chunk_rows, chunks_of, rounded_sums
+from liger_kernel.ops.losses.chunks import auto_chunk_rows, chunks_of, dtype_of_dw, rounded_sums
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
+from liger_kernel.ops.losses.linear_cross_entropy import check_head, needed, promoted
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
     PART_SCHEMA,
     Part,
@@ -67,69 +68,44 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
+        # terms of ranks are added before they are rounded
         total = dx.to(acc(dx.dtype)).contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total.to(dx.dtype), None
 
 
 def reference(
-    x,
-    w,
-    target,
-    group,
-    bias,
-    *,
-    ignore_index,
-    reduction,
-    label_smoothing,
-    formula,
-    mode,
-    z_loss,
-    logit_scale,
-    softcap,
-    sizes,
-    sum_dx,
-    entropy,
+    x, w, target, group, bias, *,
+    ignore_index, reduction, label_smoothing, formula, mode, z_loss, logit_scale, softcap, sizes, sum_dx, entropy,
     **how,
-):
+):  # fmt: skip
     if sum_dx and group is not None and group.size() > 1:
         x = _SumGradients.apply(x, group)
-    part = part_of(
-        "reference",
-        w.shape[0],
-        group,
-        sizes,
-        ignore_index,
-        label_smoothing,
-        formula,
-        mode,
-        z_loss,
-        logit_scale,
-        softcap,
-        entropy,
-    )
+    numbers = ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy
+    part = part_of("reference", w.shape[0], group, sizes, *numbers)
     loss, entropies = of_slice(F.linear(x, w, bias), target, Part(*part), reduction)
     return loss if entropies is None else (loss, entropies)
 
 
 def _chunks(
-    x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows, *, loss, top, total, entropy, norm, g, g_entropy
-) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, target, bias, s, need, sum_dx, accum_dtype, chunk_rows,
+    *, loss, top, total, entropy, norm=None, g=None, g_entropy=None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The loop. Fills ``loss``, top, total and entropy (M,); without ``loss``, it reads the other
     three.
 
     Returns dx, dw and (in fp32) dbias, empty where not ``need``ed.
-    Sums over all tokens that are not scaled yet overflow in fp16, so that dw is fp32 there, too.
     """
     (M, H), N = x.shape, w.shape[0]
     need_dx, need_dw, need_db = need
-    dw_dtype = acc(w.dtype) if w.dtype == torch.float16 else w.dtype
-    dx, dw = x.new_empty((M, H) if need_dx else 0), w.new_empty((N, H) if need_dw else 0, dtype=dw_dtype)
+    dx = x.new_empty((M, H) if need_dx else 0)
+    dw = w.new_empty((N, H) if need_dw else 0, dtype=dtype_of_dw(w))
     db = x.new_zeros(N if need_db else 0, dtype=torch.float32)
     if tracing(x):
         return dx, dw, db
     group = process_group(s.group) if s.group else None
     # every rank must make the same chunks, though slices may differ
+    # the widest slice decides, which every rank can compute
     widest = cdiv(s.V, group.size()) if group else N
     step = max(1, min(M, chunk_rows or auto_chunk_rows(M, widest, H, x.itemsize, on_gpu(x))))
     if accum_dtype is None:
@@ -137,6 +113,7 @@ def _chunks(
     dw_sum = dw if accum_dtype == dw.dtype or step >= M else dw.new_empty(dw.shape, dtype=accum_dtype)
     if M == 0:
         dw_sum.zero_()
+    # a second buffer only where a chunk waits for others
     buffers = [x.new_empty(step, N) for _ in range(2 if group and loss is not None and step < M else 1)]
     waiting: list[tuple] = []  # chunks with statistics that are being sent
     sums: list[tuple[Any, Tensor, slice]] = []  # chunks of dx that are being summed
@@ -156,20 +133,10 @@ def _chunks(
         if loss is not None:
             merge(parts, own, target[rows], s, N, loss[rows], top[rows], total[rows], some(entropy))
         if any(need):
-            row_grad(
-                z,
-                target[rows],
-                s,
-                top[rows],
-                total[rows],
-                z,
-                bias=bias,
-                g=some(g),
-                norm=norm,
-                g_entropy=some(g_entropy),
-                entropy=some(entropy),
-            )
+            upstream = dict(g=some(g), norm=norm, g_entropy=some(g_entropy), entropy=some(entropy))
+            row_grad(z, target[rows], s, top[rows], total[rows], z, bias=bias, **upstream)
         if need_dx and group and sum_dx:
+            # fp32: ranks add their terms before they are rounded
             partial = x.new_empty(z.shape[0], H, dtype=torch.float32)
             add_mm(partial, z, w, first=True)
             sums.append((dist.all_reduce(partial, group=group, async_op=True), partial, rows))
@@ -179,6 +146,7 @@ def _chunks(
             add_mm(dw_sum, z.t(), x[rows], first=rows.start == 0)
         if need_db:
             db.add_(z.sum(0, dtype=db.dtype))
+        # one sum is on its way while the next chunk runs
         settle(1)
 
     def settle(leave: int) -> None:
@@ -189,6 +157,7 @@ def _chunks(
 
     for i, rows in enumerate(chunks_of(M, step)):
         begin(rows, buffers[i % len(buffers)])
+        # with two buffers, a chunk is finished after the next one was begun
         if len(waiting) == len(buffers):
             finish(*waiting.pop(0))
     for chunk in waiting:
@@ -208,61 +177,30 @@ _N = len(Part.__dataclass_fields__)
     f"({_IN}, str reduction) -> (Tensor loss, Tensor entropy, Tensor top, Tensor total, Tensor? norm, Tensor dx, "
     "Tensor dw, Tensor db)"
 )
-def vocab_parallel_linear_cross_entropy_fwd(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, *numbers):
+def vocab_parallel_linear_cross_entropy_fwd(x, w, target, bias, *numbers):
     s, (sum_dx, accum_dtype, chunk_rows, *need, reduction) = Part(*numbers[:_N]), numbers[_N:]
     loss, top, total = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(3))
     entropy = x.new_empty(x.shape[0] if s.entropy else 0, dtype=torch.float32)
     norm = (target != s.ignore_index).sum().float() if reduction == "mean" else None
+    how = tuple(need), sum_dx, accum_dtype, chunk_rows
+    rows = dict(loss=loss, top=top, total=total, entropy=entropy if s.entropy else None)
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them:
     # the backward divides
-    how = tuple(need), sum_dx, accum_dtype, chunk_rows
-    sums = dict(
-        loss=loss,
-        top=top,
-        total=total,
-        entropy=entropy if s.entropy else None,
-        norm=None if x.dtype == torch.float16 else norm,
-    )
-    dx, dw, db = _chunks(x, w, target, bias, s, *how, **sums, g=None, g_entropy=None)
+    grads = _chunks(x, w, target, bias, s, *how, **rows, norm=None if x.dtype == torch.float16 else norm)
     if reduction != "none":
         loss = loss.sum() if norm is None else loss.sum() / norm
-    return loss, entropy, top, total, norm, dx, dw, db
+    return loss, entropy, top, total, norm, *grads
 
 
 @launcher(
     f"(Tensor g, Tensor? g_entropy, Tensor? entropy_of_rows, Tensor top, Tensor total, {_IN}) -> (Tensor dx, Tensor "
     "dw, Tensor db)"
 )
-def vocab_parallel_linear_cross_entropy_bwd(
-    g: Tensor,
-    g_entropy: Tensor | None,
-    entropy: Tensor | None,
-    top: Tensor,
-    total: Tensor,
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    *numbers,
-):
+def vocab_parallel_linear_cross_entropy_bwd(g, g_entropy, entropy, top, total, x, w, target, bias, *numbers):
     """Compute the chunks again, for per-token upstream gradients g and g_entropy (M,)."""
     s, (sum_dx, accum_dtype, chunk_rows, *need) = Part(*numbers[:_N]), numbers[_N:]
-    how = tuple(need), sum_dx, accum_dtype, chunk_rows
-    return _chunks(
-        x,
-        w,
-        target,
-        bias,
-        s,
-        *how,
-        loss=None,
-        top=top,
-        total=total,
-        entropy=entropy,
-        norm=None,
-        g=g,
-        g_entropy=g_entropy,
-    )
+    rows = dict(loss=None, top=top, total=total, entropy=entropy, g=g, g_entropy=g_entropy)
+    return _chunks(x, w, target, bias, s, tuple(need), sum_dx, accum_dtype, chunk_rows, **rows)
 
 
 class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
@@ -381,52 +319,15 @@ def vocab_parallel_linear_cross_entropy(
     reduction, returns ``(loss, entropy)``, fp32 (M,) each, both differentiable.
     """
     name = "vocab_parallel_linear_cross_entropy"
-    if not (x.is_floating_point() and w.is_floating_point()):
-        raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
-    if w.ndim != 2 or w.shape[1] != x.shape[1]:
-        raise ValueError(f"{name}: w must have shape (N, {x.shape[1]}), got {tuple(w.shape)}")
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
+    check_head(name, x, w, bias, chunk_rows, classes="N")
     if entropy and reduction != "none":
         raise ValueError(f"{name}: reduction must be 'none' with entropy, got {reduction!r}")
-    part = part_of(
-        name,
-        w.shape[0],
-        group,
-        sizes,
-        ignore_index,
-        label_smoothing,
-        formula,
-        mode,
-        z_loss,
-        logit_scale,
-        softcap,
-        entropy,
-    )
+    numbers = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, formula=formula, mode=mode)
+    numbers |= dict(z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, entropy=entropy)
+    part = part_of(name, w.shape[0], group, sizes, *numbers.values())
     target = check(name, (x.shape[0], Part(*part).V), target, None, reduction, ignore_index)
-    device = x.device.type
-    autocast = (
-        device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
-    )  # as F.linear has it
-    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
-    x, w, bias = x.to(dtype), w.to(dtype), bias if bias is None else bias.to(dtype)
+    x, w, bias = promoted(x, w, bias)
     if not use_kernels(x):
-        options = dict(
-            label_smoothing=label_smoothing,
-            formula=formula,
-            mode=mode,
-            z_loss=z_loss,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            sizes=sizes,
-        )
-        options |= dict(ignore_index=ignore_index, reduction=reduction, sum_dx=sum_dx, entropy=entropy)
-        return reference(x, w, target, group, bias, **options)
-    need = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, w, bias))
-    return VocabParallelLinearCrossEntropyFunction.apply(
-        x, w, target, bias, need, reduction, *part, sum_dx, accum_dtype, chunk_rows
-    )
+        return reference(x, w, target, group, bias, reduction=reduction, sizes=sizes, sum_dx=sum_dx, **numbers)
+    how = *part, sum_dx, accum_dtype, chunk_rows
+    return VocabParallelLinearCrossEntropyFunction.apply(x, w, target, bias, needed(x, w, bias), reduction, *how)

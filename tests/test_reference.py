@@ -107,14 +107,7 @@ def test_every_public_name_has_a_docstring_of_its_own():
 
 
 # What has no paper to name, and what is no computation of an operator
-NO_SOURCE = {
-    "softmax",
-    "kl_div",
-    "linear_logprobs",
-    "fused_add_rms_norm",
-    "vocab_parallel_linear_cross_entropy",
-    "embedding",
-}
+NO_SOURCE = {"softmax", "linear_logprobs", "fused_add_rms_norm", "vocab_parallel_linear_cross_entropy", "embedding"}
 NO_OPERATOR = {
     "CrossEntropyOutput": "a result",
     "LigerFusedNeighborhoodAttentionConfig": "options",

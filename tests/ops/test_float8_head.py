@@ -15,7 +15,7 @@ from liger_kernel.ops import linear_cross_entropy, linear_logprobs
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.losses import float8_head
 from liger_kernel.ops.losses.chunks import auto_chunk_rows, chunk_gradients
-from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses
 from liger_kernel.ops.losses.float8_head import HEAD_RECIPES, head_gradients
 from liger_kernel.ops.losses.linear_cross_entropy import reference
 from liger_kernel.ops.losses.linear_loss import linear_loss
@@ -282,7 +282,7 @@ def test_memory_is_at_most_that_of_bf16(M, H, V, learns):
             kept = chunk_gradients(x, w, lambda *_: None, need=need, chunk_rows=rows, dw_into=into)
         del kept
         with Peak() as ours:
-            head_gradients(x, w, target, Loss(), "rowwise", need, out=Rows.empty(target, Loss()), dw_into=into)
+            head_gradients(x, w, target, Loss(), "rowwise", need, out=RowLosses.empty(target, Loss()), dw_into=into)
     # few classes, added to a gradient in fp32: 409 MB, where bf16, whose products add without a
     # copy, needs 364
     assert ours.bytes <= (1.13 if (V, learns) == (32000, "into") else 1.01) * bf16.bytes

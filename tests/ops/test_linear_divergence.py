@@ -11,7 +11,6 @@ from liger_kernel.ops import OPS, logit_divergence
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = ["jsd", "forward_kl", "reverse_kl", "tvd", "cosine"]
 
 
 def inputs(M=12, H=16, G=24, V=50, dtype=torch.float32, seed=0):
@@ -91,36 +90,26 @@ def test_only_the_products_that_are_needed(watch):
     assert work(x, w, target=target, kind="forward_kl", **topk_of(tx, tw, 4)) == 3 * student
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("kind", [*KINDS, "topk", "no-tail"])
-def test_without_kernels(kind, reduction, temperature):
-    """fp64 is served by torch, by closed formulas for gradients: against autograd's."""
+@pytest.mark.parametrize("kind", ["jsd", "cosine", "topk", "no-tail"])
+def test_without_kernels(kind, reduction):
+    """fp64 runs in torch, chunk by chunk, with gradients that the forward makes: against those of
+    all logits at once."""
     x, w, tx, tw, target = inputs(dtype=torch.float64)
-    bias, teacher_bias = (
-        torch.randn(50, dtype=torch.float64, device=DEVICE, requires_grad=True),
-        torch.randn(50, dtype=torch.float64, device=DEVICE),
-    )
-    teacher = dict(teacher_x=tx, teacher_w=tw, teacher_bias=teacher_bias, kind=kind)
+    bias, teacher_bias = (torch.randn(50, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    options = dict(target=target, bias=bias.requires_grad_(), beta=0.3, temperature=1.7, reduction=reduction)
+    options |= dict(weight_hard=0.4, weight_soft=0.7)
     if kind in ("topk", "no-tail"):
-        teacher = dict(kind="forward_kl", tail=kind == "topk", **topk_of(tx, tw, 5, temperature))
-    options = dict(
-        target=target,
-        bias=bias,
-        beta=0.3,
-        temperature=temperature,
-        weight_hard=0.4,
-        weight_soft=0.7,
-        reduction=reduction,
-        **teacher,
-    )
+        options |= dict(kind="forward_kl", tail=kind == "topk", **topk_of(tx, tw, 5, 1.7))
+    else:
+        options |= dict(kind=kind, teacher_x=tx, teacher_w=tw, teacher_bias=teacher_bias)
     ours, theirs = linear_divergence(x, w, chunk_rows=5, **options), reference(x, w, **options)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*(torch.autograd.grad((out * out.detach().cos()).sum(), (x, w, bias)) for out in (ours, theirs))):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["jsd", "cosine"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compact_is_equal_and_does_not_see_the_others(kind, reduction):
     x, w, tx, tw, target = inputs()

@@ -25,7 +25,7 @@ from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc, is_fake, once_differentiable, only_pytorch
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
-from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check
 from liger_kernel.ops.losses.cross_entropy_rows import row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence.by_element import counted
 from liger_kernel.ops.losses.divergence.distillation import check_teacher
@@ -180,7 +180,7 @@ def _any_gradients(
         a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
         d = None if dz is None else torch.zeros_like(a)
         if weight_hard:
-            found = Rows.empty(y[rows], Loss(), a.dtype)
+            found = RowLosses.empty(y[rows], Loss(), a.dtype)
             cross_entropy_rows(a, y[rows], Loss(ignore_index=ignore_index, reduction="none"), out=found, dz=d)
             hard = hard + found.loss.sum()
         with torch.set_grad_enabled(dz is not None):

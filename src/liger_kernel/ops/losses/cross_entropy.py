@@ -25,7 +25,15 @@ from liger_kernel.ops._core.operator import (
     with_gradients,
 )
 from liger_kernel.ops._core.reduce import scaled
-from liger_kernel.ops.losses.cross_entropy_rows import LOSS_SCHEMA, Loss, Rows, check, normaliser, reference, row_kernel
+from liger_kernel.ops.losses.cross_entropy_rows import (
+    LOSS_SCHEMA,
+    Loss,
+    RowLosses,
+    check,
+    normaliser,
+    reference,
+    row_kernel,
+)
 
 
 @launcher(
@@ -38,7 +46,7 @@ def cross_entropy_fwd(
     """Return the results, and with ``need_dz`` the gradient for an upstream gradient of 1 from
     the same launch, which is empty otherwise."""
     s = Loss(*numbers)
-    out = Rows.empty(target, s)
+    out = RowLosses.empty(target, s)
     norm = normaliser(target, class_weight, s, num_items)
     # an empty tensor and not None: a launcher has one schema
     dz = z.new_empty(z.shape if need_dz else 0)

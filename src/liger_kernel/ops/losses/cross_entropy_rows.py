@@ -363,7 +363,7 @@ def _rows(
 
 
 @dataclass
-class Rows:
+class RowLosses:
     """Per-row results, each (M,): fp32 loss, z-loss, entropy (if requested) and mean logit;
     int64 predicted class (both only with ``stats``)."""
 
@@ -375,7 +375,7 @@ class Rows:
     mean: Tensor
 
     @classmethod
-    def empty(cls, target: Tensor, s: Loss, dtype: torch.dtype = torch.float32, rows: int | None = None) -> Rows:
+    def empty(cls, target: Tensor, s: Loss, dtype: torch.dtype = torch.float32, rows: int | None = None) -> RowLosses:
         M = target.shape[0] if rows is None else rows
         new = lambda n, dtype=dtype: target.new_empty(n, dtype=dtype)
         return cls(
@@ -390,16 +390,16 @@ class Rows:
     def fields(self) -> tuple[Tensor, ...]:
         return (self.loss, self.z_loss, self.lse, self.predicted, self.entropy, self.mean)
 
-    def __getitem__(self, rows: slice) -> Rows:
-        return Rows(*(t[rows] for t in self.fields()))
+    def __getitem__(self, rows: slice) -> RowLosses:
+        return RowLosses(*(t[rows] for t in self.fields()))
 
-    def among(self, kept: Tensor, M: int) -> Rows:
+    def among(self, kept: Tensor, M: int) -> RowLosses:
         """The results of all M rows: these for the ``kept`` rows; the other rows are ignored
         ones."""
         spread = lambda t, fill=0: t.new_full((M,), fill).index_copy_(0, kept, t) if len(t) == len(kept) else t
         found = [spread(t) for t in self.fields()]
         found[3] = spread(self.predicted, -1)
-        return Rows(*found)
+        return RowLosses(*found)
 
     def reduced(self, norm: Tensor | None, reduction: str) -> tuple[Tensor, Tensor]:
         """loss and z-loss; (M,) without reduction."""
@@ -424,7 +424,7 @@ def row_kernel(
     lse=None,
     entropy=None,
 ) -> None:
-    """The row kernel over logits z (M, V): per-row results into ``out`` (``Rows``), the gradient
+    """The row kernel over logits z (M, V): per-row results into ``out`` (``RowLosses``), the gradient
     into ``dz``, which may be z itself.
 
     The gradient is that of sum(g * loss + g_entropy * entropy) / norm, for ``g`` and ``g_entropy``
@@ -487,7 +487,7 @@ class Terms:
         factor = z_y.new_ones(()).where(known, float("nan")) * (((z_y - lse) - low).exp() if s.token_scaling else 1.0)
         return cls(target != s.ignore_index, known, lse, low, z_y, on, s.label_smoothing / V, w.expand(V).sum(), factor)
 
-    def losses(self, s: Loss, out: Rows, wz: Tensor | None) -> None:
+    def losses(self, s: Loss, out: RowLosses, wz: Tensor | None) -> None:
         """Fill loss and z-loss of ``out``. wz: the sum over classes of weight times logit, for
         label smoothing."""
         row, z_term = self.on * ((self.lse - self.z_y) + self.low).clamp(min=0), s.z_loss * self.lse * self.lse
@@ -510,7 +510,7 @@ def _rows_in_torch(
     s: Loss,
     class_weight: Tensor | None,
     bias: Tensor | None,
-    out: Rows | None,
+    out: RowLosses | None,
     dz: Tensor | None,
     norm,
     g,

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ from liger_kernel.ops.losses.chunks import auto_chunk_rows, dtype_of_dw
 from liger_kernel.ops.losses.cross_entropy_rows import (
     _LOG2E,
     Loss,
-    Rows,
+    RowLosses,
     Terms,
     _finite,
     _weight,
@@ -223,7 +224,7 @@ class Stats:
         """Those of a block, as the kernel has them."""
         return self.top[i], self.total[i], self.weighted[i], self.wz[i], self.sum[i], self.best[i], self.z_y
 
-    def fill(self, out: Rows, s: Loss, target: Tensor, V: int, class_weight: Tensor | None) -> None:
+    def fill(self, out: RowLosses, s: Loss, target: Tensor, V: int, class_weight: Tensor | None) -> None:
         """Merge the blocks, in the same order every time."""
         top = self.top.amax(0)
         # a row of -inf has no largest value to count from
@@ -308,7 +309,8 @@ class Slopes:
     def __getitem__(self, rows: slice) -> Slopes:
         some = lambda t: None if t is None else t[rows]
         of_rows = self.lse, self.spread, self.smooth, self.on, self.ge, self.entropy
-        return Slopes(*map(some, of_rows), self.bound)
+        found: list[Any] = [*map(some, of_rows), self.bound]
+        return Slopes(*found)
 
     def dz(self, z: Tensor, w: Tensor | float, s: Loss) -> Tensor:
         """The gradient with respect to z (M, N), logits after scale and softcap of classes that
@@ -467,7 +469,7 @@ class _Head:
             return None
         return self.dw[b.classes].view(torch.uint8).view(-1)[: self.stored * b.N].view(self.stored, b.N)
 
-    def losses(self, out: Rows) -> Stats:
+    def losses(self, out: RowLosses) -> Stats:
         """Step 1."""
         found = Stats.empty(self.target, len(self.blocks), self.s)
         for i, b in enumerate(self.blocks):
@@ -538,7 +540,8 @@ def _parts(M: int, step: int) -> list[slice]:
 
 def head_gradients(
     x: Tensor, w: Tensor, target: Tensor, s: Loss, fp8: str, need: tuple[bool, ...], *,
-    bias=None, class_weight=None, out: Rows | None = None, norm=None, lse=None, g=None, g_entropy=None, entropy=None,
+    bias=None, class_weight=None, out: RowLosses | None = None,
+    norm=None, lse=None, g=None, g_entropy=None, entropy=None,
     chunk_rows: int | None = None, dw_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip  # the loss, what it depends on, how it is computed
     """dx, dw and (in fp32) dbias of the losses of rows, divided by the 0-dim ``norm`` or times

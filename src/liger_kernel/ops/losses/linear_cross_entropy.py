@@ -50,7 +50,7 @@ from liger_kernel.ops.losses.cross_entropy import items, positive, published, ta
 from liger_kernel.ops.losses.cross_entropy_rows import (
     LOSS_SCHEMA,
     Loss,
-    Rows,
+    RowLosses,
     check,
     normaliser,
     row_kernel,
@@ -128,7 +128,7 @@ def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
     return t if t is None or kept is None else t.index_select(0, kept)
 
 
-def _results(out: Rows, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
+def _results(out: RowLosses, norm: Tensor | None, s: Loss, kept: Tensor | None, M: int) -> tuple[Tensor | None, ...]:
     """The results of ``_OUT``; lse has only the ``kept`` rows."""
     # results of all rows only where somebody sees them row by row
     every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, M)
@@ -169,7 +169,7 @@ def _upstream(s: Loss, kept: Tensor | None, g, g_entropy, lse, entropy) -> dict[
 def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *rest, dw_into=None):
     """Run the forward chunk by chunk, including the gradients."""
     s, (*how, num_items), y = Loss(*rest[:_N]), rest[_N:], _of(target, kept)
-    norm, out = normaliser(target, class_weight, s, num_items), Rows.empty(y, s, acc(x.dtype))
+    norm, out = normaliser(target, class_weight, s, num_items), RowLosses.empty(y, s, acc(x.dtype))
     into = dict(dw_into=dw_into, out=out, norm=None if _divides_later(x, dw_into) else norm)
     grads = _gradients(x, w, y, bias, class_weight, kept, xa, wb, s, *how, **into)
     return *_results(out, norm, s, kept, x.shape[0]), *grads
@@ -191,7 +191,7 @@ def linear_cross_entropy_one_fwd(x, w, target, bias, class_weight, kept, xa, wb,
     s, (fp32_logits, _) = Loss(*rest[:_N]), rest[_N:]
     # all logits are one chunk here: no loop, and they stay for the backward
     y, x_k = _of(target, kept), _of(x, kept)
-    out = Rows.empty(y, s, acc(x.dtype))
+    out = RowLosses.empty(y, s, acc(x.dtype))
     z = x.new_empty(x_k.shape[0], w.shape[0], dtype=acc(x.dtype) if fp32_logits else x.dtype)
     if not tracing(x):
         logits(z, x_k, w, _of(xa, kept), wb)

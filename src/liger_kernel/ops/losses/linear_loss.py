@@ -29,7 +29,7 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import acc, host_can_read, on_gpu, once_differentiable, only_pytorch, rows_of
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of
-from liger_kernel.ops.losses.cross_entropy_rows import Loss, Rows, check, row_kernel
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, row_kernel
 from liger_kernel.ops.losses.float8_head import check_fp8
 from liger_kernel.ops.losses.linear_cross_entropy import (
     Options,
@@ -220,7 +220,7 @@ def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     def body(z: Tensor, rows: slice, dz: Tensor | None) -> Tensor | None:
         nonlocal loss, up
         first, last = of_rows[rows.start]
-        out = Rows.empty(y[rows], s, acc(x.dtype))
+        out = RowLosses.empty(y[rows], s, acc(x.dtype))
         row_kernel(z, y[rows], s, bias=bias, out=out)
         # where the kept rows of this chunk lie in its groups
         at = None if index is None else index[rows] - first * group

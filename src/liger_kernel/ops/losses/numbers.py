@@ -3,6 +3,7 @@ in the schema of a launcher, which takes no objects."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 _KINDS = {"int": "SymInt", "float | None": "float?"}
@@ -11,8 +12,7 @@ _KINDS = {"int": "SymInt", "float | None": "float?"}
 def schema_of(numbers: type) -> str:
     """The fields of a dataclass as parameters of a launcher, in their order. Their names differ
     from those of tensors, which may be results of the same launcher."""
-    fields = numbers.__dataclass_fields__.values()  # type: ignore[attr-defined]
-    return ", ".join(f"{_KINDS.get(str(f.type), f.type)} with_{f.name}" for f in fields)
+    return ", ".join(f"{_KINDS.get(str(f.type), f.type)} with_{f.name}" for f in dataclasses.fields(numbers))
 
 
 def values(numbers: Any) -> tuple[Any, ...]:

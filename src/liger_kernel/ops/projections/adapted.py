@@ -33,7 +33,7 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import acc, rows_of
 from liger_kernel.ops.projections.float8_training import search
 from liger_kernel.ops.projections.magnitude import dot_columns, row_norms, times_columns
-from liger_kernel.ops.projections.weights import Rows, Weight, add_product, added, as_dtype
+from liger_kernel.ops.projections.weights import Operand, Weight, add_product, added, as_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class Projections:
         self.zs: list = []
         self.norms: list = []
         self.dxas: list[Tensor] = []
-        self.dy_rows: list[Rows] = []
+        self.dy_rows: list[Operand] = []
         self.grads: list[list] = []
 
     def _of(self, at: tuple[int, int]) -> Adapter:
@@ -222,7 +222,7 @@ class Projections:
             self.xas.append(as_dtype(seen, self.thin) @ a.t())
             self.masks.append(mask)
 
-    def outputs(self, rows: Rows, out: Tensor | None = None) -> list[Tensor]:
+    def outputs(self, rows: Operand, out: Tensor | None = None) -> list[Tensor]:
         """The y (M, N) of each projection of the rows x, in new memory, or in ``out`` if there
         is only one. Call ``take`` first."""
         ys: list[Tensor] = []
@@ -273,8 +273,8 @@ class Projections:
         return as_dtype(times_columns(z, magnitude / norm), self.dtype)
 
     def input_kept(
-        self, rows: Rows, x: Tensor
-    ) -> tuple[Callable[[Sequence[Tensor | None]], Rows], list[Tensor | None]]:
+        self, rows: Operand, x: Tensor
+    ) -> tuple[Callable[[Sequence[Tensor | None]], Operand], list[Tensor | None]]:
         """What the backward needs from x, and a function that makes the rows from it: x itself,
         or what trained weights need. Call ``outputs`` first."""
         trained = [
@@ -289,9 +289,9 @@ class Projections:
         key, tensors = first
         weight, dtype = trained[0], rows.dtype
 
-        def again(saved: Sequence[Tensor | None]) -> Rows:
+        def again(saved: Sequence[Tensor | None]) -> Operand:
             x, *rest = saved
-            return Rows(
+            return Operand(
                 torch.empty(0, dtype=dtype) if x is None else rows_of(x), made={key: weight.made_again(key, rest)}
             )
 
@@ -318,7 +318,7 @@ class Projections:
         # what is left: as many z as norms
         self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
-    def thin_gradients(self, dy_rows: Sequence[Rows], need: Sequence[Sequence[bool]]) -> None:
+    def thin_gradients(self, dy_rows: Sequence[Operand], need: Sequence[Sequence[bool]]) -> None:
         """Compute the gradients that need the gradients of the y's but not x: those of the B's,
         biases and magnitudes, and of the thin x A^T."""
         self.dy_rows = list(dy_rows)
@@ -338,7 +338,7 @@ class Projections:
                     grad[2] = dot_columns(dy, z) / norm
                 # from here on the gradient of z, as the norms are constants
                 dy = times_columns(dy, p.magnitude / norm)
-                self.dy_rows[i] = Rows(dy)
+                self.dy_rows[i] = Operand(dy)
             wide = as_dtype(dy, self.thin) if p.adapters else dy
             for j, (adapter, (s, span, n)) in enumerate(zip(p.adapters, self.places[i])):
                 dxa = _columns(self.dxas[s], span)
@@ -379,7 +379,7 @@ class Projections:
         return dx if out is None or dx is out else out.copy_(dx)
 
     def weight_gradients(
-        self, x: Rows, need: Sequence[Sequence[bool]], totals: Sequence[Tensor | None] | None = None
+        self, x: Operand, need: Sequence[Sequence[bool]], totals: Sequence[Tensor | None] | None = None
     ) -> list[Tensor | None]:
         """The gradient of each tensor that ``Projection.tensors`` lists, in the dtype of that
         tensor.
@@ -423,8 +423,8 @@ class Projections:
 
     def gradients_in_turn(
         self,
-        dys: list[Rows],
-        x: Rows,
+        dys: list[Operand],
+        x: Operand,
         need: Sequence[Sequence[bool]],
         need_x: bool,
         totals: Sequence[Tensor | None] | None = None,
@@ -451,11 +451,11 @@ def _columns(t: Tensor, span: slice | None) -> Tensor:
     return t if span is None else t[:, span]
 
 
-def rows_again(saved: Sequence[Tensor | None]) -> Rows:
+def rows_again(saved: Sequence[Tensor | None]) -> Operand:
     """The rows of a node that saved x itself."""
     (x,) = saved
     assert x is not None
-    return Rows(rows_of(x))
+    return Operand(rows_of(x))
 
 
 def _summed_bias(p: Projection) -> Tensor | None:

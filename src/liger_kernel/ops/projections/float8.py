@@ -45,7 +45,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
-from liger_kernel.ops.projections.weights import Rows, Weight, added
+from liger_kernel.ops.projections.weights import Operand, Weight, added
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-30  # an amax below it counts as this, so that TOP / amax and amax / TOP are normal numbers of fp32
@@ -295,14 +295,14 @@ class Float8(Weight):
         wide = acc(dtype)
         return (self.w.to(wide) * self.scale).to(dtype)
 
-    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, y: Tensor | None) -> Tensor:
         # the activations have scales of the same kind as the weight
         per_row = self.scale.ndim > 0
         x8, scale = x.made((E4, per_row), lambda rows: cast(rows, E4, per_row))
         found = product(x8, scale, self.w, self.scale, x.rows.dtype)
         return added(found, y)
 
-    def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+    def backward(self, dy: Operand, dx: Tensor | None) -> Tensor:
         # contiguous along the reduction, which for dx are the outputs
         w_t = transposed(self.w) if self.w_t is None else self.w_t
         if self.scale.ndim:
@@ -331,7 +331,7 @@ class Float8LinearFunction(torch.autograd.Function):
         # not in save_for_backward: hooks may move saved tensors to the CPU, as if they were
         # activations
         ctx.stored, ctx.K = (w, scale, w_t), x.shape[-1]
-        y = float8(w, scale).forward(Rows(rows_of(x)), None)
+        y = float8(w, scale).forward(Operand(rows_of(x)), None)
         return shaped(added(y, bias), (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
@@ -339,5 +339,5 @@ class Float8LinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         need_x, need_bias, *_ = ctx.needs_input_grad
         rows = rows_of(dy)
-        dx = float8(*ctx.stored).backward(Rows(rows), None).view(*dy.shape[:-1], ctx.K) if need_x else None
+        dx = float8(*ctx.stored).backward(Operand(rows), None).view(*dy.shape[:-1], ctx.K) if need_x else None
         return dx, rows.sum(0) if need_bias else None, None, None, None

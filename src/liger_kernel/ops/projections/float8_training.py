@@ -53,7 +53,7 @@ from liger_kernel.ops.projections.float8 import (
 )
 from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
 from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
-from liger_kernel.ops.projections.weights import Rows, Weight, added, as_dtype
+from liger_kernel.ops.projections.weights import Operand, Weight, added, as_dtype
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def glu_and_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor
 
 
 def known_amax(tops: Tensor) -> dict[Hashable, Amax]:
-    """For ``Rows``: the largest values in ``TOPS`` parts, which the kernel found that made the
+    """For ``Operand``: the largest values in ``TOPS`` parts, which the kernel found that made the
     rows."""
     return {_WHOLE: Amax(tops, None)}
 
@@ -407,9 +407,15 @@ def casts_together(
 
 
 def casts(
-    x: Tensor, dtype: torch.dtype, amax: Amax, powers_of_2: bool, *,
-    rows: bool, columns: bool, memory: Tensor | None = None,
-) -> tuple[Cast | None, Cast | None]:  # fmt: skip
+    x: Tensor,
+    dtype: torch.dtype,
+    amax: Amax,
+    powers_of_2: bool,
+    *,
+    rows: bool,
+    columns: bool,
+    memory: Tensor | None = None,
+) -> tuple[Cast | None, Cast | None]:
     """``casts_together`` of one tensor."""
     return casts_together([CastRequest(x, dtype, amax, rows, columns)], powers_of_2, memory)[0]
 
@@ -521,29 +527,29 @@ class Float8Trained(Weight):
             one = Cast(*float8_transposed(w, dtype, rows, columns, recipe.powers_of_2, after))
         return one if recipe.weight_gradient else Cast(one.values, one.scale.expand(w.shape[1], 1).contiguous())
 
-    def _casts(self, name: str, x: Rows, dtype: torch.dtype, rows: bool, columns: bool):
+    def _casts(self, name: str, x: Operand, dtype: torch.dtype, rows: bool, columns: bool):
         """The casts of x or dy, once for all weights with this recipe."""
         # searched only if nobody has cast these rows yet
         amax = lambda: None if self.recipe.blocks else self._amax(x)
         return x.made((name, self.recipe.name), lambda x_: self._cast_by(amax(), x_, dtype, rows, columns, x.memory))
 
-    def _amax(self, x: Rows) -> Amax:
+    def _amax(self, x: Operand) -> Amax:
         return x.made(("amax", self.recipe.by_rows), lambda rows: amax_of(rows, self.recipe.by_rows))
 
     def _product(self, a: Cast, b: Cast, dtype: torch.dtype, fast: bool) -> Tensor:
         return mx_product(*a, *b, dtype) if self.recipe.blocks else product(*a, *b, dtype, fast=fast)
 
-    def _of_x(self, x: Rows) -> tuple[Cast | None, Cast | None]:
+    def _of_x(self, x: Operand) -> tuple[Cast | None, Cast | None]:
         """The casts of x: by rows for y, and by columns for dw if a backward follows that has
         only them."""
         return self._casts("x", x, E4, True, x.learns and self.learns and self.recipe.weight_gradient and not x.stays)
 
-    def _of_dy(self, dy: Rows) -> tuple[Cast | None, Cast | None]:
+    def _of_dy(self, dy: Operand) -> tuple[Cast | None, Cast | None]:
         """The casts of dy: by rows for dx, and by columns for dw if W learns."""
         return self._casts("dy", dy, self.recipe.gradient, True, self.learns and self.recipe.weight_gradient)
 
     def _cast_together(
-        self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]
+        self, name: str, rows: Operand, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]
     ) -> tuple[Cast | None, Cast | None] | None:
         """Cast W together with the rows that it multiplies, which then find their casts; None
         where either is to be cast alone. ``of_w``: rows, columns."""
@@ -557,13 +563,13 @@ class Float8Trained(Weight):
         rows.remade(key, found)
         return of_weight
 
-    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, y: Tensor | None) -> Tensor:
         columns = x.learns and self.learns and self.recipe.weight_gradient and not x.stays
         of_w = self._cast_together("x", x, (E4, True, columns), (True, False))
         w8 = self._cast(x.dtype) if of_w is None else _the(of_w[0])
         return added(self._product(_the(self._of_x(x)[0]), w8, x.dtype, fast=True), y)
 
-    def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+    def backward(self, dy: Operand, dx: Tensor | None) -> Tensor:
         together = None
         if not dy.ours:
             together = self._cast_together("dy", dy, (self.recipe.gradient, True, self.learns), (False, True))
@@ -575,7 +581,7 @@ class Float8Trained(Weight):
         found = self._product(of_dy, of_w, dy.dtype, fast=False)
         return found if dx is None else dx.add_(found)
 
-    def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
+    def of_input(self, x: Operand) -> tuple[Hashable, Sequence[Tensor | None]] | None:
         # then ``gradient`` multiplies x itself
         if not (self.recipe.weight_gradient and x.learns and self.learns) or (x.stays and self.recipe.blocks):
             return None
@@ -592,7 +598,7 @@ class Float8Trained(Weight):
         assert other is not None
         return None, Cast(one, other)
 
-    def gradient(self, dy: Rows, x: Rows) -> Tensor:
+    def gradient(self, dy: Operand, x: Operand) -> Tensor:
         if not self.recipe.weight_gradient:
             return super().gradient(dy, x)
         of_x = self.input_cast(x)
@@ -601,7 +607,7 @@ class Float8Trained(Weight):
             x.rows = x.rows.new_empty(0)
         return self._product(_the(self._of_dy(dy)[1]), of_x, dy.dtype, fast=False)
 
-    def input_cast(self, x: Rows) -> Cast:
+    def input_cast(self, x: Operand) -> Cast:
         """What ``gradient`` multiplies instead of x."""
         return _the(self._casts("x", x, E4, False, True)[1])
 
@@ -629,17 +635,17 @@ class Float8Gathered(Float8Trained):
         return Cast(transposed(values.contiguous()), scale)
 
     def _cast_together(
-        self, name: str, rows: Rows, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]
+        self, name: str, rows: Operand, of_rows: tuple[torch.dtype, bool, bool], of_w: tuple[bool, bool]
     ) -> None:
         return None
 
 
-def search(products: Iterable[tuple[Weight, Rows | None]]) -> None:
+def search(products: Iterable[tuple[Weight, Operand | None]]) -> None:
     """Find the largest values of weights, and of the rows that they multiply, that casts with
     one scale will ask for: in one launch, not in one for each."""
     if torch.compiler.is_compiling():
         return
-    of_rows: list[Rows] = []
+    of_rows: list[Operand] = []
     of_weights: list[tuple[WeightCache, Tensor]] = []
     dtype = None
     for weight, rows in products:

@@ -64,8 +64,10 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     # others are left to bitsandbytes, which knows all its formats
     nested, plain = state.state2, packed.dtype == torch.uint8 and packed.is_contiguous()
     if use_kernels(packed, dtype) and plain and state.dtype in (dtype, torch.float32):
-        of_absmax = (None,) * 3 if nested is None else (nested.absmax, nested.code, state.offset)
-        sizes = list(state.shape), state.blocksize, 1 if nested is None else nested.blocksize
+        absmax2, code2, offset, blocksize2 = (
+            (None, None, None, 1) if nested is None else (nested.absmax, nested.code, state.offset, nested.blocksize)
+        )
+        of_absmax, sizes = (absmax2, code2, offset), (list(state.shape), state.blocksize, blocksize2)
         return dense_four_bits(packed, state.absmax, state.code, *of_absmax, *sizes, dtype)
     from bitsandbytes.functional import dequantize_4bit
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_kernel import memory
 from liger_kernel.ops._core.operator import once_differentiable, refuse_graphs, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Projection, Projections
-from liger_kernel.ops.projections.weights import Rows, as_dtype
+from liger_kernel.ops.projections.weights import Operand, as_dtype
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ class LinearsFunction(torch.autograd.Function):
         ctx.projections, ctx.thin = projections, thin
         with without_autocast(x.device.type):
             node = Projections(projections, x.dtype, thin)
-            rows = Rows(rows_of(x), learns=any(ctx.needs_input_grad), stays=stays(x))
+            rows = Operand(rows_of(x), learns=any(ctx.needs_input_grad), stays=stays(x))
             node.take(rows.rows)
             ys = node.outputs(rows)
             ctx.rows_again, of_x = node.input_kept(rows, x)
@@ -99,7 +99,7 @@ class LinearsFunction(torch.autograd.Function):
         node = Projections(projections, dys[0].dtype, ctx.thin)
         node.restore(saved[end:])
         need = split(needs, projections)
-        node.thin_gradients([Rows(rows_of(dy)) for dy in dys], need)
+        node.thin_gradients([Operand(rows_of(dy)) for dy in dys], need)
         dx = node.input_gradient().view(ctx.shape) if need_x else None
         return dx, None, None, *node.weight_gradients(x, need)
 

@@ -58,8 +58,8 @@ def _cost(
         (_, r, K), N = a.shape, b.shape[1]
         forward += [(m, r, K), (m, N, r)]
         # dy B, (dy B) A, and the two gradients of the adapter
-        products = ((m, r, N), before or a.requires_grad), ((m, K, r), before)
-        products += ((r, K, m), a.requires_grad), ((N, r, m), b.requires_grad)
+        of_adapter = ((r, K, m), a.requires_grad), ((N, r, m), b.requires_grad)
+        products = ((m, r, N), before or a.requires_grad), ((m, K, r), before), *of_adapter
         backward += [product for product, needed in products if needed]
     return Cost(base.forward + adapters, base.backward + 2 * adapters, gemms=(forward, backward))
 
@@ -187,9 +187,12 @@ def lora_moe(
     form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
     if use_kernels(x):
-        how = dict(recompute=recompute, **biases, **form)
-        return adapted_moe(x.to(dtype), gate_up, down, topk_index, topk_weight, *adapters, **how)
+        form["recompute"] = recompute
+        return adapted_moe(
+            x.to(dtype), gate_up, down, topk_index, topk_weight, adapters[0], adapters[1], **biases, **form
+        )
     # what autocast would do: the reference has plain products
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     biases = {name: b if b is None else b.to(dtype) for name, b in biases.items()}
-    return reference(x, gate_up, down, topk_index, topk_weight, *named.values(), scale=scale, **biases, **form)
+    how = dict(scale=scale) | named | biases | form
+    return reference(x, gate_up, down, topk_index, topk_weight, **how)

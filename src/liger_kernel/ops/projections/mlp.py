@@ -41,7 +41,7 @@ from liger_kernel.ops.projections.adapted import Projection, Projections, rows_a
 from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax, search
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.tiled_mlp import TILE
-from liger_kernel.ops.projections.weights import Dense, Dequantized, Rows, as_dtype
+from liger_kernel.ops.projections.weights import Dense, Dequantized, Operand, as_dtype
 
 
 def reference(x, gate, up, down, *, act, gate_multiplier, down_multiplier, **how):
@@ -269,7 +269,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
         with without_autocast(x.device.type):
             gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
             # a caller that recomputes keeps x: casts of it need not outlive the forward
-            rows, of_x = Rows(rows_of(x), learns=any(ctx.needs_input_grad), stays=recompute or stays(x)), [x]
+            rows, of_x = Operand(rows_of(x), learns=any(ctx.needs_input_grad), stays=recompute or stays(x)), [x]
             ctx.rows_again, ctx.shape, ctx.dtype = rows_again, x.shape, x.dtype
             if ctx.tiles:
                 y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form, ctx.tiles), [], []
@@ -365,7 +365,7 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
     last.open()
 
     def compute(tile: slice) -> None:
-        h = _activated(gate_up.part(x[tile]).outputs(Rows(x[tile], learns=False)), form, last.projections[0])
+        h = _activated(gate_up.part(x[tile]).outputs(Operand(x[tile], learns=False)), form, last.projections[0])
         last.part(h.rows).outputs(h, y[tile])
 
     for tile in tiles:
@@ -398,7 +398,7 @@ def _tiled_gradients(
     last.open()
 
     def compute(tile: slice) -> list[Tensor | None]:
-        first, rows = gate_up.part(x[tile]), Rows(x[tile])
+        first, rows = gate_up.part(x[tile]), Operand(x[tile])
         projected = first.outputs(rows)
         # only adapters read it
         h = _activated(projected, form, last.projections[0]).rows if last.As else x[tile]
@@ -415,13 +415,13 @@ def _tiled_gradients(
     return dx, total
 
 
-def _activated(projected: list[Tensor], form: tuple, down: Projection) -> Rows:
+def _activated(projected: list[Tensor], form: tuple, down: Projection) -> Operand:
     """The activation; with its largest values, if ``down`` casts it by them."""
     halves = _halves(*_pair(projected))
     if not _cast_as_a_whole(down):
-        return Rows(glu_fwd(*halves, *form), learns=False)
+        return Operand(glu_fwd(*halves, *form), learns=False)
     h, tops = glu_and_tops(*halves, *form)
-    return Rows(h, learns=False, made=known_amax(tops))
+    return Operand(h, learns=False, made=known_amax(tops))
 
 
 def _cast_as_a_whole(*projections: Projection) -> bool:
@@ -434,7 +434,7 @@ def _gradients(
     gate_up: Projections,
     last: Projections,
     projected: list[Tensor],
-    x: Rows,
+    x: Operand,
     dy: Tensor,
     need_x: bool,
     needs: list[list[bool]],
@@ -449,22 +449,24 @@ def _gradients(
     """
     of_first, of_second = (None, None) if sums is None else (sums[:-1], sums[-1:])
     # from the outside in: down, the activation, then gate and up
-    last.thin_gradients([Rows(dy)], needs[-1:])
+    last.thin_gradients([Operand(dy)], needs[-1:])
     h = last.input_gradient()
     cast_whole = _cast_as_a_whole(*gate_up.projections, *last.projections)
     tops = h.new_zeros(3, TOPS, dtype=torch.float32) if cast_whole else None
     # now h holds the activation, and ``projected`` holds its gradients
     glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
     known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
-    activation = Rows(h, made=known[0], ours=True)
+    activation = Operand(h, made=known[0], ours=True)
     del h
     # while the activation exists
     of_down = last.weight_gradients(activation, needs[-1:], of_second)
     del activation
     if len(projected) == 1:
-        dys = [Rows(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])), ours=True)]
+        dys = [
+            Operand(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])), ours=True)
+        ]
     else:
-        dys = [Rows(d, made=made, ours=True) for d, made in zip(projected, known[1:])]
+        dys = [Operand(d, made=made, ours=True) for d, made in zip(projected, known[1:])]
     weights = [p.weight for p in gate_up.projections if isinstance(p.weight, Float8Trained)]
     weights = [weight for weight in weights if weight.recipe.weight_gradient]
     if not gate_up.As and out is None and len(weights) == len(gate_up.projections):

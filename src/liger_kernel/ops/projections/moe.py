@@ -597,12 +597,12 @@ class LigerFusedMoEFunction:
 
     @staticmethod
     def apply(
-        x, gate_up, down, topk_index, topk_weight,
+        x, gate_up_proj, down_proj, top_k_index, top_k_weights,
         gate_up_bias=None, down_bias=None, act="silu", interleaved=False, alpha=1.0, limit=None, offset=0.0, keep=True,
     ):  # fmt: skip
         form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset, recompute=not keep)
         biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
-        return adapted_moe(x, gate_up, down, topk_index, topk_weight, **biases, **form)
+        return adapted_moe(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **biases, **form)
 
 
 def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bias=None, adapters=(), **_) -> Cost:

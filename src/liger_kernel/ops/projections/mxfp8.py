@@ -7,6 +7,9 @@ The specification's example rounds e down, so that the largest values of a block
 is stored as 8 bits of exponent, e + 127 (E8M0). An infinity or NaN becomes NaN in q and does not
 change the scale. A block below 448 2^-127 becomes zeros.
 
+Experimental: the casts are those of torchao bit by bit, but no GPU with such products (Blackwell)
+has run the layer here.
+
 Scales are stored as the tensor cores of Blackwell read them (cuBLAS, "1D block scaling factors
 layout"): those of 128 rows and 4 blocks lie together, 512 bytes in which row r and block b are at
 16 (r % 32) + 4 (r // 32) + b. Rows and blocks that are missing have the exponent 0.

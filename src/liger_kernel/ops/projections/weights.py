@@ -2,7 +2,7 @@
 products that a node needs.
 
 ``forward``: y (M, N) = x W^T, added to the present values of y. ``backward``: dx (M, K) = dy W,
-added likewise. ``gradient``: dw (N, K) = dy^T x, if W learns. A node passes its input as ``Rows``.
+added likewise. ``gradient``: dw (N, K) = dy^T x, if W learns. A node passes its input as ``Operand``.
 If one weight computes something from it, for example a cast, the next weight finds the result
 there.
 """
@@ -43,7 +43,7 @@ def added(y: Tensor, t: Tensor | None) -> Tensor:
     return y if t is None else (y + t).to(y.dtype) if results_are_kept() else y.add_(t)
 
 
-class Rows:
+class Operand:
     """``rows`` (M, K) that several weights multiply, and what the weights compute from them, once
     for each key.
 
@@ -107,26 +107,26 @@ class Weight:
         rows."""
         return self
 
-    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, y: Tensor | None) -> Tensor:
         return add_product(y, x.rows, self.dense(x.rows.dtype).t())
 
-    def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+    def backward(self, dy: Operand, dx: Tensor | None) -> Tensor:
         return add_product(dx, dy.rows, self.dense(dy.rows.dtype))
 
-    def of_input(self, x: Rows) -> tuple[Hashable, Sequence[Tensor | None]] | None:
+    def of_input(self, x: Operand) -> tuple[Hashable, Sequence[Tensor | None]] | None:
         """A key, and tensors that a node saves for ``gradient``: instead of x, or besides x if x
         stays. None if ``gradient`` needs only x."""
         return None
 
     def made_again(self, key: Hashable, tensors: Sequence[Tensor | None]) -> Any:
-        """What ``Rows.made`` finds under ``key``, from the tensors that ``of_input`` returned."""
+        """What ``Operand.made`` finds under ``key``, from the tensors that ``of_input`` returned."""
         raise NotImplementedError
 
-    def gradient(self, dy: Rows, x: Rows) -> Tensor:
+    def gradient(self, dy: Operand, x: Operand) -> Tensor:
         """dw (N, K)."""
         return dy.rows.t() @ x.rows
 
-    def add_gradient(self, total: Tensor, dy: Rows, x: Rows) -> None:
+    def add_gradient(self, total: Tensor, dy: Operand, x: Operand) -> None:
         """Add dw to ``total`` (N, K), which is in 32 bits if dw is in 16."""
         total.add_(self.gradient(dy, x))
 
@@ -142,7 +142,7 @@ class Dense(Weight):
     def opened(self, dtype: torch.dtype) -> Weight:
         return replace(self, learnable=self.dense(dtype))
 
-    def add_gradient(self, total: Tensor, dy: Rows, x: Rows) -> None:
+    def add_gradient(self, total: Tensor, dy: Operand, x: Operand) -> None:
         add_mm(total, dy.rows.t(), x.rows)
 
 
@@ -167,10 +167,10 @@ class Elsewhere(Weight):
 
     why: str = ""
 
-    def forward(self, x: Rows, y: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, y: Tensor | None) -> Tensor:
         return x.rows.new_zeros(x.rows.shape[0], self.shape[0]) if y is None else y
 
-    def backward(self, dy: Rows, dx: Tensor | None) -> Tensor:
+    def backward(self, dy: Operand, dx: Tensor | None) -> Tensor:
         return dy.rows.new_zeros(dy.rows.shape[0], self.shape[1]) if dx is None else dx
 
 

@@ -434,16 +434,16 @@ def row_kernel(
     stride, weights = 0 if dz is None else dz.stride(0), (scale, s.weight_hard, s.weight_soft)
     if topk:
         (log_p, index), K = t, t[1].shape[1]
-        tensors = log_p, index, bias, target, norm, g, soft, hard, dz
+        given = log_p, index, bias, target, norm, g, soft, hard, dz
         flags |= dict(TAIL=s.tail, BLOCK_K=next_power_of_2(max(K, 1)))
-        launch(_topk_rows, (M,), z, *tensors, V, K, z.stride(0), stride, s.ignore_index, *weights, **flags)
+        launch(_topk_rows, (M,), z, *given, V, K, z.stride(0), stride, s.ignore_index, *weights, **flags)
         return
     tensors = t, bias, teacher_bias, target, norm, g, g_hard, soft, hard, dz
     numbers = V, z.stride(0), t.stride(0), stride, s.ignore_index, s.beta, max(s.eps, TINY), *weights
     launch(_rows, (M,), z, *tensors, *numbers, KIND=s.plain_kind(), **flags)
 
 
-def _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g, g_hard) -> None:
+def _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g, g_hard):
     a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
     a = a.detach().requires_grad_(dz is not None)
     if not isinstance(t, tuple):

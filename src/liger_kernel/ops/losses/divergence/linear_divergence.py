@@ -532,14 +532,14 @@ def linear_divergence(
     loss: dict[str, Any] = dict(kind=kind, beta=beta, temperature=temperature, weight_hard=weight_hard)
     loss |= dict(weight_soft=weight_soft, tail=tail, eps=eps, ignore_index=ignore_index, reduction=reduction)
     if only_pytorch():
-        heads = x, w, teacher_x, teacher_w, target, bias, teacher_bias
-        return reference(*heads, **teacher, **loss, parts=parts, num_items=num_items)
+        options = dict(parts=parts, num_items=num_items) | teacher | loss
+        return reference(x, w, teacher_x, teacher_w, target, bias, teacher_bias, **options)
     logits, log_probs, indices = (teacher[n] for n in ("teacher_logits", "topk_log_probs", "topk_indices"))
     if teacher_probs is not None:
         loss["kind"], logits = "kl", teacher_probs  # probabilities use the same argument as logits
     # without labels every row counts
     kept = None if target is None else kept_rows(compact, target, ignore_index)
     tensors = x, w, bias, teacher_x, teacher_w, teacher_bias, logits, log_probs, indices, target, kept
-    options = Options(needed(x, w, bias), accum_dtype, chunk_rows, fp32_logits)
-    out = LinearDivergenceFunction.apply(*tensors, num_items, Distillation(**loss), options)
+    how = Options(needed(x, w, bias), accum_dtype, chunk_rows, fp32_logits)
+    out = LinearDivergenceFunction.apply(*tensors, num_items, Distillation(**loss), how)
     return out if parts else out[0]

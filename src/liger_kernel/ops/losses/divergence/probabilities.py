@@ -356,12 +356,16 @@ class LigerJSDFunction:
 
 
 class LigerKLDivLossFunction:
+    """``apply``: log-probabilities, and probabilities or their logs."""
+
     @staticmethod
     def apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
         return kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
 
 
 class LigerTVDLossFunction:
+    """``apply``: probabilities p and q."""
+
     @staticmethod
     def apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
         return tvd(p, q, shift_labels, reduction=reduction, ignore_index=ignore_index)

@@ -190,17 +190,17 @@ def check(fn: Callable[[], None]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def calls_of_heads() -> Iterator[list[str]]:
-    """Whether losses were fused with the head's weight, or called the head chunk by chunk."""
+    """Whether losses were fused with the head's weight, or are of logits of a head that was called."""
     said: list[str] = []
-    fused, plain = head_loss.linear_cross_entropy, head_loss.checkpoint
+    fused, plain = head_loss.linear_cross_entropy, head_loss.cross_entropy
     sliced = VocabularyParallel.cross_entropy
     head_loss.linear_cross_entropy = lambda *a, **k: (said.append("fused"), fused(*a, **k))[1]  # type: ignore[assignment]
-    head_loss.checkpoint = lambda *a, **k: (said.append("called"), plain(*a, **k))[1]  # type: ignore[assignment]
+    head_loss.cross_entropy = lambda *a, **k: (said.append("called"), plain(*a, **k))[1]  # type: ignore[assignment]
     VocabularyParallel.cross_entropy = lambda *a, **k: (said.append("sliced"), sliced(*a, **k))[1]  # type: ignore[method-assign]
     try:
         yield said
     finally:
-        head_loss.linear_cross_entropy, head_loss.checkpoint, VocabularyParallel.cross_entropy = fused, plain, sliced
+        head_loss.linear_cross_entropy, head_loss.cross_entropy, VocabularyParallel.cross_entropy = fused, plain, sliced
 
 
 def same(run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fused", **kwargs: Any) -> None:
@@ -714,7 +714,7 @@ def a_sharded_head_by_kernels() -> None:
     truth = nn.functional.cross_entropy(one(all_x).flatten(0, 1), target)
     truth.backward()
     sliced, rows = received(head, own_x)
-    loss = head_loss.head_cross_entropy(sliced, rows.flatten(0, 1), target)
+    loss = sliced.cross_entropy(rows.flatten(0, 1), target)
     loss.backward()
     torch.testing.assert_close(loss, truth)
     torch.testing.assert_close(own_x.grad, all_x.grad.chunk(RANKS, 1)[dist.get_rank()])

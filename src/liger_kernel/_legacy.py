@@ -106,7 +106,7 @@ _SPLIT = {
     **{
         _HERE + file: [_HERE + part for part in parts.split()]
         for file, parts in {
-            "head.forward": "head.loss head.outputs head.recipe head.stand_in head.state",
+            "head.forward": "head.loss head.outputs head.recipe head.stand_in head.linear",
             "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values "
             "recognise.families",
             "rewrite.source": "patching.wrappers recognise.plain rewrite.fused_norms",

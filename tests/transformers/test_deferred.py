@@ -8,6 +8,7 @@ import inspect
 import pickle
 import threading
 import types
+import warnings
 import weakref
 
 import pytest
@@ -34,11 +35,8 @@ from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.head import forward as head_forward  # noqa: E402
-from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
-from liger_kernel.transformers.head.loss import head_cross_entropy  # noqa: E402
 from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, LossOptions  # noqa: E402
-from liger_kernel.transformers.head.stand_in import StandIn, place_of_head, standing  # noqa: E402
-from liger_kernel.transformers.head.state import is_plain  # noqa: E402
+from liger_kernel.transformers.head.stand_in import Call, StandIn, deferred, place_of_head, standing, this_thread  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +58,7 @@ def recipe(loss: Loss | None = None, bias: bool = False):
     torch.manual_seed(0)
     head = nn.Linear(H, V, bias=bias, device=DEVICE)
     hidden = torch.randn(B, T, H, device=DEVICE, requires_grad=True)
-    return DeferredLogits(hidden, head, loss or Loss()), head(hidden)
+    return deferred(head, hidden, loss or Loss()), head(hidden), (hidden, head.weight)
 
 
 TARGET = torch.tensor([1, 4, -100, 7, 0, 10, -100, 2, 3, 5], device=DEVICE)
@@ -163,8 +161,7 @@ def test_our_functions_take_a_recipe(name, computed):
 def test_a_recipe_is_its_logits(name, computed):
     """The same loss and gradients as with the logits."""
     use = (RECORDED | COMPUTED)[name]
-    deferred_logits, logits = recipe()
-    hidden, weight = deferred_logits.rows, deferred_logits.head.weight
+    deferred_logits, logits, (hidden, weight) = recipe()
     expected = use(logits if "place" not in name and name != "assignment" else logits + 0)
     truth = torch.autograd.grad(expected, (hidden, weight))
     found = use(deferred_logits)
@@ -174,7 +171,7 @@ def test_a_recipe_is_its_logits(name, computed):
 
 
 def test_what_is_known_without_computing(computed):
-    x, logits = recipe()
+    x, logits, _ = recipe()
     assert (x.shape, x.dtype, x.device, x.ndim, x.dim(), len(x), x.size(0)) == (
         logits.shape,
         logits.dtype,
@@ -185,7 +182,9 @@ def test_what_is_known_without_computing(computed):
         B,
     )
     assert x.to(torch.float64).dtype == torch.float64 and x.to(x.device) is x and (x / 2).shape == logits.shape
-    assert x.requires_grad and not DeferredLogits(x.rows.detach(), x.head.requires_grad_(False), Loss()).requires_grad
+    assert x.requires_grad
+    with torch.no_grad():
+        assert not recipe()[0].requires_grad
     assert not computed
 
 
@@ -252,8 +251,7 @@ EDITS = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_changes_in_place_reach_what_shares_memory(name):
-    deferred_logits, logits = recipe()
-    leaves = (deferred_logits.rows, deferred_logits.head.weight)
+    deferred_logits, logits, leaves = recipe()
     expected = EDITS[name](logits + 0)
     truth = torch.autograd.grad(expected, leaves)
     found = EDITS[name](deferred_logits)
@@ -265,8 +263,7 @@ def test_changes_in_place_reach_what_shares_memory(name):
 @pytest.mark.parametrize("cast", [False, True])
 def test_who_looks_does_not_cut_the_graph(look, cast):
     """Of logits or of a copy of them: what is under no_grad is the look."""
-    x, logits = recipe()
-    leaves = (x.rows, x.head.weight)
+    x, logits, leaves = recipe()
     expected = F.cross_entropy(logits.view(-1, V), TARGET)
     truth = torch.autograd.grad(expected, leaves)
     y = x.float() if cast else x
@@ -277,7 +274,7 @@ def test_who_looks_does_not_cut_the_graph(look, cast):
 
 
 def test_what_is_cut_from_the_graph_stays_cut():
-    x, logits = recipe()
+    x, logits, _ = recipe()
     with torch.no_grad():
         y = x / 2.0
     assert not y.requires_grad
@@ -287,7 +284,7 @@ def test_what_is_cut_from_the_graph_stays_cut():
 
 
 def test_recipes_go_without_the_garbage_collector():
-    x, _ = recipe()
+    x, *_ = recipe()
     gone = weakref.ref(x)
     y = x.float().view(-1, V)
     F.cross_entropy(y, TARGET)
@@ -300,7 +297,7 @@ def test_a_head_multiplies_under_the_autocast_of_its_call():
     head, hidden = nn.Linear(H, V, device=DEVICE), torch.randn(B, T, H, device=DEVICE)
     fused_loss = lambda x: F.cross_entropy(x.float().view(-1, V), TARGET)
     with torch.autocast(DEVICE, torch.bfloat16):
-        x, logits = DeferredLogits(hidden, head, Loss()), head(hidden)
+        x, logits = deferred(head, hidden, Loss()), head(hidden)
         expected = fused_loss(x)
     assert x.dtype == torch.bfloat16
     assert torch.equal(fused_loss(x), expected)
@@ -311,7 +308,7 @@ def test_a_head_multiplies_under_the_autocast_of_its_call():
 def test_options_of_the_loss():
     options = dict(label_smoothing=0.1, z_loss=1e-2, token_scaling=True, accum_dtype=torch.float32)
     loss = Loss(LossOptions(**options), statistics=True)
-    x, logits = recipe(loss)
+    x, logits, _ = recipe(loss)
     found = F.cross_entropy((torch.tanh(x * 3) * 2).view(-1, V), TARGET)
     from liger_kernel.ops import cross_entropy
 
@@ -360,10 +357,10 @@ def heads():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", heads())
-def test_every_head_is_called_as_it_is(name, reduction, monkeypatch):
-    monkeypatch.setattr(head_loss, "auto_chunk_rows", lambda *_: 4)
+def test_every_head_computes_what_it_is(name, reduction):
+    """Linear heads when the loss is computed; all others when the model calls them, which one
+    warning says."""
     head = heads()[name].to(DEVICE).double().eval()
-    assert is_plain(head) == (name in ("plain", "bias"))
     x = torch.randn(B * T, H, device=DEVICE, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(V, device=DEVICE, dtype=torch.float64)
     z = 3.0 * torch.tanh(head(x) * 0.5 / 3.0)
@@ -371,49 +368,17 @@ def test_every_head_is_called_as_it_is(name, reduction, monkeypatch):
     g = torch.rand_like(expected)
     leaves = [x, *head.parameters()]
     truth = torch.autograd.grad(expected, leaves, g)
-    options = LossOptions(class_weight=weights, label_smoothing=0.1, reduction=reduction, logit_scale=0.5, softcap=3.0)
-    found = head_cross_entropy(head, x, TARGET, options)
+    stand_in = StandIn(head)
+    stand_in.calls[this_thread()] = [Call(nn.Module(), Loss())]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logits = stand_in(x)
+    assert (logits.head is not None) == (name in ("plain", "bias", "hook")) == (not caught) and len(caught) < 2
+    z = torch.tanh(logits * 0.5 / 3.0) * 3.0
+    found = F.cross_entropy(z, TARGET, weights, label_smoothing=0.1, reduction=reduction)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, leaves, g), truth)
-    with torch.no_grad():
-        torch.testing.assert_close(head_cross_entropy(head, x, TARGET, options), expected)
-
-
-def test_class_weights_of_16_bits_are_summed_in_32():
-    """And a label out of range makes the loss NaN here as in the fused head."""
-    head, x = heads()["bias"].to(DEVICE, torch.bfloat16), torch.randn(2000, H, device=DEVICE, dtype=torch.bfloat16)
-    weights, target = torch.rand(V, device=DEVICE, dtype=torch.bfloat16), torch.arange(2000, device=DEVICE) % V
-    plain = head_cross_entropy(head, x, target, LossOptions(class_weight=weights))
-    head.register_forward_hook(lambda module, args, out: None)
-    torch.testing.assert_close(
-        head_cross_entropy(head, x, target, LossOptions(class_weight=weights)), plain, rtol=5e-4, atol=0
-    )
-    target[3] = V
-    assert head_cross_entropy(head, x, target, LossOptions(class_weight=weights)).isnan()
-
-
-def test_other_heads_are_called_on_chunks(monkeypatch):
-    """At most one chunk of logits exists, and dropout is the same in forward and recomputation."""
-    monkeypatch.setattr(head_loss, "auto_chunk_rows", lambda *_: 4)
-    head, calls = LowRank(nn.Linear(H, V)).to(DEVICE).train(), []
-    head.out_features = V
-    head.register_forward_hook(lambda module, args, out: calls.append(out.shape))
-    x = torch.randn(B * T, H, device=DEVICE, requires_grad=True)
-    loss = head_cross_entropy(head, x, TARGET, LossOptions(reduction="sum"))
-    assert calls == [(1, 4, V), (1, 4, V), (1, 2, V)]
-    dx = torch.autograd.grad(loss, x)[0]
-    assert len(calls) == 6
-    direction = torch.randn_like(x)
-    torch.manual_seed(3)
-    a = head_cross_entropy(head, x, TARGET, LossOptions(reduction="sum"))
-    da = torch.autograd.grad(a, x)[0]
-    eps = 1e-2
-    ends = []
-    for sign in (1, -1):
-        torch.manual_seed(3)
-        ends.append(head_cross_entropy(head, x + sign * eps * direction, TARGET, LossOptions(reduction="sum")))
-    torch.testing.assert_close((da * direction).sum(), (ends[0] - ends[1]) / (2 * eps), rtol=1e-2, atol=1e-2)
-    assert not torch.equal(da, dx)
 
 
 def test_heads_of_models_are_found_wherever_they_are():

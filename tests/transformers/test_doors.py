@@ -434,17 +434,13 @@ def test_old_import_paths_are_the_new_modules(path):
 
 
 def test_old_import_paths_have_what_lay_there():
-    from liger_kernel.transformers.deferred import DeferredLogits, head_cross_entropy, output_class
+    from liger_kernel.transformers.deferred import DeferredLogits, output_class
     from liger_kernel.transformers.patch import Patches, class_patches
     from liger_kernel.transformers.slots import Family, recognise
 
-    from liger_kernel.transformers.head import loss, outputs, recipe
+    from liger_kernel.transformers.head import outputs, recipe
 
-    assert (DeferredLogits, head_cross_entropy, output_class) == (
-        recipe.DeferredLogits,
-        loss.head_cross_entropy,
-        outputs.output_class,
-    )
+    assert (DeferredLogits, output_class) == (recipe.DeferredLogits, outputs.output_class)
     assert (
         Patches is type(class_patches("llama", {}, None))
         and recognise.__module__ == "liger_kernel.transformers.recognise.compare"

@@ -27,7 +27,8 @@ from transformers.utils import ModelOutput  # noqa: E402
 
 from liger_kernel.transformers import instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
-from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe  # noqa: E402
+from liger_kernel.transformers.head.recipe import Loss, Recipe  # noqa: E402
+from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
 
 MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 120))
 
@@ -552,8 +553,7 @@ def test_hooks_that_leave_the_result_alone_do_not_cost_the_fusion(kind, monkeypa
     if kind in QUIET:
         assert len(fused) == 2 and not computed and not said
     else:
-        assert not fused and len(said) == (kind != "a mode")
-        assert all("GB in this call) because of a hook that may use or change them: " in text for text in said)
+        assert not fused and len(said) == 1 and "GB in this call) because of a hook that " in said[0]
 
 
 def test_hooks_of_all_modules_that_leave_the_result_alone_do_not_cost_the_fusion(computed):
@@ -786,7 +786,7 @@ def test_whoever_looks_gets_a_tensor(kind):
 
 def test_a_recipe_below_autograd_raises():
     """What goes past ``__torch_function__`` would cut the graph."""
-    x = DeferredLogits(torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), nn.Linear(4, 5, device=DEVICE), Loss())
+    x = deferred(nn.Linear(4, 5, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), Loss())
     assert isinstance(x, Recipe) and isinstance(x, torch.Tensor)
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=r"give it logits.value\(\)"):
         torch.sum(x)

@@ -144,6 +144,18 @@ def test_positions_are_seldom_looked_at(monkeypatch):
     assert len(looks) == 10
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_models_that_keep_documents_apart_never_wait(joins, monkeypatch):
+    looks = []
+    monkeypatch.setattr(documents, "_waits", lambda _: True)
+    monkeypatch.setattr(documents, "_packed", lambda *_: looks.append(1))
+    layers = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]) if joins else {}
+    model = patched("lfm2" if joins else "llama", **layers)
+    for _ in range(3):
+        documents.warn_if_joined(model, {"position_ids": POSITIONS})
+    assert len(looks) == (2 if joins else 0)
+
+
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")

@@ -133,8 +133,8 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
     """Warn once if the batch in ``given`` has several documents in a row that depend on each other
     in ``model``.
 
-    To look at positions on a GPU, the host waits for it: only at calls 1, 2, 4, 8 and so on with
-    any.
+    To look at positions on a GPU, the host waits for it: only if a layer of the model can join
+    documents at all, and then only at calls 1, 2, 4, 8 and so on with any.
     """
     positions, bounds = given.get("position_ids"), given.get("cu_seq_lens_q")
     if positions is None and bounds is None:
@@ -144,17 +144,27 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
     # with seq_idx, kernels of other packages begin anew
     if (looks := _looks.get(model, 0)) is None or given.get("seq_idx") is not None:
         return
+    found = None
     if not _bounded(bounds, given):
         if type(positions) is not Tensor or positions.is_meta or positions.shape[-1] < 2 or is_recorded(positions):
+            return
+        # on a CPU, a look costs less than the tiny model
+        if looks == 0 and _waits(positions) and (found := joining(model)) is None:
+            _looks[model] = None
             return
         _looks[model] = looks + 1
         if looks & (looks + 1) or not _packed(positions, given.get("attention_mask")):
             return
     _looks[model] = None
-    found = joining(model)
+    found = joining(model) if found is None else found
     if found is not None and not (found.attention and getattr(given.get("attention_mask"), "ndim", 2) > 2):
         name, advice = unsharded_class(model).__name__, "several documents in a row: give each a row of its own"
         warnings.warn(f"{name}: {found}, and this batch has {advice}", stacklevel=3)
+
+
+def _waits(t: Tensor) -> bool:
+    """Whether the host waits for the value of ``t``."""
+    return t.device.type != "cpu"
 
 
 def _bounded(bounds: Any, given: Mapping[str, Any]) -> bool:

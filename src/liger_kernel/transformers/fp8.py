@@ -26,7 +26,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8TrainingLinear
 from liger_kernel.ops.losses.float8_head import HEAD_RECIPES
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.transformers.head.state import FP8
+from liger_kernel.transformers.head.linear import FP8
 from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, owners_of_heads, parts_of_adapters, parts_of_heads
 from liger_kernel.transformers.recognise.projections import is_dense
 

@@ -3,10 +3,12 @@
 During one training ``forward``, a stand-in replaces the output head. It returns ``DeferredLogits``:
 a recipe for the logits. What the model does to the logits on the way to its loss (scaling,
 soft-capping, casts, slices, reshapes) is recorded. ``F.cross_entropy``, wherever it is called,
-receives the
-recipe and computes the loss from hidden states and head in chunks. Every other reader receives the
-logits, computed by the head itself, which is slower and gives the same result. So the model's own
-``forward`` and its own loss function run.
+receives the recipe and computes the loss from hidden states and head in chunks. Every other reader
+receives the logits, which is slower and gives the same result. So the model's own ``forward`` and
+its own loss function run.
+
+Deferred are ``nn.Linear``, also sharded, and LoRA on it. Every other head computes its logits when
+the model calls it (``linear.held`` says why), and their cross entropy is still our kernel's.
 """
 
 from __future__ import annotations
@@ -26,27 +28,32 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_kernel.ops._core.operator import host_can_read, only_pytorch
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention, documents
-from liger_kernel.transformers.head.linear import may_be_linear
+from liger_kernel.transformers.head.hooks import uses_data
+from liger_kernel.transformers.head.linear import FP8, may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
 from liger_kernel.transformers.head.outputs import _output as _output  # older pickles refer to it by this module
 from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
 from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, standing, without_labels
-from liger_kernel.transformers.head.state import FP8, uses_data
 
 
 def _positional(forward: Callable) -> tuple[list[str], bool]:
     """Names of the positional parameters of ``forward`` after ``self``, and whether it takes
     more."""
     parameters = inspect.signature(forward).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:], any(
-        p.kind is p.VAR_POSITIONAL for p in parameters
-    )
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    return names, any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
     """Wrap ``forward``, a function of a model class, so that head and loss run together. The
     wrapper adds the keywords of patched models.
+
+        forward                                     fused(forward)
+        logits = self.lm_head(hidden)               a recipe: hidden, lm_head.weight
+        logits.float(), (B, T, V)                   a recipe with a tail
+        F.cross_entropy(logits.view(-1, V), y)      linear_cross_entropy(hidden, weight, y)
+        Output(loss, logits)                        Output(loss, None)
 
     While the model trains with labels, logits are omitted, unless ``skip_logits`` says otherwise.
     With ``keep_logits``, logits are always computed and only the loss on them is fused. ``known``
@@ -54,16 +61,17 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
     given, and its output may be anything.
     """
     signature = inspect.signature(forward)
-    forward = attention.unmasked(forward)
     names = list(signature.parameters)
     variadic = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    takes_anything = bool(variadic)
     own_options = [n for n in LOSS_OPTIONS if n not in names]
     positional, more = _positional(forward)
+    without_mask = attention.unmasked(forward)
     declare_outputs(sys.modules.get(forward.__module__))
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        run = without_mask if torch.compiler.is_compiling() else forward
+        # what the caller wants of the loss, which Transformers' forward knows nothing of
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
         takes = positional
@@ -76,35 +84,35 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if only_pytorch() and not (options or accuracy or predictions):
             learns = False
-        if (
-            not learns
-        ):  # even with skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
-            return without_labels(forward, self, args, kwargs) if standing else forward(self, *args, **kwargs)
-        if takes_anything:
+        # even with skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
+        if not learns:
+            return without_labels(run, self, args, kwargs) if standing else run(self, *args, **kwargs)
+        if variadic:
             given = _aligned(given)
+        passed = [given[n] for n in at] + list(args[len(at) :])
+        named = {k: v for k, v in given.items() if k not in at}
         skip = not keep_logits and (self.training if skip_logits is None else skip_logits)
         place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
         if place is None:
-            return forward(
-                self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at}
-            )
+            return run(self, *passed, **named)
+        # what the loss will need to know, wherever the model computes it
         loss = Loss(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
-        shifts = not getattr(
-            getattr(self, "config", None), "is_encoder_decoder", False
-        )  # encoder-decoders may take labels that are already shifted
+        # encoder-decoders may take labels that are already shifted
+        shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)
         if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if not torch.compiler.is_compiling() and (linear := may_be_linear(head)) is not None:
                 loss.kept = _kept_early(given, linear)
-        at_once = not skip or uses_data(forward) or uses_data(getattr(self, "loss_function", None))
-        stand_in = enter(parent, name, Call(self, loss, keep_logits=at_once))
+        # no recipe where its weights may change unseen
+        at_once = None if skip else ""
+        if skip and (uses_data(forward) or uses_data(getattr(self, "loss_function", None))):
+            at_once = "code of the forward or loss function that names .data, by which weights change unseen"
+        stand_in = enter(parent, name, Call(self, loss, at_once))
         try:
-            out = forward(
-                self, *(given[n] for n in at), *args[len(at) :], **{k: v for k, v in given.items() if k not in at}
-            )
+            out = run(self, *passed, **named)
         finally:
             leave(stand_in, parent, name)
         if not loss.taken and (options or loss.statistics):
@@ -118,10 +126,8 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
                 "fp8_head: the head stays in 16 bits, because the loss is not one cross entropy of its logits",
                 stacklevel=2,
             )
-        settle = settled if known else settled_in_place
-        out = settle(
-            out, skip, loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None
-        )
+        statistics = (loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
+        out = (settled if known else settled_in_place)(out, skip, *statistics)
         for recipe in loss.recipes:  # other code holds these, and may read them after the weights have changed
             if (kept := recipe()) is not None:
                 kept.value()

@@ -4,21 +4,18 @@ on the way to its loss."""
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
-import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from liger_kernel.ops._core.saved import saving_hooks, where_they_are
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.transformers.head.state import HeadState, hooks_ran, out_features
+from liger_kernel.transformers.head.linear import HeadWeights
 
 IGNORE = -100
 
@@ -63,9 +60,8 @@ DEFAULTS = LossOptions()
 class Loss:
     """What the caller of ``forward`` wants from the loss, and what the loss returned."""
 
-    options: LossOptions = field(
-        default_factory=LossOptions
-    )  # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
+    # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
+    options: LossOptions = field(default_factory=LossOptions)
     statistics: bool = False
     taken: bool = False
     token_accuracy: Tensor | None = None
@@ -82,77 +78,71 @@ LOSSES: dict[Callable, Callable[..., Any]] = {}
 
 
 class Recipe:
-    """``head(rows)``, or ``rows`` if there is no head, followed by ``tail``. It is computed when
-    somebody reads it.
+    """Logits of ``rows`` and ``thin`` by ``head``, or ``rows`` if there is no head, followed by
+    ``tail``. They are computed when somebody reads them.
 
     ``tail`` holds ("mul", number), ("div", number), ("tanh", None) and ("to", dtype). Selecting and
     reshaping tokens acts on ``rows``. As soon as somebody reads one recipe, all recipes of the same
     logits are computed from them, and views stay views: from then on, the logits may be changed in
     place.
 
-    Gradient mode, autocast and the state of the head are those of the moment in which the model
-    called the head, whoever reads the recipe.
+        logits = lm_head(x)                     rows x (B, T, H)        tail ()
+        logits.float() / 2.0                    the same rows           tail (to fp32), (div 2.0)
+        (...)[:, :-1].reshape(-1, V)            rows (B (T - 1), H)     the same tail
+
+    Gradient mode and autocast are those of the moment in which the model called the head, whoever
+    reads the recipe.
     """
 
     def __init__(
         self,
         rows: Tensor,
-        head: nn.Module | None,
+        head: HeadWeights | None,
         loss: Loss,
+        *,
+        thin: Tensor | None = None,
         tail: tuple[tuple[str, Any], ...] = (),
-        state: HeadState | None = None,
+        parent: Recipe | None = None,
     ):
-        self.rows, self.head, self.loss, self.tail, self.state = rows, head, loss, tail, state
+        self.rows, self.thin, self.head, self.loss, self.tail = rows, thin, head, loss, tail
         self.computed: Tensor | None = None
-        self.learns = torch.is_grad_enabled()
-        self.autocast = _autocast(rows.device.type)
-        self.saving = saving_hooks()[0]
-        self.root: Recipe | None = None  # the recipe from which this one was made; kept until the logits are computed
+        self.learns = torch.is_grad_enabled() and (parent is None or parent.learns)
+        self.autocast = _autocast(rows.device.type) if parent is None else parent.autocast
+        self.saving = saving_hooks()[0] if parent is None else parent.saving
+        # the recipe of the head's call, from which this one was made; kept until the logits are computed
+        self.root: Recipe | None = None if parent is None else parent if parent.root is None else parent.root
         self.make: Callable[[], Tensor] | None = None
-        self.shared = False  # whether another recipe was made from it, or may share its memory
+        self.shared = parent is not None  # whether another recipe was made from it, or may share its memory
         self.learnt = False  # whether a loss was computed without the logits, so that these get no gradient
         self.others: list[Callable[[], Recipe | None]] = []  # in a root: the live recipes that were made from it
 
+    def family(self) -> list[Recipe]:
+        """All live recipes of the same logits, parents before their children."""
+        root = self if self.root is None else self.root
+        return [recipe for recipe in (root, *(other() for other in root.others)) if recipe is not None]
+
     def value(self) -> Any:
         """Compute the logits, or return them if they are computed."""
-        self.not_in_a_function()
         if self.computed is None:
-            root = self if self.root is None else self.root
-            for recipe in (root, *(other() for other in root.others), self):  # parents come before their children
-                if recipe is not None and recipe.computed is None:
+            self.needs_graph()
+            # under torch.compile the family lacks recipes that nobody uses
+            for recipe in (*self.family(), self):
+                if recipe.computed is None:
                     with _outside_inference(), torch.set_grad_enabled(recipe.learns):
-                        recipe.computed = recipe.make() if recipe.make is not None else recipe._call_head()
+                        recipe.computed = recipe.make() if recipe.make is not None else recipe._from_head()
                     recipe.root = recipe.make = None
         return self.computed
 
-    def not_in_a_function(self) -> None:
-        """Raise ``RuntimeError`` inside a ``torch.autograd.Function`` that received a recipe:
-        autograd knows only tensors, so no gradient would pass."""
-        root = self if self.root is None else self.root
-        if torch.is_grad_enabled() or not root.learns or torch.compiler.is_compiling():
-            return
-        forwards = {
-            cls.forward.__code__
-            for cls in _subclasses(torch.autograd.Function)
-            if isinstance(cls.forward, types.FunctionType)
-        }
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code in forwards and any(isinstance(a, Recipe) for a in _arguments(frame)):
-                raise RuntimeError(
-                    "torch.autograd.Function.apply: the logits of a patched model are computed when they are needed, "
-                    "and are no tensor before: "
-                    "give it logits.value(), or patch the model with fused_linear_cross_entropy=False"
-                )
-            frame = frame.f_back
-
-    def _call_head(self) -> Tensor:
-        with self.as_called(), self.in_state():
-            call = self.head.forward if hooks_ran(self.head) else self.head
-            y = self.rows if call is None else call(self.rows)
+    def _from_head(self) -> Tensor:
+        with self.as_called():
+            y = self.rows if self.head is None else self.head.logits(self.rows, self.thin)
         for name, arg in self.tail:  # includes what was done in place
             y = _apply(y, name, arg)
         return y
+
+    def needs_graph(self) -> None:
+        """Raise ``RuntimeError`` if a ``torch.autograd.Function`` has returned this recipe. A plain
+        recipe is in no graph."""
 
     def as_called(self) -> contextlib.AbstractContextManager:
         """Restore the autocast state in which the head was called.
@@ -171,48 +161,36 @@ class Recipe:
             states.enter_context(where_they_are())
         return states
 
-    def exchanged(self) -> bool:
-        """Whether weights or rows are in other memory than when the head was called. Then the
-        logits are computed."""
-        return self.state is not None and self.state.exchanged()
-
-    def in_state(self) -> contextlib.AbstractContextManager:
-        """Restore the state in which the head was called."""
-        return contextlib.nullcontext() if self.state is None else self.state.restored()
-
-    def derived(self, rows: Tensor, tail: tuple[tuple[str, Any], ...], op: Callable[[Tensor], Tensor]) -> Recipe:
-        self.not_in_a_function()
-        new = new_recipe(rows, self.head, self.loss, tail, self.state)
-        root = self if self.root is None else self.root
-        new.learns, new.autocast, new.saving, new.root = new.learns and self.learns, self.autocast, self.saving, root
+    def derived(
+        self, op: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor] | None = None, tail: tuple = ()
+    ) -> Recipe:
+        """The recipe of ``op(logits)``. ``op`` does ``rows`` to the tokens and ``tail`` to values."""
+        self.needs_graph()
+        x, thin = self.rows, self.thin
+        if rows is not None:
+            x, thin = rows(x), None if thin is None else rows(thin)
+        new = new_recipe(x, self.head, self.loss, thin=thin, tail=(*self.tail, *tail), parent=self)
         new.make = lambda: op(self.value())
-        new.shared = self.shared = True
+        self.shared = True
         # while the compiler traces, a strong reference: it removes logits that nobody uses
-        root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
+        assert new.root is not None
+        new.root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
         return new
 
     def then(self, name: str, arg: Any = None) -> Recipe:
-        new = self.derived(self.rows, (*self.tail, (name, arg)), lambda y: _apply(y, name, arg))
+        new = self.derived(lambda y: _apply(y, name, arg), tail=((name, arg),))
         new.shared = name == "to" and arg == self.dtype
         return new
 
     def changed(self, name: str, arg: Any) -> Any:
         """Do the same as ``then``, in place."""
-        if (
-            self.computed is not None
-            or self.shared
-            or not isinstance(arg, (int, float))
-            or not arg
-            or self.learns != torch.is_grad_enabled()
-        ):
+        number = isinstance(arg, (int, float)) and arg
+        if self.computed is not None or self.shared or not number or self.learns != torch.is_grad_enabled():
             return getattr(self.value(), f"{name}_")(materialised(arg))
         self.tail, make = (*self.tail, (name, arg)), self.make
         if make is not None:
             self.make = lambda: _apply(make(), name, arg)
         return self
-
-    def with_rows(self, rows: Tensor, op: Callable[[Tensor], Tensor]) -> Recipe:
-        return self.derived(rows, self.tail, op)
 
     def scale_and_cap(self) -> tuple[float, float | None] | None:
         """``tail`` as ``cap * tanh(scale * x / cap)``, or as ``scale * x`` if cap is None; None
@@ -237,19 +215,15 @@ class Recipe:
         if self.learnt:
             raise RuntimeError(
                 f"{name}: a loss of these logits was computed without them, so that they get no gradient: ask before "
-                "the loss is computed, "
-                "take logits.value() before, or patch the model with fused_linear_cross_entropy=False"
+                "the loss is computed, take logits.value() before, or patch the model with "
+                "fused_linear_cross_entropy=False"
             )
 
     # Attributes that are known without computing the logits
 
     @property
     def shape(self) -> torch.Size:
-        return (
-            self.rows.shape
-            if self.head is None
-            else torch.Size((*self.rows.shape[:-1], out_features(self.head, self.rows)))
-        )
+        return self.rows.shape if self.head is None else torch.Size((*self.rows.shape[:-1], self.head.classes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -264,8 +238,8 @@ class Recipe:
 
     @property
     def requires_grad(self) -> bool:
-        leaves = (self.rows, *(self.head.parameters() if self.head is not None else ()))
-        return self.learns and any(t.requires_grad for t in leaves)
+        leaves = (self.rows, self.thin, *(() if self.head is None else self.head.tensors()))
+        return self.learns and any(t is not None and t.requires_grad for t in leaves)
 
     @property
     def ndim(self) -> int:
@@ -283,20 +257,14 @@ class Recipe:
     # Operations that are recorded
 
     def __mul__(self, other: Any) -> Any:
-        return (
-            self.then("mul", other)
-            if self.computed is None and isinstance(other, (int, float))
-            else self.value() * other
-        )
+        recorded = self.computed is None and isinstance(other, (int, float))
+        return self.then("mul", other) if recorded else self.value() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return (
-            self.then("div", other)
-            if self.computed is None and isinstance(other, (int, float)) and other
-            else self.value() / other
-        )
+        recorded = self.computed is None and isinstance(other, (int, float)) and other
+        return self.then("div", other) if recorded else self.value() / other
 
     def __imul__(self, other: Any) -> Any:
         return self.changed("mul", other)
@@ -319,45 +287,37 @@ class Recipe:
         return self.value().to(*args, **kwargs)
 
     def contiguous(self, **kwargs: Any) -> Any:
-        return (
-            self.with_rows(self.rows, Tensor.contiguous)
-            if self.computed is None and not kwargs
-            else self.value().contiguous(**kwargs)
-        )
+        recorded = self.computed is None and not kwargs
+        # the rows stay as they are, and the logits of a slice become contiguous
+        return self.derived(Tensor.contiguous) if recorded else self.value().contiguous(**kwargs)
 
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
-        return (
-            self._shaped("reshape", *shape, *kwargs.values())
-            if kwargs.keys() <= {"shape"}
-            else self.value().reshape(*shape, **kwargs)
-        )
+        named = kwargs.keys() <= {"shape"}
+        return self._shaped("reshape", *shape, *kwargs.values()) if named else self.value().reshape(*shape, **kwargs)
 
     def view(self, *shape: Any, **kwargs: Any) -> Any:
-        return (
-            self._shaped("view", *shape, *kwargs.values())
-            if kwargs.keys() <= {"size"}
-            else self.value().view(*shape, **kwargs)
-        )
+        named = kwargs.keys() <= {"size"}
+        return self._shaped("view", *shape, *kwargs.values()) if named else self.value().view(*shape, **kwargs)
 
     def _shaped(self, name: str, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        V = self.shape[-1]
         if self.computed is None and all(isinstance(n, int) for n in sizes) and len(sizes) > 1:
             lead, last = sizes[:-1], sizes[-1]
-            if last == V or (
-                last == -1 and -1 not in lead and torch.Size(lead).numel() == self.rows.shape[:-1].numel()
-            ):
-                return self.with_rows(self.rows.reshape(*lead, self.rows.shape[-1]), lambda y: y.reshape(sizes))
+            tokens = self.rows.shape[:-1].numel()
+            if last == self.shape[-1] or (last == -1 and -1 not in lead and torch.Size(lead).numel() == tokens):
+                return self.derived(lambda y: y.reshape(sizes), lambda t: t.reshape(*lead, t.shape[-1]))
         return getattr(self.value(), name)(*shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if self.computed is None and start_dim >= 0 and end_dim % self.ndim < self.ndim - 1:
-            return self.with_rows(self.rows.flatten(start_dim, end_dim), lambda y: y.flatten(start_dim, end_dim))
+            op = lambda t: t.flatten(start_dim, end_dim)
+            return self.derived(op, op)
         return self.value().flatten(start_dim, end_dim)
 
     def __getitem__(self, index: Any) -> Any:
         if self.computed is None and _keeps_last_dim(index, self.ndim):
-            return self.with_rows(self.rows[index], lambda y: y[index])
+            op = lambda t: t[index]
+            return self.derived(op, op)
         return self.value()[index]
 
     # Everything else reads the logits
@@ -384,20 +344,6 @@ class Recipe:
         return fn(*of_tensors(args), **of_tensors(kwargs))
 
 
-def _subclasses(cls: Any) -> Iterator[Any]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
-
-
-def _arguments(frame: types.FrameType) -> list[Any]:
-    """The arguments with which the function of ``frame`` was called, with ``*args`` one by one."""
-    code, values = frame.f_code, frame.f_locals
-    n = code.co_argcount + code.co_kwonlyargcount
-    named = [values.get(name) for name in code.co_varnames[:n]]
-    return [*named, *values.get(code.co_varnames[n], ())] if code.co_flags & inspect.CO_VARARGS else named
-
-
 def _apply(y: Tensor, name: str, arg: Any) -> Tensor:
     return y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
 
@@ -408,9 +354,8 @@ def _autocast(device: str) -> torch.dtype | None:
 
 
 def _outside_inference() -> contextlib.AbstractContextManager:
-    inference = (
-        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    )  # the compiler cannot trace this call
+    # the compiler cannot trace this call
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return torch.inference_mode(False) if inference else contextlib.nullcontext()
 
 
@@ -431,64 +376,56 @@ def _operator(name: str) -> Callable:
     return lambda self, *args, **kwargs: getattr(self.value(), name)(*of_tensors(args), **of_tensors(kwargs))
 
 
-_ARITHMETIC = (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "neg",
-    "abs",
-    "pow",
-    "rpow",
-    "matmul",
-    "rmatmul",
-)
-_IN_PLACE = ("iadd", "isub", "ipow", "ifloordiv", "imod", "iand", "ior")
-for _name in (
-    *_ARITHMETIC,
-    *_IN_PLACE,
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "and",
-    "or",
-    "invert",
-    "bool",
-    "iter",
-    "setitem",
-):
+# Python looks for operators in the class, past __getattr__
+_OPERATORS = "add radd sub rsub rtruediv floordiv rfloordiv mod rmod neg abs pow rpow matmul rmatmul "
+_OPERATORS += "iadd isub ipow ifloordiv imod iand ior eq ne lt le gt ge and or invert bool iter setitem"
+for _name in _OPERATORS.split():
     setattr(Recipe, f"__{_name}__", _operator(f"__{_name}__"))
 Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # Python removes __hash__ from a class that defines __eq__
 
 
 class DeferredLogits(Recipe, Tensor):
-    """A recipe that is a tensor for ``isinstance`` but has no memory of its own. The methods
-    below intercept calls into PyTorch's C++."""
+    """A recipe that is a tensor for ``isinstance`` but has no memory of its own.
+
+    Calls into PyTorch's C++ that go past ``__torch_function__`` see an empty leaf of the graph that
+    requires a gradient if the logits do. A gradient that arrives there would be lost.
+    """
 
     @staticmethod
-    def __new__(cls, rows: Tensor, head: nn.Module | None, *args: Any, **kwargs: Any) -> DeferredLogits:
-        shape = rows.shape if head is None else (*rows.shape[:-1], out_features(head, rows))
+    def __new__(cls, rows: Tensor, head: HeadWeights | None, *args: Any, **kwargs: Any) -> DeferredLogits:
+        shape = rows.shape if head is None else (*rows.shape[:-1], head.classes)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.requires_grad_()
+                self.register_hook(_refused)
+
+    def needs_graph(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.grad_fn is not None:
+                _refused(self)
 
     @classmethod
     def __torch_dispatch__(cls, fn: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recipes = [x for x in tree_leaves((args, kwargs), is_leaf=_is_recipe) if _is_recipe(x)]
-        if torch.is_grad_enabled() and any(
-            x.requires_grad for x in recipes
-        ):  # autograd runs above this level and would miss their gradient
-            raise RuntimeError(
-                f"{fn}: the logits of a patched model are computed when they are needed: give it logits.value(), "
-                "or patch the model with fused_linear_cross_entropy=False"
-            )
+        # autograd runs above this level and would miss their gradient
+        if torch.is_grad_enabled() and any(x.requires_grad for x in recipes):
+            raise RuntimeError(f"{fn}: {_NO_TENSOR}")
         return fn(*of_tensors(args), **of_tensors(kwargs or {}))
+
+
+_NO_TENSOR = (
+    "the logits of a patched model are computed when they are needed, and are no tensor before: give it "
+    "logits.value(), or patch the model with fused_linear_cross_entropy=False"
+)
+
+
+def _refused(_: Tensor) -> None:
+    """The hook of what is no part of the graph: a ``torch.autograd.Function`` got a recipe."""
+    raise RuntimeError(f"torch.autograd.Function.apply: {_NO_TENSOR}")
 
 
 def new_recipe(*args: Any, **kwargs: Any) -> Recipe:

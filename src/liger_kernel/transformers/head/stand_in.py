@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel import parallel
 from liger_kernel.transformers.head import hooks
-from liger_kernel.transformers.head import (
-    loss as loss,
-)  # imported so that the losses register themselves before there are recipes
-from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, Recipe, new_recipe
-from liger_kernel.transformers.head.state import HeadState, can_wait, untouched
-from liger_kernel.transformers.recognise.projections import copy_in_use
+from liger_kernel.transformers.head import loss as loss  # so that losses register before there are recipes
+from liger_kernel.transformers.head.linear import held
+from liger_kernel.transformers.head.recipe import Loss, Recipe, new_recipe
+from liger_kernel.transformers.recognise.projections import Left
+
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
 class Call:
-    """A running ``forward``."""
+    """A running ``forward``. ``at_once``: why its head computes all logits when it is called, ""
+    if the caller asked for them; None if it need not."""
 
     model: nn.Module
     loss: Loss
-    keep_logits: bool
+    at_once: str | None = None
 
 
 class StandIn(nn.Module):
@@ -44,10 +45,8 @@ class StandIn(nn.Module):
             self.head = head
             self.calls: dict[int, list[Call | None]] = {}
         else:
-            # it has nothing of its own: code that reads or changes parameters, hooks or anything
-            # else
-            # meanwhile gets those of the head
-            self.__dict__.update(head=head, calls={})
+            # nothing of its own: whoever reads or changes parameters or hooks meanwhile gets those of the head
+            self.__dict__.update(head=head, calls={}, lock=threading.RLock())
 
     def call(self) -> Call | None:
         """The innermost call of this thread."""
@@ -58,16 +57,24 @@ class StandIn(nn.Module):
         call = self.call()
         if call is None:
             return self.head(*args, **kwargs)
-        held = None if call.keep_logits or kwargs or len(args) != 1 else _held(self.head, args[0])
-        if held is not None:
-            return _deferred(*held, call.loss)
-        hooked = not call.keep_logits and not torch.compiler.is_compiling() and hooks.there_are(self.head)
-        logits = hooks.call(self.head, call.loss, _deferred, args, kwargs) if hooked else self.head(*args, **kwargs)
-        return (
-            logits
-            if isinstance(logits, Recipe) or not isinstance(logits, Tensor)
-            else new_recipe(logits, None, call.loss)
-        )
+        why = call.at_once
+        if why is None and not torch.compiler.is_compiling() and hooks.there_are(self.head):
+            # its forward is replaced for this call; a hook may call the head again
+            with self.lock:
+                logits, why = hooks.call(self.head, lambda head, x: deferred(head, x, call.loss), args, kwargs)
+        else:
+            if why is None:
+                found = deferred(self.head, args[0], call.loss) if len(args) == 1 and not kwargs else Left("keywords")
+                if not isinstance(found, Left):
+                    return found
+                why = found
+            logits = self.head(*args, **kwargs)
+        if isinstance(logits, Recipe) or not isinstance(logits, Tensor):
+            return logits
+        if why and not torch.compiler.is_compiling():
+            _warn(self.head, why, logits)
+        # cross entropy reads real logits by our kernel, too
+        return new_recipe(logits, None, call.loss)
 
     def __getattr__(self, name: str) -> Any:
         if "_modules" in self.__dict__:  # while the compiler traces it
@@ -100,23 +107,24 @@ for _name in ("state_dict", "named_modules", "apply", "train", "_apply", "requir
     setattr(StandIn, _name, _of_head(_name))
 
 
-def _deferred(head: nn.Module, rows: Tensor, loss: Loss) -> Recipe:
-    if torch.compiler.is_compiling():
-        return Recipe(rows, head, loss)
-    recipe = DeferredLogits(rows, head, loss, state=HeadState(head, rows))
-    loss.recipes.append(weakref.ref(recipe))
+def deferred(head: nn.Module, x: Tensor, loss: Loss) -> Recipe | Left:
+    """A recipe for ``head(x)``, or the reason why there is none."""
+    found = held(head, x)
+    if isinstance(found, Left):
+        return found
+    weights, rows, thin = found
+    recipe = new_recipe(rows, weights, loss, thin=thin)
+    if not torch.compiler.is_compiling():
+        loss.recipes.append(weakref.ref(recipe))
     return recipe
 
 
-def _held(head: nn.Module, x: Any) -> tuple[nn.Module, Tensor] | None:
-    """The head and rows of a recipe for ``head(x)``; None if the call cannot be deferred."""
-    if not isinstance(x, Tensor) or not untouched():
-        return None
-    held = parallel.received(head, x)
-    if held is None or held[0] is not head:
-        return held
-    inner = copy_in_use(head)
-    return (inner, x) if can_wait(inner) else None
+def _warn(head: nn.Module, why: str, logits: Tensor) -> None:
+    """Say once for each head what it costs that it was not deferred."""
+    if head not in _WARNED:
+        _WARNED.add(head)
+        text = f"the output head stores its logits ({logits.nbytes / 1e9:.2g} GB in this call) because of {why}"
+        warnings.warn(f"liger_kernel: {text}", stacklevel=4)
 
 
 standing: list[StandIn] = []  # the stand-ins that are in place now

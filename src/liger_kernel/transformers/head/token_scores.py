@@ -23,14 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from liger_kernel import parallel
 from liger_kernel.ops._core.operator import on_gpu
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
-from liger_kernel.transformers.head.linear import terms, with_adapters
+from liger_kernel.parallel import VocabularyParallel
 from liger_kernel.transformers.head.recipe import IGNORE, DeferredLogits, Loss
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, this_thread
-from liger_kernel.transformers.head.state import is_plain, out_features
-from liger_kernel.transformers.recognise.projections import Left
 
 
 @dataclasses.dataclass
@@ -74,7 +71,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         head = head.head if isinstance(head, StandIn) else head
         # name the head as the caller: a patched model that is called without labels turns off only
         # stand-ins for its own calls
-        stand_in = enter(parent, name, Call(head, Loss(), keep_logits=False))
+        stand_in = enter(parent, name, Call(head, Loss()))
         kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # the GPU counts them while the model computes
         calls.append((targets, kept, functools.partial(leave, stand_in, parent, name)))
     return args, {k: v for k, v in kwargs.items() if k != "token_targets"}
@@ -109,18 +106,8 @@ def scores(out: Any, token_targets: tuple[Tensor, Tensor], kept: Kept | None = N
 
 
 def _is_fusable(logits: DeferredLogits) -> bool:
-    """Whether chunks of tokens may go through the head twice unnoticed: the head is linear, and
-    no hook observes its calls."""
-    if logits.computed is not None or logits.head is None or logits.scale_and_cap() is None or logits.exchanged():
-        return False
-    head = parallel.bare(logits.head)
-    if isinstance(head, parallel.VocabularyParallel) or (
-        parallel.is_linear(head) and not parallel.is_hooked(head) and "forward" not in head.__dict__
-    ):
-        return True
-    with logits.as_called(), logits.in_state():
-        found = with_adapters(head, logits.rows)
-    return not isinstance(found, Left) and not any(a.dropout for a in found.adapters)
+    """Whether the rows may be multiplied once for the means and once for the log-probabilities."""
+    return logits.computed is None and logits.head is not None and logits.scale_and_cap() is not None
 
 
 @torch.no_grad()
@@ -130,21 +117,26 @@ def mean_logits(logits: Tensor | DeferredLogits) -> Tensor:
         return logits.mean(-1, dtype=torch.float32)
     head: Any = logits.head
     scale, cap = logits.scale_and_cap() or (1.0, None)  # never None if the head is fusable
+    thin = None if logits.thin is None else logits.thin.flatten(0, -2)
 
-    def means(rows: Tensor) -> Tensor:
-        inner: Any = parallel.bare(head)
-        if cap is None and is_plain(inner, within=True):
-            return scale * _means(rows, inner.weight, inner.bias)
-        if cap is None and not isinstance(found := with_adapters(inner, rows), Left):
-            return scale * _means(**terms(found, rows))
-        step = auto_chunk_rows(
-            rows.shape[0], out_features(inner, rows), rows.shape[1], rows.element_size(), on_gpu(rows)
-        )
-        parts = (scale * inner.forward(c).float() for c in rows.split(step))
+    def means(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        if cap is None:  # the mean of linear functions is the function of mean weights
+            return scale * _means(x, w, bias, thin, head.wb)
+        return in_chunks(x, lambda x, thin: F.linear(x, w, bias) + (0 if thin is None else F.linear(thin, head.wb)))
+
+    def in_chunks(x: Tensor, product: Any) -> Tensor:
+        step = auto_chunk_rows(x.shape[0], head.classes, x.shape[1], x.element_size(), on_gpu(x))
+        of_thin = [None] * -(-x.shape[0] // step) if thin is None else thin.split(step)
+        parts = (scale * product(*chunk).float() for chunk in zip(x.split(step), of_thin))
         return torch.cat([(z if cap is None else cap * torch.tanh(z / cap)).mean(-1) for z in parts])
 
-    with logits.as_called(), logits.in_state():
-        return parallel.entered(head, means, logits.rows.flatten(0, -2)).view(logits.shape[:-1])
+    rows = logits.rows.flatten(0, -2)
+    with logits.as_called():
+        if isinstance(head.module, VocabularyParallel):  # no rank has all weights
+            found = in_chunks(rows, lambda x, _: head.module(x))
+        else:
+            found = head.multiply(means, rows)
+    return found.view(logits.shape[:-1])
 
 
 def _means(x: Tensor, w: Tensor, bias: Tensor | None, xa: Tensor | None = None, wb: Tensor | None = None) -> Tensor:

@@ -20,8 +20,7 @@ from liger_kernel.ops.projections.float8_training import Float8Trained
 from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.transformers import fp8
-from liger_kernel.transformers.head.linear import left_out
-from liger_kernel.transformers.head.state import FP8
+from liger_kernel.transformers.head.linear import FP8, left_out
 from liger_kernel.transformers.patching.bound import Bound, is_ours
 from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, flags_of, parts_of
 from liger_kernel.transformers.patching.select import HeadAndFunctions, instance_patches

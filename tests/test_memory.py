@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel import memory, offloading
+from liger_kernel import memory
+from liger_kernel.memory import offload as offloading
 from liger_kernel.nn import LigerRMSNorm, LigerSwiGLUMLP
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.attention.sink_attention import sink_attention

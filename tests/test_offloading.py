@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel import memory, offloading
+from liger_kernel import memory
+from liger_kernel.memory import offload as offloading
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Log = list[tuple[str, int]]

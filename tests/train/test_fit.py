@@ -21,8 +21,9 @@ from quick import further
 from small_runs import small_run
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from liger_kernel import cli, memory, offloading
+from liger_kernel import cli, memory
 from liger_kernel.bench.results import Row, read
+from liger_kernel.memory import offload as offloading
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import fit, loop, ranks, simulated
 from liger_kernel.train.config import TrainConfig, UserError, from_flags

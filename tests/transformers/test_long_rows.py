@@ -32,7 +32,8 @@ from hf_models import (  # noqa: E402
 from transformers.integrations.liger import apply_liger_kernel  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel import memory, offloading  # noqa: E402
+from liger_kernel import memory  # noqa: E402
+from liger_kernel.memory import offload as offloading  # noqa: E402
 from liger_kernel.ops.projections import tiled_mlp  # noqa: E402
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402

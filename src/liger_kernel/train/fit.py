@@ -276,7 +276,7 @@ def main(argv: list[str]) -> int:
 
 def _for_copies(gigabytes: float | None) -> float:
     """Bytes of so much free memory of the CPU that offloading uses."""
-    from liger_kernel.offloading import RESERVE
+    from liger_kernel.memory.offload import RESERVE
 
     return math.inf if gigabytes is None else max(0.0, gigabytes * 1e9 - RESERVE)
 

@@ -45,12 +45,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel import memory, offloading, ulysses
+from liger_kernel import memory
 from liger_kernel.compile.architectures import TARGETS
+from liger_kernel.memory import offload as offloading
 from liger_kernel.ops._core import config as launching
 from liger_kernel.ops._core.operator import intercept_launches
 from liger_kernel.ops.projections.four_bits import four_bits
-from liger_kernel.parallel import MODES, layers_of
+from liger_kernel.parallel import MODES, layers_of, ulysses
 from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError

@@ -10,7 +10,7 @@ import torch
 CHECKPOINT = "torch.utils.checkpoint"
 # Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor,
 # a copy, or a recomputed tensor
-HARMLESS = {"", __name__, "liger_kernel.memory", "liger_kernel.offloading", "torch.autograd.graph", CHECKPOINT}
+HARMLESS = {"", __name__, "liger_kernel.memory", "liger_kernel.memory.offload", "torch.autograd.graph", CHECKPOINT}
 
 
 def saving_hooks() -> tuple[tuple[Any, Any] | None, str]:

@@ -12,13 +12,8 @@ checkpointing: what works there works here. ``cheap`` pushes the hooks. They are
 readers of the value have run (``taken``), at the latest when the forward ends, because every save
 costs host time meanwhile. The hooks are not used where others have hooks or forbid them
 (checkpointing, ``torch.func``), under ``torch.compile``, without gradients, and while a backward
-pass recomputes a forward. Those of ``offloading`` get from these what is not recomputed, and what
+pass recomputes a forward. Those of ``offload`` get from these what is not recomputed, and what
 it is recomputed from.
-
-A checkpointed layer recomputes everything, its attention, too, which is most of the work in long
-rows. With ``keeping_attention`` as the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, the
-outputs of attention (and their log-sum-exp) are kept, and the second forward has no attention in
-it.
 
 This file needs nothing but PyTorch: ``rematerialised`` works for any module whose norms and
 activations call ``cheap``.
@@ -34,17 +29,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel import offloading
-from liger_kernel.offloading import PLAIN, VIEWS, hooks_allowed, top_hooks
+from liger_kernel.memory import offload
+from liger_kernel.memory.keep_attention import attention_operators as attention_operators
+from liger_kernel.memory.keep_attention import keeping_attention as keeping_attention
+from liger_kernel.memory.offload import PLAIN, VIEWS, hooks_allowed, top_hooks
 
+__all__ = [
+    "LEVELS",
+    "SMALL",
+    "attention_operators",
+    "cheap",
+    "declare",
+    "is_last",
+    "keeping_attention",
+    "last",
+    "level",
+    "level_of",
+    "needed",
+    "projected",
+    "recomputed",
+    "rematerialised",
+    "taken",
+]
 LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
-SMALL = 16 * 2**20
 # bytes up to which level "cheap" keeps a value: where layers are that quick, the GPU waits for the
 # host, and hooks cost its time
+SMALL = 16 * 2**20
 
 
 class _Local(threading.local):
@@ -86,7 +98,7 @@ class _Recipe:
         """Whether the tensors after the first (the weights) hold data: sharded weights may be
         freed as soon as their module has run."""
         return all(
-            t is None or t.untyped_storage().size() > 0 or not t.numel() for t in map(offloading.held, self.tensors[1:])
+            t is None or t.untyped_storage().size() > 0 or not t.numel() for t in map(offload.held, self.tensors[1:])
         )
 
     def _compute(self, dtype: torch.dtype) -> Tensor:
@@ -98,7 +110,7 @@ class _Recipe:
                 "with rematerialise=False"
             )
         with torch.no_grad():
-            return self.op(*(t if t is None else offloading.unpack(t) for t in self.tensors), **self.options).to(dtype)
+            return self.op(*(t if t is None else offload.unpack(t) for t in self.tensors), **self.options).to(dtype)
 
     def value(self, dtype: torch.dtype) -> Tensor:
         """The value for one of its readers; it is freed after the last reader."""
@@ -131,7 +143,7 @@ class _Region:
         self.hooks: saved_tensors_hooks | None = None
 
     def open(self) -> None:
-        if self.hooks is None and self.by_storage and hooks_allowed() and _saved_by() is not None:
+        if self.hooks is None and self.by_storage and hooks_allowed() and offload.saved_by() is not None:
             self.hooks = saved_tensors_hooks(self.pack, _unpack)
             self.hooks.__enter__()
 
@@ -191,15 +203,8 @@ class _Value(NamedTuple):
 
 def _unpack(saved: Any) -> Tensor:
     if type(saved) is not _Value:
-        return offloading.unpack(saved)
+        return offload.unpack(saved)
     return saved.recipe.value(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
-
-
-def _saved_by() -> Callable[[Tensor], Any] | None:
-    """What saves a tensor now, if nobody's hooks but those of ``offloading`` are in place; None
-    if others' are."""
-    top = top_hooks()
-    return offloading.as_it_is if top is None else top[0] if top[1] is offloading.unpack else None
 
 
 def cheap(op: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
@@ -287,7 +292,7 @@ def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     ):
         return function(x)
     region.open()  # x is saved by the checkpoint
-    if _saved_by() is None and top_hooks()[1] is not _unpack:
+    if offload.saved_by() is None and top_hooks()[1] is not _unpack:
         return function(x)
     return checkpoint(function, x, use_reentrant=False)
 
@@ -300,7 +305,7 @@ def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _local.region is not None:
             return forward(self, *args, **kwargs)
-        save = _saved_by()
+        save = offload.saved_by()
         if save is None or not hooks_allowed() or torch._C._current_autograd_node() is not None:
             return forward(self, *args, **kwargs)
         _local.region = region = _Region(level, save)
@@ -311,102 +316,3 @@ def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
             region.end()
 
     return wrapper
-
-
-_ATTENTION = {
-    "aten": [
-        f"_scaled_dot_product_{name}"
-        for name in (
-            "flash_attention",
-            "efficient_attention",
-            "cudnn_attention",
-            "flash_attention_for_cpu",
-            "fused_attention_overrideable",
-        )
-    ],
-    "torch_attn": ["_varlen_attn"],
-    "flash_attn": ["_flash_attn_forward", "_flash_attn_varlen_forward"],
-    "flash_attn_3": ["fwd"],
-    "liger": ["sink_attention_fwd"],
-}
-
-
-def attention_operators() -> set[Any]:
-    """The attention operators of PyTorch, of the flash-attn packages and of ours, as far as they
-    are there."""
-    found = (
-        getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _ATTENTION.items() for name in names
-    )
-    return {packet.default for packet in found if packet is not None}
-
-
-class _Output:
-    """An output of attention, as the graph would hold it."""
-
-    __slots__ = ("saved",)
-
-    def __init__(self, saved: Any):
-        self.saved = saved
-
-
-class _Attention(TorchDispatchMode):
-    """Sees the operators of a checkpointed forward. ``kept``: the outputs of each call of
-    attention."""
-
-    supports_higher_order_operators = True  # such as flex attention that is not compiled, which passes
-
-    def __init__(self, kept: list[Any], save: Callable[[Tensor], Any]):
-        super().__init__()
-        self.kept, self.save, self.operators = kept, save, attention_operators()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # layers that are compiled call attention, too
-
-    def drawn(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether the call draws random numbers: dropout must move the generator in the second
-        forward, too."""
-        given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
-        return any(given.get(name) for name in ("dropout_p", "attn_dropout_p"))
-
-
-class _Keep(_Attention):
-    """The first forward."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in self.operators and not self.drawn(func, args, kwargs or {}):
-            self.kept.append(tree_map_only(Tensor, lambda t: _Output(self.save(_alias(t))), out))
-        return out
-
-
-class _Again(_Attention):
-    """The second forward, which gets the outputs. It computes one that was changed in place
-    after the first."""
-
-    def __enter__(self) -> Any:
-        self.outputs = iter(self.kept)  # from the beginning: a graph that is kept has several backward passes
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in self.operators and not self.drawn(func, args, kwargs or {}):
-            out = next(self.outputs, None)
-            if out is not None and all(offloading.intact(t.saved) for t in tree_leaves(out) if isinstance(t, _Output)):
-                return tree_map_only(_Output, lambda t: _alias(offloading.unpack(t.saved)), out)
-        return func(*args, **(kwargs or {}))
-
-
-def _alias(t: Tensor) -> Tensor:
-    """``t`` without a place in the graph. It shares the version of ``t``."""
-    with torch._C._SetExcludeDispatchKeyGuard(
-        torch._C.DispatchKey.ADInplaceOrView, False
-    ):  # as for views above autograd
-        return t.detach()
-
-
-def keeping_attention() -> tuple[_Keep, _Again]:
-    """A ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: the
-    outputs of attention are kept. Gradients are bit-identical."""
-    kept: list[Any] = []
-    save = _saved_by() or offloading.as_it_is
-    return _Keep(kept, save), _Again(kept, save)

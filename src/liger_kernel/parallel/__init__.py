@@ -1,0 +1,56 @@
+"""Models over several processes: PyTorch's modes (``modes``), the norm of sharded gradients
+(``gradients``), what a loss needs of a sharded head (``heads``), and rows of which ranks share the
+tokens (``ulysses``).
+
+Only this package knows how FSDP, ZeRO and DTensor work. It does not need Transformers, except for
+``ulysses``.
+"""
+
+from liger_kernel.parallel.distributed import DTensor as DTensor
+from liger_kernel.parallel.gradients import by_sharding, clip_grad_norm_, grad_norm, in_blocks, plain_parts
+from liger_kernel.parallel.heads import (
+    HOOKS,
+    VocabularyParallel,
+    bare,
+    call_instead,
+    entered,
+    hooks_of_users,
+    is_hooked,
+    is_linear,
+    is_own_linear,
+    is_sharded,
+    is_tensor_parallel,
+    needs_entering,
+    received,
+    unsharded_class,
+)
+from liger_kernel.parallel.modes import MODES, STYLES, ULYSSES, Parallel, layers_of, parallelize, tensor_parallel
+
+__all__ = [
+    "HOOKS",
+    "MODES",
+    "STYLES",
+    "ULYSSES",
+    "Parallel",
+    "VocabularyParallel",
+    "bare",
+    "by_sharding",
+    "call_instead",
+    "clip_grad_norm_",
+    "entered",
+    "grad_norm",
+    "hooks_of_users",
+    "in_blocks",
+    "is_hooked",
+    "is_linear",
+    "is_own_linear",
+    "is_sharded",
+    "is_tensor_parallel",
+    "layers_of",
+    "needs_entering",
+    "parallelize",
+    "plain_parts",
+    "received",
+    "tensor_parallel",
+    "unsharded_class",
+]

@@ -114,6 +114,7 @@ class _Recipe:
 
     def value(self, dtype: torch.dtype) -> Tensor:
         """The value for one of its readers; it is freed after the last reader."""
+        # the backward of q, k and v reads one value: it is computed once, not three times
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         if not self.values:
             self.left, self.stream = self.users, stream
@@ -164,12 +165,14 @@ class _Region:
         self.open()
 
     def pack(self, t: Tensor) -> Any:
+        # leaves are weights and inputs, which nothing computes again
         node = t.grad_fn
         if node is None or type(t) not in PLAIN or t.layout is not torch.strided:
             return self.save(t)
         entry = self.by_storage.get(t.untyped_storage()._cdata) or self._cast(t, node)
         if entry is not None:
             y, version, recipe = entry
+            # a change in place, of the value or of its cast, is not part of the recipe
             if y._version == version and (t.dtype == y.dtype or t._version == 0) and recipe.available():
                 recipe.users += 1
                 return _Value(recipe, t.dtype, t.size(), t.stride(), t.storage_offset())
@@ -222,6 +225,7 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
     """The same as ``cheap`` for a ``y`` that was computed in another way."""
     if torch.compiler.is_compiling() or (region := _local.region) is None:
         return
+    # level "mlp" asks for memory first
     if y.nbytes <= SMALL and region.level == "cheap":
         return
     # ZeRO-3 (ds_id) takes the data out of a parameter when its module has run

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from liger_kernel.memory import offload
 
+# namespace of torch.ops -> operators that compute attention as a whole. Eager attention is many
 _ATTENTION = {
     "aten": [
         f"_scaled_dot_product_{name}"
@@ -71,6 +72,7 @@ class _Attention(TorchDispatchMode):
     def drawn(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the call draws random numbers: dropout must move the generator in the second
         forward, too."""
+        # by name, because packages order their arguments differently
         given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
         return any(given.get(name) for name in ("dropout_p", "attn_dropout_p"))
 

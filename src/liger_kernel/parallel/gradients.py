@@ -30,6 +30,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
         return model.clip_grad_norm_(float("inf") if max_norm is None else max_norm)
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = grad_norm([p.grad for p in parameters if p.grad is not None])
+    # foreach kernels take tensors of one sharding at a time
     if max_norm is not None:
         for group in by_sharding(parameters):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
@@ -39,6 +40,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 def grad_norm(grads: Iterable[Tensor]) -> Tensor:
     """The 2-norm of gradients of all shardings together; 0-dim and plain. Every rank must call
     it."""
+    # a norm of each sharding, and then the norm of norms: DTensors of two meshes cannot be stacked
     norms = [torch.nn.utils.get_total_norm(group) for group in by_sharding(grads)]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     return torch.linalg.vector_norm(torch.stack(whole)) if whole else torch.zeros(())
@@ -61,6 +63,7 @@ def in_blocks(p: Tensor, least: int, block: int) -> bool | None:
     """
     width = p[0].numel() if p.ndim else 1
     rows = classes_of_ranks(p) if isinstance(p, DTensor) else [p.shape[0] if p.ndim else 1]
+    # every rank decides for all, so that no two of them quantise differently
     cut = {n * width >= least and n * width % block == 0 for n in rows}
     return None if cut == {False} else cut == {True} and (width % block == 0 or len(set(rows)) == 1)
 

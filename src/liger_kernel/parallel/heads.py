@@ -38,6 +38,7 @@ _TENSOR = (
 
 
 def _is_from(function: Any, packages: tuple[str, ...]) -> bool:
+    # some packages register partials
     function = getattr(function, "func", function)
     return (getattr(getattr(function, "__func__", function), "__module__", None) or "").startswith(packages)
 
@@ -141,6 +142,7 @@ def call_instead(head: nn.Module, inner: nn.Module, function: Callable, *args: A
         leave()
         return function(*args, **kwargs)
 
+    # in the instance: a class may be shared by layers that run in other threads
     inner.__dict__["forward"] = instead
     for name, all_hooks in hooks.items():
         if any(_is_from(hook, _TENSOR) for hook in all_hooks.values()):  # they are for logits
@@ -166,7 +168,7 @@ def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
     if not _is_vocabulary_parallel(head):
         return None
     for hook in head._forward_pre_hooks.values():
-        if _is_from(hook, _TENSOR):
+        if _is_from(hook, _TENSOR):  # it gathers rows that are spread over ranks
             out = hook(head, (x,))
             x = x if out is None else out[0] if isinstance(out, tuple) else out
     mesh = _mesh_of(head.weight)
@@ -196,6 +198,7 @@ def _is_vocabulary_parallel(head: nn.Module) -> bool:
 
 def _mesh_of(w: Any) -> DeviceMesh:
     """The ranks among which classes are spread: the last dim, whatever shards them further."""
+    # under FSDP2 with tensor parallelism, the first dim shards every weight further
     mesh = w.device_mesh
     return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
 
@@ -203,6 +206,7 @@ def _mesh_of(w: Any) -> DeviceMesh:
 def classes_of_ranks(w: Any) -> list[int]:
     """Classes of each rank."""
     V, ranks = w.shape[0], _mesh_of(w).size()
+    # as DTensor splits: the last ranks may have fewer classes, or none
     step = -(-V // ranks)
     return [max(0, min(step, V - rank * step)) for rank in range(ranks)]
 
@@ -251,6 +255,7 @@ class VocabularyParallel(nn.Module):
             )
             if not stats:
                 return found
+            # a negative scale makes the smallest logit the largest
             sign = -1.0 if options.get("logit_scale", 1.0) < 0 else 1.0
             best = _best_classes(
                 x.detach(),
@@ -268,10 +273,12 @@ class VocabularyParallel(nn.Module):
 @torch.no_grad()
 def _best_classes(x: Tensor, w: Tensor, b: Tensor | None, sign: float, mesh: DeviceMesh, first: int) -> Tensor:
     """The class of the largest logit of each row, of all ranks' classes; the first of equals."""
+    # products of chunks again, only for who asked for statistics
     rows = auto_chunk_rows(x.shape[0], w.shape[0], x.shape[1], x.element_size(), on_gpu(x))
     value, index = (
         torch.cat(parts) for parts in zip(*((sign * F.linear(c, w, b)).float().max(-1) for c in x.split(rows)))
     )
+    # one message: fp64 holds every index and every logit of 32 bits
     own = torch.stack((value.double(), (index + first).double()))
     parts = own.new_empty(mesh.size(), *own.shape)
     dist.all_gather(list(parts.unbind()), own, group=mesh.get_group())

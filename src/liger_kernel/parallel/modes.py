@@ -69,6 +69,7 @@ class Parallel:
 
         It costs one small all-reduce for each dim of the mesh that has several such ranks.
         """
+        # fp64, because counts of tokens pass 2^24, from where on fp32 skips numbers
         device = next(self.module.parameters()).device
         sum_ = torch.as_tensor(count, dtype=torch.float64).to(device, copy=True)
         for dim, ranks in enumerate((self.data_ranks, self.sequence_ranks if sequences else 1)):
@@ -184,6 +185,7 @@ def _share_rows(model: nn.Module, mode: str, mesh: DeviceMesh) -> tuple[DeviceMe
     shared = (
         mesh if mesh.ndim == 2 else DeviceMesh(mesh.device_type, mesh.mesh[None], mesh_dim_names=("data", "sequence"))
     )
+    # in place, before DDP or FSDP2 wraps the model
     ulysses.share_rows(model, shared.get_group(1))
     return shared, DeviceMesh(mesh.device_type, mesh.mesh.flatten()) if mesh.ndim == 2 else mesh
 
@@ -191,6 +193,7 @@ def _share_rows(model: nn.Module, mode: str, mesh: DeviceMesh) -> tuple[DeviceMe
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers: what Transformers says must not be split, otherwise the content
     of the outermost lists of modules."""
+    # text and vision layers both, in a model of both
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
     if found:
@@ -260,6 +263,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 
 def _summed(g: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # a hook must not write to the gradient that it is given
     g = g.contiguous().clone()
     dist.all_reduce(g, group=group)
     return g

@@ -179,6 +179,7 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int | None:
     beside their query heads; None if nothing makes it possible."""
     if heads % ranks or heads % kv_heads:
         return None
+    # the fewest copies, which cost bandwidth: all of a group's copies make every split possible
     groups = heads // kv_heads
     return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % ranks == 0)
 
@@ -205,8 +206,10 @@ def attention(
         raise ValueError(f"ulysses: query must have a multiple of {P} heads, got {query.shape[1]}")
     # without the tokens that make rows divisible: a token that may see nothing looks at all keys
     query, key, value = (to_heads(t, group)[:, :, : attention_mask.T] for t in (query, key, value))
+    # Flash Attention finds documents by the positions of whole rows
     if "position_ids" in kwargs:
         kwargs["position_ids"] = attention_mask.positions
+    # the function asks the module for its attention's name and its groups, which are others here
     own = _View(
         module,
         config=_View(module.config, _attn_implementation=layer.wrapped),
@@ -217,6 +220,7 @@ def attention(
     if (sinks := getattr(module, "sinks", None)) is not None:
         own.sinks = sinks.chunk(P)[dist.get_rank(group)]
     out = layer.function(own, query, key, value, attention_mask.mask, **kwargs)[0]
+    # zeros for the tokens that were left out above
     more = -attention_mask.T % P
     return to_tokens(F.pad(out, (0, 0, 0, 0, 0, more)) if more else out, group), None
 
@@ -238,6 +242,7 @@ def _tensors(function: Callable) -> Iterator[Tensor]:
         "chunked_overlay."
     ):  # of rows: how much is padded on the left, found in the whole mask
         return
+    # mask functions are closures of closures, and hold tensors of the batch nowhere else
     for cell in getattr(function, "__closure__", None) or ():
         for part in cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,):
             if isinstance(part, Tensor):
@@ -257,6 +262,7 @@ def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
             "ulysses: masks must be made of causality, windows, documents and padding, got one of other tensors of "
             "tokens"
         )
+    # Transformers has seen only this rank's positions
     if rows.documents and rows.mask is None and rows.positions is not None:
         positions = rows.positions.expand(arguments["batch_size"], -1)
         if (documents := masking_utils.find_packed_sequence_indices(positions)) is not None:
@@ -298,6 +304,7 @@ class _Cut:
 
     def after(self, model: nn.Module, args: tuple, given: dict[str, Any], out: Any) -> Any:
         _local.rows = None
+        # a loss of the ranks' own tokens was divided by the number of all tokens: the sum is the loss of whole rows
         if out is None or given.get("labels") is None:  # None: the call has failed
             return out
         if isinstance(out, tuple):
@@ -324,6 +331,7 @@ class _Cut:
         part = slice(rank * ((T + more) // P), (rank + 1) * ((T + more) // P))
         if (labels := given.get("shift_labels", given.get("labels"))) is not None:
             ignored = given.get("ignore_index", IGNORE)
+            # shifted before the cut: the last token of a part predicts the first one of the next part
             if "shift_labels" not in given:
                 labels = F.pad(labels, (0, 1), value=ignored)[:, 1:]
             given.setdefault("num_items_in_batch", (labels != ignored).sum())
@@ -380,6 +388,7 @@ def share_rows(model: nn.Module, group: Any) -> None:
     if (why := _why_not(of_transformers)) is not None:
         raise _unfit(name, why)
     P = dist.get_world_size(group)
+    # all checks come before the first change, so that a model that is refused stays as it was
     found, documents = _attention_of(of_transformers)
     for module, (heads, kv_heads) in found.items():
         if repeats(heads, kv_heads, P) is None:
@@ -412,6 +421,7 @@ def _why_not(model: Any) -> str | None:
     for module in model.modules():
         if any(p.is_meta for p in module.parameters(recurse=False)):
             return "has no weights yet: load them first"
+    # older versions of Transformers have the kind in the modules only
     rotary = getattr(config, "rope_parameters", None) or {}
     for kind in _kinds([rotary, *(getattr(module, "rope_type", None) for module in model.modules())]):
         if kind in ("dynamic", "longrope"):
@@ -454,6 +464,7 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
         told["future"] |= bool(mask_function(*ids.new_tensor([0, 0, 0, 1])))  # of row, head, query and key
         return Whole(None, None, ids.shape[1])
 
+    # one token of NaN: whatever else becomes NaN has met it outside of attention
     AttentionInterface.register(PROBE, alone)
     AttentionMaskInterface.register(PROBE, no_mask)
     places = torch.arange(4, device=model.device)[None]

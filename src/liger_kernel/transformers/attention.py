@@ -84,6 +84,7 @@ def attention(
             window = said.window if said.window is not None and said.window < longest else None
             if _serves(q, k, v, attention_mask, window):
                 return _varlen(q, k, v, bounds, longest, scaling, window), None
+    # sdpa reads the mask in any case
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.dense()
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -95,12 +96,13 @@ def _cast(t: Tensor) -> Tensor:
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None) -> bool:
+    # with a cache there are more keys than the bounds know of
     whole = (q.shape[0], q.shape[2], k.shape[2]) == (mask.shape[0], mask.shape[2], mask.shape[3])
     alike = (
         q.dtype == k.dtype == v.dtype
         and q.shape[3] == k.shape[3] == v.shape[3]
         and q.shape[3] % 8 == 0
-        and q.shape[3] <= 256
+        and q.shape[3] <= 256  # Flash Attention's limit
     )
     return whole and alike and (window is None or "window_size" in _TAKES) and _lacks(q.device, q.dtype) is None
 
@@ -159,9 +161,8 @@ def unmasked(forward: Callable) -> Callable:
         config = getattr(self, "config", None)
         if not (torch.compiler.is_compiling() and needs_no_mask(config, dict(zip(names[1:], args)) | kwargs)):
             return forward(self, *args, **kwargs)
-        config._attn_implementation = (
-            CAUSAL  # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see through it
-        )
+        # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see through it
+        config._attn_implementation = CAUSAL
         try:
             return forward(self, *args, **kwargs)
         finally:

@@ -56,6 +56,7 @@ def joining(model: Any) -> Joining | None:
     called: it may be on the meta device.
     """
     found: list[nn.Module] = []
+    # in fp32 on the CPU, whatever the caller has entered;
     # the second, of the type's default configuration, is for one that does not fit tiny sizes
     for tiny_form in (lambda: tiny_of(model.config), lambda: tiny_config(model.config.model_type)):
         with contextlib.suppress(Exception), undisturbed(), warnings.catch_warnings():
@@ -82,6 +83,7 @@ def _attends(layer: nn.Module) -> bool:
 def _joining_layers(tiny: Any) -> list[nn.Module]:
     """The innermost modules whose output at the second document changes, while their input there
     does not."""
+    # not from 0 on, which is often padding
     ids = torch.arange(3, 3 + FIRST + SECOND)[None]
     other = torch.cat((ids[:, :FIRST] + 40, ids[:, FIRST:]), 1)
     takes = inspect.signature(tiny.forward).parameters.values()
@@ -106,6 +108,7 @@ def _joining_layers(tiny: Any) -> list[nn.Module]:
             tiny(input_ids=tokens, use_cache=False, **places)
     before, after = calls
     joined = [name for name in before if any(map(_joins, before[name], after.get(name, [])))]
+    # a layer joins if a module in it does: the innermost is the one to name
     holds_another = lambda name: any(inner.startswith(f"{name}." if name else "") for inner in joined if inner != name)
     return [modules[name] for name in joined if not holds_another(name)]
 

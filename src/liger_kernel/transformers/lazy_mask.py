@@ -56,6 +56,7 @@ def seen(arguments: dict[str, Any]) -> Seen | None:
     makes masks; None if it says more."""
     if arguments.get("use_vmap") is not False or torch.compiler.is_compiling():
         return None
+    # under torch.compile, lengths may be symbols; with a cache, queries begin later than keys
     lengths = [arguments.get(name) for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
     if not all(type(n) is int for n in lengths) or lengths[0] != lengths[1] or any(lengths[2:]):
         return None
@@ -64,6 +65,7 @@ def seen(arguments: dict[str, Any]) -> Seen | None:
         arguments.get("attention_mask"),
         list(_parts(arguments["mask_function"])),
     )
+    # Transformers hands the numbers of documents on only in the closure of its mask function
     documents = [
         inspect.getclosurevars(p).nonlocals["packed_sequence_mask"]
         for p in parts
@@ -74,7 +76,7 @@ def seen(arguments: dict[str, Any]) -> Seen | None:
         valid is not None and valid.dtype != torch.bool
     ):
         return None
-    if window is not None and window < 1:
+    if window is not None and window < 1:  # a token that does not see itself
         return None
     return Seen(window, first_of(documents[0]) if documents else None, None if valid is None else valid.clone())
 
@@ -83,6 +85,7 @@ def first_of(documents: Tensor) -> Tensor:
     """The first token of each token's document, (B, T) int32, from the documents' numbers, (B,
     T), which grow within a row."""
     place = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device)
+    # no read by the host: the mask is made while the GPU is still busy with the embeddings
     begins = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
     return torch.where(begins, place, 0).cummax(1).values
 
@@ -176,7 +179,7 @@ class LazyMask(Tensor):
         cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What C++ does: for ``_LAZY``, and where a mask is saved for the backward."""
-        if function is torch.ops.aten.detach.default:
+        if function is torch.ops.aten.detach.default:  # which autograd calls to save a mask
             return args[0]
         if function is torch.ops.aten._to_copy.default and (moved := _moved(*args, **kwargs or {})) is not None:
             return moved

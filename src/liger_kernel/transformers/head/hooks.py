@@ -50,7 +50,7 @@ def call(
         reasons.append(found)
         return inner.forward(*args, **kwargs)
 
-    # hooks that gather weights or spread rows need the call as it is
+    # other code's forward runs as it is, and hooks that gather weights or spread rows need the whole call
     if "forward" in inner.__dict__ or parallel.is_sharded(head) or parallel.is_tensor_parallel(head):
         return head(*args, **kwargs), next(_of_users(head), "a forward of its own")
     logits = parallel.call_instead(head, inner, between_hooks, *args, **kwargs)

@@ -104,12 +104,14 @@ def held(head: nn.Module, x: Any) -> tuple[HeadWeights, Tensor, Tensor | None] |
     if spread[0] is not head:
         module, rows = spread
         return HeadWeights(module.out_features, module=module), rows, None  # type: ignore[arg-type]  # its own int
+    # PEFT's modules_to_save: the copy that the wrapper would call
     inner: Any = copy_in_use(head)
     if is_plain(inner):
         return _of_call(inner.weight, inner.bias, x, classes=inner.weight.shape[0]), _alias(x), None
     bare: Any = parallel.bare(inner)
     if parallel.needs_entering(inner) and parallel.is_linear(bare) and "forward" not in bare.__dict__:
         return HeadWeights(bare.out_features, module=inner), x, None
+    # the compiler cannot trace how PEFT's modules are read
     if torch.compiler.is_compiling():
         return Left("adapters, under torch.compile")
     found = trained_rows(inner, product_dtype(x)) or projection(inner, product_dtype(x))
@@ -123,6 +125,7 @@ def held(head: nn.Module, x: Any) -> tuple[HeadWeights, Tensor, Tensor | None] |
 
 def _with_adapters(found: Projection, x: Tensor) -> tuple[HeadWeights, Tensor, Tensor | None]:
     dtype, bias = product_dtype(x), found.bias
+    # two adapters are one term of twice the rank, so that the loss knows only one
     rows, thin, wb = x.to(dtype), [], []
     for adapter in found.adapters:
         # stock draws the mask in the adapter's dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -63,16 +64,18 @@ def _cross_entropy(
         scale, softcap = transform
         options = options.but(logit_scale=scale) if softcap is None else options.but(logit_scale=scale, softcap=softcap)
     if head is None:
+        # the sums of a class's gradient, which accum_dtype is for, are the head's
         options = _in_16_bits(options, "other code reads its logits or sees its calls")
         found = cross_entropy(rows, target, **options.given("accum_dtype"))
     else:
+        expected = _is_expected(wanted, options)  # before a sharded head is entered, which adds frames
         with logits.as_called():
             if isinstance(head.module, VocabularyParallel):
-                found = _of_shards(head.module, rows, target, wanted, options)
+                found = _of_shards(head.module, rows, target, wanted, options, expected)
             else:
-                found = head.multiply(
-                    lambda x, w, bias: _of_linear(x, w, target, bias, wanted, options, xa=logits.thin, wb=head.wb), rows
-                )
+                low_rank = dict(xa=logits.thin, wb=head.wb)
+                found = head.multiply(functools.partial(_of_linear, target, wanted, options, expected, low_rank), rows)
+        # from here on nobody can be given a gradient of these logits: there is none
         for recipe in logits.family():
             recipe.learnt = True
     wanted.taken = True
@@ -91,6 +94,7 @@ LOSSES[F.cross_entropy] = _cross_entropy
 def _liger_cross_entropy(input: Any, target: Any, *numbers: Any) -> Any:
     """``liger_cross_entropy`` of a recipe. It may stand where ``F.cross_entropy`` was; with
     options that this lacks, it reads the logits."""
+    # the last three ask for the z-loss, the accuracy and the predictions of the call
     *numbers_of_both, lse_square_scale, softcap = numbers[:-3]
     if lse_square_scale or softcap or any(numbers[-3:]):
         return liger_cross_entropy(materialised(input), materialised(target), *numbers)
@@ -101,19 +105,27 @@ LOSSES[liger_cross_entropy] = _liger_cross_entropy
 
 
 def _of_linear(
-    x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, wanted: Loss, options: LossOptions, **low_rank: Any
+    target: Tensor,
+    wanted: Loss,
+    options: LossOptions,
+    expected: bool,
+    low_rank: dict[str, Tensor | None],
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
 ) -> Any:
     """``linear_cross_entropy`` with what was known when the forward began, if this is the loss
-    that was expected then."""
+    that was ``expected`` then."""
     adapted = low_rank["xa"] is not None
     # the replaced function has no parameters for a bias or scale of the head, nor for losses of single tokens
     plain = bias is None and options.logit_scale == 1.0 and options.reduction != "none"
-    replaced = plain and _may_be_main(wanted, options) and loss_functions.replaced()
+    replaced = expected and plain and loss_functions.replaced()
     # no compiler sees frames, so that there only a replaced function tells
-    main = _may_be_main(wanted, options) and (replaced if torch.compiler.is_compiling() else _inside(ForCausalLMLoss))
+    main = expected and (replaced or not torch.compiler.is_compiling())
     if main and replaced and not adapted:
         return _by_replaced(x, w, target, wanted, _in_16_bits(options, "other code has replaced its loss"))
     options = _in_16_bits(options, "it has adapters") if adapted else options
+    # tokens that do not count take part in no product
     kept = _kept(wanted, target) if main else None
     options = options if kept is None else options.but(compact=kept)
     # the caller will divide this sum: dividing in the forward saves the backward a pass over the gradient of the head
@@ -125,18 +137,20 @@ def _of_linear(
     loss, *more = found if wanted.statistics else (found,)
     if n is not None:
         loss, more = loss * n, [more[0] * n, *more[1:]] if more else more
+    # the model's forward may count other tokens than its labels said
     loss = _or_nan(loss, kept, target)
     return (loss, *more) if wanted.statistics else loss
 
 
-def _of_shards(head: VocabularyParallel, x: Tensor, target: Tensor, wanted: Loss, options: LossOptions) -> Any:
+def _of_shards(
+    head: VocabularyParallel, x: Tensor, target: Tensor, wanted: Loss, options: LossOptions, expected: bool
+) -> Any:
     """The loss of a head that is sharded by vocabulary, without the tokens that are known not to
     count."""
     if options.class_weight is not None or options.token_scaling:  # which it has no parameters for
         return cross_entropy(head(x), target, **_in_16_bits(options, "it is sharded").given("accum_dtype"))
     options = _in_16_bits(options, "it is sharded")
-    main = _may_be_main(wanted, options) and not torch.compiler.is_compiling() and _inside(ForCausalLMLoss)
-    kept = _kept(wanted, target) if main else None
+    kept = _kept(wanted, target) if expected and not torch.compiler.is_compiling() else None
     chosen = None if kept is None or options.reduction == "none" else kept.rows()
     given = options.given("compact", "token_scaling", "accum_dtype")
     if chosen is None:
@@ -149,9 +163,11 @@ def _of_shards(head: VocabularyParallel, x: Tensor, target: Tensor, wanted: Loss
     return _or_nan(loss, kept, target), z_loss, every
 
 
-def _may_be_main(wanted: Loss, options: LossOptions) -> bool:
-    """Whether this may be the loss that the model's forward expects: the first of its labels."""
-    return wanted.causal and not wanted.taken and options.ignore_index == IGNORE
+def _is_expected(wanted: Loss, options: LossOptions) -> bool:
+    """Whether this may be the loss that the model's forward expects: the first of its labels, by
+    Transformers' function, as far as frames tell."""
+    first = wanted.causal and not wanted.taken and options.ignore_index == IGNORE
+    return first and (torch.compiler.is_compiling() or _inside(ForCausalLMLoss))
 
 
 def _kept(wanted: Loss, target: Tensor) -> Kept | None:
@@ -179,6 +195,7 @@ def _inside(function: Callable) -> bool:
     """Whether a call of ``function`` is on the stack, a few frames up: some models have a loss
     function and do not use it."""
     frame = sys._getframe(1)
+    # Transformers' function is 6 frames up, or more if other code wraps cross entropy
     for _ in range(12):
         if frame.f_back is None:
             return False
@@ -199,5 +216,6 @@ def _by_replaced(x: Tensor, w: Tensor, target: Tensor, wanted: Loss, options: Lo
     found = loss_functions.LigerForCausalLMLoss(x, w, None, x.shape[-1], **given)
     loss, predicted = (found, None) if isinstance(found, Tensor) else (found.loss, found.predicted_tokens)
     loss = loss if n is None else loss * items(n, x)
+    # a replacement of an older form returns the loss alone
     wanted.statistics = predicted is not None
     return (loss, None, predicted) if wanted.statistics else loss

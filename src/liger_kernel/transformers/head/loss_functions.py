@@ -18,6 +18,7 @@ from liger_kernel import parallel
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.functional import CrossEntropyOutput, liger_fused_linear_cross_entropy
 
+# what callers may pass on in kwargs; Transformers passes more, which has no meaning here
 _OPTIONS = inspect.signature(liger_fused_linear_cross_entropy).parameters.keys() - {
     "reduction",
     "num_items",
@@ -47,12 +48,14 @@ def fixed_fused_linear_cross_entropy(
     Returns 0 if every target is ignored.
     """
     options = {k: v for k, v in kwargs.items() if k in _OPTIONS}
+    # the mean of no tokens is NaN, and of class weights a mean of its own
     if num_items_in_batch is None and options.get("ce_weight") is None:
         num_items_in_batch = (target != ignore_index).sum().clamp(min=1)
     named: dict[str, Any] = dict(softcap=final_logit_softcapping, accum_dtype=accum_dtype, num_items=num_items_in_batch)
     asked: dict[str, Any] = dict(
         return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens
     )
+    # by its module, so that a replacement is found
     return functional.liger_fused_linear_cross_entropy(
         hidden_states, lm_head_weight, target, ignore_index=ignore_index, **named, **asked, **options
     )
@@ -76,6 +79,7 @@ def LigerForCausalLMLoss(
     hidden_states (..., T, hidden_size); ``shift_labels``, or ``labels`` shifted by one, of any
     shape with one element per token.
     """
+    # padding instead of a slice of the hidden states keeps the rows in one piece, without a copy
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     x, y = hidden_states.reshape(-1, hidden_size), shift_labels.reshape(-1).to(hidden_states.device)
@@ -97,6 +101,7 @@ def lce_maybe_trainable_lm_head(
     is one, gathered if FSDP or ZeRO has sharded it."""
     head = self.lm_head
 
+    # inside of the call of a sharded head, where its weight is whole
     def loss(x: Tensor) -> Tensor | CrossEntropyOutput:
         return LigerForCausalLMLoss(
             x, parallel.bare(head).weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
@@ -115,6 +120,7 @@ def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Ten
     return loss, z_loss, accuracy, predicted
 
 
+# as they are when this module is imported
 _OURS = LigerForCausalLMLoss, fixed_fused_linear_cross_entropy, liger_fused_linear_cross_entropy
 
 

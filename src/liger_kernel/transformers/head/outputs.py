@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from liger_kernel.transformers.head.recipe import Recipe, materialised, of_tensors
 
+# made once for each class, so that the outputs of two models of it are of one class
 _OUTPUTS: dict[type, type] = {}
 EXTRA = "token_accuracy", "predicted_tokens"
 
@@ -23,6 +24,7 @@ def output_class(cls: type) -> type:
     """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and
     ``predicted_tokens``. Without values there, it is pickled as a ``cls``."""
     if cls not in _OUTPUTS:
+        # LinkedIn's names, by which users import some of these
         name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
         namespace = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce__": _reduced_output}
         _OUTPUTS[cls] = dataclasses.make_dataclass(
@@ -52,6 +54,7 @@ def _output(cls: type, *args: Any) -> Any:
 def _reduced_output(self: Any) -> Any:
     own, stock = type(self), type(self).__bases__[0]
     _, args, state, *rest = super(own, self).__reduce__()
+    # without our package, whoever loads the pickle gets the class of Transformers
     if any(getattr(self, name) is not None for name in EXTRA):
         return _Output(own, (_output, stock)), args, state, *rest
     return (
@@ -91,6 +94,7 @@ def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_token
         return materialised(out)
     drop = skip and getattr(out, "loss", None) is not None
     fields = {k: materialised(v) for k, v in out.items() if not (drop and isinstance(v, Recipe))}
+    # the outer output is new, the inner ones stay the objects that other code may hold
     _settle_parts(out, drop)
     return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
 
@@ -111,6 +115,7 @@ def _settle(out: ModelOutput, drop: bool) -> None:
     recipes = {k: v for k, v in out.items() if isinstance(v, Recipe)}
     for name, recipe in recipes.items():
         if drop and name == "logits":
+            # a ModelOutput refuses del; None keeps the attribute and takes the key away
             OrderedDict.__delitem__(out, name)
             out.logits = None
         else:

@@ -315,7 +315,7 @@ def test_options_of_the_loss():
     z = (torch.tanh(logits * 3) * 2).view(-1, V)
     options.pop("accum_dtype")
     torch.testing.assert_close(found, cross_entropy(z, TARGET, **options))
-    assert loss.taken and torch.equal(loss.predicted_tokens, z.argmax(-1).where(TARGET >= 0, -1))
+    assert loss.computed and torch.equal(loss.predicted_tokens, z.argmax(-1).where(TARGET >= 0, -1))
     torch.testing.assert_close(loss.token_accuracy, (z.argmax(-1) == TARGET)[TARGET >= 0].float().mean())
 
 

@@ -47,7 +47,9 @@ def losses(monkeypatch) -> list[bool]:
     """Of each loss that the engine computed: whether its head had a term of low rank."""
     found, fused = [], head_loss.linear_cross_entropy
     monkeypatch.setattr(
-        head_loss, "linear_cross_entropy", lambda *args, **kw: (found.append(kw["xa"] is not None), fused(*args, **kw))[1]
+        head_loss,
+        "linear_cross_entropy",
+        lambda *args, **kw: (found.append(kw["xa"] is not None), fused(*args, **kw))[1],
     )
     return found
 

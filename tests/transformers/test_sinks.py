@@ -346,7 +346,7 @@ READS = {
 def test_readers_get_the_mask(read):
     mask, expected = masks(3, True, False)
     assert torch.equal(torch.as_tensor(READS[read](mask)), expected)
-    assert known(mask) is mask.seen  # nobody wrote to it
+    assert known(mask) is mask.keys  # nobody wrote to it
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -369,7 +369,7 @@ def test_a_mask_moves_unmade():
     assert (
         isinstance(moved, LazyMask)
         and moved.shape == mask.shape
-        and {moved.device, moved.seen.valid.device} == {torch.device("meta")}
+        and {moved.device, moved.keys.valid.device} == {torch.device("meta")}
     )
     assert mask.made is None and mask.to(mask.device) is mask
     assert torch.equal(mask.to(torch.float64), mask.dense().double())

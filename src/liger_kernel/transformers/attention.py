@@ -57,7 +57,7 @@ def packed_mask(**arguments: Any) -> Tensor | None:
     """Return the mask of packed rows as a ``LazyMask``, and every other mask as ``sdpa_mask``
     makes it."""
     mask = lazy(arguments, torch.bool)
-    return sdpa_mask(**arguments) if mask is None or mask.seen.first is None or mask.seen.valid is not None else mask
+    return sdpa_mask(**arguments) if mask is None or mask.keys.first is None or mask.keys.valid is not None else mask
 
 
 def attention(
@@ -72,7 +72,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of query, key and value (B, H, T, D); returns (B, T, H, D). Runs ``varlen_attn``
     if it supports the input, otherwise Transformers' sdpa."""
-    if (said := known(attention_mask)) is not None:
+    if (keys := known(attention_mask)) is not None:
         bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
         beyond = (
             dropout
@@ -81,7 +81,7 @@ def attention(
         )
         if bounds is not None and longest is not None and not beyond:
             q, k, v = (_cast(t) for t in (query, key, value))
-            window = said.window if said.window is not None and said.window < longest else None
+            window = keys.window if keys.window is not None and keys.window < longest else None
             if _serves(q, k, v, attention_mask, window):
                 return _varlen(q, k, v, bounds, longest, scaling, window), None
     # sdpa reads the mask in any case

@@ -28,8 +28,8 @@ try:
 except ImportError:  # transformers 4 does not say whether somebody wants the attention weights
     _active_collector = None  # type: ignore[assignment]  # it is not there
 
-# Parts of Transformers' mask functions of which masks are made that ``Seen`` says all of
-_SAID = {"causal_mask_function"} | {
+# Parts of Transformers' mask functions of which masks are made that ``VisibleKeys`` says all of
+_PARTS = {"causal_mask_function"} | {
     f"{name}.<locals>.{inner}"
     for name, inner in (
         ("and_masks", "and_mask"),
@@ -41,7 +41,7 @@ _SAID = {"causal_mask_function"} | {
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisibleKeys:
     """What a token sees: itself and the tokens before it, of these the last ``window``, those from
     its ``first`` on, (B, T) int32, where its document begins, and those that are ``valid``, (B, T)
     bool. Nobody writes to these tensors: they are no one else's."""
@@ -51,7 +51,7 @@ class Seen:
     valid: Tensor | None = None
 
 
-def seen(arguments: dict[str, Any]) -> Seen | None:
+def visible_keys(arguments: dict[str, Any]) -> VisibleKeys | None:
     """What a mask of ``T`` by ``T`` tokens says, from the arguments with which Transformers
     makes masks; None if it says more."""
     if arguments.get("use_vmap") is not False or torch.compiler.is_compiling():
@@ -72,13 +72,13 @@ def seen(arguments: dict[str, Any]) -> Seen | None:
         if p.__qualname__.startswith("packed_sequence_mask_function.")
     ]
     whole = all(t.shape == (arguments["batch_size"], lengths[0]) for t in (valid, *documents) if t is not None)
-    if not (whole and all(part.__qualname__ in _SAID for part in parts)) or (
+    if not (whole and all(part.__qualname__ in _PARTS for part in parts)) or (
         valid is not None and valid.dtype != torch.bool
     ):
         return None
     if window is not None and window < 1:  # a token that does not see itself
         return None
-    return Seen(window, first_of(documents[0]) if documents else None, None if valid is None else valid.clone())
+    return VisibleKeys(window, first_of(documents[0]) if documents else None, None if valid is None else valid.clone())
 
 
 def first_of(documents: Tensor) -> Tensor:
@@ -135,16 +135,16 @@ _UNCOUNTED = _getters("data")  # writes to it have another version than the tens
 
 
 class LazyMask(Tensor):
-    """The (B, 1, T, T) mask of what ``seen`` says, bool, or floating point with 0 for a key that
+    """The (B, 1, T, T) mask of what ``keys`` says, bool, or floating point with 0 for a key that
     a token sees and the least number for one that it does not."""
 
-    seen: Seen
+    keys: VisibleKeys
     made: Tensor | None
 
     @staticmethod
-    def __new__(cls, seen: Seen, B: int, T: int, dtype: torch.dtype, device: torch.device) -> LazyMask:
+    def __new__(cls, keys: VisibleKeys, B: int, T: int, dtype: torch.dtype, device: torch.device) -> LazyMask:
         mask = Tensor._make_wrapper_subclass(cls, (B, 1, T, T), dtype=dtype, device=device)
-        mask.seen, mask.made = seen, None
+        mask.keys, mask.made = keys, None
         return mask
 
     def dense(self) -> Tensor:
@@ -152,7 +152,7 @@ class LazyMask(Tensor):
         if self.made is None:
             with torch.inference_mode(False):  # there, tensors do not count how often they are written
                 mask = visible(
-                    self.shape[0], self.shape[3], self.device, self.seen.window, self.seen.valid, self.seen.first
+                    self.shape[0], self.shape[3], self.device, self.keys.window, self.keys.valid, self.keys.first
                 )
                 least = None if self.dtype == torch.bool else torch.finfo(self.dtype).min
                 self.made = (
@@ -163,7 +163,7 @@ class LazyMask(Tensor):
         return self.made
 
     def __repr__(self, **_: Any) -> str:
-        return f"LazyMask({tuple(self.shape)}, window={self.seen.window})"
+        return f"LazyMask({tuple(self.shape)}, window={self.keys.window})"
 
     @classmethod
     def __torch_function__(
@@ -190,11 +190,11 @@ def _moved(
     mask: LazyMask, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
 ) -> LazyMask | None:
     """The mask on another device, for layers that are there; None if that needs the mask itself."""
-    said, device = known(mask), device or mask.device
-    if said is None or dtype not in (None, mask.dtype):
+    keys, device = known(mask), device or mask.device
+    if keys is None or dtype not in (None, mask.dtype):
         return None
-    first, valid = (None if t is None else t.to(device, non_blocking=non_blocking) for t in (said.first, said.valid))
-    return LazyMask(Seen(said.window, first, valid), mask.shape[0], mask.shape[3], mask.dtype, device)
+    first, valid = (None if t is None else t.to(device, non_blocking=non_blocking) for t in (keys.first, keys.valid))
+    return LazyMask(VisibleKeys(keys.window, first, valid), mask.shape[0], mask.shape[3], mask.dtype, device)
 
 
 def _densely(function: Callable, args: tuple, kwargs: dict[str, Any] | None) -> Any:
@@ -202,7 +202,7 @@ def _densely(function: Callable, args: tuple, kwargs: dict[str, Any] | None) -> 
     return function(*args, **kwargs)
 
 
-def known(mask: Any) -> Seen | None:
+def known(mask: Any) -> VisibleKeys | None:
     """What a token sees by this mask: None unless it is a ``LazyMask``, to which nobody has
     written."""
     if not isinstance(mask, LazyMask):
@@ -211,16 +211,16 @@ def known(mask: Any) -> Seen | None:
     changed = mask.made is not None and (
         torch.compiler.is_compiling() or mask.made._version > 0 or mask.made.requires_grad
     )
-    return None if changed else mask.seen
+    return None if changed else mask.keys
 
 
 def lazy(arguments: dict[str, Any], dtype: torch.dtype) -> LazyMask | None:
     """The mask of these arguments, with which Transformers makes masks; None if it must be made."""
-    said = seen(arguments)
+    keys = visible_keys(arguments)
     return (
         None
-        if said is None
-        else LazyMask(said, arguments["batch_size"], arguments["q_length"], dtype, arguments["device"])
+        if keys is None
+        else LazyMask(keys, arguments["batch_size"], arguments["q_length"], dtype, arguments["device"])
     )
 
 

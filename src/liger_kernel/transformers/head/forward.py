@@ -115,17 +115,8 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
             out = run(self, *passed, **named)
         finally:
             leave(stand_in, parent, name)
-        if not loss.taken and (options or loss.statistics):
-            warnings.warn(
-                f"{type(self).__name__}: its loss is not one cross entropy of its logits, so these have no effect: "
-                f"{[*own_options, *STATISTICS]}",
-                stacklevel=2,
-            )
-        if not loss.taken and loss.options.fp8 is not None:
-            warnings.warn(
-                "fp8_head: the head stays in 16 bits, because the loss is not one cross entropy of its logits",
-                stacklevel=2,
-            )
+        if not loss.computed:
+            _warn_of_no_effect(self, loss, [*own_options, *STATISTICS] if options or loss.statistics else [])
         statistics = (loss.token_accuracy if accuracy else None, loss.predicted_tokens if predictions else None)
         out = (settled if known else settled_in_place)(out, skip, *statistics)
         for recipe in loss.recipes:  # other code holds these, and may read them after the weights have changed
@@ -140,6 +131,15 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic]
     )
     return wrapper
+
+
+def _warn_of_no_effect(model: nn.Module, loss: Loss, keywords: list[str]) -> None:
+    """Say that the model has computed no loss of a recipe, so that what was wanted of it is left out."""
+    why = "its loss is not one cross entropy of its logits"
+    if keywords:
+        warnings.warn(f"{type(model).__name__}: {why}, so these have no effect: {keywords}", stacklevel=3)
+    if loss.options.fp8 is not None:
+        warnings.warn(f"fp8_head: the head stays in 16 bits, because {why.replace('its', 'the', 1)}", stacklevel=3)
 
 
 def _aligned(given: dict[str, Any]) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def _cross_entropy(
                 found = head.multiply(functools.partial(_of_linear, target, wanted, options, expected, low_rank), rows)
         # from here on nobody can be given a gradient of these logits: there is none
         for recipe in logits.family():
-            recipe.learnt = True
-    wanted.taken = True
+            recipe.without_gradient = True
+    wanted.computed = True
     if not wanted.statistics:
         return found
     loss, _, predicted = found
@@ -166,7 +166,7 @@ def _of_shards(
 def _is_expected(wanted: Loss, options: LossOptions) -> bool:
     """Whether this may be the loss that the model's forward expects: the first of its labels, by
     Transformers' function, as far as frames tell."""
-    first = wanted.causal and not wanted.taken and options.ignore_index == IGNORE
+    first = wanted.causal and not wanted.computed and options.ignore_index == IGNORE
     return first and (torch.compiler.is_compiling() or _inside(ForCausalLMLoss))
 
 

@@ -63,7 +63,7 @@ class Loss:
     # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
     options: LossOptions = field(default_factory=LossOptions)
     statistics: bool = False
-    taken: bool = False
+    computed: bool = False  # whether one was computed from a recipe
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
     causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function
@@ -113,7 +113,7 @@ class Recipe:
         self.root: Recipe | None = None if parent is None else parent if parent.root is None else parent.root
         self.make: Callable[[], Tensor] | None = None
         self.shared = parent is not None  # whether another recipe was made from it, or may share its memory
-        self.learnt = False  # whether a loss was computed without the logits, so that these get no gradient
+        self.without_gradient = False  # whether a loss was computed without the logits, so that these get no gradient
         self.others: list[Callable[[], Recipe | None]] = []  # in a root: the live recipes that were made from it
 
     def family(self) -> list[Recipe]:
@@ -212,7 +212,7 @@ class Recipe:
     def gradient_wanted(self, name: str) -> None:
         """Raise ``RuntimeError`` if a loss was already computed without logits, so that its
         gradient does not pass through them."""
-        if self.learnt:
+        if self.without_gradient:
             raise RuntimeError(
                 f"{name}: a loss of these logits was computed without them, so that they get no gradient: ask before "
                 "the loss is computed, take logits.value() before, or patch the model with "

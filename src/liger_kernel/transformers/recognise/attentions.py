@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
-from liger_kernel.transformers.lazy_mask import LazyMask, Seen, known
+from liger_kernel.transformers.lazy_mask import LazyMask, VisibleKeys, known
 from liger_kernel.transformers.recognise.plain import plain
 from liger_kernel.transformers.recognise.stand_ins import stand_in
 from liger_kernel.transformers.recognise.variant import StandIns, Variant, are_numbers
@@ -114,10 +114,10 @@ class SinkAttention(Variant):
         valid = torch.arange(T) < torch.tensor([[T], [T - 3], [T - 7]])
         # all that masks of these families say, and each scale differs from 1 / sqrt(D)
         for seen, scaling in (
-            (Seen(), D**-0.5),
-            (Seen(4), 0.5),
-            (Seen(valid=valid), 0.3),
-            (Seen(3, valid=valid.flip(1)), 0.2),
+            (VisibleKeys(), D**-0.5),
+            (VisibleKeys(4), 0.5),
+            (VisibleKeys(valid=valid), 0.3),
+            (VisibleKeys(3, valid=valid.flip(1)), 0.2),
         ):
             q, k, v = (torch.randn(B, heads, T, D) for heads in (H, H // groups, H // groups))
             attributes = dict(num_key_value_groups=groups, training=True, sinks=nn.Parameter(torch.randn(H)))

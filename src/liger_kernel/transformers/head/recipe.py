@@ -106,9 +106,9 @@ class Recipe:
     ):
         self.rows, self.thin, self.head, self.loss, self.tail = rows, thin, head, loss, tail
         self.computed: Tensor | None = None
-        self.learns = torch.is_grad_enabled() and (parent is None or parent.learns)
-        self.autocast = _autocast(rows.device.type) if parent is None else parent.autocast
-        self.saving = saving_hooks()[0] if parent is None else parent.saving
+        self.learns: bool = torch.is_grad_enabled() and (parent is None or parent.learns)
+        self.autocast: torch.dtype | None = _autocast(rows.device.type) if parent is None else parent.autocast
+        self.saving: Any = saving_hooks()[0] if parent is None else parent.saving
         # the recipe of the head's call, from which this one was made; kept until the logits are computed
         self.root: Recipe | None = None if parent is None else parent if parent.root is None else parent.root
         self.make: Callable[[], Tensor] | None = None

@@ -80,7 +80,7 @@ _MOVED = {
     "deferred": "head.forward",
     "families": "recognise.families",
     "fusions": "rewrite.source",
-    "heads": "head.state",
+    "heads": "head.linear",
     "model.loss_utils": "head.loss_functions",
     "monkey_patch": "patching.apply",
     "patch": "patching.apply",

@@ -30,7 +30,7 @@ from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head.recipe import Loss, Recipe  # noqa: E402
 from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
 
-MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 120))
+MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 60))
 
 
 @pytest.fixture(autouse=True)

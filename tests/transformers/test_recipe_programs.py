@@ -24,7 +24,7 @@ from hf_models import DEVICE, served_by_kernels_or_references
 from liger_kernel.transformers.head.recipe import Loss
 from liger_kernel.transformers.head.stand_in import deferred
 
-PROGRAMS, GROUP = int(os.environ.get("LIGER_TEST_PROGRAMS", 400)), 50
+PROGRAMS, GROUP = int(os.environ.get("LIGER_TEST_PROGRAMS", 200)), 100
 B, T, H, V = 2, 5, 8, 11
 Step = tuple[str, Callable[..., Any], int]  # what it says, what it does, of how many tensors
 

@@ -80,7 +80,7 @@ class HeadWeights:
         """Raise ``RuntimeError`` if weights or rows were changed in place since the call: their
         values are lost."""
         for t, version in self.versions:
-            if _version(t) != version or (t.numel() and not t.untyped_storage().nbytes()):
+            if _version(t) != version or _is_freed(t):
                 raise RuntimeError(
                     "the logits of a patched model are computed when they are needed, and the weights or inputs of its "
                     "head were changed in place since it was called: take logits.value() before, or patch the model "
@@ -158,6 +158,13 @@ def _alias(t: Tensor) -> Tensor:
 
 def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
+
+
+def _is_freed(t: Tensor) -> bool:
+    # the wrappers of torch.func have no storage, and other classes of tensors keep their values elsewhere
+    if type(t) not in (Tensor, nn.Parameter) or not t.numel() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    return not t.untyped_storage().nbytes()
 
 
 def is_plain(head: Any) -> bool:

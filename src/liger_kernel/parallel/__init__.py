@@ -6,10 +6,8 @@ Only this package knows how FSDP, ZeRO and DTensor work. It does not need Transf
 ``ulysses``.
 """
 
-from liger_kernel.parallel.distributed import DTensor as DTensor
 from liger_kernel.parallel.gradients import by_sharding, clip_grad_norm_, grad_norm, in_blocks, plain_parts
 from liger_kernel.parallel.heads import (
-    HOOKS,
     VocabularyParallel,
     bare,
     call_instead,
@@ -24,12 +22,10 @@ from liger_kernel.parallel.heads import (
     received,
     unsharded_class,
 )
-from liger_kernel.parallel.modes import MODES, STYLES, ULYSSES, Parallel, layers_of, parallelize, tensor_parallel
+from liger_kernel.parallel.modes import MODES, ULYSSES, Parallel, layers_of, parallelize, tensor_parallel
 
 __all__ = [
-    "HOOKS",
     "MODES",
-    "STYLES",
     "ULYSSES",
     "Parallel",
     "VocabularyParallel",

@@ -87,11 +87,5 @@ def plain_parts(t: Tensor) -> dict[str, Tensor]:
     if not isinstance(t, DTensor):
         return parts
     rows = {"codes": t.shape[0], "scale": t.shape[0] if parts["scale"].ndim == 2 else t.numel() // local.block_size}
-    sharded = {}
-    for name, part in parts.items():
-        shape = torch.Size((rows[name], *part.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
-        sharded[name] = DTensor.from_local(
-            part, t.device_mesh, t.placements, run_check=False, shape=shape, stride=stride
-        )
-    return sharded  # type: ignore[return-value]  # a DTensor is a Tensor
+    of_part = lambda name, part: torch.Size((rows[name], *part.shape[1:]))
+    return {name: assembled(part, t.device_mesh, t.placements, of_part(name, part)) for name, part in parts.items()}

@@ -24,6 +24,7 @@ from liger_kernel.parallel.distributed import (
     Partial,
     Replicate,
     Shard,
+    assembled,
 )
 
 Hook = Callable[..., Any]
@@ -231,10 +232,7 @@ class VocabularyParallel(nn.Module):
         def logits(x: Tensor) -> Tensor:
             w, b, mesh = self._local()
             shape = torch.Size((*x.shape[:-1], self.out_features))
-            stride = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(
-                F.linear(x, w, b), mesh, [Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride
-            ).full_tensor()
+            return assembled(F.linear(x, w, b), mesh, (Shard(x.ndim - 1),), shape).full_tensor()
 
         return entered(self.head, logits, x)
 

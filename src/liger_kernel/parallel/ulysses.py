@@ -64,6 +64,7 @@ _REFUSED = (
 _OF_ATTENTION = (*_WHOLE, "shift_labels", "s_aux")  # tensors that attention functions may be given
 
 
+@dataclass(frozen=True, eq=False)
 class Whole:
     """What the layers get as their attention mask: the mask of whole rows of T tokens, and their
     positions if the caller gave any.
@@ -72,10 +73,9 @@ class Whole:
     is computed again.
     """
 
-    __slots__ = ("T", "mask", "positions")
-
-    def __init__(self, mask: Any, positions: Tensor | None, T: int):
-        self.mask, self.positions, self.T = mask, positions, T
+    mask: Any
+    positions: Tensor | None
+    T: int
 
 
 @dataclass(frozen=True)

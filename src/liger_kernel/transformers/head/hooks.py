@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from liger_kernel import parallel
+from liger_kernel.parallel.heads import HOOKS
 from liger_kernel.transformers.recognise.projections import Left, copy_in_use
 
 _CASTS = {"float", "to", "torch", "float32", "bfloat16", "float16"}  # all names in a hook that only casts the result
@@ -60,7 +61,7 @@ def call(
 def _without_hooks(head: nn.Module) -> nn.Module:
     """A module that computes what ``head`` computes, with its parameters."""
     new = type(head).__new__(type(head))
-    new.__dict__.update(head.__dict__ | {name: OrderedDict() for name in parallel.HOOKS})
+    new.__dict__.update(head.__dict__ | {name: OrderedDict() for name in HOOKS})
     return new
 
 

@@ -83,13 +83,8 @@ class _Recipe:
     __slots__ = ("device", "dtype", "left", "op", "options", "stream", "tensors", "users", "values")
 
     def __init__(self, y: Tensor, op: Callable[..., Tensor], tensors: list[Any], options: dict[str, Any]):
-        self.dtype, self.device, self.op, self.tensors, self.options = (
-            y.dtype,
-            y.device,
-            op,
-            tensors,
-            options,
-        )  # tensors: as the graph would hold them
+        self.dtype, self.device, self.op, self.options = y.dtype, y.device, op, options
+        self.tensors = tensors  # as the graph would hold them
         self.users = self.left = 0
         self.values: dict[torch.dtype, Tensor] = {}
         self.stream: Any = None
@@ -137,9 +132,8 @@ class _Region:
 
     def __init__(self, level: str, save: Callable[[Tensor], Any]):
         self.level, self.save = level, save  # ``save``: what the graph holds of a tensor that is not recomputed
-        self.by_storage: dict[
-            int, tuple[Tensor, int, _Recipe]
-        ] = {}  # the values are held, so that no other tensor gets their storage
+        # the values are held, so that no other tensor gets their storage
+        self.by_storage: dict[int, tuple[Tensor, int, _Recipe]] = {}
         self.by_node: dict[Any, tuple[Tensor, int, _Recipe]] = {}
         self.hooks: saved_tensors_hooks | None = None
 

@@ -105,9 +105,8 @@ class _Again(_Attention):
 
 def _alias(t: Tensor) -> Tensor:
     """``t`` without a place in the graph. It shares the version of ``t``."""
-    with torch._C._SetExcludeDispatchKeyGuard(
-        torch._C.DispatchKey.ADInplaceOrView, False
-    ):  # as for views above autograd
+    # as for views above autograd
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return t.detach()
 
 

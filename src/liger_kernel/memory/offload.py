@@ -7,8 +7,12 @@ these are the inputs of the layers; in any other model they are the larger activ
 pass reads them in reverse order: while it works with one, the next ones are on their way back. With
 layers 1, 2, 3:
 
-    forward    1 runs, its input is copied      2 runs, the input of 1 leaves the GPU      3 runs, the input of 2 leaves      (that of 3 stays)
-    backward   3 runs, the input of 2 comes     2 runs, the input of 1 comes               1 runs
+    forward    1 runs, its input is copied
+               2 runs, its input is copied, that of 1 leaves the GPU
+               3 runs, its input stays, that of 2 leaves the GPU
+    backward   3 runs, the input of 2 comes back
+               2 runs, the input of 1 comes back
+               1 runs
 
 Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, so both kinds of checkpointing
 work, and every layer does. A storage is copied once, however many views of it are saved. What stays
@@ -19,7 +23,7 @@ a warning, for hooks of other code, ``torch.compile`` around the model, ``torch.
 graphs.
 
 This file needs nothing but PyTorch: ``offloaded`` works for the forward of any module.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -44,9 +48,8 @@ __all__ = ["offloaded"]
 
 LEAST = 2**20  # bytes of a tensor that is worth a copy
 AHEAD = 2**28  # bytes that come back before they are needed: 5 ms of copies; one tensor, if it is larger
-LATE = (
-    2**28
-)  # bytes that are copied while the forward goes on, and are still on the device; one tensor, if it is larger
+# bytes that are copied while the forward goes on, and are still on the device; one tensor, if it is larger
+LATE = 2**28
 BLOCK = 2**26  # bytes of a piece of pinned memory: PyTorch rounds what it pins up to a power of two
 RESERVE = 2**32  # bytes of the host's memory that are left to others
 STAYS = ("cpu", "meta")  # devices with nothing to gain
@@ -146,9 +149,8 @@ def host_room(root: Path = Path("/")) -> int:
         if kinds and "memory" not in kinds.split(","):
             continue
         top = root / "sys" / "fs" / "cgroup" / ("memory" if kinds else "")
-        own = top / path.lstrip(
-            "/"
-        )  # every group above it has a limit of its own, up to the top, which may be the container's
+        # every group above it has a limit of its own, up to the top, which may be the container's
+        own = top / path.lstrip("/")
         rooms += (
             _room_of(folder, *(_GROUP_V1 if kinds else _GROUP))
             for folder in (own, *own.parents)
@@ -269,9 +271,8 @@ class _Moved:
     def __init__(self, run: _Run, lane: Lane, t: Tensor, blocks: list[Tensor]):
         storage = t.untyped_storage()
         self.run, self.lane, self.blocks, self.size, self.version = run, lane, blocks, storage.nbytes(), t._version
-        self.source = StorageWeakRef(
-            storage
-        )  # while it is held, no other storage gets this address, by which this one is found
+        # while it is held, no other storage gets this address, by which this one is found
+        self.source = StorageWeakRef(storage)
         self.saved: Tensor | None = t.detach()
         self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
         self.stream, self.event = lane.now(), lane.out(self.here, blocks)
@@ -416,10 +417,8 @@ def _of_parameter(t: Tensor) -> bool:
 def as_it_is(t: Tensor) -> tuple[Tensor, int]:
     """What the graph holds of a tensor that stays where it is. A leaf is held itself, because
     its owner may change its data meanwhile (ZeRO)."""
-    return (
-        t if t.grad_fn is None else t.detach(),
-        t._version,
-    )  # detached: it may be the output of the node that saves it
+    # detached: it may be the output of the node that saves it
+    return t if t.grad_fn is None else t.detach(), t._version
 
 
 def held(saved: Any) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.parallel.distributed import DTensor, FullyShardedDataParallel
+from liger_kernel.parallel.distributed import DTensor, FullyShardedDataParallel, assembled
 from liger_kernel.parallel.heads import classes_of_ranks
 
 
@@ -80,9 +80,8 @@ def plain_parts(t: Tensor) -> dict[str, Tensor]:
         return {"": t}
     parts = {"codes": local.codes, "scale": local.scale}
     width = t.shape[1:].numel()
-    if (
-        width % local.block_size == 0
-    ):  # a row has whole blocks: scales are sharded by the same rows, however many a rank has
+    # a row has whole blocks: scales are sharded by the same rows, however many a rank has
+    if width % local.block_size == 0:
         parts["scale"] = local.scale.view(-1, width // local.block_size)
     if not isinstance(t, DTensor):
         return parts

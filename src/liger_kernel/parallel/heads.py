@@ -28,14 +28,10 @@ from liger_kernel.parallel.distributed import (
 )
 
 Hook = Callable[..., Any]
-_SHARDING = (
-    "torch.distributed.fsdp.",
-    "deepspeed.",
-)  # whose hooks bring a module's parameters for the time of its call
-_TENSOR = (
-    "torch.distributed.tensor.",
-    "transformers.distributed.",
-)  # whose hooks, or forward, spread a module's work over ranks
+# whose hooks bring a module's parameters for the time of its call
+_SHARDING = ("torch.distributed.fsdp.", "deepspeed.")
+# whose hooks, or forward, spread a module's work over ranks
+_TENSOR = ("torch.distributed.tensor.", "transformers.distributed.")
 
 
 def _is_from(function: Any, packages: tuple[str, ...]) -> bool:

@@ -105,9 +105,8 @@ class _Layer:
     wrapped: str
 
 
-_layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = (
-    weakref.WeakKeyDictionary()
-)  # not in the modules: a group cannot be copied
+# not in the modules: a group cannot be copied
+_layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
 class _View:
@@ -161,9 +160,8 @@ class _GroupSum(torch.autograd.Function):
 def to_heads(x: Tensor, group: Any) -> Tensor:
     """x (B, H, T / P, D) of the own tokens -> (B, H / P, T, D) of the own heads."""
     P = dist.get_world_size(group)
-    parts = x.unflatten(1, (P, -1)).permute(
-        1, 0, 3, 2, 4
-    )  # (P, B, T / P, H / P, D): the rows are in order where B is 1, without a copy
+    # (P, B, T / P, H / P, D): the rows are in order where B is 1, without a copy
+    parts = x.unflatten(1, (P, -1)).permute(1, 0, 3, 2, 4)
     return _all_to_all(parts, group).transpose(0, 1).flatten(1, 2).transpose(1, 2)
 
 
@@ -238,9 +236,8 @@ def _check_given(attention_mask: Any, kwargs: dict[str, Any]) -> None:
 
 def _tensors(function: Callable) -> Iterator[Tensor]:
     """Tensors of tokens that a mask function reads."""
-    if function.__qualname__.startswith(
-        "chunked_overlay."
-    ):  # of rows: how much is padded on the left, found in the whole mask
+    # of rows: how much is padded on the left, found in the whole mask
+    if function.__qualname__.startswith("chunked_overlay."):
         return
     # mask functions are closures of closures, and hold tensors of the batch nowhere else
     for cell in getattr(function, "__closure__", None) or ():
@@ -282,9 +279,8 @@ def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
 def _in_documents(mask_function: Callable, positions: Tensor, documents: Tensor) -> Callable:
     if combined := getattr(masking_utils, "packed_sequence_compatibility_function", None):
         return combined(mask_function, positions, documents)
-    return masking_utils.and_masks(
-        mask_function, masking_utils.packed_sequence_mask_function(documents)
-    )  # Transformers 5.17 and older
+    # Transformers 5.17 and older
+    return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(documents))
 
 
 @dataclass(frozen=True)
@@ -344,9 +340,8 @@ class _Cut:
                     value = F.pad(value, (*(0, 0) * (value.ndim - 2), 0, more))
                 given[name] = value[:, part].contiguous()
         own = torch.arange(T, device=tokens.device)[None] if positions is None else positions
-        own = torch.cat(
-            (own, own[:, -1:].expand(-1, more)), 1
-        )  # not counted on, as tables of positions may end with the row
+        # not counted on, as tables of positions may end with the row
+        own = torch.cat((own, own[:, -1:].expand(-1, more)), 1)
         given["position_ids"] = own[:, part].contiguous()
         # of the whole row, so that Transformers looks for documents neither here, nor for the
         # mask's length in the part

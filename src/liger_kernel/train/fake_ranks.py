@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from liger_kernel.parallel import ULYSSES, DTensor, ulysses
+from liger_kernel.parallel import ULYSSES, ulysses
+from liger_kernel.parallel.distributed import DTensor
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.model import mesh_of, split
 

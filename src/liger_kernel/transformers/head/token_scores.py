@@ -3,14 +3,15 @@ without logits, for trainers whose losses need these.
 
 ``give_scores`` adds one keyword to a model's ``forward``:
 
-    model(input_ids, attention_mask=mask, token_targets=(first, second))   ->   TokenScores(logp, logp_of_others, mean_logit)
+    model(input_ids, attention_mask=mask, token_targets=(first, second))
+        ->  TokenScores(logp, logp_of_others, mean_logit)
 
 The trainer calls the model through whatever wraps it. So DDP, FSDP, autocast, PEFT, checkpointing,
 and everything that a family does to its logits (scales, caps) act as in every other call. A
 stand-in replaces the output head during that call, as in ``forward``. If the head is one linear
-layer, or has LoRA without dropout, the logits of the batch are never stored. Every other head
+layer, or has LoRA, the logits of the batch are never stored. Every other head
 computes them, and so does a compiled model.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -54,9 +55,8 @@ def give_scores(model: nn.Module) -> None:
     inner: Any = getattr(model, "get_base_model", lambda: model)()
     if _before not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_before, with_kwargs=True)
-        inner.register_forward_hook(
-            _after, with_kwargs=True, always_call=True
-        )  # before the hooks of FSDP2, which are registered later
+        # before the hooks of FSDP2, which are registered later
+        inner.register_forward_hook(_after, with_kwargs=True, always_call=True)
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -224,8 +224,8 @@ def test_a_fallback_is_said_once_or_raised(monkeypatch):
 def test_no_kernels_at_all():
     """LIGER_KERNEL_IMPL=torch leaves everything to PyTorch, with no warning."""
     code = (
-        "import warnings; warnings.simplefilter('error'); from liger_kernel.ops import _op; import torch; assert "
-        "not _op.use_kernels(torch.ones(1))"
+        "import warnings; warnings.simplefilter('error'); from liger_kernel.ops._core import operator; "
+        "import torch; assert not operator.use_kernels(torch.ones(1))"
     )
     env = os.environ | {"LIGER_KERNEL_IMPL": "torch", "TRITON_INTERPRET": "1"}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
@@ -257,7 +257,6 @@ def test_sets_of_operators():
 
 def test_native_kernels_are_not_here():
     from liger_kernel.ops.configure import FusedLinearCrossEntropyConfig, MoEConfig, configure
-
     from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe
 
     with pytest.warns(UserWarning, match="no native kernels"):

@@ -1,19 +1,13 @@
-"""The house: rooms in the order that CONTRIBUTING.md gives them, imports that go down only, and
-old paths that are the same modules."""
+"""The house: rooms in the order that CONTRIBUTING.md gives them, and imports that go down only."""
 
 import ast
 import functools
-import importlib
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
-
-from liger_kernel import _legacy
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
@@ -22,10 +16,10 @@ PACKAGE = "liger_kernel"
 # are seen in their source
 BY_HAND = {
     "liger_kernel._legacy": "a module whose other path is imported",
-    "liger_kernel.backends": "where implementations of an operator are registered",
+    "liger_kernel.compat.backends": "where implementations of an operator are registered",
+    "liger_kernel.compat.helpers": "packages that users name",
     "liger_kernel.bench.rivals": "rivals' packages",
-    "liger_kernel.megatron.monkey_patch": "Megatron's modules",
-    "liger_kernel.ops.published.utils": "packages that users name",
+    "liger_kernel.megatron": "Megatron's modules",
     "liger_kernel.transformers": "its own modules, when a name of theirs is asked for",
     "liger_kernel.transformers.model.output_classes": "transformers' modules",
     "liger_kernel.transformers.recognise.family": "transformers' modules",
@@ -47,8 +41,12 @@ MODULES = modules()
 
 def imports(name: str) -> Iterator[str]:
     """Modules of the package that module ``name`` imports, at its top, within functions, or by
-    ``importlib`` and a constant."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    ``importlib`` and a constant; not for type checkers alone."""
+    tree = ast.parse(MODULES[name].read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -190,51 +188,3 @@ def test_a_type_that_is_ignored_has_a_reason():
         if "# type: ignore" in line and not re.search(r"# type: ignore\[[a-z, -]+\]  # \w", line)
     ]
     assert not found, ", ".join(found)
-
-
-NEEDS = {
-    "liger_kernel.deploy.flyte1": "flytekit",
-    "liger_kernel.deploy.flyte2": "flyte",
-    "liger_kernel.train.lightning": "lightning",
-}
-
-
-@pytest.mark.parametrize("path", (ROOT / "tests" / "module_paths.txt").read_text().split())
-def test_where_a_module_was_it_is_found(path):
-    """Paths of all modules before they had rooms; one that has moved is the module that is there
-    now, so that what is replaced at one path is at the other."""
-    if path in NEEDS:
-        pytest.importorskip(NEEDS[path])
-    now = _legacy.ALIASES.get(path, path)
-    assert importlib.import_module(path) is importlib.import_module(now) is sys.modules[path] is sys.modules[now]
-    assert now in MODULES
-
-
-@pytest.mark.parametrize(
-    "path, name, homes",
-    [
-        ("liger_kernel.ops.softmax", "MAX_N_BWD", ["liger_kernel.ops.attention.rows"]),
-        ("liger_kernel.ops.rms_norm", "scaled_rows", ["liger_kernel.ops.norms.rows"]),
-        ("liger_kernel.transformers.slots", "GLU_NAMES", ["liger_kernel.transformers.recognise.mlps"]),
-        ("liger_kernel.transformers.patch", "_callers", ["liger_kernel.transformers.patching.select"]),
-        (
-            "liger_kernel.transformers.slots",
-            "PLACE",
-            ["liger_kernel.transformers.recognise.family", "liger_kernel.transformers.recognise.infer"],
-        ),
-    ],
-)
-def test_what_is_replaced_where_a_module_was_is_replaced_in_its_parts(path, name, homes, monkeypatch):
-    """Constants and private names, too, by pytest or by mock, and given back."""
-    parts = [vars(importlib.import_module(home)) for home in homes]
-    module = importlib.import_module(path)
-    before, new = parts[0][name], object()
-    assert getattr(module, name) is before and name not in vars(module)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, new)
-        assert all(part[name] is new for part in parts) and name not in vars(module)
-    with mock.patch.object(module, name, new):
-        assert all(part[name] is new for part in parts) and name not in vars(module)
-    assert all(part[name] is before for part in parts) and name not in vars(module)
-    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute '_never'"):
-        module._never  # noqa: B018

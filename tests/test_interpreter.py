@@ -74,6 +74,7 @@ OF_A_USER = """
 import torch
 from triton.runtime import interpreter
 import liger_kernel.ops as ops
+from liger_kernel.ops._core import operator
 from liger_kernel.testing import assert_as_accurate, like, run
 
 stock = vars(interpreter).copy(), vars(interpreter.InterpreterBuilder).copy()
@@ -82,7 +83,7 @@ for name in ("rms_norm", "layer_norm", "dyt"):
     for dtype in (torch.float32, torch.bfloat16):
         args = op.cases[0].make(dtype, "cpu")
         launched = []
-        with ops._op.intercept_launches(lambda *call: launched.append(call)):
+        with operator.intercept_launches(lambda *call: launched.append(call)):
             run(op.fn, args, lambda outs: {k: torch.ones_like(o) for k, o in outs.items()})
         assert launched, name
         assert_as_accurate(run(op.fn, args), run(op.reference, like(args)), run(op.reference, like(args, torch.float64)))

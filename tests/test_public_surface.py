@@ -19,63 +19,24 @@ import torch
 _names = str.split
 LIST = published_names.LIST
 
-FUNCTIONS = _names("""
-    AttnRes CrossEntropy DyT Embedding FusedAddRMSNorm FusedLinearCrossEntropy FusedLinearJSD FusedLinearScaledCrossEntropy FusedMoE
-    FusedNeighborhoodAttention GELUMul GroupNorm JSD KLDivLoss LayerNorm Llama4Rope MHCCoeffs MHCPre MHCPostRes MLP ModulatedRMSNorm
-    MultiTokenAttention PolyNorm Qwen2VLMRope ReLUSquared RMSNorm Rope Softmax Sparsemax SiLUMul FusedGateUpSiLUMul TiledMLP TVDLoss
-""")  # noqa: E501
-MODULES = _names("""
-    CrossEntropyLoss FusedLinearCrossEntropyLoss FusedLinearJSD JSD KLDIVLoss TVDLoss VocabParallelCrossEntropy RMSNorm RMSNormForGemma
-    RMSNormForGemma2 RMSNormForGemma3 RMSNormForGemma4 RMSNormForOlmo2 RMSNormForGlm4 RMSNormForQwen3Next FusedAddRMSNorm ModulatedRMSNorm LayerNorm
-    PolyNorm DyT Softmax Sparsemax ReLUSquared SwiGLUMLP BlockSparseTop2MLP Phi3SwiGLUMLP Qwen3MoeSwiGLUMLP FalconH1SwiGLUMLP Experts MLP FalconH1MLP
-    GEGLUMLP TiledGEGLUMLP TiledSwiGLUMLP MHC MultiTokenAttention FusedNeighborhoodAttention
-""")  # noqa: E501
-FUNCTIONAL = _names("""
-    cross_entropy fused_linear_cross_entropy fused_linear_jsd geglu swiglu group_norm jsd kl_div tvd sparsemax softmax multi_token_attention
-    fused_neighborhood_attention layer_norm rms_norm modulated_rms_norm poly_norm fused_add_rms_norm rope qwen2vl_mrope relu_squared dyt mhc_coeffs
-    mhc_pre mhc_post_res mhc_apply mhc_forward attn_res
-""")  # noqa: E501
-PATHS = _names("""
-    ops.backends.registry:IMPL_REGISTRY ops.fused_linear_cross_entropy:fused_linear_cross_entropy_forward ops.utils:is_hip
-    ops.fused_linear_cross_entropy:fused_linear_cross_entropy_backward ops.fused_linear_cross_entropy:MAX_FUSED_SIZE ops.utils:device_context
-    ops.utils:amp_custom_fwd ops.utils:amp_custom_bwd ops.swiglu:swiglu_forward ops.swiglu:swiglu_backward utils:PEFT_AVAILABLE utils:is_npu_available
-    utils:infer_device transformers:_apply_liger_kernel transformers:_apply_liger_kernel_to_instance transformers:AutoLigerKernelForCausalLM
-    transformers.monkey_patch:MODEL_TYPE_TO_APPLY_LIGER_FN transformers.monkey_patch:_apply_liger_kernel
-    transformers.monkey_patch:_apply_liger_kernel_to_instance transformers.monkey_patch:_patch_rms_norm_module
-    transformers.monkey_patch:_patch_layer_norm_module transformers.monkey_patch:_patch_swiglu_module transformers:functional
-    transformers.trainer_integration:_apply_liger_kernel transformers.model:loss_utils transformers.model.loss_utils:LigerForCausalLMLoss
-    transformers.model.loss_utils:fixed_fused_linear_cross_entropy transformers.model.llama:lce_forward transformers.model.qwen2:lce_forward
-    transformers.model.qwen2:lce_forward_deprecated transformers.model.qwen3_5_moe:lce_forward_conditional_generation
-    transformers.model.output_classes:LigerCausalLMOutputWithPast transformers.model.output_classes:LigerMoeCausalLMOutputWithPast
+# What others import beside the names of the list, at the paths that they write
+OTHERS = _names("""
+    ops:infer_device ops.backends.registry:IMPL_REGISTRY ops.fused_linear_cross_entropy:MAX_FUSED_SIZE
+    ops.utils:amp_custom_bwd ops.utils:amp_custom_fwd chunked_loss:grpo_loss transformers:functional
+    transformers:_apply_liger_kernel transformers:_apply_liger_kernel_to_instance
+    transformers:AutoLigerKernelForCausalLM transformers:LigerFusedNeighborhoodAttention
+    transformers:LigerRMSNormForGemma transformers:LigerRMSNormForGemma2 transformers:LigerRMSNormForGemma3
+    transformers:LigerRMSNormForGemma4 transformers:LigerRMSNormForGlm4 transformers:LigerRMSNormForOlmo2
+    transformers:LigerRMSNormForQwen3Next transformers.rms_norm:LigerRMSNormFunction
+    transformers:apply_liger_kernel_to_qwen3_5_text transformers:apply_liger_kernel_to_qwen3_5_moe_text
+    transformers.model:loss_utils transformers.model.qwen2:lce_forward_deprecated
+    transformers.monkey_patch:_apply_liger_kernel transformers.monkey_patch:_apply_liger_kernel_to_instance
+    transformers.monkey_patch:_patch_layer_norm_module transformers.monkey_patch:_patch_rms_norm_module
+    transformers.monkey_patch:_patch_swiglu_module transformers.trainer_integration:_apply_liger_kernel
+    transformers.fsdp:_FSDPForwardRedirection transformers.trainer:_FSDPForwardRedirection
     transformers.trainer.orpo_trainer:_FSDPForwardRedirection
-    transformers.trainer:_FSDPForwardRedirection transformers.fsdp:_FSDPForwardRedirection transformers.rms_norm:LigerRMSNormFunction
-    triton:apply_liger_triton_cache_manager triton.monkey_patch:LigerTritonFileCacheManager chunked_loss:grpo_loss
-    transformers.auto_model:AutoLigerKernelForCausalLM
-    ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction ops.grpo_loss:fused_selective_log_softmax ops.rms_norm:LigerRMSNormFunction
-    ops.rms_norm:rms_norm_backward ops.rms_norm:rms_norm_forward ops.rope:rope_backward ops.rope:rope_forward ops.swiglu:LigerSiLUMulFunction
-    ops.utils:calculate_settings ops.utils:compare_version ops.utils:ensure_contiguous ops.utils:torch_to_triton_dtype
-    ops.vocab_parallel_cross_entropy:LigerVocabParallelCEFunction ops.cross_entropy:LigerCrossEntropyFunction ops:GrpoLossFunction ops:apply_tiled_mlp
-    ops.experimental.mm_int8int2:matmul chunked_loss:LigerFusedLinearGRPOLoss chunked_loss:LigerFusedLinearJSDLoss
-    chunked_loss.fused_linear_distillation:LigerFusedLinearDistillationBase transformers:liger_rotary_pos_emb
-    transformers:liger_llama4_text_rotary_pos_emb transformers:liger_llama4_vision_rotary_pos_emb transformers.group_norm:LigerGroupNorm
-    transformers.geglu:LigerGEGLUMLPForGemma4 transformers.swiglu:LigerHunyuanV1SwiGLUMLP transformers.rope:liger_rotary_pos_emb_vision
-    transformers.experimental.embedding:LigerEmbedding transformers.qwen2vl_mrope:liger_multimodal_rotary_pos_emb
-    transformers.functional:CrossEntropyOutput ops:infer_device
-""")  # noqa: E501
-FAMILIES = _names("""
-    gemma gemma2 gemma3 gemma3_text glm4 glm4v glm4v_moe gpt_oss granite internvl llama llama4 llava mistral mixtral mllama olmo2 paligemma phi3
-    qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe
-""")  # noqa: E501
-EVERY = [
-    *(f"ops:Liger{name}Function" for name in FUNCTIONS),
-    *(f"transformers:Liger{name}" for name in MODULES),
-    *(f"transformers.functional:liger_{name}" for name in FUNCTIONAL),
-    *(f"transformers:apply_liger_kernel_to_{name}" for name in FAMILIES),
-    *PATHS,
-]
-
-
-DATA = "torch_to_triton_dtype", "IMPL_REGISTRY", "PEFT_AVAILABLE", "MAX_FUSED_SIZE", "MODEL_TYPE_TO_APPLY_LIGER_FN"
+""")
+DATA = "torch_to_triton_dtype", "IMPL_REGISTRY", "MAX_FUSED_SIZE", "MODEL_TYPE_TO_APPLY_LIGER_FN"
 
 
 def found(path: str):
@@ -86,13 +47,16 @@ def found(path: str):
     return scope[name]
 
 
-@pytest.mark.parametrize("path", EVERY)
+@pytest.mark.parametrize("path", OTHERS)
 def test_it_is_there(path):
-    it, name = found(path), path.split(":")[1]
-    if name.endswith("Function"):
-        assert callable(it.apply)
-    elif name not in DATA:
-        assert inspect.getdoc(it)
+    assert path.endswith(DATA) or inspect.getdoc(found(path))
+
+
+def test_every_family_is_patched_by_either_path():
+    pytest.importorskip("transformers")
+    names = [name for module, name, _ in PUBLISHED if name.startswith("apply_liger_kernel_to_")]
+    both = "transformers", "transformers.monkey_patch"
+    assert len(names) > 40 and all(found(f"{module}:{name}") for module in both for name in names if "mega" not in name)
 
 
 # -- parameters ----------------------------------------------------------------------------
@@ -143,14 +107,16 @@ def test_it_takes_what_is_published(module, name, asked):
     owner, _, method = name.partition(".")
     if owner == "LigerORPOTrainer":
         pytest.importorskip("trl", reason="trl is not installed")
-    it, by_position = found(f"{module}:{owner}"), False
+    # a Function's ``apply`` takes its arguments by position there
+    it, by_position = found(f"{module}:{owner}"), method == "apply"
+    assert inspect.getdoc(it) or module not in ("functional", "ops", "transformers", "transformers.functional")
     if asked is None or f"{module}:{name}" in DIFFERS:
         return
     of_torch = method == "apply" and next(c for c in it.__mro__ if "apply" in vars(c)).__module__.startswith("torch.")
     if of_torch or (
         method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL
     ):  # it is forward that says what it takes
-        it, by_position = it.forward, of_torch
+        it = it.forward
     elif method:
         it = getattr(it, method)
     if (
@@ -312,9 +278,8 @@ def test_losses_as_functions():
 
 
 def test_pairs_without_autograd(monkeypatch):
+    from liger_kernel.ops import rms_norm_backward, rms_norm_forward, swiglu_backward, swiglu_forward
     from liger_kernel.ops._core import operator as _op
-    from liger_kernel.ops.activations.glu import swiglu_backward, swiglu_forward
-    from liger_kernel.ops.norms.rms_norm import rms_norm_backward, rms_norm_forward
 
     if not (_op.INTERPRET or torch.cuda.is_available()):
         pytest.skip("no kernels here")
@@ -342,8 +307,8 @@ def test_pairs_without_autograd(monkeypatch):
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 def test_launchers_without_autograd():
     """What they return, and the chains that LinkedIn's Functions make of them."""
+    from liger_kernel.compat import host as launchers
     from liger_kernel.ops import dyt, mhc_coeffs, mhc_post_res, mhc_pre, mlp, tvd
-    from liger_kernel.ops.published import launchers
 
     new = lambda *shape: torch.randn(
         *shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(sum(shape))
@@ -455,10 +420,7 @@ def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
 
 
 def test_the_pair_of_the_head_without_autograd():
-    from liger_kernel.ops.published.fused_linear_cross_entropy import (
-        fused_linear_cross_entropy_backward,
-        fused_linear_cross_entropy_forward,
-    )
+    from liger_kernel.ops import fused_linear_cross_entropy_backward, fused_linear_cross_entropy_forward
 
     torch.manual_seed(0)
     x, w, b = (torch.randn(*shape, requires_grad=True) for shape in ((6, 8), (11, 8), (11,)))
@@ -511,8 +473,9 @@ def test_private_names_that_others_import():
 
 
 def test_devices():
+    from liger_kernel.ops.utils import amp_custom_bwd, amp_custom_fwd, device_context
+
     from liger_kernel import utils
-    from liger_kernel.ops.published.utils import amp_custom_bwd, amp_custom_fwd, device_context
 
     assert (utils.infer_device(), utils.infer_comm_backend()) == (
         ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")

@@ -62,12 +62,7 @@ def is_documented(value: Any, module: ModuleType, listed: bool) -> bool:
     home = home_of(value)
     if not home.startswith("liger_kernel"):
         return False
-    return (
-        listed
-        or Path(module.__file__ or "").name == "__init__.py"
-        or home == module.__name__
-        or module.__name__ == "liger_kernel.transformers.functional"
-    )
+    return listed or Path(module.__file__ or "").name == "__init__.py" or home == module.__name__
 
 
 def home_of(value: Any) -> str:
@@ -210,8 +205,8 @@ def operators_of(value: Any) -> list[str]:
                 found.append(operator.name)
             elif inspect.isfunction(other) or inspect.isclass(other):
                 open_.append(other)
-    if home_of(value) == "liger_kernel.functional":
-        found += re.findall(r'^@_over\("(\w+)"\)', inspect.getsource(inspect.unwrap(value)))
+    if home_of(value) == "liger_kernel.compat.functional":
+        found.append(value.operator)
     if not found and home_of(value).startswith(
         "liger_kernel.ops."
     ):  # a Function or a launcher, which lies beside its operator
@@ -219,9 +214,7 @@ def operators_of(value: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-CALLERS = tuple(
-    f"liger_kernel.{name}" for name in ("nn", "transformers.functional", "megatron", "hub", "ops.published")
-)
+CALLERS = tuple(f"liger_kernel.{name}" for name in ("nn", "compat", "megatron", "hub"))
 
 
 def methods(cls: type) -> list[Any]:

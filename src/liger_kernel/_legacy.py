@@ -1,9 +1,9 @@
-"""Import paths of LinkedIn's package, and paths that modules had before they moved.
+"""Import paths of LinkedIn's package.
 
-A path in ``ALIASES`` gives the same module object as the module's present path, so a replacement at
+A path in ``ALIASES`` gives the same module object as the module's own path, so a replacement at
 one path has effect at the other. If such a module lacks a name, the name is looked up in
-``liger_kernel.nn`` and ``liger_kernel.ops``: LinkedIn's modules import what they use by name, and
-users rely on that.
+``liger_kernel.nn``, ``liger_kernel.ops`` and ``liger_kernel.compat``: LinkedIn's modules import
+what they use by name, and users rely on that.
 """
 
 from __future__ import annotations
@@ -17,123 +17,90 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-# below ``liger_kernel.ops``: folder -> files that were directly in ``ops`` before
-_ROOMS = {
-    "activations": "glu relu_squared",
-    "attention": "multi_token_attention neighborhood_attention softmax sparsemax",
-    "losses": "cross_entropy grpo_loss linear_cross_entropy linear_logprobs linear_loss",
-    "losses.divergence": "fused_ce_tvd linear_divergence logit_divergence",
+_OPS, _HERE, _COMPAT = "liger_kernel.ops", "liger_kernel.transformers", "liger_kernel.compat"
+
+
+def _named(package: str, home: str, files: dict[str, str]) -> dict[str, str]:
+    """Path below ``package`` -> module below ``home``, of module -> paths."""
+    return {f"{package}.{path}": f"{home}.{file}" for file, paths in files.items() for path in paths.split()}
+
+
+# below ``liger_kernel.ops``: folder -> files that are directly in ``ops`` in LinkedIn's package
+_FOLDERS = {
+    "activations": "relu_squared",
+    "attention": "multi_token_attention softmax sparsemax",
+    "losses": "cross_entropy grpo_loss",
+    "losses.divergence": "fused_ce_tvd",
     "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
-    "projections": "mlp moe tiled_mlp",
-    "published": "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy "
-    "utils",
+    "projections": "mlp tiled_mlp",
     "residual": "attn_res mhc",
-    "rotary": "qk_norm_rope rope",
-}
-
-# below ``liger_kernel.ops``: path -> file with another name now
-_RENAMED = {
-    "_config": "_core.config",
-    "_configure": "published.configure",
-    "_distillation": "losses.divergence.distillation",
-    "_divergence": "losses.divergence.by_element",
-    "_grouped_mm": "projections.grouped_mm",
-    "_impl": "_core.impl",
-    "_linear": "losses.chunks",
-    "_op": "_core.operator",
-    "_reduce": "_core.reduce",
-    "_shards": "_core.shards",
-    "_tl": "_core.tl",
-    "backends": "_core.impl",
-    "backends.registry": "_core.impl",
-    "configure": "published.configure",
-    "embedding": "token_embedding",
-    "experimental.embedding": "token_embedding",
-    "fused_moe": "projections.moe",
-    "fused_neighborhood_attention": "attention.neighborhood_attention",
-    "geglu": "activations.glu",
-    "jsd": "losses.divergence.probabilities",
-    "kl_div": "losses.divergence.probabilities",
-    "llama4_rope": "rotary.rope",
-    "qwen2vl_mrope": "rotary.rope",
-    "swiglu": "activations.glu",
-    "tvd": "losses.divergence.probabilities",
-    "vocab_parallel_cross_entropy": "losses.vocab_parallel.cross_entropy",
-    "vocab_parallel_linear_cross_entropy": "losses.vocab_parallel.linear_cross_entropy",
-}
-
-_OPS, _HERE = "liger_kernel.ops.", "liger_kernel.transformers."
-# below ``liger_kernel.transformers``: file of ``liger_kernel.nn`` -> paths in LinkedIn's package
-_NN = {
-    "attention": "fused_neighborhood_attention multi_token_attention softmax sparsemax",
-    "losses": "cross_entropy fused_ce_tvd fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div jsd kl_div "
-    "tvd vocab_parallel_cross_entropy",
-    "mlps": "geglu mlp relu_squared swiglu tiled_mlp",
-    "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
-    "residual": "mhc",
-    "rotary": "qwen2vl_mrope rope",
-    "token_embedding": "experimental experimental.embedding",
-}
-# below ``liger_kernel.transformers``: path -> file with its main subject
-_MOVED = {
-    "bound": "patching.bound",
-    "deferred": "head.forward",
-    "families": "recognise.families",
-    "fusions": "rewrite.source",
-    "heads": "head.linear",
-    "model.loss_utils": "head.loss_functions",
-    "monkey_patch": "patching.apply",
-    "patch": "patching.apply",
-    "reference": "patching.reference",
-    "slots": "recognise.slots",
-    "tiny": "recognise.tiny",
-    "token_scores": "head.token_scores",
-    "trainer_integration": "patching.apply",
-}
-# file -> other files that now have parts of its old path
-_SPLIT = {
-    **{
-        _OPS + file: [_OPS + part for part in parts.split()]
-        for file, parts in {
-            "attention.softmax": "attention.rows",
-            "attention.sparsemax": "attention.rows",
-            "losses.cross_entropy": "losses.cross_entropy_rows",
-            "losses.divergence.probabilities": "losses.divergence.by_element",
-            "norms.rms_norm": "norms.rows",
-            "residual.mhc": "residual.mhc_mixing",
-        }.items()
-    },
-    **{
-        _HERE + file: [_HERE + part for part in parts.split()]
-        for file, parts in {
-            "head.forward": "head.loss head.outputs head.recipe head.stand_in head.linear",
-            "patching.apply": "patching.bound patching.flags patching.select patching.single patching.values "
-            "recognise.families",
-            "rewrite.source": "patching.wrappers recognise.plain rewrite.fused_norms",
-            "recognise.slots": """recognise.activations recognise.compare recognise.experts recognise.family
-            recognise.infer recognise.mlps
-                                  recognise.norms recognise.ropes recognise.variant""",
-        }.items()
-    },
+    "rotary": "rope",
 }
 ALIASES = {
-    **{_OPS + name: f"{_OPS}{room}.{name}" for room, names in _ROOMS.items() for name in names.split()},
-    **{_OPS + old: _OPS + new for old, new in _RENAMED.items()},
-    **{f"liger_kernel.backends.{part}": "liger_kernel.backends" for part in ("capability", "dispatch", "registry")},
-    **{_HERE + name: f"liger_kernel.nn.{file}" for file, names in _NN.items() for name in names.split()},
-    **dict.fromkeys(
-        ("liger_kernel.triton", "liger_kernel.triton.monkey_patch", "liger_kernel._triton_cache"),
-        "liger_kernel.compile.cache",
+    **{f"{_OPS}.{file}": f"{_OPS}.{folder}.{file}" for folder, files in _FOLDERS.items() for file in files.split()},
+    **_named(
+        _OPS,
+        _OPS,
+        {
+            "_core.impl": "backends backends.registry",
+            "activations.glu": "geglu swiglu",
+            "attention.neighborhood_attention": "fused_neighborhood_attention",
+            "losses.divergence.probabilities": "jsd kl_div tvd",
+            "losses.vocab_parallel.cross_entropy": "vocab_parallel_cross_entropy",
+            "projections.moe": "fused_moe",
+            "rotary.rope": "llama4_rope qwen2vl_mrope",
+            "token_embedding": "experimental.embedding",
+        },
     ),
-    **{_HERE + old: _HERE + new for old, new in _MOVED.items()},
-    **dict.fromkeys((_HERE + "trainer", _HERE + "trainer.orpo_trainer"), _HERE + "orpo_trainer"),
-    "liger_kernel.bench.models": "liger_kernel.model_sizes",
-    "liger_kernel.chunked_loss.functional": "liger_kernel.chunked_loss",
-    _HERE + "auto_model": _HERE + "auto",
-    _HERE + "grpo_loss": _OPS + "losses.grpo_loss",
+    **_named(
+        _OPS,
+        _COMPAT,
+        {
+            "host": "fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div fused_linear_scaled_cross_entropy",
+            "helpers": "configure utils",
+        },
+    ),
+    **_named(
+        _HERE,
+        "liger_kernel.nn",
+        {
+            "attention": "fused_neighborhood_attention multi_token_attention softmax sparsemax",
+            "losses": "cross_entropy fused_ce_tvd fused_linear_cross_entropy fused_linear_jsd fused_linear_kl_div jsd "
+            "kl_div tvd vocab_parallel_cross_entropy",
+            "mlps": "geglu mlp moe relu_squared swiglu tiled_mlp",
+            "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
+            "residual": "mhc",
+            "token_embedding": "experimental experimental.embedding",
+        },
+    ),
+    **_named(
+        _HERE,
+        _HERE,
+        {
+            "auto": "auto_model",
+            "head.loss_functions": "model.loss_utils",
+            "orpo_trainer": "fsdp trainer trainer.orpo_trainer",
+            "patching.apply": "monkey_patch trainer_integration",
+        },
+    ),
+    **_named(
+        "liger_kernel",
+        "liger_kernel",
+        {
+            "chunked_loss": "chunked_loss.functional",
+            "compat.backends": "backends backends.capability backends.dispatch backends.registry",
+            "compat.functional": "functional",
+            "compat.functions": "transformers.functional transformers.qwen2vl_mrope transformers.rope",
+            "compile.cache": "triton triton.monkey_patch",
+            "megatron": "megatron.cross_entropy megatron.monkey_patch megatron.rms_norm megatron.swiglu",
+            "ops.losses.grpo_loss": "transformers.grpo_loss",
+        },
+    ),
 }
+# where names are looked up that a module of this table lacks
+_REST = "liger_kernel.nn", _OPS, f"{_COMPAT}.host", f"{_COMPAT}.helpers"
 
-_MODELS = _HERE + "model."
+_MODELS = f"{_HERE}.model."
 _CAUSAL = """
     deepseek_v2=DeepseekV2 deepseek_v3=DeepseekV3 deepseek_v4=DeepseekV4 exaone4=Exaone4 falcon_h1=FalconH1
     gemma=Gemma gemma2=Gemma2 glm4=Glm4
@@ -182,69 +149,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in FORWARDS:
             _add_forwards(module)
-        else:
-            for path in ALIASES:
-                if path == module.__name__ or path.startswith(
-                    f"{module.__name__}."
-                ):  # a module has no folder in which Python could find the modules below it
-                    _put(path)
-
-
-def _named(path: str) -> ModuleType:
-    """The module for the alias ``path``. From now on it has all the names of LinkedIn's module."""
-    module = importlib.import_module(ALIASES[path])
-    rest = _SPLIT.get(module.__name__, [])
-    if rest and type(module) is ModuleType:
-        module.__class__ = _Split
-    beside = (*rest, "liger_kernel.nn", "liger_kernel.ops", _OPS + "published.launchers")
-    vars(module).setdefault("__getattr__", functools.partial(_elsewhere, module.__name__, beside=beside))
-    return module
-
-
-_REPLACED: dict[tuple[str, str], list[Any]] = {}  # module and name -> its value before each replacement
-
-
-class _Split(ModuleType):
-    """A module that was larger. If it lacks a constant or a private name, the name is read and
-    replaced in all the parts that have it now.
-
-    Deleting such a name restores its value before the replacement: pytest and mock delete names
-    that the module itself did not have.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if parts := _having(self, name):
-            return vars(parts[0])[name]
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        parts = _having(self, name) or [self]
-        if parts[0] is not self:
-            _REPLACED.setdefault((self.__name__, name), []).append(vars(parts[0])[name])
-        for part in parts:
-            vars(part)[name] = value
-
-    def __delattr__(self, name: str) -> None:
-        before = None if name in vars(self) else _REPLACED.get((self.__name__, name))
-        if not before:
-            return super().__delattr__(name)
-        value = before.pop()
-        for part in _having(self, name):
-            vars(part)[name] = value
-
-
-def _having(module: ModuleType, name: str) -> list[ModuleType]:
-    """The modules that have ``name``: ``module`` itself, or else those of its parts that have
-    the same value as the first part with the name."""
-    if name in vars(module) or name.startswith("__"):
-        return [module] if name in vars(module) else []
-    parts = [part for path in _SPLIT[module.__name__] if name in vars(part := importlib.import_module(path))]
-    return [part for part in parts if vars(part)[name] is vars(parts[0])[name]]
+            return
+        _put(module.__name__)
+        alias(module.__name__)  # the module itself may have no folder in which Python finds those below
 
 
 def alias(package: str) -> None:
-    """Make the modules of ``ALIASES`` below ``package`` available under these paths, too. Names
-    that the package already has do not change."""
+    """Make the modules of ``ALIASES`` below ``package`` available. Names that the package already
+    has do not change."""
     for path in ALIASES:
         if path.startswith(f"{package}."):
             _put(path)
@@ -253,30 +165,44 @@ def alias(package: str) -> None:
 def _put(path: str) -> None:
     """Make the module for ``path`` available under it, and in the module above: ``import a.b as
     c`` looks there."""
-    sys.modules[path] = _named(path)
+    module = importlib.import_module(ALIASES[path])
+    vars(module).setdefault("__getattr__", functools.partial(_look_up, module.__name__, _REST))
+    sys.modules[path] = module
     above, _, name = path.rpartition(".")
-    vars(importlib.import_module(above)).setdefault(name, sys.modules[path])
+    vars(importlib.import_module(above)).setdefault(name, module)
+
+
+def add_published(package: str) -> None:
+    """Give ``liger_kernel.ops``, which may not import what lies above it, the published functions
+    over its operators, and the modules of LinkedIn's that have an operator's name: imported only
+    later, they would take the operator's place."""
+    for source in (f"{_COMPAT}.function_classes", f"{_COMPAT}.host"):
+        published = vars(importlib.import_module(source)).items()
+        endings = "Function", "_forward", "_backward"
+        vars(sys.modules[package]).update((n, v) for n, v in published if n[0] != "_" and n.endswith(endings))
+    alias(package)
 
 
 def _add_forwards(module: ModuleType) -> None:
     import transformers
 
-    with_fused_head = importlib.import_module(_HERE + "patching.apply").stock_with_fused_head
+    with_fused_head = importlib.import_module(f"{_HERE}.patching.apply").stock_with_fused_head
     module.__doc__ = "The ``forward`` that patched models have, as a function to assign to a class or bind to a model."
     for name, cls in FORWARDS[module.__name__].items():
         if not hasattr(transformers, cls):
             raise ImportError(f"{module.__name__}: transformers {transformers.__version__} has no {cls}")
         vars(module)[name] = with_fused_head(getattr(transformers, cls))
-    vars(module)["__getattr__"] = functools.partial(
-        _elsewhere, module.__name__, beside=(_MODELS + "loss_utils", _MODELS + "output_classes")
-    )
+    beside = f"{_MODELS}loss_utils", f"{_MODELS}output_classes"
+    vars(module)["__getattr__"] = functools.partial(_look_up, module.__name__, beside)
 
 
-def _elsewhere(module: str, name: str, beside: Sequence[str]) -> Any:
-    """Our function or class ``name`` in one of the modules ``beside``."""
+def _look_up(module: str, sources: Sequence[str], name: str) -> Any:
+    """Our function or class ``name`` in one of the modules ``sources``."""
     if not name.startswith("_"):
-        for source in beside:
-            found = getattr(importlib.import_module(source), name, None)
+        for source in sources:
+            home = importlib.import_module(source)
+            own = vars(home).get("__getattr__")  # not if it is this function, which would never end
+            found = vars(home).get(name) if isinstance(own, functools.partial) else getattr(home, name, None)
             if getattr(found, "__module__", "").startswith("liger_kernel."):
                 return found
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -36,7 +36,9 @@ PAIRS = [(kind, level) for kind in LOSS_TYPES for level in LEVELS if level == "t
 
 @pytest.fixture(autouse=True)
 def two_sequences_a_chunk(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.linear_loss"), "auto_chunk_rows", lambda *_: 2 * T)
+    monkeypatch.setattr(
+        importlib.import_module("liger_kernel.ops.losses.linear_loss"), "auto_chunk_rows", lambda *_: 2 * T
+    )
 
 
 def batch(
@@ -459,9 +461,9 @@ def test_no_full_logits_and_three_products(monkeypatch):
             )[1],
         )
     monkeypatch.setattr(
-        importlib.import_module("liger_kernel.ops.linear_cross_entropy"), "auto_chunk_rows", lambda *_: 2 * T
+        importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy"), "auto_chunk_rows", lambda *_: 2 * T
     )
-    monkeypatch.setattr(importlib.import_module("liger_kernel.ops._linear"), "auto_chunk_rows", lambda *_: 2 * T)
+    monkeypatch.setattr(importlib.import_module("liger_kernel.ops.losses.chunks"), "auto_chunk_rows", lambda *_: 2 * T)
     with Seen() as seen:
         loss, _ = LigerFusedLinearGRPOLoss(entropy_coef=0.1)(**args)
         loss.backward()

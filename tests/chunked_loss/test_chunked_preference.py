@@ -231,7 +231,7 @@ def chunks(monkeypatch):
     """Chunks of so many tokens."""
 
     def of(rows):
-        for name in ("ops._linear", "ops.linear_cross_entropy", "ops.linear_loss"):
+        for name in ("ops.losses.chunks", "ops.losses.linear_cross_entropy", "ops.losses.linear_loss"):
             monkeypatch.setattr(importlib.import_module(f"liger_kernel.{name}"), "auto_chunk_rows", lambda *_: rows)
 
     return of
@@ -723,11 +723,9 @@ def test_trl_orpo():
 )
 def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(kind, whole, monkeypatch):
     """Otherwise a run does not begin at a loss of log 2, and its first rewards are noise."""
-    for name in ("_linear", "linear_loss"):
-        monkeypatch.setattr(
-            importlib.import_module(f"liger_kernel.ops.{name}"), "auto_chunk_rows", lambda M, *_: max(1, min(M, 7))
-        )
-    linear = importlib.import_module("liger_kernel.ops._linear")
+    for name in ("chunks", "linear_loss"):
+        monkeypatch.setattr(f"liger_kernel.ops.losses.{name}.auto_chunk_rows", lambda M, *_: max(1, min(M, 7)))
+    linear = importlib.import_module("liger_kernel.ops.losses.chunks")
     product = linear.add_mm
 
     def of_these_rows(total, a, b, first):

@@ -152,7 +152,7 @@ def test_axolotl_0_19_forces_token_scaling(monkeypatch):
 
 def test_axolotl_0_19_wraps_the_pair_under_compile():
     """``torch_compile: true`` asks for two names by getattr, and puts wrappers in their place."""
-    from liger_kernel.ops.published import fused_linear_cross_entropy as module
+    from liger_kernel.compat import host as module
 
     for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
         original = getattr(module, name)

@@ -54,7 +54,7 @@ def axolotl_plugin(monkeypatch):
     plugin = needs("axolotl.integrations.liger.plugin").LigerPlugin()
     trainer = needs("trl.trainer")
     monkeypatch.setattr(trainer, "ORPOTrainer", getattr(trainer, "ORPOTrainer", None), raising=False)
-    from liger_kernel.ops.published import fused_linear_cross_entropy as module
+    from liger_kernel.compat import host as module
 
     for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
         monkeypatch.setattr(module, name, getattr(module, name))

@@ -14,7 +14,7 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.token_embedding import embedding, reference
 from liger_kernel.transformers import experimental
 
-module = sys.modules["liger_kernel.ops.embedding"]  # the package has the function under this name
+module = sys.modules["liger_kernel.ops.token_embedding"]
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 needs_kernels = pytest.mark.skipif(

@@ -47,7 +47,7 @@ class Watch(TorchDispatchMode):
 @pytest.fixture
 def watch(monkeypatch):
     """Watches the inside of the chunk loop, which dispatch modes around launchers do not see."""
-    module, mode = importlib.import_module("liger_kernel.ops.linear_cross_entropy"), Watch()
+    module, mode = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy"), Watch()
     chunks = module.chunk_gradients
 
     def watched(*args, **kwargs):
@@ -210,7 +210,7 @@ def test_chunks_on_a_cpu_take_64_mib(M, V):
 def test_a_16_bit_weight_gradient_is_rounded_few_times(watch, monkeypatch):
     """More chunks are summed in fp32, unless the caller says otherwise."""
     sums = []
-    module = importlib.import_module("liger_kernel.ops._linear")
+    module = importlib.import_module("liger_kernel.ops.losses.chunks")
     add = module.add_mm
 
     def recorded(total, *args, **kwargs):

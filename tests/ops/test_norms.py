@@ -29,9 +29,11 @@ from liger_kernel.ops import (
     LigerModulatedRMSNormFunction,
     LigerPolyNormFunction,
     LigerReLUSquaredFunction,
-    _config,
-    _op,
+    rms_norm_backward,
+    rms_norm_forward,
 )
+from liger_kernel.ops._core import config as _config
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
 from liger_kernel.ops.norms.fused_add_rms_norm import reference as fused_add_rms_norm_reference
 from liger_kernel.ops.norms.group_norm import group_norm
@@ -42,7 +44,7 @@ from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm
 from liger_kernel.ops.norms.modulated_rms_norm import reference as modulated_rms_norm_reference
 from liger_kernel.ops.norms.poly_norm import poly_norm
 from liger_kernel.ops.norms.poly_norm import reference as poly_norm_reference
-from liger_kernel.ops.norms.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
+from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.testing import assert_as_accurate, like, run
 
 # the package has the functions under these names

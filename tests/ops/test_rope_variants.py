@@ -15,9 +15,11 @@ from liger_kernel.ops import (
     qk_norm_rope,
     rms_norm,
     rope,
+    rope_backward,
+    rope_forward,
 )
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.rotary.rope import LAYOUTS, rope_backward, rope_forward
+from liger_kernel.ops.rotary.rope import LAYOUTS
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, forward, like, run
 
 GPU = torch.cuda.is_available()

@@ -28,12 +28,12 @@ from liger_kernel.ops import (
     LigerFusedLinearScaledCrossEntropyFunction,
     LigerFusedLinearScaledCrossEntropyTPFunction,
     LigerVocabParallelCEFunction,
-    _op,
     cross_entropy,
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 
 GPUS = torch.cuda.device_count()

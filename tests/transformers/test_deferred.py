@@ -433,7 +433,7 @@ def test_a_loss_that_counts_unforeseen_tokens_is_nan_not_wrong():
 def test_the_gradient_of_the_head_is_scaled_in_the_forward(monkeypatch):
     """``num_items_in_batch``: what reaches the backward is 1, to rounding."""
     seen = []
-    module = importlib.import_module("liger_kernel.ops.linear_cross_entropy")
+    module = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy")
     scaled = module.scaled
     monkeypatch.setattr(module, "scaled", lambda grads, g: (seen.append(g.item()), scaled(grads, g))[1])
     monkeypatch.setattr(module, "auto_chunk_rows", lambda *_, **__: 5)

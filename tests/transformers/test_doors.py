@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
-import importlib.util
 import inspect
 import os
 import pickle
@@ -41,7 +39,6 @@ from hf_models import (  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel import _legacy  # noqa: E402
 from liger_kernel import nn as lnn  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.testing import assert_as_accurate, run  # noqa: E402
@@ -425,37 +422,7 @@ def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- old paths -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", _legacy.ALIASES)
-def test_old_import_paths_are_the_new_modules(path):
-    assert importlib.import_module(path) is importlib.import_module(_legacy.ALIASES[path]) is sys.modules[path]
-
-
-def test_old_import_paths_have_what_lay_there():
-    from liger_kernel.transformers.deferred import DeferredLogits, output_class
-    from liger_kernel.transformers.patch import Patches, class_patches
-    from liger_kernel.transformers.slots import Family, recognise
-
-    from liger_kernel.transformers.head import outputs, recipe
-
-    assert (DeferredLogits, output_class) == (recipe.DeferredLogits, outputs.output_class)
-    assert (
-        Patches is type(class_patches("llama", {}, None))
-        and recognise.__module__ == "liger_kernel.transformers.recognise.compare"
-    )
-    assert Family.__module__ == "liger_kernel.transformers.recognise.family"
-
-
-def test_outputs_pickled_at_their_old_path_load():
-    from liger_kernel.transformers.model.output_classes import LigerCausalLMOutputWithPast
-
-    out = LigerCausalLMOutputWithPast(loss=torch.tensor(2.0), token_accuracy=torch.tensor(0.5))
-    old = pickle.dumps(out, 0).replace(b"liger_kernel.transformers.head.outputs", b"liger_kernel.transformers.deferred")
-    assert old != pickle.dumps(out, 0)
-    again = pickle.loads(old)
-    assert type(again) is type(out) and (again.loss, again.token_accuracy) == (out.loss, out.token_accuracy)
+# -- paths of LinkedIn's package -----------------------------------------------------------------------------
 
 
 def test_monkey_patch_module():

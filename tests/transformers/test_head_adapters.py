@@ -356,7 +356,7 @@ def lora_head(dtype=torch.float32, H=32, V=65, r=3, names=("one",), **config) ->
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_of_the_size_of_the_head_or_of_all_logits(reduction, dropout, monkeypatch):
-    module, mode = importlib.import_module("liger_kernel.ops.linear_cross_entropy"), Largest()
+    module, mode = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy"), Largest()
     loop = module.chunk_gradients
 
     def watched(*args, **kwargs):

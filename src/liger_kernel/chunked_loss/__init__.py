@@ -1,38 +1,23 @@
 """Losses of a linear head for preference optimisation, reinforcement learning and distillation,
 without storing the logits of all tokens."""
 
+# ruff: noqa: F403, F405  names are those of ``__all__`` of each module
+
 from __future__ import annotations
 
-from liger_kernel.chunked_loss.cosine_similarity_loss import (
-    LigerFusedLinearCosineSimilarityFunction as LigerFusedLinearCosineSimilarityFunction,
-)
-from liger_kernel.chunked_loss.cosine_similarity_loss import (
-    LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss,
-)
-from liger_kernel.chunked_loss.cpo_loss import LigerFusedLinearCPOFunction as LigerFusedLinearCPOFunction
-from liger_kernel.chunked_loss.cpo_loss import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
-from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction as LigerFusedLinearDPOFunction
-from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
-from liger_kernel.chunked_loss.fused_linear_distillation import (
-    LigerFusedLinearDistillationBase as LigerFusedLinearDistillationBase,
-)
-from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase as LigerFusedLinearPPOBase
-from liger_kernel.chunked_loss.fused_linear_preference import (
-    LigerFusedLinearPreferenceBase as LigerFusedLinearPreferenceBase,
-)
-from liger_kernel.chunked_loss.fused_linear_unpaired_preference import (
-    LigerFusedLinearUnpairedPreferenceBase as LigerFusedLinearUnpairedPreferenceBase,
-)
+from liger_kernel.chunked_loss.cosine_similarity_loss import *
+from liger_kernel.chunked_loss.cpo_loss import *
+from liger_kernel.chunked_loss.dpo_loss import *
+from liger_kernel.chunked_loss.fused_linear_distillation import *
+from liger_kernel.chunked_loss.fused_linear_ppo import *
+from liger_kernel.chunked_loss.fused_linear_preference import *
+from liger_kernel.chunked_loss.fused_linear_unpaired_preference import *
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction as LigerFusedLinearGRPOFunction
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
-from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction as LigerFusedLinearJSDFunction
-from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
-from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearKTOFunction as LigerFusedLinearKTOFunction
-from liger_kernel.chunked_loss.kto_loss import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
-from liger_kernel.chunked_loss.orpo_loss import LigerFusedLinearORPOFunction as LigerFusedLinearORPOFunction
-from liger_kernel.chunked_loss.orpo_loss import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
-from liger_kernel.chunked_loss.simpo_loss import LigerFusedLinearSimPOFunction as LigerFusedLinearSimPOFunction
-from liger_kernel.chunked_loss.simpo_loss import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+from liger_kernel.chunked_loss.jsd_loss import *
+from liger_kernel.chunked_loss.kto_loss import *
+from liger_kernel.chunked_loss.orpo_loss import *
+from liger_kernel.chunked_loss.simpo_loss import *
 
 liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
 liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply

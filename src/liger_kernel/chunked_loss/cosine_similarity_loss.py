@@ -8,6 +8,8 @@ from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_distillation import DistillationLoss, FunctionWithKernel
 
+__all__ = ["LigerFusedLinearCosineSimilarityFunction", "LigerFusedLinearCosineSimilarityLoss"]
+
 
 class LigerFusedLinearCosineSimilarityFunction(FunctionWithKernel):
     """``apply`` takes student_input, student_weight, teacher_input, teacher_weight, true_labels,

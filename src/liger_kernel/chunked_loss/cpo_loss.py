@@ -5,19 +5,19 @@ With Delta = log pi(chosen) - log pi(rejected) (sums over tokens) and e = label_
 probability that a preference is reversed
 (as in cDPO, https://ericmitchell.ai/cdpo.pdf), over B pairs (equation 3 for e = 0):
 
-    loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta
-    Delta))
+    loss = alpha * NLL(chosen)
+           - 1 / B * sum ((1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta Delta))
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
 from liger_kernel.nn.options import WithOptions
+
+__all__ = ["LigerFusedLinearCPOFunction", "LigerFusedLinearCPOLoss"]
 
 
 def smoothed_logistic(z: Tensor, label_smoothing: float) -> Tensor:
@@ -46,26 +46,22 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
     @classmethod
     def forward(
         cls,
-        ctx: Any,
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        compact: bool = True,
-    ) -> Found:
-        options: dict[str, Any] = dict(
-            ignore_index=ignore_index, alpha=alpha, beta=beta, label_smoothing=label_smoothing, compact=compact
-        )
-        of_pairs: dict[str, Any] = dict(compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob)
-        return super().forward(cls, ctx, _input, weight, target, bias, **options, **of_pairs)
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=True,
+        compiled=True,
+        average_log_prob=False,
+        chunk_size=1,
+        compact=True,
+    ):
+        return LigerFusedLinearPreferenceBase.forward(**locals())
 
 
 class LigerFusedLinearCPOLoss(WithOptions):
@@ -75,19 +71,15 @@ class LigerFusedLinearCPOLoss(WithOptions):
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        compact: bool = True,
-    ):
-        super().__init__(locals())
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    compact: bool = True
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
         return LigerFusedLinearCPOFunction.apply(_input, lin_weight, target, bias, **self.options())

@@ -3,31 +3,41 @@
 With c = beta (log pi(chosen) - log pi_ref(chosen)), r the same of rejected, z = c - r and e =
 ``label_smoothing``, the mean over pairs of
 
-    sigmoid       -(1 - e) log sigmoid(z) - e log sigmoid(-z)           DPO; cDPO (https://ericmitchell.ai/cdpo.pdf) for e > 0
-    sigmoid_norm  the same of mean log-probabilities                    length-normalised DPO (arXiv:2411.15124)
-    hinge         max(0, 1 - z)                                         SLiC (arXiv:2305.10425), on normalised likelihoods (arXiv:2309.06657)
-    ipo           (z - 1/2)^2 / beta^2, of mean log-probabilities       IPO (arXiv:2310.12036, equation 17 with tau = beta)
-    exo_pair      KL([sigmoid(z), sigmoid(-z)] || [1 - e, e]), e > 0    EXO (arXiv:2402.00856, equation 16)
-    nca_pair      -log sigmoid(c) - (log sigmoid(-c) + log sigmoid(-r)) / 2                        NCA (arXiv:2402.05369)
-    robust        (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e), e < 1/2               robust DPO (arXiv:2403.00409)
-    bco_pair      -log sigmoid(c) - log sigmoid(-r)                     BCO (arXiv:2404.04656), without the shift by a running mean of rewards
-    sppo_hard     ((c - 1/2)^2 + (r + 1/2)^2) / beta^2                  SPPO (arXiv:2405.00675, equation 4.7 with probabilities 1 and 0)
-    aot           sigmoid, of the difference of sorted(log pi(chosen) / pi(rejected)) and sorted(log pi_ref(chosen) / pi_ref(rejected))
-    aot_unpaired  sigmoid, of sorted(c) - sorted(r); also "aot_pair"    AOT, both over the batch (arXiv:2406.05882)
-    apo_zero      1 - sigmoid(c) + sigmoid(r)                           APO (arXiv:2408.06266, equation 7)
-    apo_down      sigmoid(c) + 1 - sigmoid(z)                           APO (equation 8)
-    discopop      -(1 - m) log sigmoid(z) + m exp(-z), m = sigmoid(z / discopop_tau)               DiscoPOP (arXiv:2406.08414, equation 5)
+    sigmoid       -(1 - e) log sigmoid(z) - e log sigmoid(-z); for e > 0 cDPO
+                  (https://ericmitchell.ai/cdpo.pdf)
+    sigmoid_norm  the same of mean log-probabilities: length-normalised DPO (arXiv:2411.15124)
+    hinge         max(0, 1 - z): SLiC (arXiv:2305.10425), on normalised likelihoods
+                  (arXiv:2309.06657)
+    ipo           (z - 1/2)^2 / beta^2, of mean log-probabilities: IPO (arXiv:2310.12036,
+                  equation 17 with tau = beta)
+    exo_pair      KL([sigmoid(z), sigmoid(-z)] || [1 - e, e]), e > 0: EXO (arXiv:2402.00856,
+                  equation 16)
+    nca_pair      -log sigmoid(c) - (log sigmoid(-c) + log sigmoid(-r)) / 2: NCA
+                  (arXiv:2402.05369)
+    robust        (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e), e < 1/2: robust DPO
+                  (arXiv:2403.00409)
+    bco_pair      -log sigmoid(c) - log sigmoid(-r): BCO (arXiv:2404.04656), without the shift by
+                  a running mean of rewards
+    sppo_hard     ((c - 1/2)^2 + (r + 1/2)^2) / beta^2: SPPO (arXiv:2405.00675, equation 4.7 with
+                  probabilities 1 and 0)
+    aot           sigmoid, of the difference of sorted(log pi(chosen) / pi(rejected)) and
+                  sorted(log pi_ref(chosen) / pi_ref(rejected))
+    aot_unpaired  sigmoid, of sorted(c) - sorted(r); also "aot_pair". AOT, both over the batch
+                  (arXiv:2406.05882)
+    apo_zero      1 - sigmoid(c) + sigmoid(r): APO (arXiv:2408.06266, equation 7)
+    apo_down      sigmoid(c) + 1 - sigmoid(z): APO (equation 8)
+    discopop      -(1 - m) log sigmoid(z) + m exp(-z), m = sigmoid(z / discopop_tau): DiscoPOP
+                  (arXiv:2406.08414, equation 5)
     sft           nothing: the NLL of chosen alone, with weight 1
 
 plus ``alpha * NLL(chosen)`` with ``compute_nll_loss``. ``label_smoothing`` is refused where the
 formula has no e. The two of AOT pair what they sort over the whole batch, which costs one more
 product than the others' three.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +46,8 @@ from torch import Tensor
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase, sigmoid
 from liger_kernel.nn.options import WithOptions
+
+__all__ = ["LigerFusedLinearDPOFunction", "LigerFusedLinearDPOLoss"]
 
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired", "aot_pair")
 _OF_MEANS = ("ipo", "sigmoid_norm")
@@ -113,47 +125,34 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
     @classmethod
     def forward(
         cls,
-        ctx: Any,
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        alpha: float = 1.0,
-        ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None,
-        compact: bool = True,
-    ) -> Found:
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        compute_nll_loss=False,
+        compiled=True,
+        use_ref_model=True,
+        average_log_prob=False,
+        chunk_size=1,
+        loss_type="sigmoid",
+        label_smoothing=0.0,
+        discopop_tau=0.05,
+        alpha=1.0,
+        ref_chosen_logps=None,
+        ref_rejected_logps=None,
+        compact=True,
+    ):
         _check(cls.__name__, loss_type, label_smoothing)
         if loss_type == "sft":
             compute_nll_loss, alpha = True, 1.0
-        reference: dict[str, Any] = dict(
-            use_ref_model=use_ref_model, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias
-        )
-        reference |= dict(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
-        options: dict[str, Any] = dict(
-            alpha=alpha, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, discopop_tau=discopop_tau
-        )
-        options |= dict(
-            ignore_index=ignore_index,
-            compute_nll_loss=compute_nll_loss,
-            compact=compact,
-            whole_batch=loss_type in _OF_BATCH,
-        )
-        options["average_log_prob"] = average_log_prob or loss_type in _OF_MEANS
-        return super().forward(cls, ctx, _input, weight, target, bias, **reference, **options)
+        average_log_prob = average_log_prob or loss_type in _OF_MEANS
+        return LigerFusedLinearPreferenceBase.forward(**locals(), whole_batch=loss_type in _OF_BATCH)
 
 
 class LigerFusedLinearDPOLoss(WithOptions):
@@ -166,23 +165,21 @@ class LigerFusedLinearDPOLoss(WithOptions):
     and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        compact: bool = True,
-    ):
-        super().__init__(locals())
-        _check(type(self).__name__, loss_type, label_smoothing)
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    compute_nll_loss: bool = False
+    compiled: bool = True
+    use_ref_model: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    compact: bool = True
+
+    def check(self) -> None:
+        _check(type(self).__name__, self.loss_type, self.label_smoothing)
 
     def forward(
         self,

@@ -32,6 +32,8 @@ from liger_kernel.ops.losses.divergence.distillation import check_teacher
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
 from liger_kernel.ops.losses.linear_cross_entropy import check_head, promoted
 
+__all__ = ["LigerFusedLinearDistillationBase"]
+
 Found = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -53,16 +55,16 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def chunk_forward(
-        student_input_chunk: Tensor,
-        student_weight: Tensor,
-        teacher_input_chunk: Tensor,
-        teacher_weight: Tensor,
-        target_chunk: Tensor,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        ignore_index: int = -100,
-        compute_ce_loss: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor | float]:
+        student_input_chunk,
+        student_weight,
+        teacher_input_chunk,
+        teacher_weight,
+        target_chunk,
+        student_bias=None,
+        teacher_bias=None,
+        ignore_index=-100,
+        compute_ce_loss=True,
+    ):
         """Logits of both heads and the summed cross entropy, in plain PyTorch, for a ``forward``
         of yours with its own loop."""
         student, teacher = (
@@ -78,26 +80,26 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        cls: Any,
-        ctx: Any,
-        student_input: Tensor,
-        student_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        target: Tensor,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        chunk_size: int = 1024,
-        ignore_index: int = -100,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        compute_ce_loss: bool = True,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        return_soft_hard_loss: bool = False,
-        **loss_kwargs: Any,
-    ) -> Found:
+        cls,
+        ctx,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        target,
+        student_bias=None,
+        teacher_bias=None,
+        chunk_size=1024,
+        ignore_index=-100,
+        weight_hard_loss=0.5,
+        weight_soft_loss=0.5,
+        beta=0.5,
+        compute_ce_loss=True,
+        temperature=1.0,
+        compiled=True,
+        return_soft_hard_loss=False,
+        **loss_kwargs,
+    ):
         """The loss; with ``return_soft_hard_loss`` also the soft and the hard loss, without
         weights. Gradients are those of the student.
 
@@ -114,15 +116,11 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
             )
 
         tensors = student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias
-        weights: dict[str, Any] = dict(
-            weight_hard=weight_hard_loss if compute_ce_loss else 0.0, weight_soft=weight_soft_loss
-        )
+        numbers = ignore_index, temperature, weight_hard_loss if compute_ce_loss else 0.0, weight_soft_loss
         if only_pytorch():
-            found = _in_pytorch(soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights)
+            found = _in_pytorch(soft, *tensors, *numbers)
             return found if return_soft_hard_loss else found[0]
-        loss, soft_loss, hard_loss, norm, dx, dw, db = _any_gradients(
-            soft, *tensors, ignore_index=ignore_index, temperature=temperature, **weights
-        )
+        loss, soft_loss, hard_loss, norm, dx, dw, db = _any_gradients(soft, *tensors, *numbers)
         ctx.save_for_backward(dx, dw, db, norm)
         if not return_soft_hard_loss:
             return loss
@@ -148,7 +146,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
 
 def _any_gradients(
-    fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft
+    fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, ignore_index, temperature, weight_hard, weight_soft
 ):
     """Loss, soft and hard loss, what the gradients are still to be divided by, dx, dw and dbias
     where ``fn`` is the soft loss, chunk by chunk.
@@ -200,7 +198,7 @@ def _any_gradients(
 
 
 def _in_pytorch(
-    fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, *, ignore_index, temperature, weight_hard, weight_soft
+    fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, ignore_index, temperature, weight_hard, weight_soft
 ):  # fmt: skip
     """Loss, soft and hard loss by PyTorch's own operators."""
     x, w, bias = promoted(x, w, bias)
@@ -223,67 +221,57 @@ class FunctionWithKernel(LigerFusedLinearDistillationBase):
     @classmethod
     def forward(
         cls,
-        ctx: Any,
-        student_input: Tensor,
-        student_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        true_labels: Tensor,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> Found:
-        tensors = student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
-        options: dict[str, Any] = dict(
-            weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, beta=beta, temperature=temperature
-        )
-        options |= dict(ignore_index=ignore_index, return_soft_hard_loss=return_soft_hard_loss)
-        return LigerFusedLinearDistillationBase.forward(cls, ctx, *tensors, **options)
+        ctx,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        true_labels,
+        student_bias=None,
+        teacher_bias=None,
+        weight_hard_loss=0.5,
+        weight_soft_loss=0.5,
+        beta=0.5,
+        ignore_index=-100,
+        temperature=1.0,
+        compiled=True,
+        chunk_size=1024,
+        return_soft_hard_loss=False,
+    ):
+        given = dict(locals())
+        return LigerFusedLinearDistillationBase.forward(target=given.pop("true_labels"), **given)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        same = (
-            getattr(cls.forward, "__func__", None) is FunctionWithKernel.__dict__["forward"].__func__
-            and cls.distillation_loss_fn is cls.stock
-        )
-        return of_kernel(cls.kind, *args) if same else super().apply(*args)
+        own = FunctionWithKernel.forward.__func__  # type: ignore[attr-defined]  # which a class method has
+        if getattr(cls.forward, "__func__", None) is not own or cls.distillation_loss_fn is not cls.stock:
+            return super().apply(*args)
+        given = _SIGNATURE.bind(None, *args)
+        given.apply_defaults()
+        _, *tensors = given.args[:8]
+        return of_kernel(cls.kind, *tensors, **dict(list(given.arguments.items())[8:]))
+
+
+_SIGNATURE = inspect.signature(FunctionWithKernel.forward)
 
 
 def of_kernel(
     kind: str,
-    student_input: Tensor,
-    student_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    true_labels: Tensor,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    weight_hard_loss: float = 0.5,
-    weight_soft_loss: float = 0.5,
-    beta: float = 0.5,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    compiled: bool = True,
-    chunk_size: int = 1024,
-    return_soft_hard_loss: bool = False,
+    *tensors: Tensor | None,
+    weight_hard_loss: float,
+    weight_soft_loss: float,
+    beta: float,
+    ignore_index: int,
+    temperature: float,
+    return_soft_hard_loss: bool,
     compact: bool = True,
+    **ignored: Any,
 ) -> Found:
     """The loss by ``linear_divergence``: JSD with ``beta``, or ``beta`` times the "cosine"."""
     factor, beta = (beta, 0.5) if kind == "cosine" else (1.0, beta)
-    tensors = student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
-    numbers: dict[str, Any] = dict(
-        beta=beta, temperature=temperature, weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor
-    )
-    loss, soft, hard = linear_divergence(
-        *tensors, kind=kind, **numbers, ignore_index=ignore_index, parts=True, compact=compact
-    )
+    options: dict[str, Any] = dict(beta=beta, ignore_index=ignore_index, temperature=temperature, compact=compact)
+    options |= dict(weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor)
+    loss, soft, hard = linear_divergence(*tensors, kind=kind, **options, parts=True)  # type: ignore[arg-type]  # the seven
     return (loss, soft * factor, hard) if return_soft_hard_loss else loss
 
 
@@ -297,21 +285,19 @@ class DistillationLoss(WithOptions):
 
     kind = ""
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-        compact: bool = True,
-    ):
-        super().__init__(locals())
-        if not temperature > 0:
-            raise ValueError(f"{type(self).__name__}: temperature must be positive, got {temperature}")
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    compiled: bool = True
+    chunk_size: int = 1024
+    return_soft_hard_loss: bool = False
+    compact: bool = True
+
+    def check(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"{type(self).__name__}: temperature must be positive, got {self.temperature}")
 
     def forward(
         self,

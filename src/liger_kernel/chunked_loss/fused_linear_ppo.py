@@ -11,6 +11,8 @@ from liger_kernel.ops.losses.grpo_loss import IGNORED, unmasked
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
+__all__ = ["LigerFusedLinearPPOBase"]
+
 
 class LigerFusedLinearPPOBase:
     """The base of a policy-gradient loss: a subclass has ``ppo_loss_fn``. ``Subclass.apply(_input,
@@ -35,13 +37,7 @@ class LigerFusedLinearPPOBase:
         raise NotImplementedError("LigerFusedLinearPPOBase: a subclass must define ppo_loss_fn")
 
     @staticmethod
-    def chunk_forward(
-        input_chunk: Tensor,
-        weight: Tensor,
-        selected_token_ids: Tensor,
-        bias: Tensor | None = None,
-        temperature: float = 1.0,
-    ) -> Tensor:
+    def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
         """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without
         storing all logits: for a ``forward`` with its own loop."""
         logps: Any = linear_logprobs(
@@ -57,44 +53,44 @@ class LigerFusedLinearPPOBase:
     @classmethod
     def forward(
         own,
-        ctx: None,
-        _input: Tensor,
-        weight: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        beta: float = 0.04,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        temperature: float = 1.0,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        chunk_size: int = 1,
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None,
+        ctx,
+        _input,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        beta=0.04,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        temperature=1.0,
+        compiled=True,
+        use_ref_model=False,
+        chunk_size=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+        num_items_in_batch=None,
         *,
-        cls: type | None = None,
-        compact: bool = True,
-        entropy: bool = False,
-        **more: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        cls=None,
+        compact=True,
+        entropy=False,
+        **more,
+    ):
         """_input (B, T, H), weight (V, H), bias (V,), ids and mask (B, T), advantages (B,) or (B,
         T); ``more`` goes to ``ppo_loss_fn``.
 
@@ -103,62 +99,69 @@ class LigerFusedLinearPPOBase:
         given ones; without them, and if beta is not 0, those of ``ref_input``. ``compiled`` and
         ``chunk_size`` have no effect: the engine chooses chunks of whole sequences.
         """
-        B, T = _check(
-            _input,
-            selected_token_ids,
-            attention_mask,
-            advantages,
-            ref_per_token_logps,
-            old_per_token_logps,
-            vllm_is_ratio,
-        )
-        target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
-        head: dict[str, Any] = dict(
-            group=max(T, 1),
-            temperature=temperature,
-            ignore_index=IGNORED,
-            compact=compact and counted(target, IGNORED, T),
-            entropy=entropy,
-        )
-        if use_ref_model and beta != 0 and ref_per_token_logps is None:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    "fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for "
-                    "use_ref_model, got None"
-                )
-            check_reference("fused_linear_ppo", ref_input, selected_token_ids)
-            ref_per_token_logps = reference_logprobs(ref_input, ref_weight, target.view(B, T), ref_bias, **head)
-        numbers: dict[str, Any] = dict(
-            epsilon_low=epsilon_low, epsilon_high=epsilon_high, beta=beta, loss_type=loss_type, delta=delta
-        )
-        numbers |= dict(
-            max_completion_length=max_completion_length,
-            num_items_in_batch=num_items_in_batch,
-            use_bias_correction_kl=use_bias_correction_kl,
-        )
-        numbers |= dict(importance_sampling_level=importance_sampling_level)
-        numbers |= dict(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
-        numbers |= dict(
-            vespo_k_pos=vespo_k_pos,
-            vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg,
-        )
-        zeroed = dict(
-            advantages=advantages, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps
-        )
-        of_sequences = {name: unmasked(attention_mask, t) for name, t in zeroed.items()}
-        of_sequences |= dict(attention_mask=attention_mask, vllm_is_ratio=unmasked(attention_mask, vllm_is_ratio, 1.0))
+        return _of_tokens(**locals())
 
-        def loss(tokens: Tokens, first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-            here = {name: None if t is None else t[first:last] for name, t in of_sequences.items()}
-            entropies = dict(entropies=tokens.entropy) if entropy else {}
-            part, metrics = own.ppo_loss_fn(
-                per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers, **entropies, **more
+
+def _of_tokens(
+    own,
+    _input,
+    weight,
+    selected_token_ids,
+    attention_mask,
+    advantages,
+    bias,
+    ref_per_token_logps,
+    old_per_token_logps,
+    ref_input,
+    ref_weight,
+    ref_bias,
+    vllm_is_ratio,
+    temperature,
+    use_ref_model,
+    compact,
+    entropy,
+    more,
+    ctx,
+    cls,
+    compiled,
+    chunk_size,
+    **numbers,
+):
+    """``LigerFusedLinearPPOBase.forward``; ``numbers`` and ``more`` go to ``ppo_loss_fn``."""
+    B, T = _check(
+        _input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio
+    )
+    target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
+    head: dict[str, Any] = dict(
+        group=max(T, 1),
+        temperature=temperature,
+        ignore_index=IGNORED,
+        compact=compact and counted(target, IGNORED, T),
+        entropy=entropy,
+    )
+    if use_ref_model and numbers["beta"] != 0 and ref_per_token_logps is None:
+        if ref_input is None or ref_weight is None:
+            raise ValueError(
+                "fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for "
+                "use_ref_model, got None"
             )
-            return part, tuple(metrics)
+        check_reference("fused_linear_ppo", ref_input, selected_token_ids)
+        ref_per_token_logps = reference_logprobs(ref_input, ref_weight, target.view(B, T), ref_bias, **head)
+    zeroed = dict(
+        advantages=advantages, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps
+    )
+    of_sequences = {name: unmasked(attention_mask, t) for name, t in zeroed.items()}
+    of_sequences |= dict(attention_mask=attention_mask, vllm_is_ratio=unmasked(attention_mask, vllm_is_ratio, 1.0))
 
-        return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, **head)
+    def loss(tokens: Tokens, first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        here = {name: None if t is None else t[first:last] for name, t in of_sequences.items()}
+        entropies = dict(entropies=tokens.entropy) if entropy else {}
+        part, metrics = own.ppo_loss_fn(
+            per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers, **entropies, **more
+        )
+        return part, tuple(metrics)
+
+    return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, **head)
 
 
 def _check(

@@ -4,11 +4,12 @@ Shapes: ``_input`` (2B, T, H) and ``target`` (2B, T), the first B sequences chos
 rejected, in the same order; weight (V, H), bias (V,). With log pi(y) the sum over a sequence's
 counted tokens of their log-probabilities, or with ``average_log_prob`` their mean,
 
-    loss = preference_loss_fn(log pi(chosen), log pi(rejected), ...) + alpha * NLL,        NLL = -(mean of logp over the tokens of all chosen sequences)
+    loss = preference_loss_fn(log pi(chosen), log pi(rejected), ...) + alpha * NLL
+    NLL  = -(mean of logp over the tokens of all chosen sequences)
 
 Tokens whose target is ``ignore_index`` have no part in anything. A sequence without any token has
 log-probability 0, and an NLL of no tokens is 0.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
+
+__all__ = ["LigerFusedLinearPreferenceBase"]
 
 Found = tuple[Tensor, tuple[Tensor, ...]]
 
@@ -76,15 +79,15 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
     @staticmethod
     def chunk_forward(
-        input_chunk: Tensor,
-        weight: Tensor,
-        target_chunk: Tensor,
-        bias: Tensor | None = None,
-        ignore_index: int = -100,
-        compute_nll_loss: bool = True,
-        chosen_nll_target_chunk: Tensor | None = None,
-        average_log_prob: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
+        input_chunk,
+        weight,
+        target_chunk,
+        bias=None,
+        ignore_index=-100,
+        compute_nll_loss=True,
+        chosen_nll_target_chunk=None,
+        average_log_prob=True,
+    ):
         """Log-probabilities and logits of chosen and rejected, and the summed NLL of the chosen;
         see ``plain_logprobs``."""
         logps, every, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
@@ -97,31 +100,31 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
     @staticmethod
     def forward(
-        cls: Any,
-        ctx: Any,
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        chunk_size: int = 1,
-        ignore_index: int = -100,
-        alpha: float = 1.0,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        nll_target: Tensor | None = None,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        average_log_prob: bool = True,
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        alpha=1.0,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=True,
         *,
-        ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None,
-        whole_batch: bool = False,
-        compact: bool = True,
-        **loss_kwargs: Any,
-    ) -> Found:
+        ref_chosen_logps=None,
+        ref_rejected_logps=None,
+        whole_batch=False,
+        compact=True,
+        **loss_kwargs,
+    ):
         """``(loss, (chosen_logps (B,), rejected_logps (B,), chosen_logits_mean,
         rejected_logits_mean, nll_loss, *what preference_loss_fn returned))``.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import (
     Found,
@@ -24,6 +23,8 @@ from liger_kernel.chunked_loss.fused_linear_preference import (
 )
 from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
+
+__all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
 
 
 class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
@@ -43,14 +44,8 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
 
     @staticmethod
     def chunk_forward(
-        input_chunk: Tensor,
-        weight: Tensor,
-        target_chunk: Tensor,
-        preference_labels_chunk: Tensor,
-        bias: Tensor | None = None,
-        ignore_index: int = -100,
-        average_log_prob: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        input_chunk, weight, target_chunk, preference_labels_chunk, bias=None, ignore_index=-100, average_log_prob=False
+    ):
         """Log-probabilities of sequences (n,), their sums over the desirable and the others, and
         those of all logits; see ``plain_logprobs``."""
         logps, _, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
@@ -60,27 +55,27 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
 
     @staticmethod
     def forward(
-        cls: Any,
-        ctx: Any,
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        preference_labels: Tensor,
-        bias: Tensor | None = None,
-        chunk_size: int = 1,
-        ignore_index: int = -100,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        average_log_prob: bool = False,
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=False,
         *,
-        ref_logps: Tensor | None = None,
-        whole_batch: bool = False,
-        compact: bool = True,
-        **loss_kwargs: Any,
-    ) -> Found:
+        ref_logps=None,
+        whole_batch=False,
+        compact=True,
+        **loss_kwargs,
+    ):
         """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, *what
         preference_loss_fn returned))``.
 

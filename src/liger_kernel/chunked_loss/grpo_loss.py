@@ -102,77 +102,51 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
     @classmethod
     def forward(
         own,
-        ctx: None,
-        _input: Tensor,
-        weight: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        beta: float = 0.04,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None,
-        entropy_coef: float = 0.0,
-        return_entropy: bool = False,
-        compact: bool = True,
-        **more: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        attention_mask = attention_mask.to(acc(_input.dtype))
-        tensors = _input, weight, selected_token_ids, attention_mask, advantages, bias
-        reference = ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias
-        more |= dict(
-            beta=beta,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-            delta=delta,
-            loss_type=loss_type,
-            temperature=temperature,
-        )
-        more |= dict(
-            max_completion_length=max_completion_length,
-            num_items_in_batch=num_items_in_batch,
-            use_bias_correction_kl=use_bias_correction_kl,
-        )
-        more |= dict(
-            importance_sampling_level=importance_sampling_level,
-            vllm_is_ratio=vllm_is_ratio,
-            use_ref_model=use_ref_model,
-            compact=compact,
-        )
-        more |= dict(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
-        more |= dict(
-            vespo_k_pos=vespo_k_pos,
-            vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg,
-        )
-        more |= dict(
-            entropy=return_entropy or entropy_coef != 0, entropy_coef=entropy_coef, tokens=token_count(attention_mask)
-        )
-        more["n"] = normaliser(loss_type, attention_mask, max_completion_length, num_items_in_batch)
-        return super().forward(ctx, *tensors, *reference, **more)
+        ctx,
+        _input,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        beta=0.04,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        temperature=1.0,
+        compiled=True,
+        use_ref_model=True,
+        chunk_size=1,
+        vllm_is_ratio=None,
+        delta=None,
+        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+        num_items_in_batch=None,
+        entropy_coef=0.0,
+        return_entropy=False,
+        compact=True,
+        **more,
+    ):
+        given = dict(locals())
+        given |= given.pop("more")
+        given["attention_mask"] = mask = attention_mask.to(acc(_input.dtype))
+        given["entropy"] = given.pop("return_entropy") or entropy_coef != 0
+        n = normaliser(loss_type, mask, max_completion_length, num_items_in_batch)
+        base: Any = LigerFusedLinearPPOBase.forward
+        # not bound to the base, because the loss of tokens is that of ``own``
+        return base.__func__(**given, n=n, tokens=token_count(mask))
 
 
 class LigerFusedLinearGRPOLoss(WithOptions):
@@ -185,31 +159,27 @@ class LigerFusedLinearGRPOLoss(WithOptions):
     ``chunk_size`` have no effect.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        entropy_coef: float = 0.0,
-        return_entropy: bool = False,
-        compact: bool = True,
-    ):
-        super().__init__(locals())
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    entropy_coef: float = 0.0
+    return_entropy: bool = False
+    compact: bool = True
 
     def forward(
         self,

@@ -12,6 +12,8 @@ from torch import Tensor
 from liger_kernel.chunked_loss.fused_linear_distillation import DistillationLoss, FunctionWithKernel
 from liger_kernel.ops.losses.divergence.logit_divergence import logit_divergence
 
+__all__ = ["LigerFusedLinearJSDFunction", "LigerFusedLinearJSDLoss"]
+
 
 class LigerFusedLinearJSDFunction(FunctionWithKernel):
     """``apply`` takes student_input, student_weight, teacher_input, teacher_weight, true_labels,

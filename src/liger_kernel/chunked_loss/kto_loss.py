@@ -4,15 +4,13 @@ itself, and gains and losses weigh unequally.
 With r = log pi(y) - log pi_ref(y), z = ``kl``, the batch's estimate of KL(pi || pi_ref), not
 differentiated and clamped by who estimates it, over B sequences (equation 8):
 
-    loss = 1 / B * sum  w_d (1 - sigmoid(beta (r - z))) if desirable,  w_u (1 - sigmoid(beta (z -
-    r))) if not
+    loss = 1 / B * sum  w_d (1 - sigmoid(beta (r - z))) if desirable,
+                        w_u (1 - sigmoid(beta (z - r))) if not
 
 w_d = ``desirable_weight``, w_u = ``undesirable_weight``. Without a reference log pi_ref is 0.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +18,8 @@ from torch import Tensor
 from liger_kernel.chunked_loss.fused_linear_preference import Found, sigmoid
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
 from liger_kernel.nn.options import WithOptions
+
+__all__ = ["LigerFusedLinearKTOFunction", "LigerFusedLinearKTOLoss"]
 
 
 class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
@@ -52,38 +52,33 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
     @classmethod
     def forward(
         cls,
-        ctx: Any,
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        preference_labels: Tensor,
-        bias: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        kl: Tensor | float | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        ref_logps: Tensor | None = None,
-        compact: bool = True,
-    ) -> Found:
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        kl=None,
+        ignore_index=-100,
+        beta=0.1,
+        compiled=True,
+        use_ref_model=False,
+        average_log_prob=False,
+        chunk_size=1,
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        ref_logps=None,
+        compact=True,
+    ):
         if isinstance(kl, Tensor):
             if kl.numel() != 1:
                 raise ValueError(f"{cls.__name__}: kl must be one number, got shape {tuple(kl.shape)}")
             kl = kl.detach().reshape(())
-        reference: dict[str, Any] = dict(
-            ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, ref_logps=ref_logps
-        )
-        reference["use_ref_model"] = use_ref_model or ref_input is not None
-        options: dict[str, Any] = dict(ignore_index=ignore_index, average_log_prob=average_log_prob, compact=compact)
-        options |= dict(beta=beta, kl=kl, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
-        return super().forward(cls, ctx, _input, weight, target, preference_labels, bias, **reference, **options)
+        use_ref_model = use_ref_model or ref_input is not None
+        return LigerFusedLinearUnpairedPreferenceBase.forward(**locals())
 
 
 class LigerFusedLinearKTOLoss(WithOptions):
@@ -95,19 +90,15 @@ class LigerFusedLinearKTOLoss(WithOptions):
     no effect; ``compact``, ``ref_logps``: ``LigerFusedLinearUnpairedPreferenceBase``.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        compact: bool = True,
-    ):
-        super().__init__(locals())
+    ignore_index: int = -100
+    beta: float = 0.1
+    compiled: bool = True
+    use_ref_model: bool = False
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    compact: bool = True
 
     def forward(
         self,

@@ -9,14 +9,14 @@ pi(y)), over B pairs (equations 6 and 7):
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
 from liger_kernel.nn.options import WithOptions
+
+__all__ = ["LigerFusedLinearORPOFunction", "LigerFusedLinearORPOLoss"]
 
 
 def _log_odds(logp: Tensor) -> Tensor:
@@ -42,33 +42,20 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
     @classmethod
     def forward(
         cls,
-        ctx: Any,
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        nll_target: Tensor | None = None,
-        compiled: bool = True,
-        chunk_size: int = 1,
-        compact: bool = True,
-    ) -> Found:
-        of_nll: dict[str, Any] = dict(compute_nll_loss=compute_nll_loss, nll_target=nll_target)
-        return super().forward(
-            cls,
-            ctx,
-            _input,
-            weight,
-            target,
-            bias,
-            ignore_index=ignore_index,
-            beta=beta,
-            average_log_prob=True,
-            compact=compact,
-            **of_nll,
-        )
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        chunk_size=1,
+        compact=True,
+    ):
+        return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
 
 
 class LigerFusedLinearORPOLoss(WithOptions):
@@ -79,16 +66,12 @@ class LigerFusedLinearORPOLoss(WithOptions):
     ``LigerFusedLinearPreferenceBase``.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        chunk_size: int = 1,
-        compact: bool = True,
-    ):
-        super().__init__(locals())
+    ignore_index: int = -100
+    beta: float = 0.1
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    chunk_size: int = 1
+    compact: bool = True
 
     def forward(
         self,

@@ -4,20 +4,21 @@ without a reference, and have to differ by a margin.
 With Delta = log pi(chosen) - log pi(rejected) (means over tokens) and e = label_smoothing, over B
 pairs (equation 6 for e = 0 and no NLL):
 
-    z = beta Delta - gamma,        loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(z) + e log sigmoid(-z))
+    z    = beta Delta - gamma
+    loss = alpha * NLL(chosen) - 1 / B * sum ((1 - e) log sigmoid(z) + e log sigmoid(-z))
 
 The paper has no NLL: ``compute_nll_loss=False``, the function's default; the module's is True.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
 from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
 from liger_kernel.nn.options import WithOptions
+
+__all__ = ["LigerFusedLinearSimPOFunction", "LigerFusedLinearSimPOLoss"]
 
 
 class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
@@ -44,35 +45,22 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
     @classmethod
     def forward(
         cls,
-        ctx: Any,
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        gamma: float = 0.5,
-        chunk_size: int = 1,
-        compact: bool = True,
-    ) -> Found:
-        options: dict[str, Any] = dict(
-            alpha=alpha, beta=beta, label_smoothing=label_smoothing, gamma=gamma, average_log_prob=True, compact=compact
-        )
-        return super().forward(
-            cls,
-            ctx,
-            _input,
-            weight,
-            target,
-            bias,
-            ignore_index=ignore_index,
-            compute_nll_loss=compute_nll_loss,
-            **options,
-        )
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        beta=0.1,
+        alpha=1.0,
+        label_smoothing=0.0,
+        compute_nll_loss=False,
+        compiled=True,
+        gamma=0.5,
+        chunk_size=1,
+        compact=True,
+    ):
+        return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
 
 
 class LigerFusedLinearSimPOLoss(WithOptions):
@@ -82,19 +70,15 @@ class LigerFusedLinearSimPOLoss(WithOptions):
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        gamma: float = 0.5,
-        chunk_size: int = 1,
-        compact: bool = True,
-    ):
-        super().__init__(locals())
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma: float = 0.5
+    chunk_size: int = 1
+    compact: bool = True
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
         return LigerFusedLinearSimPOFunction.apply(_input, lin_weight, target, bias, **self.options())

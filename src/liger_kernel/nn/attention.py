@@ -14,15 +14,14 @@ from liger_kernel.ops.attention.neighborhood_attention import neighborhood_atten
 from liger_kernel.ops.attention.softmax import softmax
 from liger_kernel.ops.attention.sparsemax import sparsemax
 
-
-def liger_softmax(x: Tensor) -> Tensor:
-    """Softmax over the last dim."""
-    return softmax(x)
-
-
-def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """Euclidean projection onto the simplex along ``dim``."""
-    return sparsemax(input, dim=dim)
+__all__ = [
+    "LigerFusedNeighborhoodAttention",
+    "LigerFusedNeighborhoodAttentionConfig",
+    "LigerFusedNeighborhoodAttentionLayer",
+    "LigerMultiTokenAttention",
+    "LigerSoftmax",
+    "LigerSparsemax",
+]
 
 
 class LigerSoftmax(nn.Module):
@@ -44,23 +43,6 @@ class LigerSparsemax(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
-
-
-def liger_multi_token_attention(
-    scores: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
-    groups: int = 1,
-    sparse: bool = False,
-) -> Tensor:
-    """Causal softmax, or sparsemax, of scores (B, C, L, L), convolved over neighbouring queries
-    and keys; zero above the diagonal."""
-    return multi_token_attention(
-        scores, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, sparse=sparse
-    )
 
 
 class LigerMultiTokenAttention(nn.Module):
@@ -98,14 +80,6 @@ class LigerMultiTokenAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, " + ", ".join(f"{k}={v}" for k, v in self.options.items())
-
-
-def liger_fused_neighborhood_attention(
-    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
-) -> Tensor:
-    """Attention of query (B, H, T, D) to the ``kernel_size`` keys around it, ``dilation`` apart,
-    fewer at the borders."""
-    return neighborhood_attention(query, key, value, kernel_size=kernel_size, dilation=dilation, scale=scale)
 
 
 class LigerFusedNeighborhoodAttention(nn.Module):

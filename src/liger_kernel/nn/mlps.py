@@ -8,21 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import memory
+from liger_kernel.ops._core.impl import ImplNotAvailableError
 from liger_kernel.ops.activations.glu import glu
 from liger_kernel.ops.activations.relu_squared import relu_squared
 from liger_kernel.ops.projections.mlp import mlp
 from liger_kernel.ops.projections.moe import moe
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp
 
-
-def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """``silu(a) * b``."""
-    return glu(a, b, act="silu")
-
-
-def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """``gelu(a) * b``, with the tanh approximation of gelu."""
-    return glu(a, b, act="gelu_tanh")
+__all__ = [
+    "LigerBlockSparseTop2MLP",
+    "LigerExpertParallelFusedMoe",
+    "LigerExperts",
+    "LigerFalconH1MLP",
+    "LigerFalconH1SwiGLUMLP",
+    "LigerGEGLUMLP",
+    "LigerGEGLUMLPForGemma4",
+    "LigerHunyuanV1SwiGLUMLP",
+    "LigerMLP",
+    "LigerPhi3SwiGLUMLP",
+    "LigerQwen3MoeSwiGLUMLP",
+    "LigerReLUSquared",
+    "LigerSwiGLUMLP",
+    "LigerSwiGLUMLPForMuseGlimmer",
+    "LigerTiledGEGLUMLP",
+    "LigerTiledSwiGLUMLP",
+]
 
 
 def _activation_of(self: nn.Module) -> str:
@@ -275,13 +285,45 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         return self.down_proj(memory.cheap(glu, self.gate_up_proj(hidden_states), act=self.act))
 
 
-def liger_relu_squared(x: Tensor) -> Tensor:
-    """``relu(x)^2``."""
-    return relu_squared(x)
-
-
 class LigerReLUSquared(nn.Module):
     """``relu(x)^2``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return relu_squared(x)
+
+
+class LigerExpertParallelFusedMoe(nn.Module):
+    """``sum_k weight_k A (silu(B x) * (C x))`` over the experts of each token, with weights of each
+    call. All experts must be on this rank.
+
+    Raises ``ImplNotAvailableError`` for a ``process_group`` of several ranks, because that needs
+    native kernels over NVSHMEM, which do not exist here. Use Transformers' own expert parallelism
+    with ``LigerExperts`` instead.
+    """
+
+    def __init__(self, process_group: Any = None):
+        super().__init__()
+        if process_group is not None and process_group.size() > 1:
+            raise ImplNotAvailableError(
+                "LigerExpertParallelFusedMoe: process_group must be None or of one rank, got "
+                f"{process_group.size()}: NVSHMEM is needed"
+            )
+        self.process_group = process_group
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        expert_indices: Tensor,
+        expert_weights: Tensor,
+        all_B: Tensor,
+        all_C: Tensor,
+        all_A: Tensor,
+        num_experts: int,
+    ) -> Tensor:
+        """hidden_states (M, H), expert_indices and expert_weights (M, K), all_B and all_C (E, I,
+        H), all_A (E, H, I)."""
+        if all_B.shape[0] != num_experts:
+            raise ValueError(
+                f"LigerExpertParallelFusedMoe: all_B must hold {num_experts} experts, got {all_B.shape[0]}"
+            )
+        return moe(hidden_states, torch.cat((all_B, all_C), 1), all_A, expert_indices, expert_weights)

@@ -1,4 +1,4 @@
-"""Norms, as functions and modules."""
+"""Norms, as modules."""
 
 from __future__ import annotations
 
@@ -8,41 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel import functional, memory
+from liger_kernel import memory
+from liger_kernel.compat import functional
+from liger_kernel.compat.functions import liger_group_norm
 from liger_kernel.ops.norms.dyt import dyt
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
-from liger_kernel.ops.norms.group_norm import group_norm
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm
 from liger_kernel.ops.norms.poly_norm import poly_norm
-from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
 from liger_kernel.ops.norms.rms_norm import rms_norm
 
-
-def liger_rms_norm(
-    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
-) -> Tensor:
-    """``x / rms(x) * (W + offset)`` over the last dim."""
-    return rms_norm(X, W, eps=eps, offset=offset, casting=casting_mode)
-
-
-def liger_fused_add_rms_norm(
-    X: Tensor,
-    R: Tensor,
-    W: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return ``liger_rms_norm`` of ``X + R``, and that sum."""
-    return fused_add_rms_norm(X, R, W, eps=eps, offset=offset, casting=casting_mode)
-
-
-def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
-    """``F.layer_norm`` over the last dim."""
-    return layer_norm(X, W, B, eps=eps)
-
+__all__ = [
+    "LigerDyT",
+    "LigerFusedAddRMSNorm",
+    "LigerGroupNorm",
+    "LigerLayerNorm",
+    "LigerModulatedRMSNorm",
+    "LigerPolyNorm",
+    "LigerRMSNorm",
+    "LigerRMSNormForGemma",
+    "LigerRMSNormForGemma2",
+    "LigerRMSNormForGemma3",
+    "LigerRMSNormForGemma4",
+    "LigerRMSNormForGlm4",
+    "LigerRMSNormForMuseGlimmer",
+    "LigerRMSNormForMuseGlimmerTextCentered",
+    "LigerRMSNormForOlmo2",
+    "LigerRMSNormForQwen3Next",
+]
 
 INIT = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -250,11 +243,6 @@ class LigerLayerNorm(nn.Module):
         return f"({self.hidden_size},), eps={self.variance_epsilon}" + (f", impl={self.impl!r}" if self.impl else "")
 
 
-def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """``tanh(alpha * x) * gamma + beta`` over the last dim; alpha has one element."""
-    return dyt(x, alpha, gamma, beta)
-
-
 class LigerDyT(nn.Module):
     """Dynamic tanh, a replacement for a norm: ``tanh(alpha * x) * gamma + beta``
     (arXiv:2503.10622). ``beta``: whether there is a beta."""
@@ -271,21 +259,6 @@ class LigerDyT(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, beta={self.beta is not None}, init_alpha={self.init_alpha}"
-
-
-def liger_modulated_rms_norm(
-    X: Tensor,
-    W: Tensor | None,
-    scale: Tensor,
-    shift: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> Tensor:
-    """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift are (H,), (1, H), (B, H),
-    or have a row for each token."""
-    return modulated_rms_norm(X, scale, shift, W, eps=eps, offset=offset, casting=casting_mode)
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
@@ -316,20 +289,6 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
         )
 
 
-def liger_group_norm(
-    X: Tensor,
-    affine_scaling_weight: Tensor | None,
-    affine_shifting_bias: Tensor | None,
-    num_channels: int,
-    num_groups: int,
-    eps: float,
-) -> Tensor:
-    """``F.group_norm`` of X (B, num_channels, ...)."""
-    if X.shape[1] != num_channels:
-        raise ValueError(f"liger_group_norm: X must have {num_channels} channels, got shape {tuple(X.shape)}")
-    return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps=eps)
-
-
 class LigerGroupNorm(nn.Module):
     """``group_norm`` with a weight and a bias. The bias exists and begins at zero whatever
     ``bias`` is, as in state dicts of LinkedIn's package."""
@@ -355,11 +314,6 @@ class LigerGroupNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_channels={self.num_channels}, num_groups={self.num_groups}, eps={self.variance_epsilon}"
-
-
-def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
-    """``W[0] n(X^3) + W[1] n(X^2) + W[2] n(X) + B``, ``n(z) = z / rms(z)`` over the last dim."""
-    return poly_norm(X, W, B, eps=eps)
 
 
 class LigerPolyNorm(nn.Module):

@@ -5,26 +5,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import TYPE_CHECKING
 
 from liger_kernel import _legacy
 from liger_kernel.ops._core.impl import LIGER_KERNEL_IMPL_ENV as LIGER_KERNEL_IMPL_ENV
 from liger_kernel.ops._core.impl import OURS
 from liger_kernel.ops._core.impl import select_impl as select_impl
 from liger_kernel.ops._core.operator import OPS as OPS
-from liger_kernel.ops.activations.glu import LigerFusedGateUpSiLUMulFunction as LigerFusedGateUpSiLUMulFunction
-from liger_kernel.ops.activations.glu import LigerGELUMulFunction as LigerGELUMulFunction
-from liger_kernel.ops.activations.glu import LigerSiLUMulFunction as LigerSiLUMulFunction
-from liger_kernel.ops.activations.glu import geglu_backward as geglu_backward
-from liger_kernel.ops.activations.glu import geglu_forward as geglu_forward
 from liger_kernel.ops.activations.glu import glu as glu
-from liger_kernel.ops.activations.glu import swiglu_backward as swiglu_backward
-from liger_kernel.ops.activations.glu import swiglu_forward as swiglu_forward
-from liger_kernel.ops.activations.glu import swiglu_fused_gate_up_backward as swiglu_fused_gate_up_backward
-from liger_kernel.ops.activations.glu import swiglu_fused_gate_up_forward as swiglu_fused_gate_up_forward
 from liger_kernel.ops.activations.relu_squared import LigerReLUSquaredFunction as LigerReLUSquaredFunction
 from liger_kernel.ops.activations.relu_squared import relu_squared as relu_squared
-from liger_kernel.ops.activations.relu_squared import relu_squared_backward as relu_squared_backward
-from liger_kernel.ops.activations.relu_squared import relu_squared_forward as relu_squared_forward
 from liger_kernel.ops.attention.multi_token_attention import (
     LigerMultiTokenAttentionFunction as LigerMultiTokenAttentionFunction,
 )
@@ -32,37 +22,24 @@ from liger_kernel.ops.attention.multi_token_attention import multi_token_attenti
 from liger_kernel.ops.attention.neighborhood_attention import (
     LigerFusedNeighborhoodAttentionFunction as LigerFusedNeighborhoodAttentionFunction,
 )
-from liger_kernel.ops.attention.neighborhood_attention import (
-    fused_neighborhood_attention_forward as fused_neighborhood_attention_forward,
-)
 from liger_kernel.ops.attention.neighborhood_attention import neighborhood_attention as neighborhood_attention
 from liger_kernel.ops.attention.sink_attention import sink_attention as sink_attention
 from liger_kernel.ops.attention.softmax import LigerSoftmaxFunction as LigerSoftmaxFunction
 from liger_kernel.ops.attention.softmax import softmax as softmax
 from liger_kernel.ops.attention.sparsemax import LigerSparsemaxFunction as LigerSparsemaxFunction
 from liger_kernel.ops.attention.sparsemax import sparsemax as sparsemax
-from liger_kernel.ops.losses.cross_entropy import LigerCrossEntropyFunction as LigerCrossEntropyFunction
 from liger_kernel.ops.losses.cross_entropy import cross_entropy as cross_entropy
-from liger_kernel.ops.losses.cross_entropy import cross_entropy_backward as cross_entropy_backward
-from liger_kernel.ops.losses.cross_entropy import cross_entropy_forward as cross_entropy_forward
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import LigerFusedCETVDFunction as LigerFusedCETVDFunction
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd as fused_ce_tvd
-from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd_backward as fused_ce_tvd_backward
-from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd_forward as fused_ce_tvd_forward
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence as linear_divergence
 from liger_kernel.ops.losses.divergence.logit_divergence import logit_divergence as logit_divergence
 from liger_kernel.ops.losses.divergence.probabilities import LigerJSDFunction as LigerJSDFunction
 from liger_kernel.ops.losses.divergence.probabilities import LigerKLDivLossFunction as LigerKLDivLossFunction
 from liger_kernel.ops.losses.divergence.probabilities import LigerTVDLossFunction as LigerTVDLossFunction
 from liger_kernel.ops.losses.divergence.probabilities import jsd as jsd
-from liger_kernel.ops.losses.divergence.probabilities import jsd_backward as jsd_backward
-from liger_kernel.ops.losses.divergence.probabilities import jsd_forward as jsd_forward
 from liger_kernel.ops.losses.divergence.probabilities import kl_div as kl_div
 from liger_kernel.ops.losses.divergence.probabilities import tvd as tvd
 from liger_kernel.ops.losses.grpo_loss import GrpoLossFunction as GrpoLossFunction
-from liger_kernel.ops.losses.linear_cross_entropy import (
-    LigerFusedLinearCrossEntropyFunction as LigerFusedLinearCrossEntropyFunction,
-)
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs as linear_logprobs
 from liger_kernel.ops.losses.linear_loss import linear_loss as linear_loss
@@ -81,29 +58,17 @@ from liger_kernel.ops.norms.dyt import LigerDyTFunction as LigerDyTFunction
 from liger_kernel.ops.norms.dyt import dyt as dyt
 from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFunction as LigerFusedAddRMSNormFunction
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
-from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_backward as fused_add_rms_norm_backward
-from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_forward as fused_add_rms_norm_forward
 from liger_kernel.ops.norms.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_kernel.ops.norms.group_norm import LigerGroupNormFunction as LigerGroupNormFunction
 from liger_kernel.ops.norms.group_norm import group_norm as group_norm
-from liger_kernel.ops.norms.group_norm import group_norm_backward as group_norm_backward
-from liger_kernel.ops.norms.group_norm import group_norm_forward as group_norm_forward
 from liger_kernel.ops.norms.layer_norm import LigerLayerNormFunction as LigerLayerNormFunction
 from liger_kernel.ops.norms.layer_norm import layer_norm as layer_norm
-from liger_kernel.ops.norms.layer_norm import layer_norm_backward as layer_norm_backward
-from liger_kernel.ops.norms.layer_norm import layer_norm_forward as layer_norm_forward
 from liger_kernel.ops.norms.modulated_rms_norm import LigerModulatedRMSNormFunction as LigerModulatedRMSNormFunction
 from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm as modulated_rms_norm
-from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm_backward as modulated_rms_norm_backward
-from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm_forward as modulated_rms_norm_forward
 from liger_kernel.ops.norms.poly_norm import LigerPolyNormFunction as LigerPolyNormFunction
 from liger_kernel.ops.norms.poly_norm import poly_norm as poly_norm
-from liger_kernel.ops.norms.poly_norm import poly_norm_backward as poly_norm_backward
-from liger_kernel.ops.norms.poly_norm import poly_norm_forward as poly_norm_forward
 from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
 from liger_kernel.ops.norms.rms_norm import rms_norm as rms_norm
-from liger_kernel.ops.norms.rms_norm import rms_norm_backward as rms_norm_backward
-from liger_kernel.ops.norms.rms_norm import rms_norm_forward as rms_norm_forward
 from liger_kernel.ops.projections.lora import lora_linear as lora_linear
 from liger_kernel.ops.projections.lora import lora_mlp as lora_mlp
 from liger_kernel.ops.projections.lora import lora_qkv as lora_qkv
@@ -114,30 +79,8 @@ from liger_kernel.ops.projections.moe import LigerFusedMoEFunction as LigerFused
 from liger_kernel.ops.projections.moe import moe as moe
 from liger_kernel.ops.projections.tiled_mlp import LigerTiledMLPFunction as LigerTiledMLPFunction
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp as apply_tiled_mlp
-from liger_kernel.ops.published.fused_linear_cross_entropy import (
-    fused_linear_cross_entropy_backward as fused_linear_cross_entropy_backward,
-)
-from liger_kernel.ops.published.fused_linear_cross_entropy import (
-    fused_linear_cross_entropy_forward as fused_linear_cross_entropy_forward,
-)
-from liger_kernel.ops.published.fused_linear_jsd import LigerFusedLinearJSDFunction as LigerFusedLinearJSDFunction
-from liger_kernel.ops.published.fused_linear_jsd import fused_linear_jsd_backward as fused_linear_jsd_backward
-from liger_kernel.ops.published.fused_linear_jsd import fused_linear_jsd_forward as fused_linear_jsd_forward
-from liger_kernel.ops.published.fused_linear_kl_div import (
-    LigerFusedLinearKLDivFunction as LigerFusedLinearKLDivFunction,
-)
-from liger_kernel.ops.published.fused_linear_kl_div import fused_linear_kl_div_backward as fused_linear_kl_div_backward
-from liger_kernel.ops.published.fused_linear_kl_div import fused_linear_kl_div_forward as fused_linear_kl_div_forward
-from liger_kernel.ops.published.fused_linear_scaled_cross_entropy import (
-    LigerFusedLinearScaledCrossEntropyFunction as LigerFusedLinearScaledCrossEntropyFunction,
-)
-from liger_kernel.ops.published.fused_linear_scaled_cross_entropy import (
-    LigerFusedLinearScaledCrossEntropyTPFunction as LigerFusedLinearScaledCrossEntropyTPFunction,
-)
 from liger_kernel.ops.residual.attn_res import LigerAttnResFunction as LigerAttnResFunction
 from liger_kernel.ops.residual.attn_res import attn_res as attn_res
-from liger_kernel.ops.residual.attn_res import attn_res_backward as attn_res_backward
-from liger_kernel.ops.residual.attn_res import attn_res_forward as attn_res_forward
 from liger_kernel.ops.residual.mhc import LigerMHCCoeffsFunction as LigerMHCCoeffsFunction
 from liger_kernel.ops.residual.mhc import mhc_coeffs as mhc_coeffs
 from liger_kernel.ops.residual.mhc_mixing import LigerMHCPostResFunction as LigerMHCPostResFunction
@@ -145,24 +88,18 @@ from liger_kernel.ops.residual.mhc_mixing import LigerMHCPreFunction as LigerMHC
 from liger_kernel.ops.residual.mhc_mixing import mhc_post_res as mhc_post_res
 from liger_kernel.ops.residual.mhc_mixing import mhc_pre as mhc_pre
 from liger_kernel.ops.rotary.qk_norm_rope import qk_norm_rope as qk_norm_rope
-from liger_kernel.ops.rotary.rope import LigerLlama4RopeFunction as LigerLlama4RopeFunction
-from liger_kernel.ops.rotary.rope import LigerQwen2VLMRopeFunction as LigerQwen2VLMRopeFunction
-from liger_kernel.ops.rotary.rope import LigerRopeFunction as LigerRopeFunction
-from liger_kernel.ops.rotary.rope import llama4_rope_forward as llama4_rope_forward
-from liger_kernel.ops.rotary.rope import qwen2vl_mrope_backward as qwen2vl_mrope_backward
-from liger_kernel.ops.rotary.rope import qwen2vl_mrope_forward as qwen2vl_mrope_forward
 from liger_kernel.ops.rotary.rope import rope as rope
-from liger_kernel.ops.rotary.rope import rope_backward as rope_backward
-from liger_kernel.ops.rotary.rope import rope_forward as rope_forward
 from liger_kernel.ops.token_embedding import LigerEmbeddingFunction as LigerEmbeddingFunction
 from liger_kernel.ops.token_embedding import embedding as embedding
 from liger_kernel.utils import infer_device as infer_device
+
+if TYPE_CHECKING:  # what ``add_published`` adds
+    from liger_kernel.compat.function_classes import *  # noqa: F403
+    from liger_kernel.compat.host import *  # noqa: F403
 
 if (_impl := os.environ.get("LIGER_KERNEL_IMPL")) and _impl not in OURS:
     warnings.warn(
         f"LIGER_KERNEL_IMPL={_impl}: the implementations here are triton, which is what runs, and torch", stacklevel=2
     )
 
-# A published module may have an operator's name, such as ``ops.rms_norm``: imported only later, it
-# would take the operator's place here.
-_legacy.alias(__name__)
+_legacy.add_published(__name__)

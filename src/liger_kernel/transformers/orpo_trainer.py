@@ -4,15 +4,25 @@ first use."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_kernel.transformers.fsdp import _FSDPForwardRedirection as _FSDPForwardRedirection
+from liger_kernel.parallel import call_instead
 from liger_kernel.transformers.head.recipe import IGNORE
 from liger_kernel.transformers.head.token_scores import give_scores
+
+
+class _FSDPForwardRedirection:
+    """Calls a function while the parameters of a module, wrapped by FSDP1, are gathered, and
+    lets their gradients be reduced."""
+
+    def __call__(self, wrapper_module: nn.Module, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        """``method(*args, **kwargs)``, from within a call of ``wrapper_module``."""
+        return call_instead(wrapper_module, wrapper_module.module, method, *args, **kwargs)
 
 
 @functools.cache
@@ -43,15 +53,15 @@ def _trainer() -> type:
             inputs = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
             ids, mask, labels = (inputs[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels"))
             n = len(batch["chosen_labels"])
-            learnt = torch.where(mask == 1, ids, IGNORE)  # of what was chosen, the prompt is learnt, too
-            learnt[n:] = IGNORE
-            learnt, labels = (F.pad(t, (0, 1), value=IGNORE)[:, 1:] for t in (learnt, labels))
-            targets = learnt, torch.where(labels == learnt, IGNORE, labels)
+            learned = torch.where(mask == 1, ids, IGNORE)  # of what was chosen, the prompt is learned, too
+            learned[n:] = IGNORE
+            learned, labels = (F.pad(t, (0, 1), value=IGNORE)[:, 1:] for t in (learned, labels))
+            targets = learned, torch.where(labels == learned, IGNORE, labels)
             aux = {"output_router_logits": True} if self.aux_loss_enabled else {}
             out = model(ids, attention_mask=mask, use_cache=False, token_targets=targets, **aux)
-            nll = -out.logp.sum() / (learnt != IGNORE).sum()
+            nll = -out.logp.sum() / (learned != IGNORE).sum()
             counts = labels != IGNORE
-            answers = torch.where(labels == learnt, out.logp, out.logp_of_others).where(counts, 0).sum(1) / counts.sum(
+            answers = torch.where(labels == learned, out.logp, out.logp_of_others).where(counts, 0).sum(1) / counts.sum(
                 1
             )
             means = out.mean_logit[:, :-1]  # the last token predicts nothing

@@ -90,13 +90,3 @@ def relu_squared(x: Tensor) -> Tensor:
     if not use_kernels(x, fusible=True):
         return reference(x)
     return LigerReLUSquaredFunction.apply(x)
-
-
-def relu_squared_forward(X: Tensor) -> Tensor:
-    """``relu(X)^2``, without autograd."""
-    return relu_squared_fwd(X.contiguous())
-
-
-def relu_squared_backward(X: Tensor, dY: Tensor) -> Tensor:
-    """dX."""
-    return relu_squared_bwd(dY.contiguous(), X.contiguous())

@@ -435,27 +435,3 @@ def neighborhood_attention(
     if not use_kernels(q) or q.shape[-1] > MAX_D or not q.numel():
         return reference(q, k, v, kernel_size=kernel_size, dilation=dilation, scale=scale)
     return LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, kernel_size, dilation, scale)
-
-
-def fused_neighborhood_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: int = 7,
-    dilation: int = 1,
-    scale: float | None = None,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor, tuple[()]]:
-    """Without autograd: the output, the weights (B, H, T, T) computed by PyTorch, zero outside
-    the neighbourhood, and () for the unused settings."""
-    q, k, at = query.float(), key.float(), torch.arange(query.shape[2], device=query.device)
-    far = at[None] - at[:, None]
-    inside = (far.abs() <= kernel_size // 2 * dilation) & (far % dilation == 0)
-    scores = (q @ k.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    weights = scores.masked_fill(~inside, -float("inf")).softmax(-1).to(query.dtype)
-    with torch.no_grad():
-        return (
-            neighborhood_attention(query, key, value, kernel_size=kernel_size, dilation=dilation, scale=scale),
-            weights.detach(),
-            (),
-        )

@@ -14,7 +14,6 @@ from liger_kernel.ops._core.operator import (
     Case,
     Cost,
     T,
-    as_index,
     computed,
     launcher,
     nbytes,
@@ -22,7 +21,6 @@ from liger_kernel.ops._core.operator import (
     op,
     rows_of,
     use_kernels,
-    with_gradients,
 )
 from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.cross_entropy_rows import (
@@ -216,77 +214,3 @@ def cross_entropy(
     out = CrossEntropyFunction.apply(logits, target, class_weight, num_items, now, *numbers, False, False)
     # the last two fields of ``Loss`` are only those of the fused linear losses
     return out if stats else out[0]
-
-
-def published(
-    found: Any, target: Tensor, ignore_index: int, z_loss: bool, accuracy: bool, predictions: bool
-) -> tuple[Tensor | None, ...]:
-    """Loss, z-loss, token accuracy and predicted classes, if requested, from the result of an
-    operator (with ``stats`` if any of them was requested)."""
-    if not (z_loss or accuracy or predictions):
-        return found, None, None, None
-    loss, z, predicted = found
-    valid = as_index(target) != ignore_index
-    share = ((predicted == target) & valid).sum() / valid.sum() if accuracy else None
-    return loss, z if z_loss else None, share, predicted if predictions else None
-
-
-class LigerCrossEntropyFunction:
-    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None if not requested.
-    The logits are not overwritten."""
-
-    @staticmethod
-    def apply(
-        _input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> tuple[Tensor | None, ...]:
-        asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        options = dict(label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, stats=any(asked))
-        found = cross_entropy(_input, target, weight, ignore_index=ignore_index, reduction=reduction, **options)
-        return published(found, target, ignore_index, *asked)
-
-
-def cross_entropy_forward(
-    _input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    lse_square_scale: float,
-    label_smoothing: float,
-    reduction: str,
-    softcap: float | None,
-    return_z_loss: bool,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-) -> tuple[Tensor | None, ...]:
-    """Without autograd: loss, z-loss, token accuracy and predicted classes, None if not
-    requested, and the gradient to ``_input``, which stays as it is."""
-    rest = (
-        target,
-        weight,
-        ignore_index,
-        lse_square_scale,
-        label_smoothing,
-        reduction,
-        softcap,
-        return_z_loss,
-        return_token_accuracy,
-        return_predicted_tokens,
-    )
-    found, (dx,) = with_gradients(lambda x: LigerCrossEntropyFunction.apply(x, *rest), _input)
-    return *found, dx
-
-
-def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient that ``cross_entropy_forward`` returned last, ``_input``, times that of the
-    loss, or of each row's, as a new tensor."""
-    return _input * (grad_output[:, None] if grad_output.ndim else grad_output)

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.impl import only_ours
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -46,7 +45,7 @@ from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, logits
-from liger_kernel.ops.losses.cross_entropy import items, positive, published, targets
+from liger_kernel.ops.losses.cross_entropy import items, positive, targets
 from liger_kernel.ops.losses.cross_entropy_rows import (
     LOSS_SCHEMA,
     Loss,
@@ -549,39 +548,3 @@ def apply(
 def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
     """Which of the tensors need a gradient."""
     return tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
-
-
-class LigerFusedLinearCrossEntropyFunction:
-    """``apply(...)``: loss, z-loss, token accuracy and predicted classes, None if not requested."""
-
-    @staticmethod
-    def apply(
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        ce_impl: str | None = None,
-        ce_mode: str | None = None,
-        chunk_mem_const: float = 1,
-    ) -> tuple[Tensor | None, ...]:
-        only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
-        asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-        options: dict[str, Any] = dict(
-            ignore_index=ignore_index, reduction=reduction, accum_dtype=accum_dtype, stats=any(asked)
-        )
-        options |= dict(
-            label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap, token_scaling=use_token_scaling
-        )
-        found = linear_cross_entropy(_input, weight, target, bias, ce_weight, **options)
-        return published(found, target, ignore_index, *asked)

@@ -18,8 +18,6 @@ models and the rivals.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -358,36 +356,3 @@ def rms_norm_of_sum(s: Tensor, w: Tensor | None, *, eps: float, offset: float, c
     """Recompute the operator's y from its s, bit-identical and without gradient."""
     y, _, _ = fused_add_rms_norm_fwd(rows_of(s), None, None if w is None else w.contiguous(), eps, offset, casting)
     return shaped(y, s.shape)
-
-
-def fused_add_rms_norm_forward(
-    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: str
-) -> tuple[Any, ...]:
-    """Without autograd: y, the sum, its 1/rms, three unused numbers, and ``casting_mode``, for
-    ``fused_add_rms_norm_backward``."""
-    y, s, rstd = fused_add_rms_norm_fwd(
-        rows_of(X), rows_of(R), W if W is None else W.contiguous(), eps, offset, casting_mode
-    )
-    return y.view(X.shape), s.view(X.shape), rstd, 0, 0, 0, casting_mode
-
-
-def fused_add_rms_norm_backward(
-    dY: Tensor,
-    dS_out: Tensor | None,
-    S: Tensor,
-    W: Tensor | None,
-    RSTD: Tensor,
-    offset: float,
-    casting_mode: str,
-    BLOCK_SIZE: int = 0,
-    num_warps: int = 0,
-    num_stages: int = 0,
-    in_place: bool = False,
-    needs_dw: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dX, the same as dR, and dW, unless ``needs_dw`` is False; nothing is overwritten."""
-    need_dw, ds = W is not None and needs_dw is not False, None if dS_out is None else rows_of(dS_out)
-    dx, dw = fused_add_rms_norm_bwd(
-        rows_of(dY), ds, rows_of(S), W if W is None else W.contiguous(), RSTD, offset, True, need_dw
-    )
-    return dx.view(dY.shape), dx.view(dY.shape), dw if need_dw else None

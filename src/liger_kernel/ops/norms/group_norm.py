@@ -15,8 +15,6 @@ q)) * rstd``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -445,35 +443,3 @@ def group_norm(
     if not use_kernels(x, fusible=True) or not x.numel():
         return reference(x, num_groups, w, b, eps=eps)
     return LigerGroupNormFunction.apply(x, w, b, x.shape[1], num_groups, eps)
-
-
-def group_norm_forward(
-    X: Tensor, num_channels: int, num_groups: int, W: Tensor | None, B: Tensor | None, eps: float
-) -> tuple[Any, ...]:
-    """Without autograd: y, x, mean and 1/std of each group for ``group_norm_backward``, and one
-    unused number."""
-    X = X.contiguous()
-    y, *stats = group_norm_fwd(
-        X, num_groups, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps
-    )
-    mean, rstd = (s.view(X.shape[0], num_groups) for s in stats)
-    return y, X, mean, rstd, 0
-
-
-def group_norm_backward(
-    dY: Tensor,
-    X: Tensor,
-    W: Tensor | None,
-    B: Tensor | None,
-    Mean: Tensor,
-    RSTD: Tensor,
-    num_channels: int,
-    num_groups: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dX, dW and dB; dW is None if W is, and dB if B is."""
-    need_dw, need_db, C = W is not None, B is not None, X.shape[1]
-    stats, w = (Mean.reshape(-1), RSTD.reshape(-1)), W if W is None else W.contiguous()
-    dx, dwb = group_norm_bwd(
-        dY.contiguous(), X.contiguous(), num_groups, w, *stats, True, need_dw, need_db, torch.float32
-    )
-    return dx, None if W is None else dwb[:C].to(W.dtype), None if B is None else dwb[-C:].to(B.dtype)

@@ -10,8 +10,6 @@ twice, in blocks of columns.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -358,30 +356,3 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
     if not use_kernels(x, fusible=True):
         return reference(x, w, b, eps=eps)
     return LigerLayerNormFunction.apply(x, w, b, eps)
-
-
-def layer_norm_forward(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> tuple[Any, ...]:
-    """Without autograd: y, x as rows, mean and 1/std for ``layer_norm_backward``, and two unused
-    numbers."""
-    x = rows_of(X)
-    y, mean, rstd = layer_norm_fwd(x, W if W is None else W.contiguous(), B if B is None else B.contiguous(), eps)
-    return y.view(X.shape), x, mean, rstd, 0, 0
-
-
-def layer_norm_backward(
-    dY: Tensor,
-    X: Tensor,
-    W: Tensor | None,
-    B: Tensor | None,
-    Mean: Tensor,
-    RSTD: Tensor,
-    needs_dw: bool | None = None,
-    needs_db: bool | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dX, and dW and dB unless they are None or not needed."""
-    need_dw, need_db, N = W is not None and needs_dw is not False, B is not None and needs_db is not False, X.shape[-1]
-    dx, dwb = layer_norm_bwd(
-        rows_of(dY), rows_of(X), W if W is None else W.contiguous(), Mean, RSTD, True, need_dw, need_db, torch.float32
-    )
-    dw, db = dwb[:N].to(W.dtype) if need_dw else None, dwb[-N:].to(B.dtype) if need_db else None
-    return dx.view(dY.shape), dw, db

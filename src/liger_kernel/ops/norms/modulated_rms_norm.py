@@ -20,8 +20,6 @@ real models and the rivals.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -324,7 +322,7 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
         )
 
 
-def _check_rows(x: Tensor, scale: Tensor) -> None:
+def check_rows(x: Tensor, scale: Tensor) -> None:
     """Raise ``ValueError`` if a row of scale would not apply to consecutive rows of x, for
     example if PyTorch would broadcast it along another dim."""
     N, lead, rows = x.shape[-1], x.shape[:-1], scale.shape[:-1]
@@ -412,58 +410,9 @@ def modulated_rms_norm(
         raise ValueError(f"modulated_rms_norm: casting must be one of {CASTING}, got {casting!r}")
     if w is not None and w.shape != x.shape[-1:]:
         raise ValueError(f"modulated_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
-    _check_rows(x, scale)
+    check_rows(x, scale)
     if shift is not None and shift.shape != scale.shape:
         raise ValueError(f"modulated_rms_norm: shift must have shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
     if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
         return reference(x, scale, shift, w, eps=eps, offset=offset, casting=casting)
     return LigerModulatedRMSNormFunction.apply(x, w, scale, shift, eps, offset, casting)
-
-
-def modulated_rms_norm_forward(
-    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting_mode: str
-) -> tuple[Any, ...]:
-    """Without autograd: y, 1/rms for ``modulated_rms_norm_backward``, two unused numbers,
-    ``casting_mode``, and how many rows share a scale."""
-    _check_rows(X, scale)
-    x, s = rows_of(X), rows_of(scale)
-    y, rstd = modulated_rms_norm_fwd(
-        x, W if W is None else W.contiguous(), s, None if shift is None else rows_of(shift), eps, offset, casting_mode
-    )
-    return y.view(X.shape), rstd, 0, 0, casting_mode, len(x) // max(len(s), 1)
-
-
-def modulated_rms_norm_backward(
-    dY: Tensor,
-    X: Tensor,
-    W: Tensor | None,
-    scale: Tensor,
-    shift: Tensor | None,
-    RSTD: Tensor,
-    offset: float,
-    casting_mode: str,
-    BLOCK_SIZE: int = 0,
-    num_warps: int = 0,
-    rows_per_modulation: int = 0,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The gradients of X, W, scale and shift, if these are given; nothing is overwritten."""
-    need_dw, w = W is not None, W if W is None else W.contiguous()
-    dx, dw, dscale, dshift = modulated_rms_norm_bwd(
-        rows_of(dY),
-        rows_of(X),
-        w,
-        rows_of(scale),
-        RSTD,
-        offset,
-        True,
-        need_dw,
-        True,
-        None if shift is None else shift.dtype,
-    )
-    return (
-        dx.view(X.shape),
-        dw if need_dw else None,
-        dscale.view(scale.shape),
-        None if shift is None else dshift.view(shift.shape),
-    )

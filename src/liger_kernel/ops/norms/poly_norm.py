@@ -13,8 +13,6 @@ and m_p = mean(dy n_p):
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -395,19 +393,3 @@ def poly_norm(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
     if not use_kernels(x, fusible=True):
         return reference(x, w, b, eps=eps)
     return LigerPolyNormFunction.apply(x, w, b, eps)
-
-
-def poly_norm_forward(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6) -> tuple[Any, ...]:
-    """Without autograd: y, x as rows and its statistics for ``poly_norm_backward``, and two
-    unused numbers."""
-    x = rows_of(X)
-    y, stats = poly_norm_fwd(x, W.contiguous(), B, eps)
-    return y.view(X.shape), x, stats, 0, 0
-
-
-def poly_norm_backward(
-    dY: Tensor, X: Tensor, W: Tensor, RSTD: Tensor, BLOCK_SIZE: int = 0, num_warps: int = 0, in_place: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dX, dW and the 0-dim dB; nothing is overwritten."""
-    dx, dwb = poly_norm_bwd(rows_of(dY), rows_of(X), W.contiguous(), RSTD, True, True, True)
-    return dx.view(dY.shape), dwb[:3].to(W.dtype), dwb[3].to(W.dtype)

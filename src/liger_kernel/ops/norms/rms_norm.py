@@ -100,41 +100,6 @@ class LigerRMSNormFunction(torch.autograd.Function):
         return dx.view(dy.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
 
 
-def rms_norm_forward(
-    X: Tensor,
-    W: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    row_mode: bool | None = None,
-) -> tuple:
-    """Without autograd: y, x as rows and 1/rms for ``rms_norm_backward``, two unused numbers,
-    and ``casting_mode``."""
-    x, W = rows_of(X), W if W is None else W.contiguous()
-    y, rstd = rms_norm_fwd(x, W, eps, offset, casting_mode)
-    return y.view(X.shape), x, rstd, 0, 0, casting_mode
-
-
-def rms_norm_backward(
-    dY: Tensor,
-    X: Tensor,
-    W: Tensor | None,
-    RSTD: Tensor,
-    offset: float,
-    casting_mode: str,
-    BLOCK_SIZE: int = 0,
-    num_warps: int = 0,
-    in_place: bool = False,
-    row_mode: bool | None = None,
-    needs_dw: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dx and dw, unless ``needs_dw`` is False, from what ``rms_norm_forward`` returned; dY is
-    not overwritten."""
-    need_dw = W is not None and needs_dw is not False
-    dx, dw = rms_norm_bwd(rows_of(dY), rows_of(X), W if W is None else W.contiguous(), RSTD, offset, True, need_dw)
-    return dx.view(dY.shape), dw if need_dw else None
-
-
 @op(
     reference=reference,
     cases=[

@@ -15,8 +15,6 @@ errors. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -251,30 +249,3 @@ def attn_res(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) -
     if not use_kernels(v) or v.shape[-1] > MAX_D or not v.numel():
         return reference(v, w_query, w_norm, eps=eps)
     return LigerAttnResFunction.apply(v.movedim(-2, 0), w_query, w_norm, eps)
-
-
-def attn_res_forward(
-    blocks: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Without autograd: the average of N blocks (..., D), these as (N, M, D), their weights (M,
-    N) and 1/rms (M, N)."""
-    V = blocks if isinstance(blocks, Tensor) else torch.stack(tuple(blocks))
-    v = V.reshape(V.shape[0], -1, V.shape[-1])
-    h, rstd, score = attn_res_fwd(v.transpose(0, 1), w_query.contiguous(), w_norm.contiguous(), eps)
-    return h.view(V.shape[1:]), v, score.softmax(-1), rstd
-
-
-def attn_res_backward(
-    dh: Tensor, V_3d: Tensor, w_query: Tensor, w_norm: Tensor, Alpha: Tensor, RSTD: Tensor, eps: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dV (N, M, D), dw_query and dw_norm."""
-    score = (V_3d.float() @ (w_query.float() * w_norm.float())).t() * RSTD
-    dv, dq, dn = attn_res_bwd(
-        rows_of(dh),
-        V_3d.transpose(0, 1),
-        w_query.contiguous(),
-        w_norm.contiguous(),
-        [RSTD, score.contiguous()],
-        [True] * 3,
-    )
-    return dv.transpose(0, 1), dq, dn

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel import parallel
-from liger_kernel.transformers import functional
-from liger_kernel.transformers.functional import CrossEntropyOutput, liger_fused_linear_cross_entropy
+from liger_kernel.compat import functions as functional
+from liger_kernel.compat.functions import CrossEntropyOutput, liger_fused_linear_cross_entropy
 
 # what callers may pass on in kwargs; Transformers passes more, which has no meaning here
 _OPTIONS = inspect.signature(liger_fused_linear_cross_entropy).parameters.keys() - {

@@ -139,34 +139,3 @@ def fused_ce_tvd(
     if not have_kernels(student, teacher):
         return reference(student, teacher, target, ignore_index=ignore_index)
     return LigerFusedCETVDFunction.apply(student, teacher, target, ignore_index)
-
-
-def fused_ce_tvd_forward(
-    student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int
-) -> tuple[Tensor | None, ...]:
-    """``fused_ce_tvd`` without autograd, and three times None for its backward, which needs
-    nothing more."""
-    with torch.no_grad():
-        return *fused_ce_tvd(student_logits, teacher_logits, target, ignore_index=ignore_index), None, None, None
-
-
-def fused_ce_tvd_backward(
-    grad_ce: Tensor,
-    grad_tvd: Tensor,
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    target: Tensor,
-    student_lse: Tensor | None,
-    teacher_lse: Tensor | None,
-    sigma: Tensor | None,
-    ignore_index: int,
-) -> Tensor:
-    """The gradient of the student's logits (M, V)."""
-    return fused_ce_tvd_bwd(
-        grad_ce.contiguous(),
-        grad_tvd.contiguous(),
-        rows_of(student_logits),
-        rows_of(teacher_logits),
-        target.contiguous(),
-        ignore_index,
-    )

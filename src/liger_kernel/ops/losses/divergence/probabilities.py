@@ -23,7 +23,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.impl import only_ours
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, op, tracing, with_gradients
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, op, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import (
@@ -369,26 +369,3 @@ class LigerTVDLossFunction:
     @staticmethod
     def apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
         return tvd(p, q, shift_labels, reduction=reduction, ignore_index=ignore_index)
-
-
-def jsd_forward(
-    _input: Tensor,
-    target: Tensor,
-    shift_labels: Tensor | None,
-    beta: float,
-    ignore_index: int,
-    has_label: bool,
-    jsd_impl: str | None = None,
-    jsd_mode: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Without autograd: the loss, in the dtype of ``_input``, log q, and its gradient to that.
-    ``has_label``: whether ``shift_labels`` count."""
-    only_ours("jsd", jsd_impl, jsd_mode)
-    labels = shift_labels if has_label else None
-    loss, (dx,) = with_gradients(lambda x: jsd(x, target, labels, beta=beta, ignore_index=ignore_index), _input)
-    return loss.to(_input.dtype), dx
-
-
-def jsd_backward(dX: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient of ``jsd_forward`` times the gradient of the loss, as a new tensor."""
-    return dX * grad_output

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel import _legacy
 from liger_kernel.ops._core import operator
 from liger_kernel.ops._core.impl import ImplNotAvailableError
 
 TRITON = f"{'rocm' if torch.version.hip else 'nvidia'}-triton"
 TORCH = "torch"
 RANKS = {TRITON: 50, TORCH: 1000}
-OURS = "liger_kernel.functional"  # registers our operators; imported at the first request
+OURS = "liger_kernel.compat.functional"  # registers our operators; imported at the first request
 _ALIASES = {"triton": TRITON, "cutile": "nvidia-cutile", "cutedsl": "nvidia-cutedsl"}
 
 
@@ -334,5 +333,3 @@ all_backends, available_backends, resolve_backend, set_backend, get_backend, reg
     get_impl,
     register_impl,
 )
-
-_legacy.alias(__name__)  # in LinkedIn's package, ``dispatch`` is the name of a submodule and of a function

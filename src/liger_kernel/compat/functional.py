@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import liger_kernel.ops  # noqa: F401  declares all operators
-from liger_kernel.backends import declare_op_locations as declare_op_locations
-from liger_kernel.backends import dispatch, register_ours
-from liger_kernel.ops._core.operator import OPS
-from liger_kernel.ops.losses.cross_entropy import published
+from liger_kernel.compat.backends import declare_op_locations as declare_op_locations
+from liger_kernel.compat.backends import dispatch, register_ours
+from liger_kernel.ops._core.operator import OPS, as_index
 from liger_kernel.ops.rotary.rope import in_place_of, once
 
 __all__ = [
@@ -39,6 +37,8 @@ __all__ = [
     "swiglu",
 ]
 
+Run = Callable[..., Any]
+OF_OPERATOR: dict[str, Callable[..., Any]] = {}  # the functions without a choice
 _CHOICE = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
     for name in ("impl", "mode", "backend")
@@ -51,8 +51,8 @@ def _over(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def make(fn: Callable[..., Any]) -> Callable[..., Any]:
         register_ours(fn.__name__, OPS[op], fn)
-        signature = inspect.signature(fn)
-        arguments = signature.replace(parameters=list(signature.parameters.values())[1:])
+        OF_OPERATOR[fn.__name__] = functools.partial(fn, OPS[op].fn)
+        arguments = inspect.signature(OF_OPERATOR[fn.__name__])
 
         @functools.wraps(fn)
         def call(
@@ -62,13 +62,12 @@ def _over(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             given.apply_defaults()
             return dispatch(fn.__name__, *given.arguments.values(), impl=impl or backend, mode=mode)
 
-        call.__signature__ = arguments.replace(parameters=[*arguments.parameters.values(), *_CHOICE])  # type: ignore[attr-defined]  # which any function may have
+        vars(call).update(
+            operator=op, __signature__=arguments.replace(parameters=[*arguments.parameters.values(), *_CHOICE])
+        )
         return call
 
     return make
-
-
-Run = Callable[..., Any]
 
 
 @_over("rms_norm")
@@ -158,6 +157,21 @@ def kl_div(
     return run(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
 
 
+Four = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _four(run: Run, target: Tensor, *tensors: Any, return_: tuple[bool, bool, bool], **options: Any) -> Four:
+    """Loss, z-loss, token accuracy and predicted classes, None where not requested."""
+    z_loss, accuracy, predictions = return_
+    found = run(*tensors, **options, stats=any(return_))
+    if not any(return_):
+        return found, None, None, None
+    loss, z, predicted = found
+    valid = as_index(target) != options["ignore_index"]
+    share = ((predicted == target) & valid).sum() / valid.sum() if accuracy else None
+    return loss, z if z_loss else None, share, predicted if predictions else None
+
+
 @_over("cross_entropy")
 def cross_entropy(
     run: Run,
@@ -172,18 +186,22 @@ def cross_entropy(
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-) -> tuple[Tensor | None, ...]:
+) -> Four:
     """Cross entropy of logits (M, V) and class indices (M,): loss, z-loss, token accuracy,
     predicted classes; None for what is not requested."""
-    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-    options = dict(
+    return _four(
+        run,
+        target,
+        input,
+        target,
+        weight,
         ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
         z_loss=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
         softcap=softcap,
+        return_=(return_z_loss, return_token_accuracy, return_predicted_tokens),
     )
-    return published(run(input, target, weight, **options, stats=any(asked)), target, ignore_index, *asked)
 
 
 @_over("linear_cross_entropy")
@@ -204,29 +222,26 @@ def fused_linear_cross_entropy(
     use_token_scaling: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-) -> tuple[Tensor | None, ...]:
+) -> Four:
     """``cross_entropy`` of ``_input @ weight.T + bias``, which our kernels never store as a
     whole; "torch" does."""
-    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
-    options = dict(
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=lse_square_scale,
-        softcap=softcap,
-    )
-    found = run(
+    return _four(
+        run,
+        target,
         _input,
         weight,
         target,
         bias,
         ce_weight,
-        **options,
-        token_scaling=use_token_scaling,
+        ignore_index=ignore_index,
+        z_loss=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
         accum_dtype=accum_dtype,
-        stats=any(asked),
+        token_scaling=use_token_scaling,
+        return_=(return_z_loss, return_token_accuracy, return_predicted_tokens),
     )
-    return published(found, target, ignore_index, *asked)
 
 
 @_over("linear_divergence")

@@ -1,11 +1,13 @@
-"""Helpers of the published package that other packages import; nothing here uses them."""
+"""Helpers and settings of LinkedIn's package that other packages import; nothing here uses them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,3 +100,49 @@ torch_to_triton_dtype = (
     if hasattr(tl, "float32")
     else {}
 )
+
+
+# Settings of native kernels that LinkedIn's package loads from another wheel: accepted, without effect
+@dataclass(frozen=True)
+class _Capacity:
+    max_tokens: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class FusedLinearCrossEntropyConfig(_Capacity):
+    """How large a head's scaled cross entropy may be, and the group of ranks that share its
+    vocabulary."""
+
+    local_vocab_size: int
+    group: str | None = None
+    tiles_per_reduce: int = 1
+
+
+@dataclass(frozen=True)
+class MoEConfig(_Capacity):
+    """How large a mixture of experts may be, and the ranks it is spread over."""
+
+    num_experts: int
+    top_k: int
+    num_hosts: int
+    gpus_per_host: int
+    group: str | None = None
+    max_inflight: int = 1
+
+
+def configure(
+    *,
+    process_groups: Mapping[str, Any] | None = None,
+    bootstrap_group: Any = None,
+    device: Any = None,
+    flsce: FusedLinearCrossEntropyConfig | None = None,
+    moe: MoEConfig | None = None,
+) -> bool:
+    """False, and a warning: there are no native kernels (NVSHMEM, CuTe) to prepare. Ours
+    allocate what they need when they are called."""
+    warnings.warn(
+        "liger_kernel.ops.configure: there are no native kernels here to configure; the Triton kernels need no setup",
+        stacklevel=2,
+    )
+    return False

@@ -1,0 +1,171 @@
+"""Classes of LinkedIn's package that have ``apply`` and are no ``torch.autograd.Function`` here: they
+call operators, which have gradients. The Functions over one kernel are beside it in ``ops``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.compat.functional import OF_OPERATOR, Four
+from liger_kernel.compat.functions import (
+    liger_fused_linear_jsd,
+    liger_fused_linear_kl_div,
+    liger_fused_linear_scaled_cross_entropy_tp,
+    liger_geglu,
+    liger_llama4_text_rotary_pos_emb,
+    liger_multimodal_rotary_pos_emb,
+    liger_rope,
+)
+from liger_kernel.ops import glu, linear_logprobs
+from liger_kernel.ops._core.impl import only_ours
+from liger_kernel.ops._core.operator import acc, as_index
+
+
+class LigerSiLUMulFunction:
+    """``apply(a, b, gate_multiplier=1.0, down_multiplier=1.0)``: ``silu(a gate_multiplier) b
+    down_multiplier``."""
+
+    @staticmethod
+    def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+        return glu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+
+
+class LigerGELUMulFunction:
+    """``apply(a, b)``: ``gelu(a) b``, gelu by its tanh approximation."""
+
+    apply = staticmethod(liger_geglu)
+
+
+class LigerFusedGateUpSiLUMulFunction:
+    """``apply(y, in_place=False)``: ``silu(gate) up`` of y (..., 2 I), gate and up side by side."""
+
+    @staticmethod
+    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+        return glu(y)
+
+
+class LigerRopeFunction:
+    """``apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None)``: ``liger_rope``."""
+
+    apply = staticmethod(liger_rope)
+
+
+class LigerQwen2VLMRopeFunction:
+    """``apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1)``: ``liger_multimodal_rotary_pos_emb``."""
+
+    apply = staticmethod(liger_multimodal_rotary_pos_emb)
+
+
+class LigerLlama4RopeFunction:
+    """``apply(q, k, freqs_cis, BLOCK_SIZE=None)``: ``liger_llama4_text_rotary_pos_emb``, also
+    with freqs_cis (T, D/2)."""
+
+    @staticmethod
+    def apply(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor]:
+        return liger_llama4_text_rotary_pos_emb(q, k, freqs_cis.reshape(-1, *freqs_cis.shape[-2:]))
+
+
+class LigerCrossEntropyFunction:
+    """``apply`` takes the arguments of ``liger_kernel.functional.cross_entropy``, and returns loss,
+    z-loss, token accuracy and predicted classes, None if not requested."""
+
+    apply = staticmethod(OF_OPERATOR["cross_entropy"])
+
+
+class LigerFusedLinearCrossEntropyFunction:
+    """``apply`` takes the arguments of ``liger_kernel.functional.fused_linear_cross_entropy``,
+    ``ce_impl``, ``ce_mode`` and ``chunk_mem_const``, and returns loss, z-loss, token accuracy and
+    predicted classes, None if not requested."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        ce_impl: str | None = None,
+        ce_mode: str | None = None,
+        chunk_mem_const: float = 1,
+    ) -> Four:
+        only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
+        numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
+        asked = use_token_scaling, return_token_accuracy, return_predicted_tokens
+        return OF_OPERATOR["fused_linear_cross_entropy"](_input, weight, target, bias, ce_weight, *numbers, *asked)
+
+
+class LigerFusedLinearJSDFunction:
+    """``apply`` is ``liger_fused_linear_jsd``, differentiable in student_input and student_weight."""
+
+    apply = staticmethod(liger_fused_linear_jsd)
+
+
+class LigerFusedLinearKLDivFunction:
+    """``apply`` is ``liger_fused_linear_kl_div``, differentiable in student_input and
+    student_weight."""
+
+    apply = staticmethod(liger_fused_linear_kl_div)
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    """``apply`` is differentiable in _input (..., H) and weight (V, H); logits are divided by
+    ``temperature``."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Negative log-probability of each token of target (...), fp32, 0 where that is
+        ``ignore_index``; if requested, the entropies (...) and the log-probabilities of
+        selected_token_ids (K,), as (..., K)."""
+        x, y = _input.flatten(0, -2), as_index(target.reshape(-1))
+        found = linear_logprobs(
+            x, weight, y, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy
+        )
+        logp, *entropy = found if isinstance(found, tuple) else (found,)
+        outs = [-logp, *entropy]
+        if selected_token_ids is not None:
+            outs.append(_selected(x, weight, y, logp, selected_token_ids, temperature, ignore_index))
+        shaped = [t.view(*target.shape, *t.shape[1:]) for t in outs]
+        return tuple(shaped) if len(shaped) > 1 else shaped[0]
+
+
+def _selected(
+    x: Tensor, w: Tensor, y: Tensor, logp: Tensor, ids: Tensor, temperature: float, ignore_index: int
+) -> Tensor:
+    """Log-probabilities (M, K): z_k - z_y + log p_y, as log p_y is known. The logits are rounded
+    as those are that made it."""
+    if ids.ndim != 1 or ids.is_floating_point():
+        raise ValueError(
+            f"fused_linear_scaled_cross_entropy: selected_token_ids must be integers of shape (K,), got {ids.dtype} "
+            f"of {tuple(ids.shape)}"
+        )
+    valid, inside = y != ignore_index, (y >= 0) & (y < w.shape[0])
+    z_k = F.linear(x, w[ids])
+    z_y = (x.to(z_k.dtype).to(acc(z_k.dtype)) * w[y.where(inside, 0)].to(z_k.dtype)).sum(-1).to(z_k.dtype)
+    z_k, z_y = (z.to(acc(z.dtype)) / temperature for z in (z_k, z_y))
+    return (z_k - z_y[:, None] + logp[:, None]).where(valid[:, None], 0)
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    """``apply`` is ``liger_fused_linear_scaled_cross_entropy_tp``."""
+
+    apply = staticmethod(liger_fused_linear_scaled_cross_entropy_tp)

@@ -52,9 +52,9 @@ MUTATIONS = {
     ),
     "rms_norm": Mutation(
         "dx lacks a factor",
-        "ops/norms/rows.py",
-        "/ N)[:, None]) * rstd\n",
-        "/ N)[:, None])\n",
+        "ops/norms/rms_kernels.py",
+        "s_hat * mean[:, None]) * rstd\n",
+        "s_hat * mean[:, None])\n",
         _OPS,
         "test_as_accurate_as_pytorch and float32-rms_norm",
     ),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "liger_kernel"
 # names that are put together, or taken from a table, in the files that read them so
 MADE = {
-    "backends/__init__.py": {
+    "compat/backends.py": {
         f"LIGER_KERNEL_{word}{operator}" for word in ("IMPL", "BACKEND") for operator in ("", "_<OPERATOR>")
     },
     "deploy/flyte1.py": set(ELASTIC),

@@ -152,7 +152,10 @@ def rest(text: str) -> list[str]:
 
 
 # Modules whose docstring has the formula of an operator that lies in another file
-FORMULAS = {"cross_entropy": "liger_kernel.ops.losses.cross_entropy_rows", "rms_norm": "liger_kernel.ops.norms.rows"}
+FORMULAS = {
+    "cross_entropy": "liger_kernel.ops.losses.cross_entropy_rows",
+    "rms_norm": "liger_kernel.ops.norms.rms_kernels",
+}
 # Modules of the package whose docstring has the formula, the shapes and the source of what is
 # defined in them
 STATED = ("liger_kernel.chunked_loss.", "liger_kernel.ops.losses.linear_loss", "liger_kernel.ops.losses.grpo_loss")
@@ -207,9 +210,8 @@ def operators_of(value: Any) -> list[str]:
                 open_.append(other)
     if home_of(value) == "liger_kernel.compat.functional":
         found.append(value.operator)
-    if not found and home_of(value).startswith(
-        "liger_kernel.ops."
-    ):  # a Function or a launcher, which lies beside its operator
+    if not found and home_of(value).startswith(("liger_kernel.ops.", "liger_kernel.extra.")):
+        # a Function or a launcher, which lies beside its operator
         found += [name for name, operator in OPS.items() if operator.fn.__module__ == home_of(value)]
     return list(dict.fromkeys(found))
 

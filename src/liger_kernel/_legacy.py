@@ -28,23 +28,26 @@ def _named(package: str, home: str, files: dict[str, str]) -> dict[str, str]:
 # below ``liger_kernel.ops``: folder -> files that are directly in ``ops`` in LinkedIn's package
 _FOLDERS = {
     "activations": "relu_squared",
-    "attention": "multi_token_attention softmax sparsemax",
     "losses": "cross_entropy grpo_loss",
     "losses.divergence": "fused_ce_tvd",
-    "norms": "dyt fused_add_rms_norm group_norm layer_norm modulated_rms_norm poly_norm rms_norm",
+    "norms": "fused_add_rms_norm layer_norm rms_norm",
     "projections": "mlp tiled_mlp",
-    "residual": "attn_res mhc",
     "rotary": "rope",
 }
+# and those that are in ``liger_kernel.extra``
+_EXTRA = "attn_res dyt group_norm mhc modulated_rms_norm multi_token_attention poly_norm softmax sparsemax"
 ALIASES = {
     **{f"{_OPS}.{file}": f"{_OPS}.{folder}.{file}" for folder, files in _FOLDERS.items() for file in files.split()},
+    **{f"{_OPS}.{file}": f"liger_kernel.extra.{file}" for file in _EXTRA.split()},
+    f"{_OPS}.fused_neighborhood_attention": "liger_kernel.extra.neighborhood_attention",
+    f"{_OPS}.experimental": "liger_kernel.extra",
+    f"{_OPS}.experimental.mm_int8int2": "liger_kernel.extra.mm_int8int2",
     **_named(
         _OPS,
         _OPS,
         {
             "_core.impl": "backends backends.registry",
             "activations.glu": "geglu swiglu",
-            "attention.neighborhood_attention": "fused_neighborhood_attention",
             "losses.divergence.probabilities": "jsd kl_div tvd",
             "losses.vocab_parallel.cross_entropy": "vocab_parallel_cross_entropy",
             "projections.moe": "fused_moe",

@@ -187,7 +187,7 @@ def mxfp8_casts() -> None:
 
 
 def two_bits() -> None:
-    from liger_kernel.ops.experimental.mm_int8int2 import matmul
+    from liger_kernel.extra.mm_int8int2 import matmul
 
     matmul(_new(64, 4096, dtype=torch.int8), _new(1024, 4096, dtype=torch.uint8))
 
@@ -272,7 +272,7 @@ def rows(target: str, variants: str, table: dict[tuple[str, ...], dict]) -> list
             what = repr((kinds, [getattr(a, "offset", 0) % 16 for a in args], digest(kernel)))
             row = {
                 "target": target,
-                "kernel": f"{kernel.fn.__module__.removeprefix('liger_kernel.ops.')}.{kernel.fn.__name__}",
+                "kernel": f"{kernel.fn.__module__.split('.', 2)[2]}.{kernel.fn.__name__}",
                 "dtypes": " ".join(dict.fromkeys(str(a.dtype)[6:] for a in args if isinstance(a, Mock))),
                 "meta": " ".join(f"{k}={v}" for k, v in meta.items()),
                 "digest": hashlib.sha256(what.encode()).hexdigest()[:16],

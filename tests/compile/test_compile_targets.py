@@ -20,7 +20,7 @@ from liger_kernel.ops import OPS
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
 # Modules whose kernels no case reaches: PARTS of compile_kernels.py does
-OWN = (".experimental", ".projections.float8", ".projections.mxfp8", ".losses.float8_head", ".projections.four_bits")
+OWN = (".mm_int8int2", ".projections.float8", ".projections.mxfp8", ".losses.float8_head", ".projections.four_bits")
 TABLE = Path(__file__).with_name("kernels.csv")
 HOPPER = {"projections.grouped_tma._mm_tma"}  # launched nowhere else
 SHARED = {
@@ -40,17 +40,16 @@ SPILLS = 48
 def launched_kernels() -> set[str]:
     """Names of the kernels that the sources launch. Those of ``OWN``, which have no cases, are
     compiled by tests of their own."""
-    of_ops = lambda name: name.startswith("liger_kernel.ops.") and not any(own in name for own in OWN)
+    folders = ("liger_kernel.ops.", "liger_kernel.extra.")
+    of_ops = lambda name: name.startswith(folders) and not any(own in name for own in OWN)
     modules = {sys.modules[op.fn.__module__] for op in OPS.values()} | {m for n, m in sys.modules.items() if of_ops(n)}
-    calls = (
-        r"\blaunch\(\s*(\w+)(?: if \w+ else (\w+))?,",
-        r"\blaunch_(?:fwd|bwd)\((\w+), (\w+),",
-    )  # the latter of ops.attention.rows: of short and long rows
+    # the latter of extra.softmax: of short and long rows
+    calls = r"\blaunch\(\s*(\w+)(?: if \w+ else (\w+))?,", r"\blaunch_(?:fwd|bwd)\((\w+), (\w+),"
     named = lambda m: filter(
         None, itertools.chain(*(found for call in calls for found in re.findall(call, inspect.getsource(m))))
     )
     kernels = [kernel.fn for m in modules for k in named(m) if (kernel := vars(m).get(k))]
-    return {f"{fn.__module__.removeprefix('liger_kernel.ops.')}.{fn.__name__}" for fn in kernels}
+    return {f"{fn.__module__.split('.', 2)[2]}.{fn.__name__}" for fn in kernels}
 
 
 def table(rows: list[dict]) -> str:

@@ -25,6 +25,11 @@ from liger_kernel.compat.functions import (
     liger_rope,
 )
 from liger_kernel.compat.helpers import MAX_FUSED_SIZE as MAX_FUSED_SIZE
+from liger_kernel.extra.attn_res import attn_res_bwd, attn_res_fwd
+from liger_kernel.extra.group_norm import group_norm_bwd, group_norm_fwd
+from liger_kernel.extra.mhc import coefficients, sinkhorn
+from liger_kernel.extra.modulated_rms_norm import check_rows, modulated_rms_norm_bwd, modulated_rms_norm_fwd
+from liger_kernel.extra.poly_norm import poly_norm_bwd, poly_norm_fwd
 from liger_kernel.ops import (
     dyt,
     fused_ce_tvd,
@@ -43,13 +48,8 @@ from liger_kernel.ops.activations.glu import Form, glu_bwd
 from liger_kernel.ops.activations.relu_squared import relu_squared_bwd
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd_bwd
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_bwd, fused_add_rms_norm_fwd
-from liger_kernel.ops.norms.group_norm import group_norm_bwd, group_norm_fwd
 from liger_kernel.ops.norms.layer_norm import layer_norm_bwd, layer_norm_fwd
-from liger_kernel.ops.norms.modulated_rms_norm import check_rows, modulated_rms_norm_bwd, modulated_rms_norm_fwd
-from liger_kernel.ops.norms.poly_norm import poly_norm_bwd, poly_norm_fwd
 from liger_kernel.ops.norms.rms_norm import rms_norm_bwd, rms_norm_fwd
-from liger_kernel.ops.residual.attn_res import attn_res_bwd, attn_res_fwd
-from liger_kernel.ops.residual.mhc import coefficients, sinkhorn
 
 
 def _dense(t):

@@ -36,8 +36,8 @@ def model_launches(
     """The launches of training and evaluation of a causal language model patched with ``flags``.
     Its loss is a mean, or a sum over a given number of tokens."""
     import transformers
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from liger_kernel._private import FakeTensorMode
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     with torch.device("meta"):

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_kernel import _private
 from liger_kernel.memory import offload
 from liger_kernel.memory.keep_attention import attention_operators as attention_operators
 from liger_kernel.memory.keep_attention import keeping_attention as keeping_attention
@@ -304,7 +305,7 @@ def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _local.region is not None:
             return forward(self, *args, **kwargs)
         save = offload.saved_by()
-        if save is None or not hooks_allowed() or torch._C._current_autograd_node() is not None:
+        if save is None or not hooks_allowed() or _private.backward_node() is not None:
             return forward(self, *args, **kwargs)
         _local.region = region = _Region(level, save)
         try:

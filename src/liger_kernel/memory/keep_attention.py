@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from liger_kernel import _private
 from liger_kernel.memory import offload
 
 # namespace of torch.ops -> operators that compute attention as a whole. Eager attention is many
@@ -106,7 +107,7 @@ class _Again(_Attention):
 def _alias(t: Tensor) -> Tensor:
     """``t`` without a place in the graph. It shares the version of ``t``."""
     # as for views above autograd
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with _private.exclude_dispatch_key(_private.IN_PLACE_OR_VIEW, False):
         return t.detach()
 
 

@@ -44,6 +44,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from liger_kernel import _private
+
 __all__ = ["offloaded"]
 
 LEAST = 2**20  # bytes of a tensor that is worth a copy
@@ -64,13 +66,12 @@ VIEWS = {
 
 def top_hooks() -> Any:
     """The hooks for saved tensors that are in place now, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return _private.saved_tensors_hooks(True)
 
 
 def hooks_allowed() -> bool:
     """Whether hooks may be pushed: not within ``torch.func``."""
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # in no stub
-    return enabled and torch._C._functorch.peek_interpreter_stack() is None
+    return _private.saved_tensors_hooks_are_enabled() and _private.transforms() is None
 
 
 def saved_by() -> Callable[[Tensor], Any] | None:
@@ -299,7 +300,7 @@ class _Moved:
             now.wait_event(self.event)
         if now != self.stream and self.lane.device.type != "cpu":
             data.record_stream(now)
-        self.task, self.left = torch._C._current_graph_task_id(), self.left - 1
+        self.task, self.left = _private.backward_id(), self.left - 1
         if self.left <= 0:
             self.left = self.users
             self.let_go()
@@ -392,7 +393,7 @@ class _Run:
 
     def fetch_ahead(self, read: _Moved) -> None:
         """Start the copies back of what this backward pass reads after ``read``."""
-        task, size = torch._C._current_graph_task_id(), 0
+        task, size = _private.backward_id(), 0
         for i in range(read.index - 1, -1, -1):
             moved = self.order[i]()
             if moved is not None and moved.task != task:
@@ -462,7 +463,7 @@ def offloaded(forward: Callable) -> Callable:
         if torch.compiler.is_compiling():
             compiled()
             return forward(self, *args, **kwargs)
-        if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+        if not torch.is_grad_enabled() or _private.backward_node() is not None:
             return forward(self, *args, **kwargs)
         if (why := _in_the_way()) is not None:
             if why:

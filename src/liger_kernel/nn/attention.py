@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_kernel.extra.multi_token_attention import multi_token_attention
+from liger_kernel.extra.neighborhood_attention import neighborhood_attention
+from liger_kernel.extra.softmax import softmax
+from liger_kernel.extra.sparsemax import sparsemax
 from liger_kernel.nn.norms import LigerLayerNorm
-from liger_kernel.ops.attention.multi_token_attention import multi_token_attention
-from liger_kernel.ops.attention.neighborhood_attention import neighborhood_attention
-from liger_kernel.ops.attention.softmax import softmax
-from liger_kernel.ops.attention.sparsemax import sparsemax
 
 __all__ = [
     "LigerFusedNeighborhoodAttention",

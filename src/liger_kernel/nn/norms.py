@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from liger_kernel import memory
 from liger_kernel.compat import functional
 from liger_kernel.compat.functions import liger_group_norm
-from liger_kernel.ops.norms.dyt import dyt
+from liger_kernel.extra.dyt import dyt
+from liger_kernel.extra.modulated_rms_norm import modulated_rms_norm
+from liger_kernel.extra.poly_norm import poly_norm
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
 from liger_kernel.ops.norms.layer_norm import layer_norm
-from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm
-from liger_kernel.ops.norms.poly_norm import poly_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 
 __all__ = [

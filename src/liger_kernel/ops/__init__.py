@@ -8,6 +8,34 @@ import warnings
 from typing import TYPE_CHECKING
 
 from liger_kernel import _legacy
+from liger_kernel.extra.attn_res import LigerAttnResFunction as LigerAttnResFunction
+from liger_kernel.extra.attn_res import attn_res as attn_res
+from liger_kernel.extra.dyt import LigerDyTFunction as LigerDyTFunction
+from liger_kernel.extra.dyt import dyt as dyt
+from liger_kernel.extra.group_norm import LigerGroupNormFunction as LigerGroupNormFunction
+from liger_kernel.extra.group_norm import group_norm as group_norm
+from liger_kernel.extra.mhc import LigerMHCCoeffsFunction as LigerMHCCoeffsFunction
+from liger_kernel.extra.mhc import mhc_coeffs as mhc_coeffs
+from liger_kernel.extra.mhc_mixing import LigerMHCPostResFunction as LigerMHCPostResFunction
+from liger_kernel.extra.mhc_mixing import LigerMHCPreFunction as LigerMHCPreFunction
+from liger_kernel.extra.mhc_mixing import mhc_post_res as mhc_post_res
+from liger_kernel.extra.mhc_mixing import mhc_pre as mhc_pre
+from liger_kernel.extra.modulated_rms_norm import LigerModulatedRMSNormFunction as LigerModulatedRMSNormFunction
+from liger_kernel.extra.modulated_rms_norm import modulated_rms_norm as modulated_rms_norm
+from liger_kernel.extra.multi_token_attention import (
+    LigerMultiTokenAttentionFunction as LigerMultiTokenAttentionFunction,
+)
+from liger_kernel.extra.multi_token_attention import multi_token_attention as multi_token_attention
+from liger_kernel.extra.neighborhood_attention import (
+    LigerFusedNeighborhoodAttentionFunction as LigerFusedNeighborhoodAttentionFunction,
+)
+from liger_kernel.extra.neighborhood_attention import neighborhood_attention as neighborhood_attention
+from liger_kernel.extra.poly_norm import LigerPolyNormFunction as LigerPolyNormFunction
+from liger_kernel.extra.poly_norm import poly_norm as poly_norm
+from liger_kernel.extra.softmax import LigerSoftmaxFunction as LigerSoftmaxFunction
+from liger_kernel.extra.softmax import softmax as softmax
+from liger_kernel.extra.sparsemax import LigerSparsemaxFunction as LigerSparsemaxFunction
+from liger_kernel.extra.sparsemax import sparsemax as sparsemax
 from liger_kernel.ops._core.impl import LIGER_KERNEL_IMPL_ENV as LIGER_KERNEL_IMPL_ENV
 from liger_kernel.ops._core.impl import OURS
 from liger_kernel.ops._core.impl import select_impl as select_impl
@@ -15,19 +43,7 @@ from liger_kernel.ops._core.operator import OPS as OPS
 from liger_kernel.ops.activations.glu import glu as glu
 from liger_kernel.ops.activations.relu_squared import LigerReLUSquaredFunction as LigerReLUSquaredFunction
 from liger_kernel.ops.activations.relu_squared import relu_squared as relu_squared
-from liger_kernel.ops.attention.multi_token_attention import (
-    LigerMultiTokenAttentionFunction as LigerMultiTokenAttentionFunction,
-)
-from liger_kernel.ops.attention.multi_token_attention import multi_token_attention as multi_token_attention
-from liger_kernel.ops.attention.neighborhood_attention import (
-    LigerFusedNeighborhoodAttentionFunction as LigerFusedNeighborhoodAttentionFunction,
-)
-from liger_kernel.ops.attention.neighborhood_attention import neighborhood_attention as neighborhood_attention
 from liger_kernel.ops.attention.sink_attention import sink_attention as sink_attention
-from liger_kernel.ops.attention.softmax import LigerSoftmaxFunction as LigerSoftmaxFunction
-from liger_kernel.ops.attention.softmax import softmax as softmax
-from liger_kernel.ops.attention.sparsemax import LigerSparsemaxFunction as LigerSparsemaxFunction
-from liger_kernel.ops.attention.sparsemax import sparsemax as sparsemax
 from liger_kernel.ops.losses.cross_entropy import cross_entropy as cross_entropy
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import LigerFusedCETVDFunction as LigerFusedCETVDFunction
 from liger_kernel.ops.losses.divergence.fused_ce_tvd import fused_ce_tvd as fused_ce_tvd
@@ -54,19 +70,11 @@ from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
 from liger_kernel.ops.losses.vocab_parallel.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
-from liger_kernel.ops.norms.dyt import LigerDyTFunction as LigerDyTFunction
-from liger_kernel.ops.norms.dyt import dyt as dyt
 from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFunction as LigerFusedAddRMSNormFunction
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from liger_kernel.ops.norms.gated_rms_norm import gated_rms_norm as gated_rms_norm
-from liger_kernel.ops.norms.group_norm import LigerGroupNormFunction as LigerGroupNormFunction
-from liger_kernel.ops.norms.group_norm import group_norm as group_norm
 from liger_kernel.ops.norms.layer_norm import LigerLayerNormFunction as LigerLayerNormFunction
 from liger_kernel.ops.norms.layer_norm import layer_norm as layer_norm
-from liger_kernel.ops.norms.modulated_rms_norm import LigerModulatedRMSNormFunction as LigerModulatedRMSNormFunction
-from liger_kernel.ops.norms.modulated_rms_norm import modulated_rms_norm as modulated_rms_norm
-from liger_kernel.ops.norms.poly_norm import LigerPolyNormFunction as LigerPolyNormFunction
-from liger_kernel.ops.norms.poly_norm import poly_norm as poly_norm
 from liger_kernel.ops.norms.rms_norm import LigerRMSNormFunction as LigerRMSNormFunction
 from liger_kernel.ops.norms.rms_norm import rms_norm as rms_norm
 from liger_kernel.ops.projections.lora import lora_linear as lora_linear
@@ -79,14 +87,6 @@ from liger_kernel.ops.projections.moe import LigerFusedMoEFunction as LigerFused
 from liger_kernel.ops.projections.moe import moe as moe
 from liger_kernel.ops.projections.tiled_mlp import LigerTiledMLPFunction as LigerTiledMLPFunction
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp as apply_tiled_mlp
-from liger_kernel.ops.residual.attn_res import LigerAttnResFunction as LigerAttnResFunction
-from liger_kernel.ops.residual.attn_res import attn_res as attn_res
-from liger_kernel.ops.residual.mhc import LigerMHCCoeffsFunction as LigerMHCCoeffsFunction
-from liger_kernel.ops.residual.mhc import mhc_coeffs as mhc_coeffs
-from liger_kernel.ops.residual.mhc_mixing import LigerMHCPostResFunction as LigerMHCPostResFunction
-from liger_kernel.ops.residual.mhc_mixing import LigerMHCPreFunction as LigerMHCPreFunction
-from liger_kernel.ops.residual.mhc_mixing import mhc_post_res as mhc_post_res
-from liger_kernel.ops.residual.mhc_mixing import mhc_pre as mhc_pre
 from liger_kernel.ops.rotary.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_kernel.ops.rotary.rope import rope as rope
 from liger_kernel.ops.token_embedding import LigerEmbeddingFunction as LigerEmbeddingFunction

@@ -43,6 +43,7 @@ CUT = 256
 
 
 def reference(index: Tensor, w: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    # an index outside is looked up as 0, and only then replaced: no device asserts
     known = (index >= 0) & (index < w.shape[0])
     y = F.embedding(torch.where(known, index, 0), w, padding_idx)
     return torch.where(known.unsqueeze(-1), y, float("nan"))
@@ -54,6 +55,7 @@ def _fwd(index_ptr, w_ptr, y_ptr, M, V, N, w_stride, BLOCK_M: tl.constexpr, BLOC
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
+    # in 64 bits: a large table has more than 2^31 values
     index = tl.load(index_ptr + row, mask=row < M, other=-1).to(tl.int64)
     known = ((index >= 0) & (index < V))[:, None]
     w = tl.load(w_ptr + index[:, None] * w_stride + col[None, :], mask=mask & known, other=0.0)
@@ -71,7 +73,9 @@ def _bwd(
     at = (tl.program_id(0) // blocks).to(tl.int64)
     key = tl.load(key_ptr + at)
     head = tl.load(key_ptr + at - 1, mask=at > 0, other=-1) != key
+    # most programs find no piece that begins at their token, and are done
     if (key < V) & (head | (at % CUT == 0)):
+        # how long the piece is: the keys that follow, up to the next cut
         i = at + tl.arange(0, CUT)
         end = tl.minimum(at // CUT * CUT + CUT, M)
         count = tl.sum((tl.load(key_ptr + i, mask=i < end, other=-1) == key).to(tl.int32), axis=0)
@@ -84,6 +88,7 @@ def _bwd(
             mask = (of_piece < count)[:, None] & (col < N)[None, :]
             total += tl.load(dy_ptr + token[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         row = tl.sum(total, axis=0)
+        # a whole run is a row of dw, rounded once; a piece of a cut one waits for the others in fp32
         if head & (cut == 0):
             tl.store(dw_ptr + key.to(tl.int64) * N + col, row.to(dw_ptr.dtype.element_ty), mask=col < N)
         else:
@@ -102,6 +107,7 @@ def _bwd_join(key_ptr, dw_ptr, slot_ptr, M, V, N, CUT: tl.constexpr, BLOCK_N: tl
     begins = (before == 0) | (tl.load(key_ptr + before * CUT - 1, mask=before > 0, other=-1) != key)
     if (key < V) & begins & (tl.load(key_ptr + cut * CUT) == key):
         total = tl.load(slot_ptr + (before * 2 + 1) * N + col, mask=col < N, other=0.0)
+        # the pieces in order: another one would round otherwise
         more = key
         while more == key:
             total += tl.load(slot_ptr + cut * 2 * N + col, mask=col < N, other=0.0)
@@ -130,13 +136,16 @@ def embedding_fwd(index: Tensor, w: Tensor) -> Tensor:
 def embedding_bwd(dy: Tensor, index: Tensor, V: int, padding_idx: int | None) -> Tensor:
     M, N = dy.shape
     dw = dy.new_zeros(V, N)
+    # tokens without a gradient get the key V, which sorts after all others
     learns = (index >= 0) & (index < V)
     if padding_idx is not None:
         learns &= index != padding_idx
-    # half the passes of a radix sort, where indices are that small
+    # keys of 32 bits: half the passes of a radix sort, where indices are that small
     key, token = torch.where(learns, index, V).to(torch.int32 if V < 2**31 - 1 else torch.int64).sort(stable=True)
+    # sizes that the host knows: asking how many pieces there are would make it wait for the device
     cuts = max(0, M - 1) // CUT
     slots = dy.new_empty(2 * (cuts + 1), N, dtype=torch.float32)
+    # two launches whatever the tokens are, so that a graph of the step can be replayed
     blocks, tile = _tile(N)
     launch(_bwd, (M * blocks,), dy, key, token, dw, slots, M, V, N, dy.stride(0), CUT=CUT, **tile)
     launch(_bwd_join, (cuts * blocks,), key, dw, slots, M, V, N, CUT=CUT, BLOCK_N=tile["BLOCK_N"], num_warps=4)
@@ -148,6 +157,7 @@ class LigerEmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, w, index, padding_idx=None):
+        # the indices are all that the backward needs, not the table
         flat = index.reshape(-1).contiguous()
         ctx.save_for_backward(flat)
         ctx.V, ctx.padding_idx = w.shape[0], padding_idx

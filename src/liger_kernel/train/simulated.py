@@ -41,11 +41,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel import memory
+from liger_kernel import _private, memory
+from liger_kernel._private import FakeTensor, FakeTensorMode
 from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.memory import offload as offloading
 from liger_kernel.ops._core import config as launching
@@ -388,7 +388,7 @@ class _Meter(FakeTensorMode):
         elif self.now > before:
             # autograd adds to the first of two gradients if nobody else holds it, which is then
             # gone before the next operator
-            self.late = func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1
+            self.late = func is torch.ops.aten.add.Tensor and _private.backward_id() != -1
             if not self.late:
                 self.peak()
         return out

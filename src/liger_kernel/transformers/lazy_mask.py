@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
+from liger_kernel import _private
 from liger_kernel.ops.attention.sink_attention import visible
 
 try:
@@ -170,7 +171,7 @@ class LazyMask(Tensor):
         cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _LAZY:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _private.without_torch_function():
                 return function(*args, **(kwargs or {}))
         return _densely(Tensor.detach if function in _UNCOUNTED else function, args, kwargs)
 

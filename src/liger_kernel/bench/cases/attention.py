@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from liger_kernel.bench.measured import Measured, real, timed
+from liger_kernel.extra.neighborhood_attention import _qkv as _neighborhood_attention_qkv
+from liger_kernel.extra.sparsemax import reference
 from liger_kernel.ops._core.operator import T
-from liger_kernel.ops.attention.neighborhood_attention import _qkv as _neighborhood_attention_qkv
 from liger_kernel.ops.attention.sink_attention import _heads
-from liger_kernel.ops.attention.sparsemax import reference
 
 
 def _neighborhood_attention_sdpa(

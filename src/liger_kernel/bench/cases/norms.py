@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.bench.measured import Measured, real
+from liger_kernel.extra.group_norm import _tensors as _group_norm_tensors
+from liger_kernel.extra.modulated_rms_norm import _tensors as _modulated_rms_norm_tensors
+from liger_kernel.extra.poly_norm import _tensors as _poly_norm_tensors
+from liger_kernel.extra.poly_norm import reference
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.norms.fused_add_rms_norm import _tensors as _fused_add_rms_norm_tensors
 from liger_kernel.ops.norms.gated_rms_norm import _tensors as _gated_rms_norm_tensors
-from liger_kernel.ops.norms.group_norm import _tensors as _group_norm_tensors
-from liger_kernel.ops.norms.modulated_rms_norm import _tensors as _modulated_rms_norm_tensors
-from liger_kernel.ops.norms.poly_norm import _tensors as _poly_norm_tensors
-from liger_kernel.ops.norms.poly_norm import reference
 
 
 def _fused_add_rms_norm_torch(x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama"):

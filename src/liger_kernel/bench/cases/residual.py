@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.bench.measured import Measured, real
+from liger_kernel.extra.mhc import _ALPHAS as _mhc_ALPHAS
 from liger_kernel.ops._core.operator import T
-from liger_kernel.ops.residual.mhc import _ALPHAS as _mhc_ALPHAS
 
 
 def _mhc_upstream_coeffs(functional, **args):

@@ -14,7 +14,8 @@ import torch
 
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
 
-TUNED = Path(__file__).parent / "tuned"  # sm90.json, gfx942.json ...: {"rms_norm_fwd/2/4096": {"block_m": 1, ...}}
+# sm90.json, gfx942.json ...: {"rms_norm_fwd/2/4096": {"block_m": 1, ...}}
+TUNED = Path(__file__).parent / "tuned"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Tile:
         return dict(BLOCK=self.block_n, num_warps=self.num_warps)
 
 
-_target: tuple[str, int] | None = None  # architecture and processors, if not those of the current device
+# architecture and processors, if not those of the current device
+_target: tuple[str, int] | None = None
 
 
 @contextlib.contextmanager
@@ -83,11 +85,9 @@ def processors() -> int:
     """The number of streaming multiprocessors of the current device."""
     if _target:
         return _target[1]
-    return (
-        torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        if torch.cuda.is_available()
-        else 4
-    )
+    if not torch.cuda.is_available():
+        return 4
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def shared_memory() -> int:
@@ -118,17 +118,16 @@ def tile(
     ``pipelined``: the number of tensors that a kernel with a loop over tiles streams through shared
     memory, in up to three stages (AMD: two) if they fit.
     """
+    # measured for these sizes on this GPU
     if found := _table(arch()).get(f"{op}/{itemsize}/{n}"):
         return Tile(**found)
     block_n = min(next_power_of_2(n), max_block_n)
     block_m = max(1, elements // block_n)
-    warps = min(
-        max_warps(),
-        max(4 if block_m * block_n >= 2048 else 1, next_power_of_2(cdiv(block_m * block_n, 32 * per_thread))),
-    )
-    stages = (
-        min(2 if arch().startswith("gfx") else 3, max(1, shared_memory() // (block_m * block_n * itemsize * pipelined)))
-        if pipelined
-        else 1
-    )
+    # one warp is enough for a tile that would leave most of four idle
+    least = 4 if block_m * block_n >= 2048 else 1
+    warps = min(max_warps(), max(least, next_power_of_2(cdiv(block_m * block_n, 32 * per_thread))))
+    stages = 1
+    if pipelined:
+        fitting = shared_memory() // (block_m * block_n * itemsize * pipelined)
+        stages = min(2 if arch().startswith("gfx") else 3, max(1, fitting))
     return Tile(block_m, block_n, warps, stages=stages)

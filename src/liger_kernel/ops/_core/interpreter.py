@@ -68,13 +68,9 @@ def _cast(stock):
     def cast_impl(self, src, dst_type):
         if _is_bf16(src):
             up = _up(src)
-            return (
-                src
-                if dst_type.scalar == tl.bfloat16
-                else up
-                if dst_type.scalar == tl.float32
-                else stock(self, up, dst_type)
-            )
+            if dst_type.scalar == tl.bfloat16:
+                return src
+            return up if dst_type.scalar == tl.float32 else stock(self, up, dst_type)
         if dst_type.scalar == tl.bfloat16:
             return _down(TensorHandle(src.data.astype(np.float32), tl.float32))
         return stock(self, src, dst_type)
@@ -172,6 +168,7 @@ def _dot(stock):
 
 def _repairs() -> list[tuple[Any, str, Any]]:
     """Owner, attribute and replacement."""
+    # each replacement closes over what it replaces, which is stock when this module is imported
     B = InterpreterBuilder
     changes = dict(cast_impl=_cast, create_fp_to_fp=_fp_to_fp, create_atomic_rmw=_atomic, binary_op=_comparison)
     changes["create_dot"] = lambda stock: _in_fp32(_dot(stock), rounds=False)
@@ -197,7 +194,8 @@ def _repairing() -> Iterator[None]:
     try:
         for repair in _REPAIRS:
             scope.set_attr(*repair)
-        with np.errstate(all="ignore"):  # lanes that a mask discards may divide by zero or overflow, here as on a GPU
+        # lanes that a mask discards may divide by zero or overflow, here as on a GPU
+        with np.errstate(all="ignore"):
             yield
     finally:
         scope.restore()
@@ -214,6 +212,7 @@ def repaired(jit: Callable) -> Callable:
 
     def decorator(fn):
         kernel = jit(fn)
+        # `triton.jit` decides the class itself
         kernel.__class__ = _Kernel
         return kernel
 

@@ -17,11 +17,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from liger_kernel._private import (
+    FAKE_MODE,
+    KEEPING_MODES,
+    DelayedError,
+    FakeTensor,
+    autocast_is_on,
+    cuda_stream,
+    dispatch_mode,
+    dispatch_mode_stack,
+    dispatch_modes,
+    is_exporting,
+    observed,
+)
 from liger_kernel.ops._core.shards import attempt, is_sharded
 from liger_kernel.ops._core.tl import HAS_TRITON, INTERPRET, triton
 
@@ -39,25 +48,16 @@ OPS: dict[str, Op] = {}
 NAMESPACE = "liger"
 _LIB = torch.library.Library(NAMESPACE, "DEF")
 _LAUNCHERS: dict[str, str] = {}  # name -> module
-_KEEPING = (
-    checkpoint._CachingTorchDispatchMode,
-    checkpoint._CachedTorchDispatchMode,
-)  # of selective checkpointing: they have no public name
+# types of arguments that need no dispatcher: subclasses of tensors do
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list, tuple}
 _tracing = contextvars.ContextVar("liger_tracing", default=False)
 _KERNEL_DEVICES = {"cpu"} if INTERPRET else {"cuda"} if HAS_TRITON else set()
 if os.environ.get("LIGER_KERNEL_IMPL") == "torch":
     _KERNEL_DEVICES = set()
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-# modes of make_fx and of AOTAutograd
-_RECORDING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
-# those of graphs that are recorded above autograd
-_pre_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()
-# read several times in each call of an operator
+# read several times in each call of an operator: three lookups of an attribute less each time
 _compiling = torch.compiler.is_compiling
-_transforms, _scripted = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+KERNEL_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+# integers that do not hold every index and -100
 _NARROW = {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
@@ -165,6 +165,7 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
                 fn.__defaults__,
                 fn.__kwdefaults__,
             )
+        # tests call either with the arguments of a case
         ours, theirs = inspect.signature(fn), inspect.signature(reference)
         named = [p for p in theirs.parameters.values() if p.kind is not p.VAR_KEYWORD]
         how = (
@@ -174,8 +175,9 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
         )
         if [p for p in ours.parameters.values() if p not in how] != named:
             raise TypeError(f"{fn.__name__}{ours} and its reference{theirs} differ in signature")
-        # the operator calls its reference by this name: what it says of DTensors costs kernels
-        # nothing
+        # The operator calls its reference by this name. What PyTorch says of DTensors that it cannot
+        # split becomes our ValueError there, at no cost for calls that run kernels: a wrapper of the
+        # operator itself would be a frame in each of those
         fn.__globals__[reference.__name__] = functools.partial(attempt, fn.__name__, reference)
         OPS[fn.__name__] = Op(fn.__name__, fn, reference, cases, cost, inspect.getdoc(fn) or "")
         return fn
@@ -187,29 +189,21 @@ def use_kernels(x: Tensor, dtype: torch.dtype | None = None, *, fusible: bool = 
     """Whether kernels run on ``x``, which makes a result in ``dtype`` if that is given. The
     reference runs for other devices, fp64, DTensors (which PyTorch splits), where ``only_pytorch``,
     and, inside ``torch.compile``, for operators that Inductor fuses better."""
+    # a DTensor's `device` is a GPU, too
     if type(x) is not Tensor and is_sharded(x):
         return False
-    if x.device.type not in _KERNEL_DEVICES or (dtype or x.dtype) not in _KERNEL_DTYPES:
+    if x.device.type not in _KERNEL_DEVICES or (dtype or x.dtype) not in KERNEL_DTYPES:
         return False
     if _compiling():
-        return not fusible and not torch.compiler._is_exporting_flag
-    return not _observed()
+        return not fusible and not is_exporting()
+    return not observed()
 
 
 def only_pytorch() -> bool:
     """Whether only PyTorch's own operators are right: in graphs that are exported or traced, which
     would hold launchers without their gradients, inside transforms of ``torch.func`` (grad, vmap,
     jvp), and in forward-mode AD."""
-    # in the Dynamo of some releases, torch.compiler.is_exporting() is always true
-    return torch.compiler._is_exporting_flag if _compiling() else _observed()
-
-
-def _observed() -> bool:
-    if _transforms() is not None or forward_ad._current_level >= 0 or _scripted():
-        return True
-    if _pre_dispatch.get(0) is not None:
-        return True
-    return _dispatch_modes() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
+    return is_exporting() if _compiling() else observed()
 
 
 def refuse_graphs(name: str, why: str) -> None:
@@ -230,7 +224,7 @@ def host_can_read(x: Tensor) -> bool:
 
 def is_fake(x: Tensor) -> bool:
     """Whether operators on ``x`` compute only shapes: it is a fake tensor, or treated as one."""
-    return _intercept is None and (isinstance(x, FakeTensor) or torch._C._get_dispatch_mode(_FAKE) is not None)
+    return _intercept is None and (isinstance(x, FakeTensor) or dispatch_mode(FAKE_MODE) is not None)
 
 
 def as_index(index: Tensor) -> Tensor:
@@ -248,6 +242,7 @@ def launcher(schema: str) -> Callable[[F], F]:
         _LIB.impl(fn.__name__, fn, "CompositeExplicitAutograd")
 
         def fake(*args, **kwargs):
+            # PyTorch traces in threads of its own: a context variable is right in each of them
             token = _tracing.set(_intercept is None)
             try:
                 return fn(*args, **kwargs)
@@ -255,6 +250,7 @@ def launcher(schema: str) -> Callable[[F], F]:
                 _tracing.reset(token)
 
         torch.library.register_fake(f"{NAMESPACE}::{fn.__name__}", fake, lib=_LIB)
+        # for tests, which find each launcher's file by it
         _LAUNCHERS[fn.__name__] = fn.__module__
         registered = getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
         name = fn.__name__.removesuffix("_fwd").removesuffix("_bwd")
@@ -263,10 +259,10 @@ def launcher(schema: str) -> Callable[[F], F]:
         def call(*args):
             # only code that observes or traces the call needs PyTorch's dispatcher; a kernel on
             # plain tensors does not
-            plain = not _compiling() and not _dispatch_modes() and _PLAIN.issuperset(map(type, args))
+            plain = not _compiling() and not dispatch_modes() and _PLAIN.issuperset(map(type, args))
             if plain:
                 return fn(*args)
-            if torch.compiler._is_exporting_flag and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            if is_exporting() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
                 own = "an exported graph must have PyTorch's operators, got an autograd.Function"
                 raise ValueError(f"{fn.__name__}: {own}: call the operator or the module")
             return attempt(name, registered, *args)
@@ -279,9 +275,9 @@ def launcher(schema: str) -> Callable[[F], F]:
 def results_are_kept() -> bool:
     """Whether selective checkpointing may hold the result of any operator, which nobody may then
     write to. Results of launchers are not of this kind."""
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+    if _compiling() or not dispatch_modes():
         return False
-    return any(isinstance(mode, _KEEPING) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, KEEPING_MODES) for mode in dispatch_mode_stack())
 
 
 def tracing(x: Tensor) -> bool:
@@ -291,7 +287,8 @@ def tracing(x: Tensor) -> bool:
 
 Run = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _intercept: Run | None = None
-_ignored = 0.5  # part of the targets that do not count while launches are intercepted
+# part of the targets that do not count while launches are intercepted
+_ignored = 0.5
 
 
 @contextlib.contextmanager
@@ -303,6 +300,7 @@ def intercept_launches(run: Run, device: str = "meta", ignored: float = 0.5) -> 
     Launchers run as if these tensors were on a GPU. ``ignored``: the part of a loss's targets that
     does not count, which only data would tell.
     """
+    # read at each launch: a parameter would go through every launcher
     global _intercept, _ignored
     _intercept, _ignored = run, ignored
     added = {device} - _KERNEL_DEVICES
@@ -335,12 +333,14 @@ def is_recorded(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-DIRECT = ("3.6", "3.7", "3.8", "3.9")  # releases of Triton with compiled kernels that we can call directly
+# releases of Triton with compiled kernels that we can call directly
+DIRECT = ("3.6", "3.7", "3.8", "3.9")
 _DIRECT = HAS_TRITON and not INTERPRET and bool(torch.version.cuda) and triton.__version__.rpartition(".")[0] in DIRECT
-_compiled: dict[tuple, tuple] = {}  # everything on which a launch depends -> how to call its compiled kernel
+# everything on which a launch depends -> how to call its compiled kernel
+_compiled: dict[tuple, tuple] = {}
 if _DIRECT:
     _hook = triton.knobs.runtime.launch_enter_hook
-    _stream = torch._C._cuda_getCurrentRawStream
+    _stream = cuda_stream
 
 
 def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
@@ -348,21 +348,22 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
     is skipped, which is a third of the host time.
 
     The key is everything on which Triton specialises a kernel: constexprs and options, dtypes, and
-    which integers are 1 or multiples of 16. Rare calls
-    go through Triton: pointers that are not multiples of 16, integers of more than 31 bits, other
-    kinds of arguments, a profiler that hooks launches.
-    So do all calls with other releases of Triton and with AMD's compiler, which specialises on
-    more.
+    which integers are 1 or multiples of 16. Rare calls go through Triton: pointers that are not
+    multiples of 16, integers of more than 31 bits, other kinds of arguments, a profiler that hooks
+    launches. So do all calls with other releases of Triton and with AMD's compiler, which
+    specialises on more.
     """
     global _DIRECT
     if not _DIRECT or _hook.calls:
         kernel[grid](*args, **meta)
         return
     key = [kernel.fn, device, *meta, *meta.values()]
+    # one test at the end for all: the bits of every pointer and of every integer, or-ed together
     pointers = integers = 0
     for a in args:
         kind = type(a)
         if kind is int:
+            # ~a of a negative number needs as many bits as a does
             integers |= a if a >= 0 else ~a
             key.append(2 if a == 1 else not a & 15)
         elif kind is Tensor or kind is torch.nn.Parameter:
@@ -373,6 +374,7 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
         elif kind is TensorDescriptor:
             key.append((a.base.dtype, *a.block_shape))
         else:
+            # no pointer ends in 1: the call goes through Triton
             pointers = 1
     known = tuple(key)
     if pointers & 15 or integers >> 31:
@@ -382,7 +384,8 @@ def _start(device: int, kernel, grid: tuple[int, ...], args: tuple[Any, ...], me
         x, y, z = (*grid, 1, 1)[:3]
         try:
             run(x, y, z, _stream(device), function, metadata, None, None, None, *args, *constants)
-        except TypeError as error:  # raised before anything is launched
+        # raised before anything is launched, by a release of Triton that takes other arguments
+        except TypeError as error:
             _DIRECT = False
             warnings.warn(
                 f"liger_kernel: Triton {triton.__version__} starts kernels in another way ({error}); calls cost more "
@@ -402,39 +405,41 @@ def descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
-def launch(kernel, grid: tuple[int, ...], x: Tensor, *args, **meta) -> None:
-    """Run ``kernel`` on the device of its first tensor ``x``, whatever the current device is.
+def launch(kernel, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Run ``kernel`` on the device of its first tensor, whatever the current device is.
     Raises ``RuntimeError`` if kernels cannot run here.
 
     ``args``: all arguments before the constexprs, which are tensors, descriptors, integers, floats
     and None. ``meta``: the constexprs and options by name.
     """
+    x = args[0]
     if tracing(x):
         return
     if _intercept is not None:
-        return _intercept(kernel, grid, (x, *args), meta)
-    if type(x) is FakeTensor:  # of a launch outside a launcher
+        return _intercept(kernel, grid, args, meta)
+    # of a launch outside a launcher
+    if type(x) is FakeTensor:
         return
     device = x.get_device()
+    # on a CPU: the interpreter runs the kernel, where it is on
     if device < 0:
         if x.device.type not in _KERNEL_DEVICES:
             raise RuntimeError(
                 f"kernels need {'a GPU' if HAS_TRITON else 'Triton'}, got a tensor on {x.device}: call the operator, "
                 "which has a reference"
             )
-        _start(device, kernel, grid, (x, *args), meta)
+        _start(device, kernel, grid, args, meta)
     elif device == torch.cuda.current_device():
-        _start(device, kernel, grid, (x, *args), meta)
+        _start(device, kernel, grid, args, meta)
     else:
         with torch.cuda.device(device):
-            _start(device, kernel, grid, (x, *args), meta)
+            _start(device, kernel, grid, args, meta)
 
 
 def _without_autocast(backward: Callable, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
     """Run ``backward`` in the dtypes of the forward, whatever the state of autocast in its
     caller is."""
-    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
-        return backward(ctx, *grads)
+    # autocast is on for each kind of device by itself: that of the gradients counts
     device = next((g.device.type for g in grads if g is not None), "meta")
     if device == "meta" or not torch.is_autocast_enabled(device):
         return backward(ctx, *grads)
@@ -451,18 +456,18 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def once(ctx, *grads):
-        if not torch.is_grad_enabled():  # enabled: create_graph=True
-            return _without_autocast(backward, ctx, grads)
+        autocast = not _compiling() and autocast_is_on()
+        # gradients are enabled in a backward only for create_graph=True
+        if not torch.is_grad_enabled():
+            return _without_autocast(backward, ctx, grads) if autocast else backward(ctx, *grads)
         with torch.no_grad():
-            outs = _without_autocast(backward, ctx, grads)
-        if torch.compiler.is_compiling():
+            outs = _without_autocast(backward, ctx, grads) if autocast else backward(ctx, *grads)
+        if _compiling():
             return outs
         # torch.autograd.grad runs only nodes between its outputs and its inputs: without edges to
         # the inputs, it would skip this node
         inputs = [*(None if d is None else d.detach().requires_grad_() for d in outs), *leaves(ctx)]
-        fail = torch._C._functions.DelayedError(
-            b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs)
-        )
+        fail = DelayedError(b"liger_kernel: kernels have no second derivatives; the stock model has", len(inputs))
         refused = fail(*inputs)
         return refused[: len(outs)] if len(inputs) > 1 else refused
 

@@ -18,5 +18,6 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
     elif first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
-    elif not intercepted():  # PyTorch 2.11 fails where such a sum has only a shape
+    # PyTorch 2.11 fails where such a sum has only a shape
+    elif not intercepted():
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

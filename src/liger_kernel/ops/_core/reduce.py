@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
+from liger_kernel.ops._core.saved import graph_is_kept
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 
@@ -39,7 +40,8 @@ def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
     s = tl.load(s_ptr).to(tl.float32)
     # the common case, ``loss.backward()``, costs a launch and no traffic; so does a number that was
     # divided and multiplied by
-    if (tl.abs(s - 1.0) <= 2e-7) == 0:  # NaN, too
+    # written so that a NaN is not skipped
+    if (tl.abs(s - 1.0) <= 2e-7) == 0:
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
             offset = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
@@ -70,7 +72,7 @@ def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, 
     Our forward computed and saved them. With a retained graph, they stay unscaled for the next
     backward.
     """
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+    if graph_is_kept():
         return tuple(
             None if g is None else (g.to(acc(g.dtype)) * s.to(acc(g.dtype))).to(g.dtype).where(g != 0, 0) for g in grads
         )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from liger_kernel import _private
+
 CHECKPOINT = "torch.utils.checkpoint"
 # Saved-tensor hooks that hold no reference to the tensor afterwards: they return the saved tensor,
 # a copy, or a recomputed tensor
@@ -16,7 +18,7 @@ HARMLESS = {"", __name__, "liger_kernel.memory", "liger_kernel.memory.offload", 
 def saving_hooks() -> tuple[tuple[Any, Any] | None, str]:
     """The present saved-tensor hooks and the name of their Python module, or None and an empty
     name."""
-    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # in no stub
+    hooks = None if torch.compiler.is_compiling() else _private.saved_tensors_hooks(True)
     return hooks, "" if hooks is None else getattr(hooks[1], "__module__", "?")
 
 
@@ -31,4 +33,4 @@ def where_they_are() -> torch.autograd.graph.saved_tensors_hooks:
 
 def graph_is_kept() -> bool:
     """Whether another backward may follow the running one, or that cannot be known."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]  # in no stub
+    return torch.compiler.is_compiling() or _private.graph_is_retained()

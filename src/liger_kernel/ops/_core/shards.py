@@ -28,7 +28,9 @@ def attempt(name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         return fn(*args, **kwargs)
     try:
         return fn(*args, **kwargs)
-    except (RuntimeError, IndexError, TypeError, AssertionError) as error:  # not those by which checkpoints stop
+    # what DTensor's dispatch raises; other exceptions may steer a program, as those by which
+    # checkpoints stop a forward
+    except (RuntimeError, IndexError, TypeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError) or not any(map(is_sharded, (*args, *kwargs.values()))):
             raise
         raise ValueError(

@@ -24,29 +24,12 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
 
 
 # Integers that change with the batch, and numbers that users choose: a kernel is not compiled again
-# if one of these is 1 or a multiple of 16. Others
-# are not in this list, because loads are wide only if Triton knows that widths and strides are such
-# multiples.
+# if one of these is 1 or a multiple of 16. Others are not in this list, because loads are wide only
+# if Triton knows that widths and strides are such multiples.
 VARYING = (
-    "M",
-    "M0",
-    "M1",
-    "M2",
-    "M3",
-    "T",
-    "L",
-    "R",
-    "P",
-    "tokens",
-    "n_tokens",
-    "programs",
-    "splits",
-    "ignore_index",
-    "cos_batch",
-    "sin_batch",
-    "pos_batch",
-    "label_stride",
-)  # a list of names
+    *("M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index"),
+    *("cos_batch", "sin_batch", "pos_batch", "label_stride"),
+)
 jit: Callable[..., Any] = functools.partial(triton.jit, do_not_specialize=VARYING)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRET:
@@ -63,14 +46,42 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# Tiles of a matrix of rows, and rows of a weight: read in any dtype, computed in fp32.
+
+
+@jit
+def tile_at(i, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows, columns and mask of the ``i``th tile of whole rows."""
+    # rows times a stride of a large tensor pass 2^31
+    row = i.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    return row, col, (row < M)[:, None] & (col < N)[None, :]
+
+
+@jit
+def load_tile(ptr, row, col, stride, mask):
+    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def store_tile(ptr, row, col, stride, values, mask):
+    tl.store(ptr + row[:, None] * stride + col[None, :], values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def load_row(ptr, col, N):
+    return tl.load(ptr + col, mask=col < N, other=0.0).to(tl.float32)
+
+
 # Accurate fp32 functions. tl.exp, tl.log, tl.sqrt and / use the hardware's: off by two units in the
-# last place or more, always in the same direction,
-# so that the errors do not average out in long sums and iterations.
+# last place or more, always in the same direction, so that the errors do not average out in long
+# sums and iterations.
 
 
 @jit
 def div(a, b):
     """a / b to the last bit."""
+    # div_rn itself takes only operands of one shape
     a, b = tl.broadcast(a, b)
     return tl.div_rn(a, b)
 
@@ -94,9 +105,9 @@ def rsqrt(x):
 def exp(x):
     """exp(x) to a unit in the last place; tl.exp loses what x log2(e) is rounded by, |x| units."""
     n = tl.floor(x * 1.4426950408889634 + 0.5)
-    r = (
-        x - n * 0.693359375
-    ) + n * 2.12194440e-4  # ln 2 in two parts, the first of so few bits that its product is exact (Cody and Waite)
+    # ln 2 in two parts, the first of so few bits that its product is exact (Cody and Waite)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    # beyond, tl.exp overflows and underflows as it should, and 2^n would not
     return tl.where(tl.abs(x) < 87.0, tl.exp2(r * 1.4426950408889634) * tl.exp2(n), tl.exp(x))
 
 
@@ -110,6 +121,7 @@ def exp_of(x, PRECISE: tl.constexpr):
 def log(x):
     """log(x) to a unit in the last place: a series in s = (m - 1) / (m + 1), where x = m 2^k and
     m is within sqrt(2) of 1 (as in FreeBSD's libm)."""
+    # the exponent k, so that the rest lies around 1 and not between 1 and 2
     bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     k = ((bits >> 23) - 127).to(tl.float32)
     f = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
@@ -118,6 +130,7 @@ def log(x):
     series = z * (0.66666663 + z * (0.4000097 + z * (0.28498787 + z * 0.24279079)))
     half = 0.5 * f * f
     found = k * 0.693359375 - ((half - (s * (half + series) - k * 2.12194440e-4)) - f)
+    # numbers below the normal ones, infinities and NaN
     return tl.where((x > 1.2e-38) & (x < 3.4e38), found, tl.log(x))
 
 
@@ -125,6 +138,7 @@ def log(x):
 def tanh(x):
     """tanh(x), accurate relative to its value: a series below 0.3, exponentials above."""
     t = tl.abs(x)
+    # of -2|x|: of 2|x| it would overflow
     e = tl.exp(-2.0 * t)
     s = x * x
     series = x * (1.0 + s * (-0.33333334 + s * (0.13333334 + s * (-0.05396825 + s * (0.02186949 - 0.00886324 * s)))))

@@ -37,8 +37,9 @@ from liger_kernel.ops._core.operator import (
     shaped,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, tl
 
+# what models name in many ways: `transformers/recognise` finds out which of these a model has
 ACTS = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -48,12 +49,14 @@ ACTS = {
 }
 
 
+# of the schemas of launchers: the fields of `Form`
 FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
 
 
 def reference(
     gate, up=None, *, act="silu", gate_multiplier=1.0, limit=None, alpha=1.0, offset=0.0, down_multiplier=1.0
 ):
+    # in the order in which models do it, and rounded after each step as they are
     if up is None:
         gate, up = gate.chunk(2, -1)
     if gate_multiplier != 1:
@@ -61,15 +64,15 @@ def reference(
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     h = gate.to(acc(gate.dtype))
-    h = (
-        ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha
-    )  # with the same strides: with others, PyTorch's gelu differs in the last bit
+    # with the strides of gate: with others, PyTorch's gelu differs in the last bit
+    h = ACTS[act](h) if alpha == 1 else ACTS[act](h * alpha) / alpha
     y = h.to(gate.dtype) * (up + offset if offset else up)
     return y if down_multiplier == 1 else y * down_multiplier
 
 
 @jit
 def _inverse(x, PRECISE: tl.constexpr):
+    # the hardware's quotient is exact enough for what is rounded to 16 bits
     return div(tl.full(x.shape, 1.0, tl.float32), x) if PRECISE else 1.0 / x
 
 
@@ -82,16 +85,20 @@ def act_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
         y = x * cdf
         dy = cdf + x * 0.3989422804014327 * exp_of(-0.5 * x * x, PRECISE)
     elif ACT == "relu2":
+        # not a maximum: a NaN stays one
         r = tl.where(x <= 0, 0.0, x)
         y = r * r
         dy = 2.0 * r
     else:
         u = x
-        if ACT == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2 u)
+        # as a sigmoid, (1 + tanh u) / 2 = sigmoid(2 u): without the difference of two numbers that are
+        # nearly one
+        if ACT == "gelu_tanh":
             u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         e = exp_of(-u, PRECISE)
         s = _inverse(1.0 + e, PRECISE)
-        c = tl.where(u >= 0, e * s, 1.0 - s)  # sigmoid(-u), accurate relative to its value, as s is
+        # sigmoid(-u), accurate relative to its value, as s is: each form where it does not cancel
+        c = tl.where(u >= 0, e * s, 1.0 - s)
         if ACT == "silu":
             y = div(x, 1.0 + e)
             dy = s * (1.0 + x * c)
@@ -106,6 +113,7 @@ def act_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
 
 @jit
 def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
+    # the compiler drops the slope
     y, _ = act_and_slope(x, ACT, PRECISE)
     return y
 
@@ -114,6 +122,7 @@ def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
 def _largest(x, tops_ptr, TOPS: tl.constexpr):
     """Add the largest finite |x| of a tile to one of ``TOPS`` maxima: so many, because atomics
     on one address wait for each other."""
+    # a value that is infinite would make zeros of all others in FP8
     size = tl.abs(x)
     size = tl.where(size < float("inf"), size, 0.0)
     tl.atomic_max(tops_ptr + tl.program_id(0) % TOPS, tl.max(tl.max(size, 1), 0), sem="relaxed")
@@ -121,42 +130,30 @@ def _largest(x, tops_ptr, TOPS: tl.constexpr):
 
 @jit
 def _fwd(
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    tops_ptr,
-    M,
-    N,
-    gate_stride,
-    up_stride,
-    y_stride,
-    gate_multiplier,
-    limit,
-    alpha,
-    offset,
-    down_multiplier,
-    ACT: tl.constexpr,
-    SCALED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    TOPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, tops_ptr,
+    M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
+    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """``tops``: (TOPS,) zeros that get the largest values of y; with TOPS 0 they are not
     searched."""
+    # one axis of programs: the second of a grid has at most 65535
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
-    up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    up = load_tile(up_ptr, row, col, up_stride, mask)
+    # gate keeps its dtype, to which act(gate) is rounded
     g = gate.to(tl.float32)
     if SCALED:
         g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
+    # not minimum and maximum, which lose a NaN
     if CLAMPED:
         g = tl.where(g > limit, limit, g)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     PRECISE: tl.constexpr = gate.dtype == tl.float32
+    # each rounding is one of stock: act(gate) to its dtype, then the product
     if SCALED:
         y = (act_of(g * alpha, ACT, PRECISE) / alpha).to(gate.dtype).to(tl.float32) * (up + offset) * down_multiplier
     else:
@@ -169,35 +166,12 @@ def _fwd(
 
 @jit
 def _bwd(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    y_ptr,
-    tops_ptr,
-    M,
-    N,
-    dy_stride,
-    gate_stride,
-    up_stride,
-    dgate_stride,
-    dup_stride,
-    gate_multiplier,
-    limit,
-    alpha,
-    offset,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, tops_ptr,
+    M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, gate_multiplier, limit, alpha, offset,
     down_multiplier,
-    ACT: tl.constexpr,
-    SCALED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    NEED_DGATE: tl.constexpr,
-    NEED_DUP: tl.constexpr,
-    NEED_Y: tl.constexpr,
-    TOPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr,
+    NEED_Y: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded
     all of its tile before it stores.
 
@@ -208,18 +182,21 @@ def _bwd(
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
-    dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    dy = load_tile(dy_ptr, row, col, dy_stride, mask)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     g = gate.to(tl.float32)
     PRECISE: tl.constexpr = gate.dtype == tl.float32
     if SCALED:
         dy = dy * down_multiplier
         g = (g * gate_multiplier).to(gate.dtype).to(tl.float32)
+    # dup alone does not depend on up
     if CLAMPED or NEED_DGATE or NEED_Y:
-        up = tl.load(up_ptr + row[:, None] * up_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        up = load_tile(up_ptr, row, col, up_stride, mask)
+    # names must exist in every variant, also where nothing is clamped
     free_gate = mask
     free_up = mask
-    if CLAMPED:  # a gradient flows where a clamp changed nothing
+    # a gradient flows where a clamp changed nothing, and where a NaN is
+    if CLAMPED:
         free_gate = ~(g > limit)
         free_up = ~(tl.abs(up) > limit)
         g = tl.where(free_gate, g, limit)
@@ -229,6 +206,7 @@ def _bwd(
         y = y / alpha
     else:
         y, dact = act_and_slope(g, ACT, PRECISE)
+    # the product once more, bit for bit as in the forward, which did not save it
     if NEED_Y:
         whole = y.to(gate.dtype).to(tl.float32)
         whole = (whole * (up + offset) * down_multiplier if SCALED else whole * up).to(y_ptr.dtype.element_ty)
@@ -256,7 +234,8 @@ def _bwd(
         tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], dup, mask=mask)
 
 
-TOPS = 16  # parts of a tensor with a largest value of their own
+# parts of a tensor with a largest value of their own
+TOPS = 16
 
 
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
@@ -281,9 +260,9 @@ def _arguments(
 ) -> tuple[tuple[float, ...], dict[str, bool]]:
     """A ``Form`` as the kernels take it: arguments and constexprs."""
     scaled = (gate_multiplier, alpha, offset, down_multiplier) != (1, 1, 0, 1)
-    return tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier))), dict(
-        SCALED=scaled, CLAMPED=limit is not None
-    )
+    # as floats: an integer would be compiled as another kernel
+    numbers = tuple(map(float, (gate_multiplier, limit or 0.0, alpha, offset, down_multiplier)))
+    return numbers, dict(SCALED=scaled, CLAMPED=limit is not None)
 
 
 @launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> Tensor")
@@ -298,25 +277,10 @@ def glu_into(tops: Tensor | None, gate: Tensor, up: Tensor, act: str, *form: Any
     y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
+    # without a tensor for them, the largest values are not searched
     many = 0 if tops is None else TOPS
-    launch(
-        _fwd,
-        grid,
-        gate,
-        up,
-        y,
-        tops,
-        M,
-        N,
-        gate.stride(0),
-        up.stride(0),
-        N,
-        *numbers,
-        ACT=act,
-        **flags,
-        TOPS=many,
-        **tile,
-    )
+    numbers = M, N, gate.stride(0), up.stride(0), N, *numbers
+    launch(_fwd, grid, gate, up, y, tops, *numbers, ACT=act, **flags, TOPS=many, **tile)
     return y
 
 
@@ -332,10 +296,12 @@ def glu_bwd(
     M, N = gate.shape
     dgate = gate.new_empty(M, 2 * N) if packed else gate.new_empty((M, N) if need_dgate else (0, 0))
     dup = up.new_empty((M, N) if need_dup and not packed else (0, 0))
+    # halves of one tensor, for the one product of the backward of a packed projection
     d0, d1 = (dgate[:, :N], dgate[:, N:]) if packed else (dgate, dup)
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
     strides = dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0)
+    # a packed gradient is one tensor: both halves are written, or neither
     needs = dict(NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False, TOPS=0)
     launch(_bwd, grid, dy, gate, up, d0, d1, None, None, M, N, *strides, *numbers, ACT=act, **flags, **needs, **tile)
     return dgate, dup
@@ -353,6 +319,7 @@ def glu_bwd_(
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
+    # a program has loaded all of its tile before it stores
     args = gate, up, gate, up, dy if need_y else None, tops, M, N, dy.stride(0), *(gate.stride(0), up.stride(0)) * 2
     needs = dict(NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, TOPS=0 if tops is None else TOPS)
     launch(_bwd, grid, dy, *args, *numbers, ACT=act, **flags, **needs, **tile)
@@ -366,6 +333,7 @@ class GLUFunction(torch.autograd.Function):
         ctx.shape, ctx.act, ctx.packed, ctx.form = gate.shape, act, up is None, form
         gate = rows_of(gate)
         gate, up = (gate[:, : gate.shape[1] // 2], gate[:, gate.shape[1] // 2 :]) if ctx.packed else (gate, rows_of(up))
+        # views of a packed gate: neither half is copied
         ctx.save_for_backward(gate, up)
         return shaped(glu_fwd(gate, up, act, *form), (*ctx.shape[:-1], gate.shape[1]))
 

@@ -21,7 +21,8 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
-BLOCK = 2048  # values per program, 16 per thread: as in glu, memory bandwidth is the only limit
+# values per program, 16 per thread: as in glu, memory bandwidth is the only limit
+BLOCK = 2048
 
 
 def reference(x: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def reference(x: Tensor) -> Tensor:
 def _fwd(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
-    # a NaN stays one
+    # not max(x, 0): a NaN stays one
     tl.store(y_ptr + i, tl.where(x <= 0, 0.0, x * x).to(y_ptr.dtype.element_ty), mask=i < N)
 
 
@@ -63,6 +64,7 @@ class LigerReLUSquaredFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        # elementwise, so any order of the values does, as long as dy comes in the same
         x = x.contiguous()
         ctx.save_for_backward(x)
         return relu_squared_fwd(x)

@@ -1,7 +1,9 @@
 """Causal attention in which each head has a sink, a learned score of a key without a value (Xiao et
 al., arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
 
-    o_t = sum_j p_tj v_j,   p_tj = exp(s_tj) / (exp(sink) + sum_i exp(s_ti)),   s_tj = scale q_t . k_j,   over the keys j that token t sees
+    o_t = sum_j p_tj v_j,   p_tj = exp(s_tj) / (exp(sink) + sum_i exp(s_ti)),   s_tj = scale q_t . k_j,
+
+over the keys j that token t sees.
 
 Shapes: q, o (B, H, T, D), k, v (B, H / G, T, D), sinks (H,), valid, first (B, T).  G: the heads
 that share keys and values.
@@ -24,7 +26,7 @@ direction, and dq and dk would have up to 2.3 times the error of eager attention
 The backward computes p again in two kernels, one for blocks of keys and one for blocks of queries,
 so no sum is added to in memory, and equal inputs give equal bits. ``bench/cases/attention.py`` has
 the shapes of real models and the rivals.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ from liger_kernel.ops._core.operator import (
 from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
-MAX_D = 256  # columns of a head whose blocks fit into shared memory; the reference computes wider heads
+# columns of a head whose blocks fit into shared memory; the reference computes wider heads
+MAX_D = 256
 
 
 def reference(
@@ -59,6 +62,7 @@ def reference(
     window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     (B, H, length, D), dtype = q.shape, acc(q.dtype)
+    # heads of a group share keys and values: eager attention repeats them
     k, v = (t.repeat_interleave(H // max(t.shape[1], 1), 1) for t in (k, v))
     s = q.to(dtype) @ k.to(dtype).mT * (max(D, 1) ** -0.5 if scale is None else scale)
     s = s.masked_fill(~visible(B, length, q.device, window, valid, first), -float("inf"))
@@ -116,17 +120,9 @@ def _columns(ptr, row, stride, col, T, D, EVEN_D: tl.constexpr):
 
 @jit
 def _seen(
-    t,
-    j,
-    T,
-    window,
-    first,
-    valid_ptr,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-):
+    t, j, T, window, first, valid_ptr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+):  # fmt: skip
     """Which keys j the tokens t see. ``MASKED``: some keys may lie behind a token, or behind all
     of them."""
     seen = t >= 0
@@ -149,6 +145,7 @@ def _keys(first_ptr, start_t, t, T, window, HAS_WINDOW: tl.constexpr, HAS_FIRST:
     if HAS_WINDOW:
         begin = tl.maximum(begin, start_t - window + 1)
     first = t
+    # the largest int32 for tokens that do not exist: they ask for no key
     if HAS_FIRST:
         first = tl.load(first_ptr + t, mask=t < T, other=2147483647)
         begin = tl.maximum(begin, tl.min(first, 0))
@@ -167,31 +164,10 @@ def _sink(sink_ptr, h, PRECISE: tl.constexpr):
 
 @jit
 def _fwd_step(
-    q,
-    top,
-    total,
-    o,
-    start,
-    t,
-    first,
-    k_ptr,
-    v_ptr,
-    valid_ptr,
-    T,
-    D,
-    kt,
-    vt,
-    unit,
-    window,
-    MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+    MASKED: tl.constexpr, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One block of keys: the largest score so far, the sum of exponentials, and the sum of
     values."""
     j = start + tl.arange(0, BLOCK_N)
@@ -199,11 +175,9 @@ def _fwd_step(
     k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
     s = tl.dot(q, k, input_precision=PRECISION) * unit
     if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
-        s = tl.where(
-            _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID),
-            s,
-            -float("inf"),
-        )
+        seen = _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID)
+        s = tl.where(seen, s, -float("inf"))
+    # relative to the largest score so far, so that no exponential overflows
     new = tl.maximum(top, tl.max(s, 1))
     p = _exp(s - new[:, None], q.dtype == tl.float32)
     shrink = _exp(top - new, q.dtype == tl.float32)
@@ -223,53 +197,22 @@ def _lost(exact, o):
 @jit
 def _found(o, lost):
     """o before it was rounded, as exact as ``lost`` is."""
-    low: tl.constexpr = (
-        8 if o.dtype == tl.bfloat16 else 5
-    )  # bits of fp32 that are not saved, whose middle stands for all
-    return (o.to(tl.float32).to(tl.int32, bitcast=True) + (lost.to(tl.int32) << low) + (1 << (low - 1))).to(
-        tl.float32, bitcast=True
-    )
+    # bits of fp32 that are not saved, whose middle stands for all
+    low: tl.constexpr = 8 if o.dtype == tl.bfloat16 else 5
+    bits = o.to(tl.float32).to(tl.int32, bitcast=True) + (lost.to(tl.int32) << low) + (1 << (low - 1))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @jit
 def _fwd(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sink_ptr,
-    first_ptr,
-    valid_ptr,
-    o_ptr,
-    lse_ptr,
-    share_ptr,
-    lost_ptr,
-    T,
-    R,
-    H,
-    G,
-    D,
-    qb,
-    qh,
-    qt,
-    kb,
-    kh,
-    kt,
-    vb,
-    vh,
-    vt,
-    unit,
-    window,
-    EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, lost_ptr,
+    T, R, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
+    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    # the last tokens begin, which see the most keys; programs that share keys run side by side
+    # The last tokens begin, which see the most keys: begun last, they would run alone at the end.
+    # Programs that share keys run side by side, and find them in the cache
     start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
     b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
     t = start_t + tl.arange(0, BLOCK_M)
@@ -283,9 +226,11 @@ def _fwd(
     )
     if HAS_VALID:
         valid_ptr += b * T
+    # the softmax begins with the sink as its only score: a sum of one
     top = tl.zeros((BLOCK_M,), tl.float32) + _sink(sink_ptr, h, PRECISE)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    # keys before all of these tokens need no mask for the diagonal; the rest is a few blocks
     for start in range(begin, whole, BLOCK_N):
         top, total, o = _fwd_step(
             q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
@@ -296,6 +241,7 @@ def _fwd(
             q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
             True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+    # o is (B, T, H, D) in memory, which is what the projection after it reads
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
     o = o / total[:, None]
     rounded, mask = o.to(o_ptr.dtype.element_ty), (t < T)[:, None] & (col < D)[None, :]
@@ -310,25 +256,9 @@ def _fwd(
 
 @jit
 def _delta(
-    do_ptr,
-    o_ptr,
-    sink_ptr,
-    lse_ptr,
-    share_ptr,
-    lost_ptr,
-    delta_ptr,
-    dsink_ptr,
-    T,
-    R,
-    H,
-    D,
-    gb,
-    gh,
-    gt,
-    NEED_SINK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    do_ptr, o_ptr, sink_ptr, lse_ptr, share_ptr, lost_ptr, delta_ptr, dsink_ptr, T, R, H, D, gb, gh, gt,
+    NEED_SINK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """<do, o> of each token and head, and the part of a block of tokens in the gradient of the
     sinks."""
     PRECISE: tl.constexpr = o_ptr.dtype.element_ty == tl.float32
@@ -355,41 +285,17 @@ def _delta(
 
 @jit
 def _dq_step(
-    q,
-    do,
-    lse,
-    share,
-    delta,
-    dq,
-    start,
-    t,
-    first,
-    k_ptr,
-    v_ptr,
-    valid_ptr,
-    T,
-    D,
-    kt,
-    vt,
-    unit,
-    window,
-    MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+    MASKED: tl.constexpr, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     j = start + tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_D)
     k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
     p = _p(tl.dot(q, k, input_precision=PRECISION) * unit, lse[:, None], share[:, None], q.dtype == tl.float32)
     if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
-        p = tl.where(
-            _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID), p, 0.0
-        )
+        seen = _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID)
+        p = tl.where(seen, p, 0.0)
     v = _columns(v_ptr, j.to(tl.int64), vt, col, T, D, EVEN_D)
     ds = p * (tl.dot(do, v, input_precision=PRECISION) - delta[:, None])
     return tl.dot(ds.to(q.dtype), tl.trans(k), dq, input_precision=PRECISION)
@@ -397,45 +303,11 @@ def _dq_step(
 
 @jit
 def _bwd_dq(
-    do_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    first_ptr,
-    valid_ptr,
-    lse_ptr,
-    share_ptr,
-    delta_ptr,
-    dq_ptr,
-    T,
-    R,
-    H,
-    G,
-    D,
-    gb,
-    gh,
-    gt,
-    qb,
-    qh,
-    qt,
-    kb,
-    kh,
-    kt,
-    vb,
-    vh,
-    vt,
-    unit,
-    scale,
-    window,
-    EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, lse_ptr, share_ptr, delta_ptr, dq_ptr,
+    T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window,
+    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Over the same keys as the forward."""
     start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
     b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
@@ -468,11 +340,8 @@ def _bwd_dq(
             True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
-    tl.store(
-        dq_ptr + at,
-        (dq * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty),
-        mask=(t < T)[:, None] & (col < D)[None, :],
-    )
+    dq *= tl.cast(scale, tl.float32)
+    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=(t < T)[:, None] & (col < D)[None, :])
 
 
 @jit
@@ -487,38 +356,12 @@ def _add_dot(total, a, b, lost, PRECISION: tl.constexpr):
 
 @jit
 def _dkv_step(
-    k,
-    v,
-    dk,
-    dv,
-    lost_k,
-    lost_v,
-    start,
-    j,
-    seen_j,
-    q_ptr,
-    do_ptr,
-    first_ptr,
-    lse_ptr,
-    share_ptr,
-    delta_ptr,
-    T,
-    D,
-    qt,
-    gt,
-    unit,
-    window,
-    MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    k, v, dk, dv, lost_k, lost_v, start, j, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr, T, D, qt,
+    gt, unit, window,
+    MASKED: tl.constexpr, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
+    HAS_VALID: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One block of queries. All matrices of pairs are (keys, queries), so that products take
     them from registers."""
     t = start + tl.arange(0, BLOCK_M)
@@ -549,49 +392,12 @@ def _dkv_step(
 
 @jit
 def _bwd_dkv(
-    do_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    first_ptr,
-    valid_ptr,
-    stop_ptr,
-    lse_ptr,
-    share_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    T,
-    R,
-    H,
-    G,
-    D,
-    gb,
-    gh,
-    gt,
-    qb,
-    qh,
-    qt,
-    kb,
-    kh,
-    kt,
-    vb,
-    vh,
-    vt,
-    unit,
-    scale,
-    window,
-    EVEN_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, stop_ptr, lse_ptr, share_ptr, delta_ptr, dk_ptr, dv_ptr,
+    T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window,
+    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """For a block of keys, which the heads of a group share: one loop over the blocks of queries of
     all of these heads.
 
@@ -619,7 +425,8 @@ def _bwd_dkv(
     share_ptr += b * H * T
     delta_ptr += b * H * T
     begin = start_j // BLOCK_M * BLOCK_M
-    whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M  # from here on, these keys are before all queries
+    # from here on, all of these keys are before all queries: blocks without a mask
+    whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     lost_k, lost_v = dk, dv
@@ -627,74 +434,20 @@ def _bwd_dkv(
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k,
-            v,
-            dk,
-            dv,
-            lost_k,
-            lost_v,
-            begin + i % steps * BLOCK_M,
-            j,
-            seen_j,
-            q_ptr + head * qh,
-            do_ptr + head * gh,
-            first_ptr,
-            lse_ptr + head * T,
-            share_ptr + head * T,
-            delta_ptr + head * T,
-            T,
-            D,
-            qt,
-            gt,
-            unit,
-            window,
-            True,
-            EVEN_D,
-            HAS_WINDOW,
-            HAS_FIRST,
-            HAS_VALID,
-            NEED_DK,
-            NEED_DV,
-            PRECISION,
-            BLOCK_M,
+            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh,
+            do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
+            gt, unit, window, True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
             BLOCK_D,
-        )
+        )  # fmt: skip
     steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k,
-            v,
-            dk,
-            dv,
-            lost_k,
-            lost_v,
-            whole + i % steps * BLOCK_M,
-            j,
-            seen_j,
-            q_ptr + head * qh,
-            do_ptr + head * gh,
-            first_ptr,
-            lse_ptr + head * T,
-            share_ptr + head * T,
-            delta_ptr + head * T,
-            T,
-            D,
-            qt,
-            gt,
-            unit,
-            window,
-            False,
-            EVEN_D,
-            HAS_WINDOW,
-            HAS_FIRST,
-            HAS_VALID,
-            NEED_DK,
-            NEED_DV,
-            PRECISION,
-            BLOCK_M,
+            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh,
+            do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
+            gt, unit, window, False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
             BLOCK_D,
-        )
+        )  # fmt: skip
     at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
     mask = (j < T)[:, None] & (col < D)[None, :]
     if NEED_DK:
@@ -711,32 +464,31 @@ TILES = {
     "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 1)},
     "dkv": {64: (32, 128, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 1)},
 }
-NARROW = {
-    "fwd": (64, 64, 4, 3),
-    "dq": (64, 64, 4, 3),
-    "dkv": (64, 64, 4, 2),
-}  # for windows of up to this many tokens, in heads of up to 128 columns
+# for windows of up to so many tokens, in heads of up to 128 columns
 NARROW_WINDOW = 512
+NARROW = {"fwd": (64, 64, 4, 3), "dq": (64, 64, 4, 3), "dkv": (64, 64, 4, 2)}
 
 
 def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
     """The meta parameters of a kernel: the table's, or the largest below them whose blocks fit
     into shared memory."""
     block_d, amd = max(16, next_power_of_2(q.shape[3])), config.arch().startswith("gfx")
+    # the interpreter: blocks so small that its tests have several
     if config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=16, BLOCK_D=block_d, num_warps=4, num_stages=1)
     narrow = window is not None and window <= NARROW_WINDOW and block_d <= 128
     m, n, warps, stages = NARROW[kernel] if narrow else TILES[kernel][max(64, block_d)]
     if q.itemsize == 4:
         m, n, warps, stages = 32, 32, 4, 1
-    if amd:  # it pipelines through registers; by reasoning, not measured
+    # AMD's compiler pipelines through registers; by reasoning, not measured
+    if amd:
         m, n, warps, stages = (min(m, 32), min(n, 64), 4, 1) if kernel == "dkv" else (min(m, 64), min(n, 32), 4, 1)
+    # a stage less costs less than half a block
     while _held(kernel, m, n, stages) * block_d * q.itemsize > config.shared_memory() and min(m, n) > 16:
         stages, m, n = (stages - 1, m, n) if stages > 1 else (1, m // 2, n) if m > n else (1, m, n // 2)
     tf32 = q.itemsize == 4 and not amd and torch.get_float32_matmul_precision() != "highest"
-    return dict(
-        PRECISION="tf32" if tf32 else "ieee", BLOCK_M=m, BLOCK_N=n, BLOCK_D=block_d, num_warps=warps, num_stages=stages
-    )
+    blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
+    return dict(PRECISION="tf32" if tf32 else "ieee", **blocks)
 
 
 def _held(kernel: str, m: int, n: int, stages: int) -> int:
@@ -746,10 +498,12 @@ def _held(kernel: str, m: int, n: int, stages: int) -> int:
     return own + stages * walked
 
 
-ROWS = 128  # tokens of which a program sums <do, o>
+# tokens of which a program sums <do, o>
+ROWS = 128
 
 
 def _flags(q: Tensor, window: int | None, first: Tensor | None, valid: Tensor | None) -> dict[str, bool]:
+    # loads of whole blocks of columns need no mask
     even = q.shape[3] == max(16, next_power_of_2(q.shape[3]))
     return dict(EVEN_D=even, HAS_WINDOW=window is not None, HAS_FIRST=first is not None, HAS_VALID=valid is not None)
 
@@ -772,24 +526,16 @@ def _stops(first: Tensor, block: int) -> Tensor:
     "o, Tensor lse, Tensor share, Tensor lost)"
 )
 def sink_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor,
-    window: int | None,
-    first: Tensor | None,
-    valid: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor,
+    window: int | None, first: Tensor | None, valid: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, and what the backward needs: ``lse`` (B, H, T); in fp32 ``share`` (B, H, T), in 16 bits
     ``lost`` of o's shape, and of these the other one is empty."""
     B, H, length, D = q.shape
     o, lse = new_like(q), q.new_empty(B, H, length, dtype=torch.float32)
     precise = q.dtype == torch.float32
-    share, lost = (
-        lse.new_empty(lse.shape if precise else 0),
-        q.new_empty((B, length, H, D) if not precise else 0, dtype=torch.int8),
-    )
+    share = lse.new_empty(lse.shape if precise else 0)
+    lost = q.new_empty((B, length, H, D) if not precise else 0, dtype=torch.int8)
     if not tracing(q):
         tile = _tile("fwd", q, window)
         strides = [s for t in (q, k, v) for s in t.stride()[:3]]
@@ -805,21 +551,9 @@ def sink_attention_fwd(
     " float scale, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
 def sink_attention_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    share: Tensor,
-    lost: Tensor,
-    window: int | None,
-    first: Tensor | None,
-    valid: Tensor | None,
-    scale: float,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, o: Tensor, lse: Tensor, share: Tensor, lost: Tensor,
+    window: int | None, first: Tensor | None, valid: Tensor | None, scale: float, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     (B, H, length, D), G = q.shape, q.shape[1] // k.shape[1]
     (dq, dk, dv), blocks = (new_like(t, need) for t, need in zip((q, k, v), needed)), cdiv(length, ROWS)
@@ -827,24 +561,8 @@ def sink_attention_bwd(
     if not tracing(q):
         delta, wide = torch.empty_like(lse), max(16, next_power_of_2(D))
         tile = dict(NEED_SINK=needed[3], BLOCK_M=ROWS, BLOCK_D=wide, num_warps=4)
-        launch(
-            _delta,
-            (blocks * B * H,),
-            do,
-            o,
-            sinks,
-            lse,
-            share,
-            lost,
-            delta,
-            parts,
-            length,
-            B * H,
-            H,
-            D,
-            *do.stride()[:3],
-            **tile,
-        )
+        numbers = length, B * H, H, D, *do.stride()[:3]
+        launch(_delta, (blocks * B * H,), do, o, sinks, lse, share, lost, delta, parts, *numbers, **tile)
         strides, saved = [s for t in (do, q, k, v) for s in t.stride()[:3]], (lse, share, delta)
         how, flags = (_unit(q, scale), scale, window or 0), _flags(q, window, first, valid)
         if needed[0]:
@@ -855,25 +573,8 @@ def sink_attention_bwd(
             tile = _tile("dkv", q, window) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
             grid, sizes = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), (length, B * H // G, H, G, D)
             stops = None if first is None else _stops(first, tile["BLOCK_N"])
-            launch(
-                _bwd_dkv,
-                grid,
-                do,
-                q,
-                k,
-                v,
-                first,
-                valid,
-                stops,
-                *saved,
-                dk,
-                dv,
-                *sizes,
-                *strides,
-                *how,
-                **flags,
-                **tile,
-            )
+            numbers = *sizes, *strides, *how
+            launch(_bwd_dkv, grid, do, q, k, v, first, valid, stops, *saved, dk, dv, *numbers, **flags, **tile)
     return dq, dk, dv, parts.sum((0, 1)).to(sinks.dtype)
 
 
@@ -898,18 +599,12 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
 
 
 def _cost(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor,
-    *,
-    window: int | None = None,
-    valid: Tensor | None = None,
-    first: Tensor | None = None,
-    **_: Any,
-) -> Cost:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *,
+    window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, **_: Any,
+) -> Cost:  # fmt: skip
     (B, H, length, D), seen = q.shape, min(q.shape[2], window or q.shape[2])
-    pairs = B * H * (seen * (seen + 1) // 2 + (length - seen) * seen)  # products are over the pairs that see each other
+    # products are over the pairs that see each other
+    pairs = B * H * (seen * (seen + 1) // 2 + (length - seen) * seen)
     given = nbytes(q, k, v, sinks, valid, first)
     return Cost(given + nbytes(q), given + nbytes(q, q, k, v, sinks), gemms=([(pairs, 1, D)] * 2, [(pairs, 1, D)] * 4))
 
@@ -944,11 +639,9 @@ _SMALL = _heads(1, 2, 1, 4, 8)
         Case("packed", dict(**_heads(2, 4, 2, 50, 24), first=T((2, 50), _beginnings, dtype=torch.int64), scale=0.5)),
         Case(
             "odd",
-            dict(
-                **_heads(1, 3, 1, 33, 20),
-                window=5,
-                valid=T((1, 33), _ends, dtype=torch.bool),
-                first=T((1, 33), _beginnings, dtype=torch.int32),
+            _heads(1, 3, 1, 33, 20)
+            | dict(
+                valid=T((1, 33), _ends, dtype=torch.bool), first=T((1, 33), _beginnings, dtype=torch.int32), window=5
             ),
         ),
         Case("one-token", dict(**_heads(3, 2, 2, 1, 8))),
@@ -1031,6 +724,7 @@ def sink_attention(
     scale = max(D, 1) ** -0.5 if scale is None else scale
     if not use_kernels(q) or not 0 < D <= MAX_D or not q.numel():
         return reference(q, k, v, sinks, window=window, valid=valid, first=first, scale=scale)
+    # kernels take positions as int32; a sequence is shorter than that
     first = None if first is None else first.to(torch.int32).contiguous()
     valid = None if valid is None else valid.contiguous()
     return LigerSinkAttentionFunction.apply(q, k, v, sinks.contiguous(), window, first, valid, scale)

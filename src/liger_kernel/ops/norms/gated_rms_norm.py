@@ -36,10 +36,10 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
-from liger_kernel.ops.norms import rows
-from liger_kernel.ops.norms.rows import CASTING, scaled_rows
+from liger_kernel.ops.norms.rms_kernels import CASTING, scaled_rows
+from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 
 # columns of dy, x, gate, the weight and a sum that the backward holds in registers: 8192 of fp32 do
 # not fit. The reference computes wider rows
@@ -50,10 +50,9 @@ def reference(
     x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama"
 ) -> Tensor:
     dtype = acc(torch.promote_types(x.dtype, gate.dtype))
-    if casting == "gemma":
-        n = rows.reference(x.to(acc(x.dtype)), w.to(acc(x.dtype)), eps=eps, casting=casting)
-    else:
-        n = rows.reference(x, w, eps=eps, casting=casting)
+    # "gemma" rounds nowhere, so its norm is not rounded before the product with the gate either
+    inner = acc(x.dtype) if casting == "gemma" else x.dtype
+    n = rms_norm_reference(x.to(inner), w.to(inner) if casting == "gemma" else w, eps=eps, casting=casting)
     return (n.to(dtype) * ACTS[act](gate.to(dtype))).to(x.dtype)
 
 
@@ -62,62 +61,48 @@ def _fwd(
     x_ptr, gate_ptr, w_ptr, y_ptr, rstd_ptr, M, N, x_stride, gate_stride, eps,
     ACT: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     h = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     h = scaled_rows(h, rstd, w_ptr, col, N, 0.0, x.dtype, True, CASTING)
-    if CASTING != "gemma" and x.dtype == w_ptr.dtype.element_ty:  # otherwise the promoted dtype is fp32
+    # with a weight of another dtype the promoted one is fp32, and stock rounds only at the end
+    if CASTING != "gemma" and x.dtype == w_ptr.dtype.element_ty:
         h = h.to(x.dtype).to(tl.float32)
     y = h * act_of(gate.to(tl.float32), ACT, gate.dtype == tl.float32)
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
 def _bwd(
-    dy_ptr,
-    x_ptr,
-    gate_ptr,
-    w_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dgate_ptr,
-    dw_ptr,
-    M,
-    N,
-    dy_stride,
-    x_stride,
-    gate_stride,
-    ACT: tl.constexpr,
-    NEED_DX: tl.constexpr,
-    NEED_DGATE: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, x_ptr, gate_ptr, w_ptr, rstd_ptr, dx_ptr, dgate_ptr, dw_ptr, M, N, dy_stride, x_stride, gate_stride,
+    ACT: tl.constexpr, NEED_DX: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
-    w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    w = load_row(w_ptr, col, N)[None, :]
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (row < M)[:, None] & (col < N)[None, :]
+        dy = load_tile(dy_ptr, row, col, dy_stride, mask)
+        x = load_tile(x_ptr, row, col, x_stride, mask)
+        # addresses of all outputs, before the loads: later, they take 14 registers more
         here = row[:, None] * N + col[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        # in its own dtype, which says how exactly its activation is worth computing
         gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        # act(gate) once more: cheaper than to read it
         a, slope = act_and_slope(gate.to(tl.float32), ACT, gate.dtype == tl.float32)
         x_hat = x * rstd
         if NEED_DGATE:
             dgate = dy * (x_hat * w) * slope
             tl.store(dgate_ptr + here, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
         dn = dy * a
+        # dn is what reaches the norm: from here on as in rms_norm
         if NEED_DW:
             dw += dn * x_hat
         if NEED_DX:
@@ -133,23 +118,8 @@ def gated_rms_norm_fwd(x: Tensor, gate: Tensor, w: Tensor, eps: float, act: str,
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = config.tile("gated_rms_norm_fwd", N, x.itemsize, elements=4096)
-    launch(
-        _fwd,
-        (cdiv(M, c.block_m),),
-        x,
-        gate,
-        w,
-        y,
-        rstd,
-        M,
-        N,
-        x.stride(0),
-        gate.stride(0),
-        eps,
-        ACT=act,
-        CASTING=casting,
-        **c.tile,
-    )
+    numbers = M, N, x.stride(0), gate.stride(0), eps
+    launch(_fwd, (cdiv(M, c.block_m),), x, gate, w, y, rstd, *numbers, ACT=act, CASTING=casting, **c.tile)
     return y, rstd
 
 
@@ -158,52 +128,20 @@ def gated_rms_norm_fwd(x: Tensor, gate: Tensor, w: Tensor, eps: float, act: str,
     "-> (Tensor dx, Tensor dgate, Tensor dw)"
 )
 def gated_rms_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    w: Tensor,
-    rstd: Tensor,
-    act: str,
-    need_dx: bool,
-    need_dgate: bool,
-    need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, gate: Tensor, w: Tensor, rstd: Tensor, act: str,
+    need_dx: bool, need_dgate: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx, dgate and dw; gradients that are not needed are empty."""
     M, N = x.shape
-    # with 16 values per thread, some variants spill 150 bytes on sm80; with a pipeline, 110 on
-    # gfx942
-    c = config.tile(
-        "gated_rms_norm_bwd",
-        N,
-        x.itemsize,
-        elements=2048,
-        per_thread=8,
-        pipelined=0 if config.arch().startswith("gfx") else 3,
-    )
+    # with 16 values per thread, some variants spill 150 bytes on sm80; with a pipeline, 110 on gfx942
+    pipelined = 0 if config.arch().startswith("gfx") else 3
+    c = config.tile("gated_rms_norm_bwd", N, x.itemsize, elements=2048, per_thread=8, pipelined=pipelined)
     programs = max(1, min(2 * config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx, dgate = x.new_empty((M, N) if need_dx else 0), gate.new_empty((M, N) if need_dgate else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
-    needs = dict(NEED_DX=need_dx, NEED_DGATE=need_dgate, NEED_DW=need_dw)
-    strides = dy.stride(0), x.stride(0), gate.stride(0)
-    launch(
-        _bwd,
-        (programs,),
-        dy,
-        x,
-        gate,
-        w,
-        rstd,
-        dx,
-        dgate,
-        partials,
-        M,
-        N,
-        *strides,
-        ACT=act,
-        **needs,
-        STAGES=c.stages,
-        **c.tile,
-    )
+    numbers = M, N, dy.stride(0), x.stride(0), gate.stride(0)
+    flags = dict(ACT=act, NEED_DX=need_dx, NEED_DGATE=need_dgate, NEED_DW=need_dw, STAGES=c.stages)
+    launch(_bwd, (programs,), dy, x, gate, w, rstd, dx, dgate, partials, *numbers, **flags, **c.tile)
     return dx, dgate, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
 
 
@@ -223,15 +161,9 @@ class GatedRMSNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         needs = ctx.needs_input_grad[:3]
         grads = gated_rms_norm_bwd(rows_of(dy), *ctx.saved_tensors, ctx.act, *needs)
-        return (
-            *(
-                g.view(shape) if need else None
-                for g, shape, need in zip(grads, (dy.shape, dy.shape, dy.shape[-1:]), needs)
-            ),
-            None,
-            None,
-            None,
-        )
+        shapes = dy.shape, dy.shape, dy.shape[-1:]
+        found = [g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)]
+        return *found, None, None, None
 
 
 def _tensors(*shape: int) -> dict[str, T]:
@@ -247,7 +179,8 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("odd", dict(_tensors(5, 123), act="gelu")),
         Case("fp32-weight", dict(_tensors(5, 64), w=T((64,), dtype=torch.float32))),
         Case("fp32-gate", dict(_tensors(5, 64), gate=T((5, 64), dtype=torch.float32), casting="gemma")),
-        Case("one-column", dict(_tensors(5, 1), eps=0.5)),  # with a small eps, only rounding error would remain
+        # with a small eps, only rounding error would remain
+        Case("one-column", dict(_tensors(5, 1), eps=0.5)),
         Case("wide", dict(_tensors(2, MAX_N + 77), act="sigmoid")),
         Case("bad-weight", dict(_tensors(4, 8), w=T((4,))), error="w must have shape (8,), got (4,)"),
         Case("bad-gate", dict(_tensors(4, 8), gate=T((1, 8))), error="gate must have shape (4, 8), got (1, 8)"),
@@ -293,6 +226,7 @@ def gated_rms_norm(
         raise ValueError(f"gated_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
     if gate.shape != x.shape:
         raise ValueError(f"gated_rms_norm: gate must have shape {tuple(x.shape)}, got {tuple(gate.shape)}")
+    # heads of linear attention, which is what this norm is for, have 128 columns
     if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
         return reference(x, gate, w, eps=eps, act=act, casting=casting)
     return GatedRMSNormFunction.apply(x, gate, w, eps, act, casting)

@@ -31,7 +31,7 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
 
 # Columns that a program holds. Forward: a row in fp32. Backward: a row of dy and x, the weight and
 # two sums, which fill a processor's registers
@@ -40,18 +40,18 @@ FWD_N, BWD_N = 16384, 8192
 
 def reference(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     h = acc(x.dtype)
-    return F.layer_norm(x.to(h), x.shape[-1:], w if w is None else w.to(h), b if b is None else b.to(h), eps).to(
-        x.dtype
-    )
+    w, b = (p if p is None else p.to(h) for p in (w, b))
+    return F.layer_norm(x.to(h), x.shape[-1:], w, b, eps).to(x.dtype)
 
 
 @jit
 def _affine(h, w_ptr, b_ptr, col, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
     """``h * w + b`` for the columns ``col``."""
+    # both in fp32, whatever their dtypes are
     if HAS_W:
-        h = h * tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        h = h * load_row(w_ptr, col, N)[None, :]
     if HAS_B:
-        h = h + tl.load(b_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        h = h + load_row(b_ptr, col, N)[None, :]
     return h
 
 
@@ -60,17 +60,16 @@ def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    x = load_tile(x_ptr, row, col, x_stride, mask)
     mean = tl.sum(x, axis=1) / N
+    # what the mask leaves out was read as 0, and would be as far from the mean as the mean is from 0
     h = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
     y = _affine(h * rstd[:, None], w_ptr, b_ptr, col, N, HAS_W, HAS_B)
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
@@ -80,11 +79,13 @@ def _fwd_wide(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mean = tl.zeros((BLOCK_M,), tl.float32)
-    square = tl.zeros((BLOCK_M,), tl.float32)  # sum of squared deviations from the mean of the columns so far
+    # sum of squared deviations from the mean of the columns so far (Chan et al.): blocks are merged
+    # by their means, so that nothing cancels
+    square = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = load_tile(x_ptr, row, col, x_stride, mask)
         n = tl.minimum(N - start, BLOCK_N)
         block_mean = tl.sum(x, axis=1) / n
         h = tl.where(mask, x - block_mean[:, None], 0.0)
@@ -95,12 +96,13 @@ def _fwd_wide(
     rstd = tl.rsqrt(square / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
+    # the second reading finds the row in the L2 cache
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = load_tile(x_ptr, row, col, x_stride, mask)
         y = _affine((x - mean[:, None]) * rstd[:, None], w_ptr, b_ptr, col, N, HAS_W, HAS_B)
-        tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
@@ -118,8 +120,8 @@ def _bwd_means(
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        g = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        g = load_tile(dy_ptr, row, col, dy_stride, mask)
+        x = load_tile(x_ptr, row, col, x_stride, mask)
         g = _affine(g, w_ptr, w_ptr, col, N, HAS_W, False)
         g_sum += tl.sum(g, axis=1)
         gx_sum += tl.sum(g * ((x - mean) * rstd), axis=1)
@@ -129,41 +131,26 @@ def _bwd_means(
 
 @jit
 def _bwd(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    dx_ptr,
-    dwb_ptr,
-    M,
-    N,
-    dy_stride,
-    x_stride,
-    HAS_W: tl.constexpr,
-    WIDE: tl.constexpr,
-    NEED_DX: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    NEED_DB: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
+    HAS_W: tl.constexpr, WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if HAS_W:
-        w = tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        w = load_row(w_ptr, col, N)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Programs are persistent: each sums dw and db over all its rows in registers, and writes them once
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         if NEED_DB:
             db += dy
+        # a bias alone needs neither x nor its statistics
         if NEED_DX or NEED_DW:
-            x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = load_tile(x_ptr, row, col, x_stride, mask)
             mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
             rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
             x_hat = (x - mean) * rstd
@@ -171,6 +158,7 @@ def _bwd(
                 dw += dy * x_hat
             if NEED_DX:
                 g = dy * w[None, :] if HAS_W else dy
+                # a program that sees a part of a row cannot know its means: `_bwd_means` has been there
                 if WIDE:
                     g_mean = tl.load(means_ptr + row, mask=row < M, other=0.0)
                     gx_mean = tl.load(means_ptr + M + row, mask=row < M, other=0.0)
@@ -178,7 +166,7 @@ def _bwd(
                     g_mean = tl.sum(g, axis=1) / N
                     gx_mean = tl.sum(g * x_hat, axis=1) / N
                 dx = (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * rstd
-                tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                store_tile(dx_ptr, row, col, N, dx, mask)
     # a program's row of partial sums: dw, then db; one alone if the other is not needed
     dwb_ptr += program.to(tl.int64) * N * (NEED_DW + NEED_DB)
     if NEED_DW:
@@ -192,26 +180,12 @@ def _bwd(
 def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     M, N = x.shape
     y = x.new_empty(M, N)
+    # saved in fp32: the backward divides by the same numbers
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
     wide = N > FWD_N
     c = config.tile("layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N)
-    launch(
-        _fwd_wide if wide else _fwd,
-        (cdiv(M, c.block_m),),
-        x,
-        w,
-        b,
-        y,
-        mean,
-        rstd,
-        M,
-        N,
-        x.stride(0),
-        eps,
-        HAS_W=w is not None,
-        HAS_B=b is not None,
-        **c.tile,
-    )
+    tensors, flags = (x, w, b, y, mean, rstd), dict(HAS_W=w is not None, HAS_B=b is not None)
+    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), *tensors, M, N, x.stride(0), eps, **flags, **c.tile)
     return y, mean, rstd
 
 
@@ -220,69 +194,26 @@ def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) ->
     "dtype) -> (Tensor dx, Tensor dwb)"
 )
 def layer_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor, rstd: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N
-    c = config.tile(
-        "layer_norm_bwd",
-        N,
-        x.itemsize,
-        elements=4096 if wide else 8192,
-        per_thread=32,
-        pipelined=2,
-        max_block_n=2048 if wide else BWD_N,
-    )
+    sizes = dict(elements=4096, max_block_n=2048) if wide else dict(elements=8192, max_block_n=BWD_N)
+    c = config.tile("layer_norm_bwd", N, x.itemsize, **sizes, per_thread=32, pipelined=2)
+    # as many programs as run at a time, shared by the blocks of columns
     blocks = cdiv(N, c.block_n) if wide else 1
     programs = max(1, min(config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, N * (need_dw + need_db), dtype=torch.float32)
+    # an empty tensor where nobody reads it: kernels take no other number of arguments
     means = x.new_empty(2 * M if wide and need_dx else 0, dtype=torch.float32)
+    tensors, numbers = (dy, x, w, mean, rstd), (M, N, dy.stride(0), x.stride(0))
     if wide and need_dx:
-        launch(
-            _bwd_means,
-            (cdiv(M, c.block_m),),
-            dy,
-            x,
-            w,
-            mean,
-            rstd,
-            means,
-            M,
-            N,
-            dy.stride(0),
-            x.stride(0),
-            HAS_W=w is not None,
-            **c.tile,
-        )
+        launch(_bwd_means, (cdiv(M, c.block_m),), *tensors, means, *numbers, HAS_W=w is not None, **c.tile)
     flags = dict(HAS_W=w is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, STAGES=c.stages)
-    launch(
-        _bwd,
-        (programs, blocks),
-        dy,
-        x,
-        w,
-        mean,
-        rstd,
-        means,
-        dx,
-        partials,
-        M,
-        N,
-        dy.stride(0),
-        x.stride(0),
-        **flags,
-        **c.tile,
-    )
+    launch(_bwd, (programs, blocks), *tensors, means, dx, partials, *numbers, **flags, **c.tile)
     return dx, column_sum(partials, dtype) if need_dw or need_db else x.new_empty(0, dtype=dtype)
 
 
@@ -293,6 +224,7 @@ class LigerLayerNormFunction(torch.autograd.Function):
     def forward(ctx, x, w, b, eps):
         x2, w, b = rows_of(x), w if w is None else w.contiguous(), b if b is None else b.contiguous()
         y, mean, rstd = layer_norm_fwd(x2, w, b, eps)
+        # of b nothing but its dtype is needed again
         ctx.save_for_backward(x2, w, mean, rstd)
         ctx.b_dtype = None if b is None else b.dtype
         return shaped(y, x.shape)
@@ -302,6 +234,7 @@ class LigerLayerNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, w, mean, rstd = ctx.saved_tensors
         need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+        # dw and db are columns of one sum, in the dtype that holds both
         w_dtype = w.dtype if need_dw else ctx.b_dtype
         b_dtype = ctx.b_dtype if need_db else w_dtype
         dtype = torch.promote_types(w_dtype, b_dtype) if w_dtype else x.dtype
@@ -323,9 +256,8 @@ def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
         Case("odd", dict(x=T((7, 123)), w=T((123,)), b=T((123,)))),
         Case("many-rows", dict(x=T((301, 72)), w=T((72,)), b=T((72,)))),
         Case("large-mean", dict(x=T((6, 160), draw=_shifted), w=T((160,)), b=T((160,)))),
-        Case(
-            "two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)
-        ),  # with a small eps, only rounding error would remain
+        # with a small eps, only rounding error would remain
+        Case("two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)),
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32), b=T((64,), dtype=torch.float32))),
         Case("fp32-bias", dict(x=T((5, 64)), w=T((64,)), b=T((64,), dtype=torch.float32))),
         Case("wide-backward", dict(x=T((3, BWD_N + 5)), w=T((BWD_N + 5,)), b=T((BWD_N + 5,)))),

@@ -1,8 +1,8 @@
 """RMSNorm: ``y = x / sqrt(mean(x^2) + eps) * (w + offset)``, statistics in fp32 (Zhang and
 Sennrich, arXiv:1910.07467).
 
-Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.  ``rows`` has the kernels,
-and describes ``casting``.
+Shapes: x (..., N), w (N,), y like x.  M = product of the leading dims.  ``rms_kernels`` has the
+kernels, and describes ``casting``.
 """
 
 from __future__ import annotations
@@ -28,34 +28,25 @@ from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_bwd, fused_add_rms_norm_fwd
-from liger_kernel.ops.norms.rows import CASTING, MAX_N, _bwd, _fwd, reference
+from liger_kernel.ops.norms.rms_kernels import CASTING, _bwd, _fwd, reference
+
+# columns that one program holds in registers
+MAX_N = 32768
 
 
 @launcher("(Tensor x, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor rstd)")
 def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
     M, N = x.shape
+    # rows that no program can hold
     if N > MAX_N:
         y, _, rstd = fused_add_rms_norm_fwd(x, None, w, eps, offset, casting)
         return y, rstd
     y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
     c = config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
-    launch(
-        _fwd,
-        (cdiv(M, c.block_m),),
-        x,
-        w,
-        y,
-        rstd,
-        M,
-        N,
-        x.stride(0),
-        eps,
-        offset,
-        HAS_W=w is not None,
-        CASTING=casting,
-        **c.tile,
-    )
+    # without a residual there is no sum to store: its dtype is all that the kernel asks of it
+    grid, numbers = (cdiv(M, c.block_m),), (M, N, x.stride(0), 0, eps, offset)
+    launch(_fwd, grid, x, None, w, y, x, rstd, *numbers, HAS_W=w is not None, HAS_R=False, CASTING=casting, **c.tile)
     return y, rstd
 
 
@@ -71,11 +62,13 @@ def rms_norm_bwd(
         return fused_add_rms_norm_bwd(dy, None, x, w, rstd, offset, need_dx, need_dw)
     # H200, bf16, 262144 x 128: 56 us; 176 us with half the tile and one stage
     c = config.tile("rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
+    # as many as run at a time: each writes one row of partial sums for dw
     programs = max(1, min(config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
-    flags = dict(HAS_W=w is not None, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
-    launch(_bwd, (programs,), dy, x, w, rstd, dx, partials, M, N, dy.stride(0), x.stride(0), offset, **flags, **c.tile)
+    numbers = M, N, dy.stride(0), 0, x.stride(0), offset
+    flags = dict(HAS_W=w is not None, HAS_DS=False, WIDE=False, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+    launch(_bwd, (programs,), dy, None, x, w, rstd, None, dx, partials, *numbers, **flags, **c.tile)
     return dx, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
 
 
@@ -87,6 +80,7 @@ class LigerRMSNormFunction(torch.autograd.Function):
     def forward(ctx, x, w, eps, offset=0.0, casting_mode="llama", in_place=None, row_mode=None):
         x2, w = rows_of(x), w if w is None else w.contiguous()
         y, rstd = rms_norm_fwd(x2, w, eps, offset, casting_mode)
+        # x and not x_hat: the residual stream keeps x alive in most models
         ctx.save_for_backward(x2, w, rstd)
         ctx.offset = offset
         return shaped(y, x.shape)
@@ -112,7 +106,8 @@ class LigerRMSNormFunction(torch.autograd.Function):
         Case("no-weight", dict(x=T((5, 3, 64)), w=None)),
         Case("deepseek-v4-unweighted", dict(x=T((5, 3, 64)), w=None, casting="none")),
         Case("odd", dict(x=T((5, 123)), w=T((123,)))),
-        Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),  # with a small eps, only rounding error would remain
+        # with a small eps, only rounding error would remain
+        Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
         Case("wide", dict(x=T((2, MAX_N + 77)), w=T((MAX_N + 77,)))),
         Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="w must have shape (8,), got (4,)"),
@@ -141,6 +136,7 @@ def rms_norm(
         raise ValueError(f"rms_norm: casting must be one of {CASTING}, got {casting!r}")
     if w is not None and w.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    # a DTensor of whole rows: each rank norms its own
     if is_sharded(x) and (y := on_own_rows(rms_norm, x, w, eps=eps, offset=offset, casting=casting)) is not None:
         return y
     if not use_kernels(x, fusible=True):

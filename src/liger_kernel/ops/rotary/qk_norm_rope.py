@@ -2,15 +2,14 @@
 ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``.
 
 Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); wq, wk (D,),
-shared by the heads; cos, sin (B or 1, T, R/2)
-or (B or 1, T, 2, R/2), see ``rope``.
-R <= D: the last D - R columns are only normalised.  ``casting`` as in ``rms_norm``, ``layout`` as
-in ``rope``, ``rope_casting`` as the ``casting`` of ``rope``.
+shared by the heads; cos, sin (B or 1, T, R/2) or (B or 1, T, 2, R/2), see ``rope``. R <= D: the
+last D - R columns are only normalised.  ``casting`` as in ``rms_norm``, ``layout`` as in ``rope``,
+``rope_casting`` as the ``casting`` of ``rope``.
 
 A normalised value is rounded to its dtype before the rotation, as with two separate operators. Per
-head, with a = dy rotated back,
-x_hat = x rstd and g = a (w + offset):  dw = sum of a x_hat,  dx = (g - x_hat mean(g x_hat)) rstd.
-The backward reads q, k and the upstream gradients once, and recomputes rstd in the same pass.
+head, with a = dy rotated back, x_hat = x rstd and g = a (w + offset):  dw = sum of a x_hat,
+dx = (g - x_hat mean(g x_hat)) rstd. The backward reads q, k and the upstream gradients once, and
+recomputes rstd in the same pass.
 ``bench/cases/rotary.py`` has the shapes of real models and the rivals.
 """
 
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, launch, launcher, nbytes, once_differentiable, op, swapped
+from liger_kernel.ops._core.operator import Case, Cost, launch, launcher, nbytes, once_differentiable, op
 from liger_kernel.ops._core.operator import T as T_  # T is the sequence length here
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
-from liger_kernel.ops.norms.rows import CASTING
-from liger_kernel.ops.norms.rows import reference as rms_norm_reference
+from liger_kernel.ops._core.tl import jit, load_tile, next_power_of_2, store_tile, tl
+from liger_kernel.ops.norms.rms_kernels import CASTING
+from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 from liger_kernel.ops.rotary.rope import CASTING as ROPE_CASTING
 from liger_kernel.ops.rotary.rope import (
     _angles,
@@ -36,18 +35,21 @@ from liger_kernel.ops.rotary.rope import (
     fusing,
     load_angles,
     load_pairs,
+    rotated_by_kernels,
     rounding,
-    served,
     store_pairs,
+    token_strides,
     turned,
     turned_dtype,
     unit_stride,
 )
 from liger_kernel.ops.rotary.rope import reference as rope_reference
 
-MAX_D = 1024  # columns of a head that a tile holds; the reference computes wider heads
+# columns of a head that a tile holds; the reference computes wider heads
+MAX_D = 1024
 
 
+# the two operators one after the other, which is what models do
 def reference(
     q: Tensor,
     k: Tensor,
@@ -86,6 +88,7 @@ def _weights(
     """w + offset for both columns of the pairs, and for the rest."""
     r = tl.arange(0, BLOCK_R)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    # weights in the order of the columns as they are loaded: even and odd, or halves
     a = tl.load(w_ptr + (2 * r if PAIRS else r), mask=r < HALF, other=0.0)
     b = tl.load(w_ptr + (2 * r + 1 if PAIRS else r + HALF), mask=r < HALF, other=0.0)
     c = tl.load(w_ptr + rest, mask=rest < D, other=0.0)
@@ -96,27 +99,23 @@ def _weights(
 def _load_rest(x_ptr, h, x_head, H, HALF, D, PARTIAL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_REST: tl.constexpr):
     """The columns that do not turn, in fp32."""
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    # zeros without a rest: sums over it then need no case of their own
     x = tl.zeros((BLOCK_H, BLOCK_REST), tl.float32)
     if PARTIAL:
-        x = tl.load(
-            x_ptr + h[:, None] * x_head + rest[None, :], mask=(h < H)[:, None] & (rest < D)[None, :], other=0.0
-        ).to(tl.float32)
+        x = load_tile(x_ptr, h, rest, x_head, (h < H)[:, None] & (rest < D)[None, :])
     return x
 
 
 @jit
 def _store_rest(y_ptr, y, h, y_head, H, HALF, D, BLOCK_REST: tl.constexpr):
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    tl.store(
-        y_ptr + h[:, None] * y_head + rest[None, :],
-        y.to(y_ptr.dtype.element_ty),
-        mask=(h < H)[:, None] & (rest < D)[None, :],
-    )
+    store_tile(y_ptr, h, rest, y_head, y, (h < H)[:, None] & (rest < D)[None, :])
 
 
 @jit
 def _sum(a, b, c, PARTIAL: tl.constexpr):
     """Over all columns of each head."""
+    # one reduction for both columns of the pairs: half the exchange between threads
     total = tl.sum(a + b, axis=1)
     if PARTIAL:
         total += tl.sum(c, axis=1)
@@ -136,6 +135,7 @@ def _scale(x, rstd, w, X: tl.constexpr, Z: tl.constexpr, CASTING: tl.constexpr):
     """fp32 values of the normed x: x rounded to dtype X before the weight where ``casting`` says
     so, to dtype Z after it."""
     h = x * rstd
+    # the weight multiplies what is rounded, except in Gemma's norm
     if CASTING != "gemma":
         h = h.to(X).to(tl.float32)
     return (h * w).to(Z).to(tl.float32)
@@ -150,13 +150,15 @@ def _fwd_heads(
     """All heads of one token: pointers to its first head, strides between heads."""
     X: tl.constexpr = x_ptr.dtype.element_ty
     W: tl.constexpr = w_ptr.dtype.element_ty
-    Z: tl.constexpr = X if CASTING == "gemma" or X == W else tl.float32  # of what is normed, before it turns
+    # of what is normed, before it turns: a norm and a rope of their own would round there, too
+    Z: tl.constexpr = X if CASTING == "gemma" or X == W else tl.float32
     w_a, w_b, w_c = _weights(w_ptr, offset, HALF, D, PAIRS, CASTING != "gemma", BLOCK_R, BLOCK_REST)
     for start in range(0, H, BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
         a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         c = _load_rest(x_ptr, h, x_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
         rstd = _rstd(a, b, c, h, H, D, eps, PARTIAL)
+        # everywhere the stock norm rounds
         if CASTING == "none":
             rstd = rstd.to(X).to(tl.float32)
         a = _scale(a, rstd, w_a, X, Z, CASTING)
@@ -169,158 +171,41 @@ def _fwd_heads(
 
 @jit
 def _fwd(
-    q_ptr,
-    k_ptr,
-    wq_ptr,
-    wk_ptr,
-    cos_ptr,
-    sin_ptr,
-    pos_ptr,
-    yq_ptr,
-    yk_ptr,
-    T,
-    Hq,
-    Hk,
-    L,
-    HALF,
-    D,
-    eps,
-    offset,
-    q_batch,
-    q_time,
-    q_head,
-    k_batch,
-    k_time,
-    k_head,
-    yq_batch,
-    yq_time,
-    yq_head,
-    yk_batch,
-    yk_time,
-    yk_head,
-    cos_batch,
-    cos_time,
-    cos_second,
-    cos_col,
-    sin_batch,
-    sin_time,
-    sin_second,
-    sin_col,
-    pos_batch,
-    pos_time,
-    HAS_POS: tl.constexpr,
-    BOTH: tl.constexpr,
-    CASTING: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    ROUND: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr,
+    T, Hq, Hk, L, HALF, D, eps, offset, q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head,
+    yk_batch, yk_time, yk_head, cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col,
+    pos_batch, pos_time,
+    HAS_POS: tl.constexpr, BOTH: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr,
+    ROUND: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0)
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
         sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
     _fwd_heads(
-        q_ptr + batch * q_batch + time * q_time,
-        wq_ptr,
-        yq_ptr + batch * yq_batch + time * yq_time,
-        cos_a,
-        sin_a,
-        cos_b,
-        sin_b,
-        Hq,
-        q_head,
-        yq_head,
-        HALF,
-        D,
-        eps,
-        offset,
-        CASTING,
-        PAIRS,
-        PARTIAL,
-        ROUND,
-        BLOCK_Q,
-        BLOCK_R,
-        BLOCK_REST,
-    )
+        q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time,
+        cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND,
+        BLOCK_Q, BLOCK_R, BLOCK_REST,
+    )  # fmt: skip
     _fwd_heads(
-        k_ptr + batch * k_batch + time * k_time,
-        wk_ptr,
-        yk_ptr + batch * yk_batch + time * yk_time,
-        cos_a,
-        sin_a,
-        cos_b,
-        sin_b,
-        Hk,
-        k_head,
-        yk_head,
-        HALF,
-        D,
-        eps,
-        offset,
-        CASTING,
-        PAIRS,
-        PARTIAL,
-        ROUND,
-        BLOCK_K,
-        BLOCK_R,
-        BLOCK_REST,
-    )
+        k_ptr + batch * k_batch + time * k_time, wk_ptr, yk_ptr + batch * yk_batch + time * yk_time,
+        cos_a, sin_a, cos_b, sin_b, Hk, k_head, yk_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND,
+        BLOCK_K, BLOCK_R, BLOCK_REST,
+    )  # fmt: skip
 
 
 @jit
 def _bwd(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    dx_ptr,
-    dw_ptr,
-    cos_ptr,
-    sin_ptr,
-    pos_ptr,
-    tokens,
-    T,
-    H,
-    L,
-    HALF,
-    D,
-    eps,
-    offset,
-    dw_stride,
-    dy_batch,
-    dy_time,
-    dy_head,
-    x_batch,
-    x_time,
-    x_head,
-    dx_batch,
-    dx_time,
-    dx_head,
-    cos_batch,
-    cos_time,
-    cos_second,
-    cos_col,
-    sin_batch,
-    sin_time,
-    sin_second,
-    sin_col,
-    pos_batch,
+    dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, pos_ptr,
+    tokens, T, H, L, HALF, D, eps, offset, dw_stride, dy_batch, dy_time, dy_head, x_batch, x_time, x_head, dx_batch,
+    dx_time, dx_head, cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch,
     pos_time,
-    HAS_POS: tl.constexpr,
-    BOTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    NEED_DX: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    HAS_POS: tl.constexpr, BOTH: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """dx of every so many tiles, each of up to BLOCK_H heads of one token, and their share of
     dw; of q or of k."""
     program = tl.program_id(0)
@@ -328,10 +213,12 @@ def _bwd(
     dw_a = tl.zeros((BLOCK_H, BLOCK_R), tl.float32)
     dw_b = tl.zeros((BLOCK_H, BLOCK_R), tl.float32)
     dw_c = tl.zeros((BLOCK_H, BLOCK_REST), tl.float32)
+    # programs walk over all tiles, so that each writes its share of dw once
     tiles = tl.cdiv(H, BLOCK_H)
     for tile in tl.range(program, tokens * tiles, tl.num_programs(0), num_stages=STAGES):
         token = tile // tiles
         batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
+        # heads in 64 bits, since strides multiply them
         h = ((tile % tiles) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
         x_at = x_ptr + batch * x_batch + time * x_time
         dy_at = dy_ptr + batch * dy_batch + time * dy_time
@@ -343,8 +230,10 @@ def _bwd(
         c = _load_rest(x_at, h, x_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
         dy_a, dy_b = load_pairs(dy_at, h, dy_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         g_c = _load_rest(dy_at, h, dy_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
+        # back by the same angles: what reaches the norm
         g_a = dy_a * cos_a[None, :] + dy_b * sin_b[None, :]
         g_b = dy_b * cos_b[None, :] - dy_a * sin_a[None, :]
+        # x is here for x_hat anyway: computing 1/rms again costs no traffic, saving it would
         rstd = _rstd(a, b, c, h, H, D, eps, PARTIAL)
         a *= rstd
         b *= rstd
@@ -363,6 +252,7 @@ def _bwd(
             )
             if PARTIAL:
                 _store_rest(dx_at, (g_c - c * mean) * rstd, h, dx_head, H, HALF, D, BLOCK_REST)
+    # each program's share of dw, which a second stage adds in a fixed order
     if NEED_DW:
         dw_ptr += program.to(tl.int64) * dw_stride
         r = tl.arange(0, BLOCK_R)
@@ -375,64 +265,59 @@ def _bwd(
 
 def _blocks(D: int, half: int) -> tuple[int, int]:
     """Columns in registers: those of pairs, and those that do not rotate (at least one)."""
+    # `tl.arange` takes powers of 2 alone
     return next_power_of_2(half), next_power_of_2(D - 2 * half)
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, float eps, float "
-    "offset, str casting, bool pairs,"
-    " str rope_casting) -> (Tensor yq, Tensor yk)"
+    "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, "
+    "float eps, float offset, str casting, bool pairs, str rope_casting) -> (Tensor yq, Tensor yk)"
 )
 def qk_norm_rope_fwd(
-    q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, pairs, rope_casting
+    q, k, wq, wk, cos, sin, position_ids, heads_first, eps, offset, casting, pairs, rope_casting
 ) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views with unit column stride; cos, sin as for ``rope_turn``, or
-    tables (1, L, R/2) with position_ids (B or 1, T)."""
+    """q, k with unit column stride; all as for ``rope_turn``."""
+    # as of two operators, the second of which takes what the first returns
     normed = [x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype) for x, w in ((q, wq), (k, wk))]
     yq, yk = (torch.empty_like(x, dtype=turned_dtype(dtype, cos, rope_casting)) for x, dtype in zip((q, k), normed))
-    B, T, Hq, D = q.shape
-    Hk, half = k.shape[2], cos.shape[-1]
+    heads, time = (1, 2) if heads_first else (2, 1)
+    B, T, Hq, Hk, D, half = q.shape[0], q.shape[time], q.shape[heads], k.shape[heads], q.shape[3], cos.shape[-1]
     block_r, block_rest = _blocks(D, half)
     # one token per program, so that its angles are loaded once; the tile of ``rope``, which moves
     # the same bytes
     c = config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
+    # one flag for q and k, which have one dtype; their weights may differ
     rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
     args = k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset
-    strides = (
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *yq.stride()[:3],
-        *yk.stride()[:3],
-        *angle_strides(cos, sin, position_ids),
-    )
-    flags = dict(
-        HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs, PARTIAL=2 * half < D
-    )
-    flags |= dict(ROUND=rounds, **fusing(rounds))
+    strides = [s for x in (q, k, yq, yk) for s in token_strides(x, heads_first)]
+    strides += angle_strides(cos, sin, position_ids)
+    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs)
+    flags |= dict(PARTIAL=2 * half < D, ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
     launch(_fwd, (B * T,), q, *args, *strides, **flags, **blocks)
     return yq, yk
 
 
 @launcher(
-    "(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? "
-    "position_ids, float eps, float offset,"
-    " bool pairs, bool need_dq, bool need_dk, bool need_dwq, bool need_dwk) -> (Tensor dq, Tensor dk, Tensor dw)"
+    "(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, "
+    "bool heads_first, float eps, float offset, bool pairs, bool need_dq, bool need_dk, bool need_dwq, bool need_dwk) "
+    "-> (Tensor dq, Tensor dk, Tensor dw)"
 )
 def qk_norm_rope_bwd(
-    dyq, dyk, q, k, wq, wk, cos, sin, position_ids, eps, offset, pairs, need_dq, need_dk, need_dwq, need_dwk
-) -> tuple[Tensor, Tensor, Tensor]:
+    dyq, dyk, q, k, wq, wk, cos, sin, position_ids, heads_first, eps, offset, pairs,
+    need_dq, need_dk, need_dwq, need_dwk,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, and dwq and dwk side by side in their common dtype; gradients that are not needed
     are empty."""
     dyq, dyk = unit_stride(dyq), unit_stride(dyk)
-    B, T, _, D = q.shape
-    half = cos.shape[-1]
+    heads, time = (1, 2) if heads_first else (2, 1)
+    B, T, D, half = q.shape[0], q.shape[time], q.shape[3], cos.shape[-1]
     block_r, block_rest = _blocks(D, half)
     # A tile is x, its gradient and a sum for dw, 16 values of each a thread: four programs of 4
-    # warps and up to 128 registers a thread fill a processor,
-    # with two tiles each on their way, 64 KB, what it takes to hide the latency of memory. q, then
-    # k: both in one kernel are short of scalar registers on CDNA.
+    # warps and up to 128 registers a thread fill a processor, with two tiles each on their way,
+    # 64 KB, what it takes to hide the latency of memory. q, then k: both in one kernel are short of
+    # scalar registers on CDNA.
     name = "qk_norm_rope_bwd" if 2 * half == D else "qk_norm_rope_bwd_partial"
     c = config.tile(name, 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048, pipelined=2 * 4)
     programs = max(1, min(config.processors() * max(c.per_sm, 16 // c.num_warps), B * T))
@@ -442,43 +327,21 @@ def qk_norm_rope_bwd(
         (dyq, q, wq, partials, need_dq, need_dwq),
         (dyk, k, wk, partials[..., D * need_dwq :], need_dk, need_dwk),
     ):
-        dx, heads = torch.empty_like(x) if need_dx else x.new_empty(0, 0, 0, 0), x.shape[2]
+        dx, H = torch.empty_like(x) if need_dx else x.new_empty(0, 0, 0, 0), x.shape[heads]
         if need_dx or need_dw:
-            args = (
-                x,
-                w,
-                dx,
-                dw,
-                cos,
-                sin,
-                position_ids,
-                B * T,
-                T,
-                heads,
-                cos.shape[1],
-                half,
-                D,
-                eps,
-                offset,
-                partials.stride(0),
-            )
-            strides = *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], *angle_strides(cos, sin, position_ids)
+            tensors = dy, x, w, dx, dw, cos, sin, position_ids
+            numbers = B * T, T, H, cos.shape[1], half, D, eps, offset, partials.stride(0)
+            strides = [s for t in (dy, x, dx) for s in token_strides(t, heads_first)]
+            strides += angle_strides(cos, sin, position_ids)
             flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, PAIRS=pairs, PARTIAL=2 * half < D)
-            flags |= dict(NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
-            blocks = dict(
-                BLOCK_H=min(next_power_of_2(heads), c.block_m),
-                BLOCK_R=block_r,
-                BLOCK_REST=block_rest,
-                num_warps=c.num_warps,
-            )
-            launch(_bwd, (programs,), dy, *args, *strides, **flags, **blocks)
+            flags |= dict(NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages, num_warps=c.num_warps)
+            blocks = dict(BLOCK_H=min(next_power_of_2(H), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest)
+            launch(_bwd, (programs,), *tensors, *numbers, *strides, **flags, **blocks)
         dxs.append(dx)
-    dq, dk = dxs
-    return (
-        dq,
-        dk,
-        column_sum(partials, torch.promote_types(wq.dtype, wk.dtype)) if need_dwq or need_dwk else q.new_empty(0),
-    )
+    dw = q.new_empty(0)
+    if need_dwq or need_dwk:
+        dw = column_sum(partials, torch.promote_types(wq.dtype, wk.dtype))
+    return dxs[0], dxs[1], dw
 
 
 class QKNormRopeFunction(torch.autograd.Function):
@@ -489,44 +352,30 @@ class QKNormRopeFunction(torch.autograd.Function):
     def forward(
         ctx, q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting="fp32"
     ):
-        ctx.heads_first = unsqueeze_dim == 1
-        if ctx.heads_first:
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        # saved as the backward reads them, so that it copies nothing again
         q, k, wq, wk = unit_stride(q), unit_stride(k), wq.contiguous(), wk.contiguous()
-        yq, yk = qk_norm_rope_fwd(
-            q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout == "pairs", rope_casting
-        )
         ctx.save_for_backward(q, k, wq, wk, cos, sin, position_ids)
-        ctx.options = eps, offset, layout == "pairs"
-        return (swapped(yq), swapped(yk)) if ctx.heads_first else (yq, yk)
+        heads_first, pairs = unsqueeze_dim == 1, layout == "pairs"
+        ctx.options = heads_first, eps, offset, pairs
+        options = heads_first, eps, offset, casting, pairs, rope_casting
+        return qk_norm_rope_fwd(q, k, wq, wk, cos, sin, position_ids, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dyq, dyk):
-        if ctx.heads_first:
-            dyq, dyk = dyq.transpose(1, 2), dyk.transpose(1, 2)
-        q, k, wq, wk, *angles = ctx.saved_tensors
-        need = ctx.needs_input_grad[:4]
-        dq, dk, dw = qk_norm_rope_bwd(dyq, dyk, q, k, wq, wk, *angles, *ctx.options, *need)
-        if ctx.heads_first:
-            dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
+        saved, need = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        dq, dk, dw = qk_norm_rope_bwd(dyq, dyk, *saved, *ctx.options, *need)
+        wq, wk = saved[2:4]
+        # side by side in one tensor, both, or the only one there is
         D = len(wq)
         grads = dq, dk, dw[:D].to(wq.dtype), dw[-D:].to(wk.dtype)
         return *(g if needed else None for g, needed in zip(grads, need)), *(None,) * 9
 
 
 def _qk(
-    B: int,
-    Hq: int,
-    Hk: int,
-    T: int,
-    D: int,
-    half: int,
-    draw=torch.randn,
-    tokens: int | None = None,
-    w_dtype=None,
-    **options,
-) -> dict:
+    B: int, Hq: int, Hk: int, T: int, D: int, half: int,
+    draw=torch.randn, tokens: int | None = None, w_dtype=None, **options,
+) -> dict:  # fmt: skip
     """Arguments of a case, with heads before time."""
     w = T_((D,), dtype=w_dtype)
     return dict(
@@ -547,18 +396,8 @@ def _qk(
         ),
         Case(
             "pairs",
-            _qk(
-                2,
-                3,
-                2,
-                2,
-                20,
-                6,
-                layout="pairs",
-                position_ids=T_((2, 2), _ids, dtype=torch.int64),
-                tokens=11,
-                offset=0.5,
-            ),
+            _qk(2, 3, 2, 2, 20, 6, layout="pairs", tokens=11, offset=0.5)
+            | dict(position_ids=T_((2, 2), _ids, dtype=torch.int64)),
         ),
         Case("both-columns", _qk(2, 4, 2, 3, 20, 8) | _of_columns(3, 8)),
         Case("both-columns-of-pairs", _qk(1, 2, 1, 3, 16, 8, layout="pairs") | _of_columns(3, 8)),
@@ -636,16 +475,9 @@ def qk_norm_rope(
             f"qk_norm_rope: wq and wk must have shape {tuple(q.shape[-1:])}, got {tuple(wq.shape)} and "
             f"{tuple(wk.shape)}"
         )
-    if not served(q, k, cos, sin) or q.shape[-1] > MAX_D:
-        options = dict(
-            eps=eps,
-            offset=offset,
-            casting=casting,
-            layout=layout,
-            unsqueeze_dim=unsqueeze_dim,
-            rope_casting=rope_casting,
-        )
-        return reference(q, k, wq, wk, cos, sin, position_ids, **options)
+    if not rotated_by_kernels(q, k, cos, sin) or q.shape[-1] > MAX_D:
+        options = dict(layout=layout, unsqueeze_dim=unsqueeze_dim, rope_casting=rope_casting)
+        return reference(q, k, wq, wk, cos, sin, position_ids, eps=eps, offset=offset, casting=casting, **options)
     return QKNormRopeFunction.apply(
         q, k, wq, wk, cos, sin, position_ids, eps, offset, casting, layout, unsqueeze_dim, rope_casting
     )

@@ -1,21 +1,20 @@
 """Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
 
 Shapes: q (B, Hq, T, D), k (B, Hk, T, D), or with ``unsqueeze_dim=2`` (B, T, H, D); cos, sin (B or
-1, T, R/2), or (T, R/2): one angle for each
-rotated pair; or (B or 1, T, 2, R/2): one for its first column and one for its second.
-R <= D: the last D - R columns pass through.
+1, T, R/2), or (T, R/2): one angle for each rotated pair; or (B or 1, T, 2, R/2): one for its first
+column and one for its second. R <= D: the last D - R columns pass through.
 
 A pair (a, b) becomes (a cos_a - b sin_a, b cos_b + a sin_b).  ``layout="halves"`` pairs column i
-with i + R/2, ``"pairs"`` 2i with 2i + 1.
-The backward rotates the other way: the same kernel with -sin_b for sin_a, and -sin_a for sin_b.
+with i + R/2, ``"pairs"`` 2i with 2i + 1. The backward rotates the other way: the same kernel with
+-sin_b for sin_a, and -sin_a for sin_b.
 
 ``casting`` says where the arithmetic is rounded, as models differ in it:
   fp32    everything in fp32, rounded once, to the dtype of x
-  none    no upcast: each product is rounded to the dtype that x and the tables promote to, which is that of the result, as in
-          ``q * cos + rotate_half(q) * sin``; in the backward to the dtype of x, as autograd's
-          gradients of these products are
+  none    no upcast: each product is rounded to the dtype that x and the tables promote to, which
+          is that of the result, as in ``q * cos + rotate_half(q) * sin``; in the backward to the
+          dtype of x, as autograd's gradients of these products are
   back    the same, and the result is cast back to the dtype of x
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import (
-    _KERNEL_DTYPES,
+    KERNEL_DTYPES,
     Case,
     Cost,
     acc,
@@ -36,12 +35,12 @@ from liger_kernel.ops._core.operator import (
     nbytes,
     once_differentiable,
     op,
-    swapped,
     use_kernels,
 )
 from liger_kernel.ops._core.operator import T as T_  # T is the sequence length here
 from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
 
+# of Llama and most others; of Cohere, GLM and Llama 4
 LAYOUTS = ("halves", "pairs")
 CASTING = ("none", "back", "fp32")
 
@@ -61,12 +60,14 @@ def reference(
         cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1])[position_ids] for t in (cos, sin))
     elif cos.ndim == 2:
         cos, sin = cos[None], sin[None]
+    # one table for both columns, or one for each
     cos_a, cos_b = (t.unsqueeze(unsqueeze_dim) for t in columns(cos))
     sin_a, sin_b = (t.unsqueeze(unsqueeze_dim) for t in columns(sin))
     R = 2 * cos.shape[-1]
 
     def turn(x: Tensor) -> Tensor:
         rotated = x[..., :R]
+        # otherwise each product below is rounded, as stock's are
         if casting == "fp32":
             rotated = rotated.to(acc(torch.promote_types(x.dtype, cos.dtype)))
         a, b = rotated.chunk(2, -1) if layout == "halves" else (rotated[..., ::2], rotated[..., 1::2])
@@ -86,6 +87,7 @@ def columns(table: Tensor) -> tuple[Tensor, ...]:
 def once(table: Tensor, rotary_dim: int | None = None) -> Tensor:
     """One angle a pair, of a table (..., R) that holds each twice, as in ``cat((angles, angles),
     -1)``; or once already, where ``rotary_dim`` says so."""
+    # a table of as many columns as rotate has each angle twice
     width = table.shape[-1]
     if rotary_dim is None or width == rotary_dim:
         return table[..., : width // 2]
@@ -115,6 +117,7 @@ def by_sections(table: Tensor, sections: Sequence[int]) -> Tensor:
 def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, as views, of ``cos + i sin``. A model cast to a real dtype leaves its cos
     alone: its sin is zero."""
+    # a view: nothing is copied, and nothing computed
     if freqs.is_complex():
         cos, sin = torch.view_as_real(freqs.resolve_conj()).unbind(-1)
         return cos, sin
@@ -133,6 +136,7 @@ def load_angles(
     """
     r = tl.arange(0, BLOCK_R)
     mask = r < HALF
+    # a table has no batch: each token reads the row that its position names
     if HAS_POS:
         time = tl.load(pos_ptr + batch * pos_batch + time * pos_time).to(tl.int64)
         batch = batch * 0
@@ -142,9 +146,11 @@ def load_angles(
     sin_ptr += batch * sin_batch + time * sin_time
     cos = tl.load(cos_ptr + r * cos_col, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + r * sin_col, mask=mask, other=0.0).to(tl.float32)
+    # not only zero: a token at no known place must not look like one at the first
     if HAS_POS:
         cos = tl.where(known, cos, float("nan"))
         sin = tl.where(known, sin, float("nan"))
+    # two tables only where the columns of a pair turn by different angles
     cos_b, sin_b = cos, sin
     if BOTH:
         cos_b = tl.load(cos_ptr + cos_second + r * cos_col, mask=mask, other=0.0).to(tl.float32)
@@ -155,11 +161,12 @@ def load_angles(
 @jit
 def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
     """The first and second columns of all pairs of the heads ``h`` of one token, in fp32."""
-    if PAIRS:  # one wide load of neighbours, then split
+    # neighbours come by one wide load and are split in registers: two loads of every other column
+    # would move each byte twice
+    if PAIRS:
         col = tl.arange(0, 2 * BLOCK_R)
-        x = tl.load(
-            x_ptr + h[:, None] * x_head + col[None, :], mask=(h < H)[:, None] & (col < 2 * HALF)[None, :], other=0.0
-        )
+        mask = (h < H)[:, None] & (col < 2 * HALF)[None, :]
+        x = tl.load(x_ptr + h[:, None] * x_head + col[None, :], mask=mask, other=0.0)
         a, b = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_H, BLOCK_R, 2)))
     else:
         r = tl.arange(0, BLOCK_R)
@@ -187,6 +194,7 @@ def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: t
 @jit
 def turned(a, b, cos_a, sin_a, cos_b, sin_b, ROUND: tl.constexpr, DTYPE: tl.constexpr):
     """Pairs turned by their angles, products rounded to DTYPE if asked for."""
+    # rounded one by one and only then added, as in a model that does not fuse
     a_cos, a_sin, b_cos, b_sin = a * cos_a[None, :], a * sin_b[None, :], b * cos_b[None, :], b * sin_a[None, :]
     if ROUND:
         a_cos, a_sin = a_cos.to(DTYPE).to(tl.float32), a_sin.to(DTYPE).to(tl.float32)
@@ -206,6 +214,7 @@ def _turn(
         a, b = load_pairs(x_ptr, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         a, b = turned(a, b, cos_a, sin_a, cos_b, sin_b, ROUND, y_ptr.dtype.element_ty)
         store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
+        # the columns that pass through: copied, since the result is a new tensor
         if BLOCK_REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
             mask = (h < H)[:, None] & (rest < D)[None, :]
@@ -221,49 +230,24 @@ def _rope(
     HAS_POS: tl.constexpr, BOTH: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
+    # one token a program, all of its heads: they turn by the same angles
     token = tl.program_id(0)
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
         sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
     if INVERSE:
-        sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a  # of 0, +0 in every release of Triton
+        # not a sign: of 0, a difference is +0 in every release of Triton
+        sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a
+    # queries and keys in one program, so that the angles of a token are loaded once
     _turn(
-        q_ptr + batch * q_batch + time * q_time,
-        yq_ptr + batch * yq_batch + time * yq_time,
-        cos_a,
-        sin_a,
-        cos_b,
-        sin_b,
-        Hq,
-        q_head,
-        yq_head,
-        HALF,
-        D,
-        PAIRS,
-        ROUND,
-        BLOCK_Q,
-        BLOCK_R,
-        BLOCK_REST,
-    )
+        q_ptr + batch * q_batch + time * q_time, yq_ptr + batch * yq_batch + time * yq_time,
+        cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, PAIRS, ROUND, BLOCK_Q, BLOCK_R, BLOCK_REST,
+    )  # fmt: skip
     _turn(
-        k_ptr + batch * k_batch + time * k_time,
-        yk_ptr + batch * yk_batch + time * yk_time,
-        cos_a,
-        sin_a,
-        cos_b,
-        sin_b,
-        Hk,
-        k_head,
-        yk_head,
-        HALF,
-        D,
-        PAIRS,
-        ROUND,
-        BLOCK_K,
-        BLOCK_R,
-        BLOCK_REST,
-    )
+        k_ptr + batch * k_batch + time * k_time, yk_ptr + batch * yk_batch + time * yk_time,
+        cos_a, sin_a, cos_b, sin_b, Hk, k_head, yk_head, HALF, D, PAIRS, ROUND, BLOCK_K, BLOCK_R, BLOCK_REST,
+    )  # fmt: skip
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -271,11 +255,18 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def token_strides(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
+    """The strides of batch, time and head."""
+    batch, second, third = x.stride()[:3]
+    return (batch, third, second) if heads_first else (batch, second, third)
+
+
 def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
     """The strides for ``load_angles``, from cos_batch to pos_time. A batch of one applies to
     all."""
 
     def of(t: Tensor) -> tuple[int, ...]:
+        # a stride of 0 makes a batch of one that of all
         strides = t.stride()
         return strides[0] if t.shape[0] > 1 else 0, strides[1], strides[2] if len(strides) == 4 else 0, strides[-1]
 
@@ -300,65 +291,39 @@ def fusing(rounds: bool) -> dict[str, bool]:
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool pairs, bool rounds, bool inverse, "
-    "ScalarType q_dtype, ScalarType k_dtype)"
-    " -> (Tensor yq, Tensor yk)"
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, bool pairs, bool rounds, "
+    "bool inverse, ScalarType q_dtype, ScalarType k_dtype) -> (Tensor yq, Tensor yk)"
 )
-def rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
-    """q, k as (B, T, H, D) views; cos, sin as for ``rope``, or tables (1, L, R/2) with position_ids
-    (B, T).
+def rope_turn(
+    q, k, cos, sin, position_ids, heads_first, pairs, rounds, inverse, q_dtype, k_dtype
+) -> tuple[Tensor, Tensor]:
+    """q, k (B, H, T, D), or (B, T, H, D) without ``heads_first``; cos, sin as for ``rope``, or
+    tables (1, L, R/2) with position_ids (B, T).
 
     The dtypes are those of the results. ``rounds``: products to the dtype of the result.
     """
+    if cos.ndim == 2:
+        cos, sin = cos[None], sin[None]
     q, k = unit_stride(q), unit_stride(k)
+    # in memory like q and k, which keeps (B, T, H, D) where the projections wrote that
     yq, yk = torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
-    B, T, Hq, D = q.shape
-    Hk, half = k.shape[2], cos.shape[-1]
+    heads, time = (1, 2) if heads_first else (2, 1)
+    B, T, Hq, Hk, D, half = q.shape[0], q.shape[time], q.shape[heads], k.shape[heads], q.shape[3], cos.shape[-1]
     block_r = next_power_of_2(half)
     rest = next_power_of_2(D - 2 * half) if 2 * half < D else 0
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
     c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
+    # a tile that is not wider than the heads there are
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
-    strides = (
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *yq.stride()[:3],
-        *yk.stride()[:3],
-        *angle_strides(cos, sin, position_ids),
-    )
+    strides = [s for x in (q, k, yq, yk) for s in token_strides(x, heads_first)]
+    strides += angle_strides(cos, sin, position_ids)
     flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, INVERSE=inverse, PAIRS=pairs)
+    # without rounding, fused products and sums are faster and more exact
     flags |= dict(ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)
-    launch(
-        _rope,
-        (B * T,),
-        q,
-        k,
-        cos,
-        sin,
-        position_ids,
-        yq,
-        yk,
-        T,
-        Hq,
-        Hk,
-        cos.shape[1],
-        half,
-        D,
-        *strides,
-        **flags,
-        **blocks,
-    )
+    sizes = T, Hq, Hk, cos.shape[1], half, D
+    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, *sizes, *strides, **flags, **blocks)
     return yq, yk
-
-
-def _both(q, k, cos, sin, position_ids, heads_first, pairs, rounds, inverse, q_dtype, k_dtype) -> tuple[Tensor, Tensor]:
-    if cos.ndim == 2:
-        cos, sin = cos[None], sin[None]
-    if heads_first:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    q, k = rope_turn(q, k, cos, sin, position_ids, pairs, rounds, inverse, q_dtype, k_dtype)
-    return (swapped(q), swapped(k)) if heads_first else (q, k)
 
 
 class RopeFunction(torch.autograd.Function):
@@ -367,20 +332,23 @@ class RopeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, layout="halves", casting="fp32"):
+        # no q and k: a rotation is turned back by its angles alone
         ctx.save_for_backward(cos, sin, position_ids)
         ctx.how = unsqueeze_dim == 1, layout == "pairs"
+        # the backward rounds products to the dtype of q and k, whatever that of the result is
         ctx.rounds, ctx.dtypes = casting != "fp32" and q.dtype != torch.float32, (q.dtype, k.dtype)
         dtypes = turned_dtype(q.dtype, cos, casting), turned_dtype(k.dtype, cos, casting)
-        return _both(q, k, cos, sin, position_ids, *ctx.how, rounding(q.dtype, cos, casting), False, *dtypes)
+        rounds = rounding(q.dtype, cos, casting)
+        return rope_turn(q, k, cos, sin, position_ids, *ctx.how, rounds, False, *dtypes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
         heads, (need_dq, need_dk) = (1 if ctx.how[0] else 2), ctx.needs_input_grad[:2]
-        # if a gradient is not needed, rotate zero heads
+        # a gradient that nobody needs is one of no heads: the kernel has no flags for it
         dq = dq if need_dq else dq.narrow(heads, 0, 0)
         dk = dk if need_dk else dk.narrow(heads, 0, 0)
-        dq, dk = _both(dq, dk, *ctx.saved_tensors, *ctx.how, ctx.rounds, True, *ctx.dtypes)
+        dq, dk = rope_turn(dq, dk, *ctx.saved_tensors, *ctx.how, ctx.rounds, True, *ctx.dtypes)
         return dq if need_dq else None, dk if need_dk else None, *(None,) * 6
 
 
@@ -411,6 +379,7 @@ def checked_tables(
     B, time, D = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
     if (B, time, D) != (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]):
         raise ValueError(f"{name}: q and k must agree but for the heads, got {tuple(q.shape)} and {tuple(k.shape)}")
+    # tables of any number of leading dims of one, as modules keep them
     if position_ids is not None:
         position_ids = position_ids.reshape(position_ids.shape[:-1].numel(), position_ids.shape[-1])
         if position_ids.shape[0] not in (1, B) or position_ids.shape[1] != time:
@@ -424,16 +393,12 @@ def checked_tables(
             )
         cos, sin = (t.reshape(1, t.shape[:-1].numel(), t.shape[-1]) for t in (cos, sin))
         return cos, sin, position_ids
+    # one table for all samples
     if cos.ndim == sin.ndim == 2:
         cos, sin = cos[None], sin[None]
-    fits = cos.ndim == 3 or (cos.ndim == 4 and cos.shape[2] == 2)
-    if (
-        not fits
-        or cos.shape[0] not in (1, B)
-        or cos.shape[1] != time
-        or cos.shape != sin.shape
-        or 2 * cos.shape[-1] > D
-    ):
+    one_row_a_token = cos.ndim == 3 or (cos.ndim == 4 and cos.shape[2] == 2)
+    fits = one_row_a_token and cos.shape[0] in (1, B) and cos.shape[1] == time
+    if not fits or cos.shape != sin.shape or 2 * cos.shape[-1] > D:
         raise ValueError(
             f"{name}: cos and sin must have shape ({B} or 1, {time}, at most {D // 2}), got {tuple(cos.shape)} and "
             f"{tuple(sin.shape)}"
@@ -441,17 +406,15 @@ def checked_tables(
     return cos, sin, position_ids
 
 
-def served(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def rotated_by_kernels(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether kernels rotate ``q`` and ``k`` with these tables: not if the tables require
     gradients."""
-    learn = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
-    return (
-        use_kernels(q, fusible=True)
-        and not learn
-        and q.dtype == k.dtype
-        and cos.dtype == sin.dtype
-        and cos.dtype in _KERNEL_DTYPES
-    )
+    # learned angles: kernels have no gradient for them
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        return False
+    # one kernel for both, compiled for one dtype of q and k, and one of the tables
+    same = q.dtype == k.dtype and cos.dtype == sin.dtype and cos.dtype in KERNEL_DTYPES
+    return same and use_kernels(q, fusible=True)
 
 
 def _angles(T: int, half: int, B: int = 1, dtype: torch.dtype | None = None) -> dict[str, T_]:
@@ -505,14 +468,8 @@ _IDS = T_((2, 5), _ids, dtype=torch.int64)
         Case("no-upcast", _heads(2, 4, 2, 7, 16, casting="none") | _angles(7, 8)),
         Case(
             "no-upcast-pairs",
-            dict(
-                q=T_((2, 5, 3, 20)),
-                k=T_((2, 5, 1, 20)),
-                casting="none",
-                layout="pairs",
-                unsqueeze_dim=2,
-                **_angles(5, 6),
-            ),
+            dict(q=T_((2, 5, 3, 20)), k=T_((2, 5, 1, 20)), casting="none", layout="pairs", unsqueeze_dim=2)
+            | _angles(5, 6),
         ),
         Case("autocast", _heads(2, 4, 2, 5, 20, casting="none") | _angles(5, 8, dtype=torch.float32)),
         Case("olmo2", _heads(1, 4, 2, 5, 16, casting="back") | _angles(5, 8, dtype=torch.float32)),
@@ -584,6 +541,6 @@ def rope(
     if casting not in CASTING:
         raise ValueError(f"rope: casting must be one of {CASTING}, got {casting!r}")
     cos, sin, position_ids = checked_tables("rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
-    if not served(q, k, cos, sin):
+    if not rotated_by_kernels(q, k, cos, sin):
         return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
     return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
-from liger_kernel import parallel
+from liger_kernel import _private, parallel
 from liger_kernel.parallel.heads import HOOKS
 from liger_kernel.transformers.recognise.projections import Left, copy_in_use
 
@@ -68,7 +68,7 @@ def _without_hooks(head: nn.Module) -> nn.Module:
 
 def _modes() -> tuple[Any, ...]:
     """What a hook may enter around a call that changes it, except for what a recipe restores."""
-    stacks = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]  # in no stub
+    stacks = _private.function_modes(), _private.dispatch_modes()
     return *stacks, torch.get_float32_matmul_precision(), torch.is_inference_mode_enabled()
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_kernel import parallel
+from liger_kernel import _private, parallel
 from liger_kernel.ops._core.operator import intercepted
 from liger_kernel.ops.projections.adapted import Projection, may_overflow
 from liger_kernel.ops.projections.linear import dtypes_of
@@ -162,7 +162,7 @@ def _version(t: Tensor) -> int:
 
 def _is_freed(t: Tensor) -> bool:
     # the wrappers of torch.func have no storage, and other classes of tensors keep their values elsewhere
-    if type(t) not in (Tensor, nn.Parameter) or not t.numel() or torch._C._functorch.peek_interpreter_stack():
+    if type(t) not in (Tensor, nn.Parameter) or not t.numel() or _private.transforms():
         return False
     return not t.untyped_storage().nbytes()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
+from liger_kernel import _private
 from liger_kernel.ops._core.saved import saving_hooks, where_they_are
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers.head.linear import HeadWeights
@@ -399,12 +400,12 @@ class DeferredLogits(Recipe, Tensor):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _private.without_torch_function():
                 self.requires_grad_()
                 self.register_hook(_refused)
 
     def needs_graph(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _private.without_torch_function():
             if self.grad_fn is not None:
                 _refused(self)
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import activations as transformers_activations
 from transformers.activations import ACT2FN
 
+from liger_kernel._private import unset_fake_temporarily
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.transformers.recognise.plain import unhooked
 

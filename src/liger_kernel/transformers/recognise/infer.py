@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import CONFIG_MAPPING
 
+from liger_kernel._private import unset_fake_temporarily
 from liger_kernel.transformers.recognise.compare import recognise, references
 from liger_kernel.transformers.recognise.family import PLACE, Family, configs_of, heads_of, modeling
 from liger_kernel.transformers.recognise.slots import FLAT, PLAIN_MLP, SLOTS, TORCHS_OWN

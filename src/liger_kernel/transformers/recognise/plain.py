@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from liger_kernel._private import FakeTensor
 from liger_kernel.ops._core.operator import intercepted
 
 PLAIN = (Tensor, nn.Parameter)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from liger_kernel import _private
 from liger_kernel.transformers.rewrite.patterns import replace
 
 INFORMED = "_liger_informed"
@@ -130,7 +131,7 @@ def _answer() -> None:
         known = None if torch.compiler.is_compiling() else _documents.get()
         # Only for these very positions, of which Transformers passes an expanded alias: another model
         # that a hook calls meanwhile has its own
-        if known is None or not torch._C._is_alias_of(position_ids, known[1]):  # type: ignore[attr-defined]  # in no stub
+        if known is None or not _private.is_alias_of(position_ids, known[1]):
             return look(position_ids)
         if known[0]:
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernel.extra.mhc import _check
 from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import (
     Case,
@@ -26,8 +27,7 @@ from liger_kernel.ops._core.operator import (
     tracing,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
-from liger_kernel.ops.residual.mhc import _check
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, next_power_of_2, store_tile, tl
 
 
 def pre_reference(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -44,6 +44,14 @@ def post_res_reference(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) 
 
 
 @jit
+def _load_streams(x_ptr, row, i, col, x_stride, i_stride, mask):
+    """Columns of all streams of some tokens, in fp32."""
+    # in 64 bits: the strides of a slice of a large tensor pass 2^31
+    x_ptrs = x_ptr + (row * x_stride)[:, None, None] + (i.to(tl.int64) * i_stride)[None, :, None] + col[None, None, :]
+    return tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
 def _mix_fwd(
     x_ptr, f_ptr, a_ptr, p_ptr, y_ptr, T, C, H, O, x_stride, i_stride, f_stride,
     HAS_F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -54,10 +62,9 @@ def _mix_fwd(
     i = tl.arange(0, BLOCK_H)
     flat = (row < T)[:, None] & (col < C)[None, :]
     streams = (row < T)[:, None] & (i < H)[None, :]
-    x_ptrs = x_ptr + (row * x_stride)[:, None, None] + (i.to(tl.int64) * i_stride)[None, :, None] + col[None, None, :]
-    x = tl.load(x_ptrs, mask=streams[:, :, None] & (col < C)[None, None, :], other=0.0).to(tl.float32)
+    x = _load_streams(x_ptr, row, i, col, x_stride, i_stride, streams[:, :, None] & (col < C)[None, None, :])
     if HAS_F:
-        f = tl.load(f_ptr + row[:, None] * f_stride + col[None, :], mask=flat, other=0.0).to(tl.float32)
+        f = load_tile(f_ptr, row, col, f_stride, flat)
     for o in range(O):
         a = tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)
         y = tl.sum(x * a[:, :, None], axis=1)
@@ -68,33 +75,11 @@ def _mix_fwd(
 
 @jit
 def _mix_bwd(
-    dy_ptr,
-    x_ptr,
-    f_ptr,
-    a_ptr,
-    p_ptr,
-    dx_ptr,
-    df_ptr,
-    da_ptr,
-    dp_ptr,
-    T,
-    C,
-    H,
-    O,
-    dy_stride,
-    o_stride,
-    x_stride,
-    i_stride,
-    f_stride,
-    NEED_DX: tl.constexpr,
-    NEED_DF: tl.constexpr,
-    NEED_DA: tl.constexpr,
-    NEED_DP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    dy_ptr, x_ptr, f_ptr, a_ptr, p_ptr, dx_ptr, df_ptr, da_ptr, dp_ptr,
+    T, C, H, O, dy_stride, o_stride, x_stride, i_stride, f_stride,
+    NEED_DX: tl.constexpr, NEED_DF: tl.constexpr, NEED_DA: tl.constexpr, NEED_DP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tl.arange(0, BLOCK_H)
     outputs = tl.arange(0, BLOCK_O)
@@ -106,28 +91,16 @@ def _mix_bwd(
         flat = (row < T)[:, None] & (col < C)[None, :]
         full = streams[:, :, None] & (col < C)[None, None, :]
         if NEED_DA:
-            x_ptrs = (
-                x_ptr
-                + (row * x_stride)[:, None, None]
-                + (i.to(tl.int64) * i_stride)[None, :, None]
-                + col[None, None, :]
-            )
-            x = tl.load(x_ptrs, mask=full, other=0.0).to(tl.float32)
+            x = _load_streams(x_ptr, row, i, col, x_stride, i_stride, full)
         if NEED_DP:
-            f = tl.load(f_ptr + row[:, None] * f_stride + col[None, :], mask=flat, other=0.0).to(tl.float32)
+            f = load_tile(f_ptr, row, col, f_stride, flat)
         dx = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_C), tl.float32)
         df = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
         for o in range(O):
-            dy = tl.load(
-                dy_ptr + row[:, None] * dy_stride + tl.cast(o, tl.int64) * o_stride + col[None, :], mask=flat, other=0.0
-            ).to(tl.float32)
+            dy = load_tile(dy_ptr + tl.cast(o, tl.int64) * o_stride, row, col, dy_stride, flat)
             if NEED_DX:
-                dx += (
-                    tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)[
-                        :, :, None
-                    ]
-                    * dy[:, None, :]
-                )
+                a = tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)
+                dx += a[:, :, None] * dy[:, None, :]
             if NEED_DF:
                 df += tl.load(p_ptr + row * O + o, mask=row < T, other=0.0).to(tl.float32)[:, None] * dy
             if NEED_DA:
@@ -135,13 +108,10 @@ def _mix_bwd(
             if NEED_DP:
                 dp += tl.where((outputs == o)[None, :], tl.sum(f * dy, axis=1)[:, None], 0.0)
         if NEED_DX:
-            tl.store(
-                dx_ptr + ((row * H)[:, None] + i[None, :])[:, :, None] * C + col[None, None, :],
-                dx.to(dx_ptr.dtype.element_ty),
-                mask=full,
-            )
+            at = ((row * H)[:, None] + i[None, :])[:, :, None] * C + col[None, None, :]
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=full)
         if NEED_DF:
-            tl.store(df_ptr + row[:, None] * C + col[None, :], df.to(df_ptr.dtype.element_ty), mask=flat)
+            store_tile(df_ptr, row, col, C, df, flat)
     known = (row < T)[:, None] & (outputs < O)[None, :]
     if NEED_DA:
         at = ((row * O)[:, None] + outputs[None, :])[:, :, None] * H + i[None, None, :]
@@ -154,10 +124,8 @@ def _mix_tile(kernel: str, x: Tensor, per_thread: int) -> dict[str, int]:
     """``per_thread`` values of x, all streams of each column, for each of 128 threads. Not
     measured."""
     block_h = next_power_of_2(x.shape[1])
-    columns = max(16, 128 * per_thread // block_h)
-    c = config.tile(
-        kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=max(1, per_thread // block_h)
-    )
+    columns, each = max(16, 128 * per_thread // block_h), max(1, per_thread // block_h)
+    c = config.tile(kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=each)
     return dict(BLOCK_T=c.block_m, BLOCK_H=block_h, BLOCK_C=c.block_n, num_warps=c.num_warps)
 
 
@@ -168,24 +136,8 @@ def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Ten
     if not tracing(x):
         tile = _mix_tile("mhc_mix_fwd", x, 32)
         grid = (cdiv(M, tile["BLOCK_T"]) * cdiv(C, tile["BLOCK_C"]),)
-        launch(
-            _mix_fwd,
-            grid,
-            x,
-            f,
-            a,
-            p,
-            y,
-            M,
-            C,
-            H,
-            outputs,
-            x.stride(0),
-            x.stride(1),
-            0 if f is None else f.stride(0),
-            HAS_F=f is not None,
-            **tile,
-        )
+        numbers = M, C, H, outputs, x.stride(0), x.stride(1), 0 if f is None else f.stride(0)
+        launch(_mix_fwd, grid, x, f, a, p, y, *numbers, HAS_F=f is not None, **tile)
     return y
 
 
@@ -205,26 +157,8 @@ def mhc_mix_bwd(
         tile = _mix_tile("mhc_mix_bwd", x, 16)
         strides = dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), 0 if f is None else f.stride(0)
         flags = dict(zip(("NEED_DX", "NEED_DA", "NEED_DF", "NEED_DP"), needed), BLOCK_O=next_power_of_2(outputs))
-        launch(
-            _mix_bwd,
-            (cdiv(M, tile["BLOCK_T"]),),
-            dy,
-            x,
-            f,
-            a,
-            p,
-            dx,
-            df,
-            da,
-            dp,
-            M,
-            C,
-            H,
-            outputs,
-            *strides,
-            **flags,
-            **tile,
-        )
+        numbers = M, C, H, outputs, *strides
+        launch(_mix_bwd, (cdiv(M, tile["BLOCK_T"]),), dy, x, f, a, p, dx, df, da, dp, *numbers, **flags, **tile)
     return dx, da, df, dp
 
 
@@ -258,12 +192,8 @@ class LigerMHCPostResFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, f_out, h_post, h_res):
         ctx.shape, H = x.shape, x.shape[-2]
-        x, f, p, a = (
-            _streams(x),
-            rows_of(f_out),
-            h_post.reshape(-1, H).contiguous(),
-            h_res.reshape(-1, H, H).contiguous(),
-        )
+        x, f = _streams(x), rows_of(f_out)
+        p, a = h_post.reshape(-1, H).contiguous(), h_res.reshape(-1, H, H).contiguous()
         ctx.save_for_backward(x, a, f, p)
         return shaped(mhc_mix_fwd(x, a, f, p), ctx.shape)
 

@@ -1,7 +1,9 @@
 """Neighbourhood attention in one dimension: a query sees the keys at most ``kernel_size // 2``
 steps of ``dilation`` away (arXiv:2504.16922).
 
-    o_t = sum_w p_tw v_(t + w dilation),   p_t = softmax over w of scale q_t . k_(t + w dilation),   |w| <= kernel_size // 2
+    o_t = sum_w p_tw v_(t + w dilation),   p_t = softmax over w of scale q_t . k_(t + w dilation),
+
+for |w| <= kernel_size // 2.
 
 Shapes: q, k, v, o (B, H, T, D).  There are no keys before the first and after the last, so queries
 at the borders see fewer keys.
@@ -14,7 +16,7 @@ p is exp(s - top) * share: the largest score and the inverse of the sum are stor
 lse would be rounded relative to its own size, an error of p. All kernels multiply q k by the scale
 last, so the scores in the backward are bit-identical to the forward's. ``bench/cases/attention.py``
 has the shapes of real models and the rivals.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from liger_kernel.ops._core.operator import (
     tracing,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import cdiv, exp_of, jit, tl
+from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; the reference computes larger heads
@@ -50,9 +52,8 @@ def reference(
     at = torch.arange(length, device=q.device)[:, None] + torch.arange(-reach, reach + 1, dilation, device=q.device)
     inside = (at >= 0) & (at < length)
     at = at.clamp(0, length - 1)
-    scores = (q.to(dtype)[..., None, :] * k.to(dtype)[:, :, at]).sum(-1) * (
-        max(q.shape[-1], 1) ** -0.5 if scale is None else scale
-    )
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    scores = (q.to(dtype)[..., None, :] * k.to(dtype)[:, :, at]).sum(-1) * scale
     p = torch.softmax(scores.masked_fill(~inside, -float("inf")), -1)
     return (p[..., None] * v.to(dtype)[:, :, at]).sum(-2).to(q.dtype)
 
@@ -69,7 +70,7 @@ def _place(T, H, BLOCK_T: tl.constexpr):
 def _rows(ptr, row, stride, col, D, T):
     """Rows of fp32 values, zero where there is no such token."""
     mask = ((row >= 0) & (row < T))[:, None] & (col < D)[None, :]
-    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    return load_tile(ptr, row, col, stride, mask)
 
 
 @jit
@@ -81,33 +82,10 @@ def _score(q, k, scale, inside):
 
 @jit
 def _fwd(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    top_ptr,
-    share_ptr,
-    T,
-    H,
-    D,
-    qb,
-    qh,
-    qt,
-    kb,
-    kh,
-    kt,
-    vb,
-    vh,
-    vt,
-    ob,
-    oh,
-    ot,
-    scale,
-    kernel_size,
-    dilation,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, o_ptr, top_ptr, share_ptr,
+    T, H, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale, kernel_size, dilation,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
     t = first + tl.arange(0, BLOCK_T)
@@ -129,50 +107,17 @@ def _fwd(
         top = new
     total = tl.where(t < T, total, 1.0)
     mask = (t < T)[:, None] & (col < D)[None, :]
-    tl.store(
-        o_ptr + b * ob + h * oh + t[:, None] * ot + col[None, :],
-        (o / total[:, None]).to(o_ptr.dtype.element_ty),
-        mask=mask,
-    )
+    store_tile(o_ptr + b * ob + h * oh, t, col, ot, o / total[:, None], mask)
     tl.store(top_ptr + (b * H + h) * T + t, top, mask=t < T)
     tl.store(share_ptr + (b * H + h) * T + t, 1.0 / total, mask=t < T)
 
 
 @jit
 def _bwd_dq(
-    do_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    top_ptr,
-    share_ptr,
-    dq_ptr,
-    mean_ptr,
-    T,
-    H,
-    D,
-    gb,
-    gh,
-    gt,
-    qb,
-    qh,
-    qt,
-    kb,
-    kh,
-    kt,
-    vb,
-    vh,
-    vt,
-    ob,
-    oh,
-    ot,
-    scale,
-    kernel_size,
-    dilation,
-    NEED_DQ: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    do_ptr, q_ptr, k_ptr, v_ptr, top_ptr, share_ptr, dq_ptr, mean_ptr,
+    T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale, kernel_size, dilation,
+    NEED_DQ: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The mean of do . v under p, which dk needs, too; then dq."""
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
@@ -200,46 +145,15 @@ def _bwd_dq(
             dq += ds[:, None] * k
         dq *= scale
         mask = (t < T)[:, None] & (col < D)[None, :]
-        tl.store(dq_ptr + b * ob + h * oh + t[:, None] * ot + col[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)
+        store_tile(dq_ptr + b * ob + h * oh, t, col, ot, dq, mask)
 
 
 @jit
 def _bwd_dkv(
-    do_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    top_ptr,
-    share_ptr,
-    mean_ptr,
-    dk_ptr,
-    dv_ptr,
-    T,
-    H,
-    D,
-    gb,
-    gh,
-    gt,
-    qb,
-    qh,
-    qt,
-    kb,
-    kh,
-    kt,
-    vb,
-    vh,
-    vt,
-    ob,
-    oh,
-    ot,
-    scale,
-    kernel_size,
-    dilation,
-    NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    do_ptr, q_ptr, k_ptr, v_ptr, top_ptr, share_ptr, mean_ptr, dk_ptr, dv_ptr,
+    T, H, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, scale, kernel_size, dilation,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b, h, first = _place(T, H, BLOCK_T)
     j = first + tl.arange(0, BLOCK_T)
@@ -263,19 +177,17 @@ def _bwd_dkv(
             mean = tl.load(mean_ptr + (b * H + h) * T + t, mask=inside, other=0.0)
             dk += (p * (tl.sum(do * v, axis=1) - mean))[:, None] * q
     mask = (j < T)[:, None] & (col < D)[None, :]
-    at = b * ob + h * oh + j[:, None] * ot + col[None, :]
     if NEED_DK:
-        tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+        store_tile(dk_ptr + b * ob + h * oh, j, col, ot, dk * scale, mask)
     if NEED_DV:
-        tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+        store_tile(dv_ptr + b * ob + h * oh, j, col, ot, dv, mask)
 
 
 def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
     # 16 values of each tensor per thread, for up to five tensors; not measured
     c = config.tile(kernel, q.shape[3], q.itemsize, elements=2048, per_thread=16)
-    return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), dict(
-        BLOCK_T=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps
-    )
+    tile = dict(BLOCK_T=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+    return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), tile
 
 
 @launcher(
@@ -284,32 +196,12 @@ def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
 def neighborhood_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    o, top, share = (
-        new_like(q),
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-    )
+    o, (top, share) = new_like(q), (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     if not tracing(q):
         grid, tile = _grid("neighborhood_attention_fwd", q)
         strides = [s for t in (q, k, v, o) for s in t.stride()[:3]]
-        launch(
-            _fwd,
-            grid,
-            q,
-            k,
-            v,
-            o,
-            top,
-            share,
-            q.shape[2],
-            q.shape[1],
-            q.shape[3],
-            *strides,
-            scale,
-            kernel_size,
-            dilation,
-            **tile,
-        )
+        numbers = q.shape[2], q.shape[1], q.shape[3], *strides, scale, kernel_size, dilation
+        launch(_fwd, grid, q, k, v, o, top, share, *numbers, **tile)
     return o, top, share
 
 
@@ -319,52 +211,22 @@ def neighborhood_attention_fwd(
     " -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 def neighborhood_attention_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    top: Tensor,
-    share: Tensor,
-    kernel_size: int,
-    dilation: int,
-    scale: float,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, share: Tensor,
+    kernel_size: int, dilation: int, scale: float, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv; gradients that are not needed are empty."""
     dq, dk, dv = (new_like(q, need) for need in needed)
     if not tracing(q):
         like = next(d for d, need in zip((dq, dk, dv), needed) if need)
-        common = (
-            q.shape[2],
-            q.shape[1],
-            q.shape[3],
-            *(s for t in (do, q, k, v, like) for s in t.stride()[:3]),
-            scale,
-            kernel_size,
-            dilation,
-        )
+        strides = [s for t in (do, q, k, v, like) for s in t.stride()[:3]]
+        common = q.shape[2], q.shape[1], q.shape[3], *strides, scale, kernel_size, dilation
         grid, tile = _grid("neighborhood_attention_bwd", q)
         mean = torch.empty_like(top)
         if needed[0] or needed[1]:
             launch(_bwd_dq, grid, do, q, k, v, top, share, dq, mean, *common, NEED_DQ=needed[0], **tile)
         if needed[1] or needed[2]:
-            launch(
-                _bwd_dkv,
-                grid,
-                do,
-                q,
-                k,
-                v,
-                top,
-                share,
-                mean,
-                dk,
-                dv,
-                *common,
-                NEED_DK=needed[1],
-                NEED_DV=needed[2],
-                **tile,
-            )
+            tensors = do, q, k, v, top, share, mean, dk, dv
+            launch(_bwd_dkv, grid, *tensors, *common, NEED_DK=needed[1], NEED_DV=needed[2], **tile)
     return dq, dk, dv
 
 

@@ -28,7 +28,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import add_exactly, cdiv, jit, tanh, tanh_slope, tl
+from liger_kernel.ops._core.tl import add_exactly, cdiv, jit, load_row, load_tile, store_tile, tanh, tanh_slope, tl
 
 
 def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
@@ -47,11 +47,11 @@ def _fwd(
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (col < N)[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tanh(alpha * x) * tl.load(gamma_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    x = load_tile(x_ptr, row, col, x_stride, mask)
+    y = tanh(alpha * x) * load_row(gamma_ptr, col, N)[None, :]
     if HAS_BETA:
-        y += tl.load(beta_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        y += load_row(beta_ptr, col, N)[None, :]
+    store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
@@ -65,7 +65,7 @@ def _bwd(
     program = tl.program_id(0) // blocks
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    gamma = tl.load(gamma_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    gamma = load_row(gamma_ptr, col, N)
     dalpha = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     lost = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dgamma = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -73,18 +73,18 @@ def _bwd(
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // blocks, num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         if NEED_DBETA:
             dbeta += dy
         if NEED_DX or NEED_DALPHA or NEED_DGAMMA:
-            x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = load_tile(x_ptr, row, col, x_stride, mask)
             s = tanh_slope(alpha * x) * dy * gamma[None, :]
             if NEED_DGAMMA:
                 dgamma += dy * tanh(alpha * x)
             if NEED_DALPHA:
                 dalpha, lost = add_exactly(dalpha, s * x, lost)  # millions of terms of either sign may leave little
             if NEED_DX:
-                tl.store(dx_ptr + row[:, None] * N + col[None, :], (alpha * s).to(dx_ptr.dtype.element_ty), mask=mask)
+                store_tile(dx_ptr, row, col, N, (alpha * s), mask)
     if NEED_DALPHA:
         tl.store(dalpha_ptr + tl.program_id(0), tl.sum(tl.sum(dalpha.to(tl.float64), axis=0), axis=0))
     if NEED_DGAMMA:
@@ -98,20 +98,9 @@ def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Ten
     M, N = x.shape
     y = x.new_empty(M, N)
     c = config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
-    launch(
-        _fwd,
-        (cdiv(M, c.block_m) * cdiv(N, c.block_n),),
-        x,
-        alpha,
-        gamma,
-        beta,
-        y,
-        M,
-        N,
-        x.stride(0),
-        HAS_BETA=beta is not None,
-        **c.tile,
-    )
+    numbers = M, N, x.stride(0)
+    tensors = x, alpha, gamma, beta, y
+    launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), *tensors, *numbers, HAS_BETA=beta is not None, **c.tile)
     return y
 
 
@@ -141,25 +130,8 @@ def dyt_bwd(
     a = x.new_empty(programs * blocks if need_dalpha else 0, dtype=torch.float64)
     g, b = partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
     needs = dict(NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta)
-    launch(
-        _bwd,
-        (programs * blocks,),
-        dy,
-        x,
-        alpha,
-        gamma,
-        dx,
-        a,
-        g,
-        b,
-        M,
-        N,
-        dy.stride(0),
-        x.stride(0),
-        **needs,
-        STAGES=c.stages,
-        **c.tile,
-    )
+    numbers = M, N, dy.stride(0), x.stride(0)
+    launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, *numbers, **needs, STAGES=c.stages, **c.tile)
     summed = lambda need, partials, like: column_sum(partials, like.dtype) if need else x.new_empty(0)
     dalpha = a.sum().to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)
     return dx, dalpha, summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)

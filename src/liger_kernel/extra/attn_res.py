@@ -10,8 +10,9 @@ The forward reads v once, with exponentials relative to the largest score so far
 them again, relative to the largest of all, because scores in the hundreds have large rounding
 errors. With g_n = sum_d dh_d v_nd and ds_n = a_n (g_n - sum_k a_k g_k),
 
-    dv_n = a_n dh + ds_n / rms_n (w_query w_norm - x_n s_n / D),   d(w_query w_norm) = sum over tokens and n of ds_n x_n.
-"""  # noqa: E501
+    dv_n = a_n dh + ds_n / rms_n (w_query w_norm - x_n s_n / D),
+    d(w_query w_norm) = sum over tokens and n of ds_n x_n.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, div, exp, jit, rsqrt, tl
+from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, rsqrt, store_tile, tile_at, tl
 
 MAX_D = 8192  # columns of which one program holds five tensors in registers; the reference computes wider rows
 
@@ -52,19 +53,16 @@ def _fwd(
     v_ptr, wq_ptr, wn_ptr, h_ptr, rstd_ptr, score_ptr, M, N, D, v_stride, n_stride, eps,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_D)
-    mask = (row < M)[:, None] & (col < D)[None, :]
-    w = tl.load(wq_ptr + col, mask=col < D, other=0.0).to(tl.float32) * tl.load(
-        wn_ptr + col, mask=col < D, other=0.0
-    ).to(tl.float32)
+    row, col, mask = tile_at(tl.program_id(0), M, D, BLOCK_M, BLOCK_D)
+    w = load_row(wq_ptr, col, D) * load_row(wn_ptr, col, D)
     v_ptrs = v_ptr + row[:, None] * v_stride + col[None, :]
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     h = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n in range(N):
         v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
-        rstd = rsqrt(tl.sum(v * v, axis=1) / D + tl.cast(eps, tl.float32))  # scores are large, so are their errors
+        # scores are large, so are the errors that the hardware's rsqrt would give them
+        rstd = rsqrt(tl.sum(v * v, axis=1) / D + tl.cast(eps, tl.float32))
         score = tl.sum(v * w[None, :], axis=1) * rstd
         tl.store(rstd_ptr + row * N + n, rstd, mask=row < M)
         tl.store(score_ptr + row * N + n, score, mask=row < M)
@@ -75,7 +73,7 @@ def _fwd(
         h = h * shrink[:, None] + v * e[:, None]
         top = new
         v_ptrs += n_stride
-    tl.store(h_ptr + row[:, None] * D + col[None, :], (h / total[:, None]).to(h_ptr.dtype.element_ty), mask=mask)
+    store_tile(h_ptr, row, col, D, (h / total[:, None]), mask)
 
 
 @jit
@@ -86,14 +84,12 @@ def _bwd(
 ):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_D)
-    w = tl.load(wq_ptr + col, mask=col < D, other=0.0).to(tl.float32) * tl.load(
-        wn_ptr + col, mask=col < D, other=0.0
-    ).to(tl.float32)
+    w = load_row(wq_ptr, col, D) * load_row(wn_ptr, col, D)
     dw = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for tile in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (row < M)[:, None] & (col < D)[None, :]
-        dh = tl.load(dh_ptr + row[:, None] * dh_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dh = load_tile(dh_ptr, row, col, dh_stride, mask)
         top = tl.load(score_ptr + row * N, mask=row < M, other=0.0)
         for n in range(1, N):
             top = tl.maximum(top, tl.load(score_ptr + row * N + n, mask=row < M, other=0.0))
@@ -138,9 +134,8 @@ def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tupl
         # as many values in flight as in other norms; tiles not measured
         c = config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
         tile = dict(BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
-        launch(
-            _fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, M, N, D, v.stride(0), v.stride(1), eps, **tile
-        )
+        numbers = M, N, D, v.stride(0), v.stride(1), eps
+        launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, *numbers, **tile)
     return h, rstd, score
 
 
@@ -166,16 +161,13 @@ def attn_res_bwd(
     # stored, so that both sweeps use the same bits: if one block has all the weight, its g and the
     # mean of all must cancel
     strides = dh.stride(0), v.stride(0), v.stride(1), dv.stride(0), dv.stride(1)
-    flags = dict(
-        NEED_DV=need_dv, NEED_DW=need_dq or need_dn, BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps
-    )
+    tile = dict(BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
+    flags = dict(NEED_DV=need_dv, NEED_DW=need_dq or need_dn, **tile)
     launch(_bwd, (programs,), dh, v, w_query, w_norm, *stats, g, dv, partials, M, N, D, *strides, **flags)
     if need_dq or need_dn:
         dw = column_sum(partials, torch.float32)
-        dq, dn = (
-            torch.mul(dw, w_norm).to(dq.dtype) if need_dq else dq,
-            torch.mul(dw, w_query).to(dn.dtype) if need_dn else dn,
-        )
+        dq = torch.mul(dw, w_norm).to(dq.dtype) if need_dq else dq
+        dn = torch.mul(dw, w_query).to(dn.dtype) if need_dn else dn
     return dv, dq, dn
 
 

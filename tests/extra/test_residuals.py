@@ -5,6 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from liger_kernel.extra.attn_res import reference as attn_res_reference
+from liger_kernel.extra.mhc import coeffs_reference
+from liger_kernel.extra.mhc_mixing import post_res_reference, pre_reference
 from liger_kernel.nn import LigerMHC
 from liger_kernel.ops import (
     LigerAttnResFunction,
@@ -13,9 +16,6 @@ from liger_kernel.ops import (
     LigerMHCPreFunction,
     mhc_coeffs,
 )
-from liger_kernel.ops.residual.attn_res import reference as attn_res_reference
-from liger_kernel.ops.residual.mhc import coeffs_reference
-from liger_kernel.ops.residual.mhc_mixing import post_res_reference, pre_reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 from liger_kernel.transformers.functional import (
     liger_attn_res,

@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
+from liger_kernel.extra.sparsemax import reference as sparsemax_reference
+from liger_kernel.extra.sparsemax import sparsemax_bwd, sparsemax_fwd
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -27,9 +30,6 @@ from liger_kernel.ops._core.operator import (
     rows_of,
     use_kernels,
 )
-from liger_kernel.ops.attention.softmax import softmax_bwd, softmax_fwd
-from liger_kernel.ops.attention.sparsemax import reference as sparsemax_reference
-from liger_kernel.ops.attention.sparsemax import sparsemax_bwd, sparsemax_fwd
 
 Size = int | tuple[int, int]
 
@@ -53,16 +53,9 @@ SCHEMA = (
 
 @launcher(f"{SCHEMA} -> (Tensor dscores, Tensor dweight, Tensor dbias)")
 def multi_token_attention_bwd(
-    dy: Tensor,
-    p: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    sparse: bool,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, p: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int],
+    groups: int, sparse: bool, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of scores, weight and bias; gradients that are not needed are empty."""
     grads = torch.ops.aten.convolution_backward(
         dy.tril(), p, weight, weight.shape[:1], stride, padding, dilation, False, [0, 0], groups, needed
@@ -83,9 +76,8 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
         ctx.save_for_backward(p, weight)
         ctx.conv, ctx.sparse = (_pair(stride), _pair(padding), _pair(dilation), groups), sparse
         y = F.conv2d(p, weight, bias, *ctx.conv)
-        return (
-            y.tril() if torch.compiler.is_compiling() else y.tril_()
-        )  # torch.compile of PyTorch 2.11 loses the gradient of tril_
+        # torch.compile of PyTorch 2.11 loses the gradient of tril_
+        return y.tril() if torch.compiler.is_compiling() else y.tril_()
 
     @staticmethod
     @once_differentiable

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from liger_kernel.extra.dyt import reference as dyt_reference
+from liger_kernel.extra.sparsemax import reference as sparsemax_reference
 from liger_kernel.nn import LigerDyT, LigerSoftmax, LigerSparsemax
 from liger_kernel.ops import dyt, softmax, sparsemax
-from liger_kernel.ops.attention.sparsemax import reference as sparsemax_reference
-from liger_kernel.ops.norms.dyt import reference as dyt_reference
 from liger_kernel.testing import assert_as_accurate, like, run
 from liger_kernel.transformers import functional
 

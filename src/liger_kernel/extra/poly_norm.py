@@ -32,7 +32,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
 
 # Columns that a program holds in registers, with their powers, and in the backward also dy. A wider
 # row is read more than once, in blocks of columns
@@ -70,10 +70,8 @@ def _roots(square, fourth, sixth, inverse, N, eps):
 
 @jit
 def _fwd(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    x = load_tile(x_ptr, row, col, x_stride, mask)
     inverse = _inverse(tl.max(tl.abs(x), axis=1))
     u = x * inverse[:, None]
     u2 = u * u
@@ -87,7 +85,7 @@ def _fwd(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl
     w1 = tl.load(w_ptr + 1).to(tl.float32)
     w2 = tl.load(w_ptr + 2).to(tl.float32)
     y = w0 * (u3 * r3[:, None]) + w1 * (u2 * r2[:, None]) + w2 * (u * r1[:, None]) + tl.load(b_ptr).to(tl.float32)
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
@@ -99,7 +97,7 @@ def _powers(x_ptr, N, inverse, BLOCK_N: tl.constexpr):
     sixth = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        x = load_row(x_ptr, col, N)
         top = tl.maximum(top, tl.abs(x))
         u = x * inverse
         square += u * u
@@ -127,7 +125,7 @@ def _fwd_wide(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_
     b = tl.load(b_ptr).to(tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        u = tl.load(x_ptr + col, mask=col < N, other=0.0).to(tl.float32) * inverse
+        u = load_row(x_ptr, col, N) * inverse
         y = w0 * (u * u * u * r3) + w1 * (u * u * r2) + w2 * (u * r1) + b
         tl.store(y_ptr + row * N + col, y.to(y_ptr.dtype.element_ty), mask=col < N)
 
@@ -196,23 +194,10 @@ def _bwd_wide(
 
 @jit
 def _bwd(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    stats_ptr,
-    dx_ptr,
-    dwb_ptr,
-    M,
-    N,
-    dy_stride,
-    x_stride,
-    NEED_DX: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    NEED_DB: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
+    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     w0 = tl.load(w_ptr).to(tl.float32)
@@ -225,8 +210,8 @@ def _bwd(
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = load_tile(dy_ptr, row, col, dy_stride, mask)
+        x = load_tile(x_ptr, row, col, x_stride, mask)
         inverse = tl.load(stats_ptr + row, mask=row < M, other=0.0)
         r1 = tl.load(stats_ptr + M + row, mask=row < M, other=0.0)[:, None]
         r2 = tl.load(stats_ptr + 2 * M + row, mask=row < M, other=0.0)[:, None]
@@ -250,7 +235,7 @@ def _bwd(
             dx += w1 * (2.0 * u * r2) * (dy - n2 * (s2 / N)[:, None])
             dx += w2 * r1 * (dy - n1 * (s1 / N)[:, None])
             dx *= inverse[:, None]
-            tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            store_tile(dx_ptr, row, col, N, dx, mask)
     _store_sums(
         dwb_ptr, tl.sum(dw0, axis=0), tl.sum(dw1, axis=0), tl.sum(dw2, axis=0), tl.sum(db, axis=0), NEED_DW, NEED_DB
     )
@@ -286,41 +271,11 @@ def poly_norm_bwd(
     partials = x.new_empty(programs, 3 * need_dw + need_db, dtype=torch.float32)
     needs = dict(NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db)
     if wide:
-        launch(
-            _bwd_wide,
-            (programs,),
-            dy,
-            x,
-            w,
-            stats,
-            dx,
-            partials,
-            M,
-            N,
-            dy.stride(0),
-            x.stride(0),
-            **needs,
-            BLOCK_N=2048,
-            num_warps=8,
-        )
+        numbers = M, N, dy.stride(0), x.stride(0)
+        launch(_bwd_wide, (programs,), dy, x, w, stats, dx, partials, *numbers, **needs, BLOCK_N=2048, num_warps=8)
     else:
-        launch(
-            _bwd,
-            (programs,),
-            dy,
-            x,
-            w,
-            stats,
-            dx,
-            partials,
-            M,
-            N,
-            dy.stride(0),
-            x.stride(0),
-            **needs,
-            STAGES=c.stages,
-            **c.tile,
-        )
+        numbers = M, N, dy.stride(0), x.stride(0)
+        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, *numbers, **needs, STAGES=c.stages, **c.tile)
     return dx, column_sum(partials, torch.float32)
 
 

@@ -1,10 +1,13 @@
 """Manifold-constrained hyper-connections: H residual streams, mixed by coefficients that depend on
 them (DeepSeek, arXiv:2512.24880).
 
-    mix    = flat(x) phi / sqrt(mean(x^2) + rms_eps)                     three parts: pre (H), post (H), res (H, H)
-    h_pre  = sigmoid(alpha_pre mix + b) + pre_eps                        the share of each stream in the layer's input  x_in = sum_i h_pre_i x_i
-    h_post = sigmoid(alpha_post mix + b) post_mult                       the share of its output f that each stream receives
-    h_res  = sinkhorn(alpha_res mix + b)                                 y_o = sum_i h_res_oi x_i + h_post_o f
+    mix    = flat(x) phi / sqrt(mean(x^2) + rms_eps)      three parts: pre (H), post (H), res (H, H)
+    h_pre  = sigmoid(alpha_pre mix + b) + pre_eps
+    h_post = sigmoid(alpha_post mix + b) post_mult
+    h_res  = sinkhorn(alpha_res mix + b)
+
+h_pre is the share of each stream in the layer's input x_in = sum_i h_pre_i x_i, h_post the share of
+its output f that each stream receives: y_o = sum_i h_res_oi x_i + h_post_o f.
 
 Shapes: x, y (..., H, C), phi (H C, P), b (P,), P = H H + 2 H, alphas of one element, f, x_in (...,
 C); T = product of the leading dims.
@@ -14,7 +17,7 @@ times it divides rows and columns by their sums. Each sum is increased by eps. T
 these steps, stores them, and goes back through them, for as many tokens at a time as there are
 programs.
 The coefficients and everything before them are in fp32.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,8 @@ from liger_kernel.ops._core.operator import (
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, next_power_of_2, rsqrt, tl
 
-MAX_STREAMS = (
-    8  # for the coefficients; with more streams, phi has too many columns for a tile, and the reference computes them
-)
-
+# with more streams, phi has too many columns for a tile, and the reference computes the coefficients
+MAX_STREAMS = 8
 
 _ALPHAS = dict(alpha_pre=T((1,)), alpha_post=T((1,)), alpha_res=T((1,)))
 
@@ -95,18 +96,9 @@ def _check(name: str, x: Tensor, **shapes: tuple[Tensor, tuple[int, ...]]) -> No
 
 @jit
 def _project(
-    x_ptr,
-    phi_ptr,
-    mix_ptr,
-    T,
-    K,
-    P,
-    x_stride,
-    PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    x_ptr, phi_ptr, mix_ptr, T, K, P, x_stride,
+    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """Of some columns: x phi, and as one more column the sums of the squares of x."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     p = tl.arange(0, BLOCK_P)
@@ -185,9 +177,8 @@ def _over_sums(m, padding, eps, AXIS: tl.constexpr):
 @jit
 def _over_sums_bwd(d, m, y, padding, eps, AXIS: tl.constexpr):
     """Of y = m over its sums."""
-    return div(
-        d - tl.expand_dims(tl.sum(d * y, axis=AXIS), AXIS), tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding
-    )
+    total = tl.expand_dims(tl.sum(m, axis=AXIS), AXIS) + eps + padding
+    return div(d - tl.expand_dims(tl.sum(d * y, axis=AXIS), AXIS), total)
 
 
 @jit
@@ -221,26 +212,10 @@ def _row_softmax(logits, inside):
 
 @jit
 def _coeffs_fwd(
-    mix_ptr,
-    b_ptr,
-    a_pre_ptr,
-    a_post_ptr,
-    a_res_ptr,
-    pre_ptr,
-    post_ptr,
-    res_ptr,
-    T,
-    H,
-    K,
-    P,
-    tmax,
-    rms_eps,
-    pre_eps,
-    sinkhorn_eps,
-    post_mult,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, pre_ptr, post_ptr, res_ptr,
+    T, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     j = tl.arange(0, BLOCK_H)[None, :]
     flat = (row < T)[:, None] & (j < H)
@@ -258,9 +233,8 @@ def _coeffs_fwd(
     of_columns = (c >= H).to(tl.float32) + (row >= T).to(tl.float32)
     eps = tl.cast(sinkhorn_eps, tl.float32)
     at = 2 * H + r * H + c
-    m = _row_softmax(
-        _logits(_normed(mix_ptr, rstd[:, None, None], row, at, inside, P), b_ptr, a_res_ptr, at, inside), inside
-    )
+    logits = _logits(_normed(mix_ptr, rstd[:, None, None], row, at, inside, P), b_ptr, a_res_ptr, at, inside)
+    m = _row_softmax(logits, inside)
     m = _over_sums(tl.where(inside, m + eps, 0.0), of_columns, eps, 1)
     for _ in range(1, tmax):
         m = _over_sums(_over_sums(m, of_rows, eps, 2), of_columns, eps, 1)
@@ -269,29 +243,10 @@ def _coeffs_fwd(
 
 @jit
 def _coeffs_bwd(
-    dpre_ptr,
-    dpost_ptr,
-    dres_ptr,
-    mix_ptr,
-    b_ptr,
-    a_pre_ptr,
-    a_post_ptr,
-    a_res_ptr,
-    dz_ptr,
-    factor_ptr,
-    sums_ptr,
-    steps_ptr,
-    T,
-    H,
-    K,
-    P,
-    tmax,
-    rms_eps,
-    sinkhorn_eps,
-    post_mult,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    dpre_ptr, dpost_ptr, dres_ptr, mix_ptr, b_ptr, a_pre_ptr, a_post_ptr, a_res_ptr, dz_ptr, factor_ptr, sums_ptr,
+    steps_ptr, T, H, K, P, tmax, rms_eps, sinkhorn_eps, post_mult,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """dz, the gradient of x phi; factor x is what dx has of the norm. And each program's sums of
     the gradients of b, and of alpha pre, post and res.
 
@@ -325,12 +280,8 @@ def _coeffs_bwd(
         pre = _sigmoid(_logits(mix_pre, b_ptr, a_pre_ptr, j, flat))
         post = _sigmoid(_logits(mix_post, b_ptr, a_post_ptr, H + j, flat))
         dpre = tl.load(dpre_ptr + row * H + j, mask=flat, other=0.0) * pre * (1.0 - pre)
-        dpost = (
-            tl.load(dpost_ptr + row * H + j, mask=flat, other=0.0)
-            * tl.cast(post_mult, tl.float32)
-            * post
-            * (1.0 - post)
-        )
+        dpost = tl.load(dpost_ptr + row * H + j, mask=flat, other=0.0) * tl.cast(post_mult, tl.float32)
+        dpost = dpost * post * (1.0 - post)
 
         row = rows[:, None, None]
         inside = (row < T) & (r < H) & (c < H)
@@ -366,9 +317,8 @@ def _coeffs_bwd(
         da_pre += dpre * mix_pre
         da_post += dpost * mix_post
         da_res += d * mix
-        along = tl.sum(a_pre * dpre * mix_pre + a_post * dpost * mix_post, axis=1) + a_res * tl.sum(
-            tl.sum(d * mix, axis=2), axis=1
-        )
+        along = tl.sum(a_pre * dpre * mix_pre + a_post * dpost * mix_post, axis=1)
+        along += a_res * tl.sum(tl.sum(d * mix, axis=2), axis=1)
         tl.store(factor_ptr + rows, -along * rstd * rstd / K, mask=rows < T)
         tl.store(dz_ptr + rows[:, None] * P + j, a_pre * dpre * rstd[:, None], mask=flat)
         tl.store(dz_ptr + rows[:, None] * P + H + j, a_post * dpost * rstd[:, None], mask=flat)
@@ -385,29 +335,22 @@ def _coeffs_bwd(
 
 
 def _tiles(x: Tensor, phi: Tensor, of: str) -> dict:
-    """Of the projection ("mix"), its "dx" or its "dphi". bf16: the fastest of a dozen on an H200,
-    of those that fit elsewhere. Else: tiles of at most
-    2048 values of phi, so that nothing spills and 64 KB of shared memory are enough, in fp32, too.
-
-    Two bf16 products make one that is exact enough for bf16 results, three of tf32 for others;
-    AMD's matrix cores multiply fp32.
-    """
+    """Of the projection ("mix"), its "dx" or its "dphi"."""
+    # Two bf16 products make one that is exact enough for bf16 results, three of tf32 for others;
+    # AMD's matrix cores multiply fp32
     block_p = max(16, next_power_of_2(phi.shape[1]))
+    # the fastest of a dozen on an H200, of those that fit elsewhere
     if x.dtype == phi.dtype == torch.bfloat16:
         wide = block_p > 32
-        from_shared_memory = config.arch() in (
-            "sm90",
-            "sm100",
-            "sm103",
-        )  # the operands of products; on other GPUs they take registers
+        # where the operands of products need no registers
+        from_shared_memory = config.arch() in ("sm90", "sm100", "sm103")
         block_k = 128 if of == "dphi" and (not wide or from_shared_memory) else 64
-        return dict(
-            PRECISION="bf16x2", BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8 if of == "dphi" or wide else 4
-        )
+        warps = 8 if of == "dphi" or wide else 4
+        return dict(PRECISION="bf16x2", BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=warps)
+    # at most 2048 values of phi: nothing spills, and 64 KB of shared memory are enough for fp32, too
     precision = "ieee" if x.dtype == torch.float32 or not config.arch().startswith("sm") else "tf32x3"
-    block_k = (
-        16 if precision == "ieee" else min(64, 2048 // block_p)
-    )  # of fp32, sums of few products before they are added exactly
+    # of fp32, sums of few products before they are added exactly
+    block_k = 16 if precision == "ieee" else min(64, 2048 // block_p)
     return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8)
 
 
@@ -424,16 +367,7 @@ def _tokens(H: int) -> dict[str, int]:
     " -> (Tensor pre, Tensor post, Tensor res, Tensor mix)"
 )
 def mhc_coeffs_fwd(
-    x: Tensor,
-    phi: Tensor,
-    b: Tensor,
-    alphas: list[Tensor],
-    H: int,
-    tmax: int,
-    rms_eps: float,
-    pre_eps: float,
-    sinkhorn_eps: float,
-    post_mult: float,
+    x, phi, b, alphas, H, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The coefficients; ``mix`` (M, P + 1) is x phi and the sum of x^2."""
     (M, K), P = x.shape, phi.shape[1]
@@ -446,26 +380,8 @@ def mhc_coeffs_fwd(
         launch(_project, (blocks, splits), x, phi, partials, M, K, P, x.stride(0), **tiles)
         if splits > 1:
             mix = column_sum(partials, torch.float32).view(M, P + 1)
-        launch(
-            _coeffs_fwd,
-            (cdiv(M, tokens["BLOCK_T"]),),
-            mix,
-            b,
-            *alphas,
-            pre,
-            post,
-            res,
-            M,
-            H,
-            K,
-            P,
-            tmax,
-            rms_eps,
-            pre_eps,
-            sinkhorn_eps,
-            post_mult,
-            **tokens,
-        )
+        numbers = M, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
+        launch(_coeffs_fwd, (cdiv(M, tokens["BLOCK_T"]),), mix, b, *alphas, pre, post, res, *numbers, **tokens)
     return pre, post, res, mix
 
 
@@ -483,64 +399,24 @@ def mhc_coeffs_bwd(
         (M, K), P = x.shape, phi.shape[1]
         tokens = _tokens(H)
         programs = min(cdiv(M, tokens["BLOCK_T"]), 8 * config.processors())
-        dz, factor, sums, steps = (
-            x.new_empty(shape, dtype=torch.float32)
-            for shape in (
-                (M, P),
-                (M,),
-                (programs, P + 3),
-                (programs, 2 * tmax - 1, tokens["BLOCK_T"] * tokens["BLOCK_H"] ** 2),
-            )
-        )
-        launch(
-            _coeffs_bwd,
-            (programs,),
-            *dh,
-            mix,
-            b,
-            *alphas,
-            dz,
-            factor,
-            sums,
-            steps,
-            M,
-            H,
-            K,
-            P,
-            tmax,
-            rms_eps,
-            sinkhorn_eps,
-            post_mult,
-            **tokens,
-        )
+        per_step = tokens["BLOCK_T"] * tokens["BLOCK_H"] ** 2
+        shapes = (M, P), (M,), (programs, P + 3), (programs, 2 * tmax - 1, per_step)
+        dz, factor, sums, steps = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        numbers = M, H, K, P, tmax, rms_eps, sinkhorn_eps, post_mult
+        launch(_coeffs_bwd, (programs,), *dh, mix, b, *alphas, dz, factor, sums, steps, *numbers, **tokens)
         if any(needed[2:]):
             found = sums.sum(0, dtype=torch.float64).split([P, 1, 1, 1])
-            grads[2:] = [
-                s.to(p.dtype).reshape(p.shape) if need else g
-                for s, p, g, need in zip(found, (b, *alphas), grads[2:], needed[2:])
-            ]
-        for of_phi in (False, True):  # both at once do not fit in the registers
+            each = zip(found, (b, *alphas), grads[2:], needed[2:])
+            grads[2:] = [s.to(p.dtype).reshape(p.shape) if need else g for s, p, g, need in each]
+        # both at once do not fit in the registers
+        for of_phi in (False, True):
             if needed[of_phi]:
                 tiles = _tiles(x, phi, "dphi" if of_phi else "dx")
                 blocks = cdiv(K, tiles["BLOCK_K"])
                 splits = max(1, min(cdiv(2 * config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
                 partials = x.new_empty((splits, K * P) if of_phi else 0, dtype=torch.float32)
-                launch(
-                    _project_bwd,
-                    (blocks, splits),
-                    x,
-                    phi,
-                    dz,
-                    factor,
-                    grads[0],
-                    partials,
-                    M,
-                    K,
-                    P,
-                    x.stride(0),
-                    OF_PHI=of_phi,
-                    **tiles,
-                )
+                tensors = x, phi, dz, factor, grads[0], partials
+                launch(_project_bwd, (blocks, splits), *tensors, M, K, P, x.stride(0), OF_PHI=of_phi, **tiles)
                 if of_phi:
                     grads[1] = column_sum(partials, phi.dtype).view(K, P)
     return tuple(grads)

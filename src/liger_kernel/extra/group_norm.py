@@ -32,7 +32,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, store_tile, tile_at, tl
 
 MAX_N = 16384  # numbers of a group that one program holds in registers
 SPLITS = 256  # most parts of a group, or of a channel in the backward
@@ -57,10 +57,8 @@ def _fwd(
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Whole groups: M = B G rows of N columns."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * N + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    x = load_tile(x_ptr, row, col, N, mask)
     mean = tl.sum(x, axis=1) / N
     h = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
@@ -75,7 +73,7 @@ def _fwd(
         y *= tl.load(w_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     if HAS_B:
         y += tl.load(b_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
@@ -136,11 +134,11 @@ def _apply(
     factor = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)
     if HAS_W:
         factor *= tl.load(w_ptr + row % C, mask=row < M, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row[:, None] * D + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = load_tile(x_ptr, row, col, D, mask)
     y = (x - mean) * factor[:, None]
     if HAS_B:
         y += tl.load(b_ptr + row % C, mask=row < M, other=0.0).to(tl.float32)[:, None]
-    tl.store(y_ptr + row[:, None] * D + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, D, y, mask)
 
 
 @jit
@@ -159,11 +157,11 @@ def _bwd_sums(
     for start in range(part * length, tl.minimum(part * length + length, D), BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < D)[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * D + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = load_tile(dy_ptr, row, col, D, mask)
         if NEED_P:
             p += dy
         if NEED_Q:
-            q += dy * (tl.load(x_ptr + row[:, None] * D + col[None, :], mask=mask, other=0.0).to(tl.float32) - mean)
+            q += dy * (load_tile(x_ptr, row, col, D, mask) - mean)
     sums_ptr += (part * (M // C) + row // C) * C * (NEED_Q + NEED_P) + row % C
     if NEED_Q:
         tl.store(sums_ptr, tl.sum(q, axis=1) * rstd, mask=row < M)
@@ -190,21 +188,9 @@ def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, splits, HAS_W: tl.cons
 
 @jit
 def _bwd_dx(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    dx_ptr,
-    M,
-    C,
-    K,
-    D,
-    HAS_W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, M, C, K, D,
+    HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(D, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -213,12 +199,12 @@ def _bwd_dx(
     rstd = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)[:, None]
     q_mean = tl.load(means_ptr + row // K, mask=row < M, other=0.0)[:, None]
     p_mean = tl.load(means_ptr + M // K + row // K, mask=row < M, other=0.0)[:, None]
-    g = tl.load(dy_ptr + row[:, None] * D + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = load_tile(dy_ptr, row, col, D, mask)
     if HAS_W:
         g *= tl.load(w_ptr + row % C, mask=row < M, other=0.0).to(tl.float32)[:, None]
-    x = tl.load(x_ptr + row[:, None] * D + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = load_tile(x_ptr, row, col, D, mask)
     dx = (g - p_mean - (x - mean) * rstd * q_mean) * rstd
-    tl.store(dx_ptr + row[:, None] * D + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    store_tile(dx_ptr, row, col, D, dx, mask)
 
 
 def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int]:
@@ -253,22 +239,9 @@ def group_norm_fwd(
         launch(_parts, (M * splits,), x, found, N, splits, length, BLOCK=BLOCK, num_warps=8)
         launch(_merge, (M,), x, found, mean, rstd, N, splits, length, eps, SPLITS=SPLITS, num_warps=1)
         c = config.tile("group_norm_apply", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
-        launch(
-            _apply,
-            (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),),
-            x,
-            w,
-            b,
-            mean,
-            rstd,
-            y,
-            B * C,
-            C,
-            K,
-            D,
-            **affine,
-            **c.tile,
-        )
+        numbers = B * C, C, K, D
+        tensors = x, w, b, mean, rstd, y
+        launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), *tensors, *numbers, **affine, **c.tile)
     return y, mean, rstd
 
 
@@ -297,43 +270,14 @@ def group_norm_bwd(
     c = config.tile("group_norm_bwd", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
     splits, length = _split(cdiv(rows, c.block_m), D, c.block_n)
     sums = x.new_empty(splits * B, C * (need_q + need_p), dtype=torch.float32)
-    launch(
-        _bwd_sums,
-        (cdiv(rows, c.block_m) * splits,),
-        dy,
-        x,
-        mean,
-        rstd,
-        sums,
-        rows,
-        C,
-        K,
-        D,
-        splits,
-        length,
-        NEED_Q=need_q,
-        NEED_P=need_p,
-        **c.tile,
-    )
+    numbers = rows, C, K, D, splits, length
+    tensors = dy, x, mean, rstd, sums
+    launch(_bwd_sums, (cdiv(rows, c.block_m) * splits,), *tensors, *numbers, NEED_Q=need_q, NEED_P=need_p, **c.tile)
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     if need_dx:
         means = x.new_empty(2, M, dtype=torch.float32)
-        launch(
-            _bwd_means,
-            (M,),
-            sums,
-            w,
-            means,
-            M,
-            C,
-            num_groups,
-            K,
-            N,
-            splits,
-            HAS_W=w is not None,
-            BLOCK_K=128,
-            num_warps=1,
-        )
+        numbers = M, C, num_groups, K, N, splits
+        launch(_bwd_means, (M,), sums, w, means, *numbers, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
         launch(
             _bwd_dx,
             (cdiv(rows, c.block_m) * cdiv(D, c.block_n),),

@@ -5,7 +5,8 @@ Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.  The
 y * (dy - sum_j dy_j y_j)``, of y as returned.
 
 A short row is held in registers. A longer row is read twice. The second sweep goes backwards from
-the end of the first, which is still in the L2 cache.
+the end of the first, which is still in the L2 cache. ``launch_fwd`` and ``launch_bwd`` launch such
+pairs of kernels, also those of ``sparsemax``.
 
 Inside ``torch.compile``, Inductor computes short rows, because it fuses softmax with neighbouring
 operations. Longer rows use the kernel: Inductor would read them from DRAM again.
@@ -13,23 +14,32 @@ operations. Longer rows use the kernel: Inductor would read them from DRAM again
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core import config
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
     T,
+    launch,
     launcher,
     nbytes,
     once_differentiable,
     op,
     rows_of,
     shaped,
+    tracing,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import div, exp_of, jit, tl
-from liger_kernel.ops.attention.rows import MAX_N, check, launch_bwd, launch_fwd
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, store_tile, tile_at, tl
+
+# Columns of a row that one program holds in registers: 32 fp32 values per thread; in the backward of
+# two tensors
+MAX_N, MAX_N_BWD = 32768, 16384
 
 
 def reference(x: Tensor, *, dim: int = -1) -> Tensor:
@@ -45,15 +55,19 @@ def _over(e, total, PRECISE: tl.constexpr):
 
 @jit
 def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     seen = mask & (col[None, :] <= (row % N)[:, None]) if CAUSAL else mask
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=seen, other=-float("inf")).to(tl.float32)
     PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     e = exp_of(x - tl.max(x, axis=1)[:, None], PRECISE)
     y = _over(e, tl.sum(e, axis=1)[:, None], PRECISE)
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, N, y, mask)
+
+
+@jit
+def load_part(ptr, at, N, other, POLICY: tl.constexpr):
+    """A part of a long row. ``POLICY``: whether the L2 cache keeps it for the next sweep."""
+    return tl.load(ptr + at, mask=at < N, other=other, eviction_policy=POLICY).to(tl.float32)
 
 
 @jit
@@ -61,9 +75,7 @@ def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
     """The sum of exp(x - shift) over a row."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
-        x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=-float("inf"), eviction_policy="evict_last").to(
-            tl.float32
-        )
+        x = load_part(x_ptr, start + lane, N, -float("inf"), "evict_last")
         total += exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32)
     return tl.sum(total, axis=0)
 
@@ -76,7 +88,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
     y_ptr += row * N
     lane = tl.arange(0, BLOCK)
     # one exponential a value: numbers are counted from the largest of the first block
-    x = tl.load(x_ptr + lane, mask=lane < end, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    x = load_part(x_ptr, lane, end, -float("inf"), "evict_last")
     shift = tl.max(x, axis=0)
     shift = tl.where(shift == -float("inf"), 0.0, shift)
     total = _total(x_ptr, end, shift, lane, BLOCK)
@@ -91,20 +103,18 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
     blocks = tl.cdiv(N, BLOCK)
     for i in range(0, blocks):
         col = (blocks - 1 - i) * BLOCK + lane
-        x = tl.load(x_ptr + col, mask=col < end, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
+        x = load_part(x_ptr, col, end, -float("inf"), "evict_first")
         y = _over(exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32), total, x_ptr.dtype.element_ty == tl.float32)
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
 
 
 @jit
 def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
-    dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + row[:, None] * y_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    dy = load_tile(dy_ptr, row, col, dy_stride, mask)
+    y = load_tile(y_ptr, row, col, y_stride, mask)
     dx = y * (dy - tl.sum(dy * y, axis=1)[:, None])
-    tl.store(dx_ptr + row[:, None] * N + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    store_tile(dx_ptr, row, col, N, dx, mask)
 
 
 @jit
@@ -116,21 +126,53 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
     lane = tl.arange(0, BLOCK)
     dot = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
-        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(
-            tl.float32
-        )
-        dot += dy * tl.load(y_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(
-            tl.float32
-        )
+        dy = load_part(dy_ptr, start + lane, N, 0.0, "evict_last")
+        dot += dy * load_part(y_ptr, start + lane, N, 0.0, "evict_last")
     total = tl.sum(dot, axis=0)
     blocks = tl.cdiv(N, BLOCK)
     for i in range(0, blocks):
         col = (blocks - 1 - i) * BLOCK + lane
-        dy = tl.load(dy_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        y = tl.load(y_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        dy = load_part(dy_ptr, col, N, 0.0, "evict_first")
+        y = load_part(y_ptr, col, N, 0.0, "evict_first")
         tl.store(
             dx_ptr + col, (y * (dy - total)).to(dx_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first"
         )
+
+
+def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, elements: int) -> Tensor:
+    """y of x. ``causal``: in square matrices, only the columns up to the diagonal count, and the
+    others are zero."""
+    M, N = x.shape
+    y = x.new_empty(M, N)
+    if tracing(x):
+        return y
+    if N <= MAX_N:
+        c = config.tile(name, N, x.itemsize, elements=elements, per_thread=32)
+        launch(short, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, **c.tile)
+    else:
+        c = config.tile(name, N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
+        launch(long, (M,), x, y, N, x.stride(0), CAUSAL=causal, **c.row)
+    return y
+
+
+def launch_bwd(
+    short: Any, long: Any, dy: Tensor, y: Tensor, name: str, sweep: Callable[[int, int], tuple[int, int]]
+) -> Tensor:
+    """dx. ``sweep(N, bytes of a number)``: the largest block of a long row, and its values per
+    thread."""
+    M, N = y.shape
+    dx = y.new_empty(M, N)
+    if tracing(y):
+        return dx
+    strides = dy.stride(0), y.stride(0)
+    if N <= MAX_N_BWD:
+        c = config.tile(name, N, y.itemsize, elements=4096, per_thread=16)
+        launch(short, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, **c.tile)
+    else:
+        max_block_n, per_thread = sweep(N, y.itemsize)
+        c = config.tile(name, N, y.itemsize, elements=1, max_block_n=max_block_n, per_thread=per_thread)
+        launch(long, (M,), dy, y, dx, N, *strides, **c.row)
+    return dx
 
 
 @launcher("(Tensor x, bool causal) -> Tensor")
@@ -147,6 +189,14 @@ def _sweep(N: int, itemsize: int) -> tuple[int, int]:
 @launcher("(Tensor dy, Tensor y) -> Tensor")
 def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     return launch_bwd(_bwd, _bwd_long, dy, y, "softmax_bwd", _sweep)
+
+
+def check(name: str, x: Tensor, dim: int) -> None:
+    """Raise ``ValueError`` unless x has rows of floating-point numbers along ``dim``."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: x must be floating point, got {x.dtype}")
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        raise ValueError(f"{name}: dim must be in [{-max(x.ndim, 1)}, {max(x.ndim, 1) - 1}], got {dim}")
 
 
 class LigerSoftmaxFunction(torch.autograd.Function):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from liger_kernel.extra.softmax import softmax_fwd
+from liger_kernel.extra.sparsemax import reference as sparsemax
+from liger_kernel.extra.sparsemax import sparsemax_fwd
 from liger_kernel.nn import LigerMultiTokenAttention
-from liger_kernel.ops.attention.softmax import softmax_fwd
-from liger_kernel.ops.attention.sparsemax import reference as sparsemax
-from liger_kernel.ops.attention.sparsemax import sparsemax_fwd
 from liger_kernel.transformers.functional import liger_multi_token_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_kernel.ops.experimental.mm_int8int2 import matmul, pack_weights, unpack_weights
+from liger_kernel.extra.mm_int8int2 import matmul, pack_weights, unpack_weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -39,8 +39,8 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, tl
-from liger_kernel.ops.norms.rows import CASTING
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tl
+from liger_kernel.ops.norms.rms_kernels import CASTING
 
 # columns of dy, x, two sums and the factors that the backward holds in registers; the reference
 # computes wider rows
@@ -90,44 +90,23 @@ def _fwd(
     if CASTING != "gemma":
         h = h.to(x.dtype).to(tl.float32)
     if HAS_W:
-        h = h * (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
+        h = h * (load_row(w_ptr, col, N) + tl.cast(offset, tl.float32))[None, :]
     y = h * (
         1.0 + tl.load(scale_ptr + sample[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     )
     if HAS_SHIFT:
         y += tl.load(shift_ptr + sample[:, None] * shift_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
 def _bwd(
-    dy_ptr,
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    rstd_ptr,
-    dx_ptr,
-    a_ptr,
-    b_ptr,
-    dscale_ptr,
-    dshift_ptr,
-    R,
-    N,
-    programs,
-    dy_stride,
-    x_stride,
-    scale_stride,
-    offset,
-    HAS_W: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    NEED_DX: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    NEED_DSCALE: tl.constexpr,
-    NEED_DSHIFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, scale_ptr, rstd_ptr, dx_ptr, a_ptr, b_ptr, dscale_ptr, dshift_ptr,
+    R, N, programs, dy_stride, x_stride, scale_stride, offset,
+    HAS_W: tl.constexpr, PER_ROW: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Some rows of one sample, by one of its ``programs``: dx, and partial sums a of dy x_hat and b
     of dy.
 
@@ -137,7 +116,7 @@ def _bwd(
     sample = (tl.program_id(0) // programs).to(tl.int64)
     col = tl.arange(0, BLOCK_N)
     if HAS_W:
-        w = (tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
+        w = (load_row(w_ptr, col, N) + tl.cast(offset, tl.float32))[None, :]
     if not PER_ROW:
         factor = 1.0 + tl.load(scale_ptr + sample * scale_stride + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         if HAS_W:
@@ -149,8 +128,8 @@ def _bwd(
         row = sample * R + of_sample
         mask = (of_sample < R)[:, None] & (col < N)[None, :]
         here = row[:, None] * N + col[None, :]
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = load_tile(dy_ptr, row, col, dy_stride, mask)
+        x = load_tile(x_ptr, row, col, x_stride, mask)
         rstd = tl.load(rstd_ptr + row, mask=of_sample < R, other=0.0)[:, None]
         x_hat = x * rstd
         if PER_ROW:
@@ -159,10 +138,7 @@ def _bwd(
             if NEED_DSCALE:
                 dscale = dy * x_hat * w if HAS_W else dy * x_hat
                 tl.store(dscale_ptr + here, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
-            g = dy * (
-                1.0
-                + tl.load(scale_ptr + row[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-            )
+            g = dy * (1.0 + load_tile(scale_ptr, row, col, scale_stride, mask))
             if NEED_DW:
                 a += g * x_hat
             if HAS_W:
@@ -185,24 +161,10 @@ def _bwd(
 
 @jit
 def _bwd_sample(
-    a_ptr,
-    b_ptr,
-    w_ptr,
-    scale_ptr,
-    dscale_ptr,
-    dshift_ptr,
-    dw_ptr,
-    N,
-    programs,
-    scale_stride,
-    offset,
-    HAS_W: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    NEED_DSCALE: tl.constexpr,
-    NEED_DSHIFT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    a_ptr, b_ptr, w_ptr, scale_ptr, dscale_ptr, dshift_ptr, dw_ptr, N, programs, scale_stride, offset,
+    HAS_W: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The sums of a sample's programs: its dscale and dshift, and its share of dw."""
     sample = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -222,7 +184,7 @@ def _bwd_sample(
     if NEED_DSCALE:
         dscale = total
         if HAS_W:
-            dscale *= tl.load(w_ptr + col, mask=col < N, other=0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+            dscale *= load_row(w_ptr, col, N) + tl.cast(offset, tl.float32)
         tl.store(dscale_ptr + sample * N + col, dscale.to(dscale_ptr.dtype.element_ty), mask=col < N)
     if NEED_DW:
         scale = tl.load(scale_ptr + sample * scale_stride + col, mask=col < N, other=0.0).to(tl.float32)

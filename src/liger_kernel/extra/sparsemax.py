@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.extra.softmax import check, launch_bwd, launch_fwd, load_part
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -36,8 +37,7 @@ from liger_kernel.ops._core.operator import (
     shaped,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import div, jit, tl
-from liger_kernel.ops.attention.rows import check, launch_bwd, launch_fwd
+from liger_kernel.ops._core.tl import div, jit, load_tile, store_tile, tile_at, tl
 
 
 def reference(x: Tensor, *, dim: int = -1) -> Tensor:
@@ -57,9 +57,7 @@ def reference(x: Tensor, *, dim: int = -1) -> Tensor:
 
 @jit
 def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     seen = mask & (col[None, :] <= (row % N)[:, None]) if CAUSAL else mask
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=seen, other=-float("inf")).to(tl.float32)
     z = x - tl.max(x, axis=1)[:, None]
@@ -74,7 +72,7 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constex
         shrinks = tl.max((count < before).to(tl.int32), axis=0)
         before = count
     y = tl.where(z <= tau[:, None], 0.0, z - tau[:, None])
-    tl.store(y_ptr + row[:, None] * N + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
@@ -87,9 +85,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
     lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, end, BLOCK):
-        x = tl.load(
-            x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last"
-        ).to(tl.float32)
+        x = load_part(x_ptr, start + lane, end, -float("inf"), "evict_last")
         top = tl.maximum(top, x)
     largest = tl.max(top, axis=0)
     tau = -1.0
@@ -99,9 +95,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
         counts = tl.zeros((BLOCK,), tl.int32)
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, end, BLOCK):
-            x = tl.load(
-                x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_last"
-            ).to(tl.float32)
+            x = load_part(x_ptr, start + lane, end, -float("inf"), "evict_last")
             z = x - largest
             out = (z <= tau) | (start + lane >= end)
             counts += tl.where(out, 0, 1)
@@ -112,9 +106,7 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
         shrinks = (count < before).to(tl.int32)
         before = count
     for start in range(0, N, BLOCK):
-        x = tl.load(
-            x_ptr + start + lane, mask=start + lane < end, other=-float("inf"), eviction_policy="evict_first"
-        ).to(tl.float32)
+        x = load_part(x_ptr, start + lane, end, -float("inf"), "evict_first")
         z = x - largest
         y = tl.where(z <= tau, 0.0, z - tau)
         tl.store(
@@ -124,17 +116,11 @@ def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constex
 
 @jit
 def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
-    inside = tl.load(y_ptr + row[:, None] * y_stride + col[None, :], mask=mask, other=0.0).to(tl.float32) != 0.0
-    dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    inside = load_tile(y_ptr, row, col, y_stride, mask) != 0.0
+    dy = load_tile(dy_ptr, row, col, dy_stride, mask)
     mean = div(tl.sum(tl.where(inside, dy, 0.0), axis=1), tl.sum(tl.where(inside, 1.0, 0.0), axis=1))
-    tl.store(
-        dx_ptr + row[:, None] * N + col[None, :],
-        tl.where(inside, dy - mean[:, None], 0.0).to(dx_ptr.dtype.element_ty),
-        mask=mask,
-    )
+    store_tile(dx_ptr, row, col, N, tl.where(inside, dy - mean[:, None], 0.0), mask)
 
 
 @jit
@@ -147,18 +133,16 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
     counts = tl.zeros((BLOCK,), tl.int32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
-        y = tl.load(y_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        dy = tl.load(dy_ptr + start + lane, mask=start + lane < N, other=0.0, eviction_policy="evict_last").to(
-            tl.float32
-        )
+        y = load_part(y_ptr, start + lane, N, 0.0, "evict_last")
+        dy = load_part(dy_ptr, start + lane, N, 0.0, "evict_last")
         counts += tl.where(y != 0.0, 1, 0)
         sums += tl.where(y != 0.0, dy, 0.0)
     mean = tl.div_rn(tl.sum(sums, axis=0), tl.sum(counts, axis=0).to(tl.float32))
     blocks = tl.cdiv(N, BLOCK)
     for i in range(0, blocks):  # back from where the first sweep ended
         col = (blocks - 1 - i) * BLOCK + lane
-        y = tl.load(y_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        dy = tl.load(dy_ptr + col, mask=col < N, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = load_part(y_ptr, col, N, 0.0, "evict_first")
+        dy = load_part(dy_ptr, col, N, 0.0, "evict_first")
         tl.store(
             dx_ptr + col,
             tl.where(y != 0.0, dy - mean, 0.0).to(dx_ptr.dtype.element_ty),
@@ -174,7 +158,8 @@ def sparsemax_fwd(x: Tensor, causal: bool) -> Tensor:
 
 @launcher("(Tensor dy, Tensor y) -> Tensor")
 def sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
-    return launch_bwd(_bwd, _bwd_long, dy, y, "sparsemax_bwd", lambda *_: (4096, 8))  # blocks of 8192 spill
+    # blocks of 8192 spill
+    return launch_bwd(_bwd, _bwd_long, dy, y, "sparsemax_bwd", lambda *_: (4096, 8))
 
 
 class LigerSparsemaxFunction(torch.autograd.Function):

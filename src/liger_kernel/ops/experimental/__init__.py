@@ -1,1 +1,0 @@
-"""Operators whose interface may change; imported by their own paths only."""

@@ -1,1 +1,0 @@
-"""Residual streams: how layers read the outputs of earlier layers."""

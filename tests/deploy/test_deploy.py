@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import json
@@ -25,7 +24,7 @@ import liger_kernel
 from liger_kernel import cli
 from liger_kernel.deploy import monitoring, steps
 from liger_kernel.deploy.command import submit
-from liger_kernel.deploy.job import API, CACHE, IMAGE_KERNELS, KUBERNETES, SHARED, Job
+from liger_kernel.deploy.job import API, CACHE, IMAGE_KERNELS, KUBERNETES, SHARED, Job, _validator
 from liger_kernel.deploy.manifests import USER, objects, train_json
 from liger_kernel.deploy.render import _of_release, render, write
 from liger_kernel.train.config import TrainConfig, UserError
@@ -62,37 +61,25 @@ def containers(found):
 
 
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_jobs_that_are_shipped_can_be_rendered(path):
-    found = objects(Job.load(path))
-    assert {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule", "PyTorchJob"} <= {o["kind"] for o in found}
-
-
-@pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_jobs_that_are_shipped_say_where_their_model_will_be(path):
+def test_the_jobs_that_are_shipped_can_be_rendered_and_save_their_model(path):
     made = Job.load(path)
+    kinds = {o["kind"] for o in objects(made)}
+    assert {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule", "PyTorchJob"} <= kinds
     assert made.train.save and made.config.save == f"/shared/{made.train.save}" and not made.warnings
 
 
-@pytest.mark.parametrize("form", ["yaml", "train", "kustomize", "helm"])
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("form", "lines", "warning"),
     [
-        (
-            "volume: v\ntrain: {checkpoint_every: 5, out: runs/a}",
-            "train.save is not set: the trained model will be in /shared/runs/a/model\n",
-        ),
-        ("volume: v\ntrain: {checkpoint_every: 5, save: tuned}", ""),
-        (
-            "train: {checkpoint_every: 5, store: 's3://b/run', save: tuned}",
-            "without a volume, the trained model is lost with its pod: only .* s3://b/run\n",
-        ),
+        ("yaml", "volume: v\ntrain: {checkpoint_every: 5, out: runs/a}", "train.save .*/shared/runs/a/model\n"),
+        ("helm", "volume: v\ntrain: {checkpoint_every: 5, save: tuned}", ""),
+        ("train", "train: {checkpoint_every: 5, store: 's3://b/run', save: tuned}", "without a volume.* s3://b/run\n"),
     ],
-    ids=["default", "set", "no volume"],
 )
-def test_where_the_model_will_be_is_said(lines, said, form, tmp_path, capsys):
+def test_a_job_without_a_place_for_its_model_is_warned_of(form, lines, warning, tmp_path, capsys):
     (tmp_path / "job.yaml").write_text(f"name: run\nimage: r.io/liger:1\ngpus: 1\n{lines}\n")
     assert cli.main(["deploy", "render", str(tmp_path / "job.yaml"), "--as", form, "--to", str(tmp_path / form)]) == 0
-    assert re.fullmatch(said, capsys.readouterr().err)
+    assert re.fullmatch(warning, capsys.readouterr().err)
 
 
 def test_every_form_of_a_job_saves_its_model():
@@ -120,9 +107,12 @@ def test_what_is_rendered_replaces_only_what_was(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links are those of POSIX")
-def test_nothing_is_rendered_through_a_link(tmp_path):
+def test_nothing_is_written_outside_its_folder_or_through_a_link(tmp_path):
+    with pytest.raises(UserError, match="is not below"):
+        write({"base/../../x.yaml": ""}, tmp_path / "k")
+    assert not list(tmp_path.rglob("*.yaml"))
     (tmp_path / "mine").write_text("mine")
-    (tmp_path / "k").mkdir()
+    (tmp_path / "k").mkdir(exist_ok=True)
     for name in ("run.yaml", ".liger-deploy.json"):
         (tmp_path / "k" / name).symlink_to(tmp_path / "mine")
         with pytest.raises(UserError):
@@ -133,72 +123,90 @@ def test_nothing_is_rendered_through_a_link(tmp_path):
 
 CIRCLE: dict = {}
 CIRCLE["a"] = CIRCLE
+VOLUME = {"name": "a", "emptyDir": {}}
+MOUNT = {"name": "a", "mountPath": "/a"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "path", "got"),
     [
-        (dict(name="Run"), "name must be at most 40"),
-        (dict(image="liger"), "image must have a tag"),
-        (dict(image="liger:latest"), "image must have a tag other than latest"),
-        (dict(kind="pod"), "kind must be one of pytorchjob, trainjob, jobset; got 'pod'"),
-        (dict(kind="trainjob", min_nodes=1), "min_nodes needs kind pytorchjob"),
-        (dict(min_nodes=3), "at most nodes; got 3 of 2"),
-        (dict(nodes=0), "nodes must be at least 1, got 0"),
-        (dict(efa=4), "efa and role need overlay eks"),
-        (
-            dict(overlay="eks", role="arn:aws:iam::1:role/r", service_account="there"),
-            "role makes a ServiceAccount, service_account names one",
+        (dict(name="Run"), "name", "Run"),
+        (dict(name="run\n"), "name", "run\n"),
+        (dict(image="liger"), "image", "liger"),
+        (dict(image="liger:latest"), "image", "liger:latest"),
+        (dict(kind="pod"), "kind", "pod"),
+        (dict(namespace="a; rm -rf /"), "namespace", "a; rm -rf /"),
+        (dict(nodes=0), "nodes", 0),
+        (dict(gpus=1_000_000), "gpus", 1_000_000),
+        (dict(cpu="lots"), "cpu", "lots"),
+        (dict(shm="-3"), "shm", "-3"),
+        (dict(queue="../../x"), "queue", "../../x"),
+        (dict(labels={"helm.sh/chart": "x"}), "labels", "helm.sh/chart"),
+        (dict(annotations={"eks.amazonaws.com/role-arn": "x"}), "annotations", "eks.amazonaws.com/role-arn"),
+        (dict(annotations={"a": "x\0"}), "annotations.a", "x\0"),
+        (dict(resources={"nvidia.com/gpu": "8"}), "resources", "nvidia.com/gpu"),
+        (dict(resources={"rdma/ib": 8}), "resources.rdma/ib", 8),
+        (dict(node_selector={"pool": 3}), "node_selector.pool", 3),
+        (dict(tolerations=[1, "x"]), "tolerations[0]", 1),
+        (dict(tolerations=[{"key": "a"}, {"effect": "Never"}]), "tolerations[1].effect", "Never"),
+        (dict(tolerations=[{"tolerationSeconds": 3.0}]), "tolerations[0].tolerationSeconds", 3.0),
+        (dict(environment={"": "x"}), "environment", ""),
+        (dict(environment={"A=B": "x"}), "environment", "A=B"),
+        (dict(environment={"A": None}), "environment.A", None),
+        (dict(extra_volumes=[{"name": "shm", "emptyDir": {}}]), "extra_volumes[0].name", "shm"),
+        (dict(extra_volumes=[{"name": "a"}]), "extra_volumes[0]", {"name": "a"}),
+        (dict(extra_mounts=[MOUNT]), "extra_mounts[0].name", "a"),
+        *(
+            (dict(extra_volumes=[VOLUME], extra_mounts=[MOUNT | {name: value}]), f"extra_mounts[0].{name}", value)
+            for name, values in {
+                "mountPath": ("/etc/liger", "/etc//liger/x", "//etc", "/etc", "/shared/", "/", "/../etc", "/a/.."),
+                "subPath": ("../..", "a/../../b", "x" * 1001),
+                "readOnly": (1,),
+            }.items()
+            for value in values
         ),
-        (dict(labels={"helm.sh/chart": "x"}), r"labels\.helm\.sh/chart is a label that the manifests set"),
-        (dict(annotations={"eks.amazonaws.com/role-arn": "x"}), r"annotations\.eks.* is what role sets"),
-        (dict(resources={"nvidia.com/gpu": "8"}), r"resources\.nvidia\.com/gpu is what gpus and efa count"),
-        (dict(extra_volumes=[{"name": "shm", "emptyDir": {}}]), "extra_volumes: names must differ .* got shm"),
-        (dict(extra_volumes=[{"name": "a"}]), r"extra_volumes\[0\] must be an object with name and one source"),
-        (
-            dict(extra_mounts=[{"name": "a", "mountPath": "/a"}]),
-            r"extra_mounts\[0\]\.name must be one of extra_volumes, got 'a'",
-        ),
-        (dict(volume=None), "several nodes need a volume"),
-        (dict(quota_nodes=4), "quota_nodes needs cluster_queue"),
-        (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
-        (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
-        (dict(train=dict(out="/home/me")), r"train\.out must be relative or under /shared"),
-        (dict(train=dict(save="/tmp/model")), r"train\.save must be relative or under /shared"),
-        (dict(train=dict(out="../../etc")), r"train\.out must be a path without \.\., got '\.\./\.\./etc'"),
-        (dict(train=dict(out="/shared/../etc")), r"train\.out must be a path without"),
-        (dict(train=dict(save="a/../../b")), r"train\.save must be a path without"),
-        (dict(extra_volumes=[{"name": "a", "csi": CIRCLE}]), "extra_volumes must be objects of text"),
-        *[
-            (
-                dict(
-                    extra_volumes=[{"name": "a", "emptyDir": {}}],
-                    extra_mounts=[{"name": "a", "mountPath": "/a"} | mount],
-                ),
-                rf"extra_mounts\[0\]\.{said}",
-            )
-            for mount, said in (
-                (
-                    {"mountPath": "/etc/liger"},
-                    "mountPath must leave /dev/shm, /etc/liger, /tmp, /cache, /shared as they are, got '/etc/liger'",
-                ),
-                ({"mountPath": "/etc//liger/x"}, "mountPath must leave"),
-                ({"mountPath": "//etc"}, "mountPath must be an absolute path without"),
-                ({"mountPath": "/etc"}, "mountPath must leave"),
-                ({"mountPath": "/shared/"}, "mountPath must leave"),
-                ({"mountPath": "/"}, r"mountPath must be an absolute path without"),
-                ({"mountPath": "/../etc"}, r"mountPath must be an absolute path without"),
-                ({"mountPath": "/a/.."}, r"mountPath must be an absolute path without"),
-                ({"subPath": "../.."}, r"subPath must be a relative path without"),
-                ({"subPath": "a/../../b"}, r"subPath must be a relative path without"),
-            )
-        ],
-        (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder is lost with its pod"),
+        (dict(train=dict(out="/home/me")), "train.out", "/home/me"),
+        (dict(train=dict(save="/tmp/model")), "train.save", "/tmp/model"),
+        (dict(train=dict(out="../../etc")), "train.out", "../../etc"),
+        (dict(train=dict(out="/shared/../etc")), "train.out", "/shared/../etc"),
+        (dict(train=dict(save="a/../../b")), "train.save", "a/../../b"),
     ],
 )
-def test_what_cannot_run_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
+def test_a_wrong_value_is_refused_with_its_path(changes, path, got):
+    with pytest.raises(UserError) as refused:
         job(**changes)
+    text = str(refused.value)
+    assert re.match(rf"{re.escape(path)}(: a name)? must ", text) and f"got {got!r:.80}" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(nodes="2"), "nodes must be of type int, got '2'"),
+        (dict(kind="trainjob", min_nodes=1), "min_nodes needs kind pytorchjob"),
+        (dict(min_nodes=3), "at most nodes; got 3 of 2"),
+        (dict(efa=4), "efa and role need overlay eks"),
+        (dict(overlay="eks", role="arn:aws:iam::1:role/r", service_account="there"), "role makes a ServiceAccount"),
+        (dict(extra_volumes=[VOLUME, VOLUME]), "extra_volumes must have names that differ, got a"),
+        (dict(extra_volumes=[{"name": "a", "csi": CIRCLE}]), "extra_volumes must be objects of text"),
+        (dict(volume=None), "several nodes need a volume"),
+        (dict(nodes=1, volume=None, train=dict(store=None)), "the run's folder is lost with its pod"),
+        (dict(quota_nodes=4), "quota_nodes needs cluster_queue"),
+        (dict(gpus=0, train=dict(nproc=10_000)), r"train\.nproc must be at most 64, got 10000"),
+        (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
+        (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
+    ],
+)
+def test_fields_that_do_not_fit_each_other_are_refused(changes, text):
+    with pytest.raises(UserError, match=text):
+        job(**changes)
+
+
+def test_a_job_without_jsonschema_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    _validator.cache_clear()
+    with pytest.raises(UserError, match="pip install jsonschema"):
+        job()
 
 
 TOKEN = "hf_" + "a" * 34
@@ -232,21 +240,21 @@ TOKEN = "hf_" + "a" * 34
 def test_credentials_are_for_secrets(changes, where):
     with pytest.raises(UserError, match=f"{where} holds credentials, which would be readable in the manifests"):
         job(**changes)
+
+
+def test_what_only_resembles_a_credential_is_accepted():
     job(
         environment={
             "TOKENIZERS_PARALLELISM": "false",
             "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json",
             "HTTPS_PROXY": "http://proxy:80",
-        }
-    )
-    job(
-        environment={"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MAX_TOKENS": "4096"},
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            "MAX_TOKENS": "4096",
+        },
         tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}],
-    )
-    job(
         extra_volumes=[
             {"name": "q", "secret": {"secretName": "tokens", "items": [{"key": "ca.pem", "path": "ca.pem"}]}}
-        ]
+        ],
     )
 
 
@@ -267,30 +275,25 @@ def test_what_processes_share_is_this_users_alone(temporary):
     assert temporary.stat().st_mode & 0o777 == 0o700
 
 
+OTHER = os.geteuid() + 1 if os.name == "posix" else 0
+
+
 @pytest.mark.parametrize(
-    "made, said",
+    "make, user, reason",
     [
-        ("link", "is no folder"),
-        ("file", "is no folder"),
-        ("group", "can be written to"),
-        ("world", "can be written to"),
-        ("other", "belongs to user"),
+        (lambda folder: folder.symlink_to(folder.parent), None, "is no folder"),
+        (lambda folder: folder.touch(), None, "is no folder"),
+        (lambda folder: (folder.mkdir(), folder.chmod(0o770)), None, "can be written to"),
+        (lambda folder: (folder.mkdir(), folder.chmod(0o757)), None, "can be written to"),
+        (lambda folder: folder.with_name(f"liger-{OTHER}").mkdir(mode=0o700), OTHER, "belongs to user"),
     ],
+    ids=["link", "file", "group", "world", "other"],
 )
-def test_a_folder_that_another_may_have_made_is_refused(made, said, temporary, tmp_path, monkeypatch):
-    if made == "link":
-        (tmp_path / "elsewhere").mkdir()
-        temporary.symlink_to(tmp_path / "elsewhere")
-    elif made == "file":
-        temporary.touch()
-    else:
-        temporary.mkdir()
-        temporary.chmod({"group": 0o770, "world": 0o757}.get(made, 0o700))
-    if made == "other":
-        mine = os.geteuid()
-        temporary.rename(tmp_path / f"liger-{mine + 1}")
-        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(UserError, match=f"{said}.*: remove it, or set TMPDIR"):
+def test_a_folder_that_another_may_have_made_is_refused(make, user, reason, temporary, monkeypatch):
+    make(temporary)
+    if user is not None:
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(UserError, match=f"{reason}.*: remove it, or set TMPDIR"):
         steps.once("s3://b/data", lambda folder: pytest.fail("fetched"))
 
 
@@ -301,68 +304,29 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def test_a_field_has_its_form_or_is_refused(name):
     """Hostile values of every field: refused by the field's name, or the same text in every form
     of manifest, and files below their folder."""
-    taken = 0
-    for value, made in hostile(name, job):
-        taken += made is not None
-        if made is None:
-            continue
-        wanted = objects(made)
-        assert list(yaml.load_all(text := "".join(render(made, "yaml").values()), LOADER)) == wanted, value
+    small = functools.partial(job, **({} if name == "gpus" else {"gpus": 1}))  # a port and a monitor, not eight
+    accepted = [(value, made) for value, made in hostile(name, small) if made]
+    for value, made in accepted:
+        text = "".join(render(made, "yaml").values())
+        assert list(yaml.load_all(text, LOADER)) == objects(made), value
+        assert len(text) < 200_000
+    for made in {made.name: made for _, made in accepted}.values():
         for file in render(dataclasses.replace(made, overlay="plain", efa=0, role=None), "kustomize"):
             assert re.fullmatch(r"(base|overlays/\w+)/[a-z0-9.-]+\.yaml", file), file
-        assert len(text) < 200_000
-    assert taken or name not in (
-        "environment",
-        "node_selector",
-        "tolerations",
-        "labels",
-        "annotations",
-        "pull_secrets",
-        "extra_volumes",
-        "extra_mounts",
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (dict(namespace="a; rm -rf /"), "namespace must be at most 63 of a-z"),
-        (dict(cpu="lots"), "cpu must be a number of cores, such as 32 or 500m; got 'lots'"),
-        (dict(shm="-3"), "shm must be a number of bytes, such as 16Gi; got '-3'"),
-        (dict(node_selector={"pool": 3}), r"node_selector\.pool must be text .* got 3"),
-        (dict(tolerations=[1, "x"]), r"tolerations\[0\] must be an object with key, operator, value, effect; got 1"),
-        (dict(tolerations=[{"key": "a", "effect": "Never"}]), r"tolerations\[0\]\.effect must be NoSchedule"),
-        (dict(environment={"": "x"}), "environment: a variable's name must be letters, digits and _"),
-        (dict(environment={"A=B": "x"}), "environment: a variable's name must be letters, digits and _"),
-        (dict(environment={"A": None}), r"environment\.A must be text or a number, got None"),
-        (dict(gpus=1_000_000), "gpus must be at most 64, got 1000000"),
-        (dict(gpus=0, train=dict(nproc=10_000)), r"train\.nproc must be at most 64, got 10000"),
-        (dict(queue="../../x"), "queue must be at most 63 of a-z"),
-        (dict(nodes="2"), "nodes must be of type int, got '2'"),
-    ],
-)
-def test_what_a_cluster_would_not_take_is_said_with_its_path(changes, said):
-    with pytest.raises(UserError, match=said):
-        job(**changes)
-
-
-def test_no_file_is_written_outside_its_folder(tmp_path):
-    with pytest.raises(UserError, match="is not below"):
-        write({"base/../../x.yaml": ""}, tmp_path / "k")
-    assert not list(tmp_path.rglob("*.yaml"))
+    assert accepted or not isinstance(getattr(job(), name), dict | list)
 
 
 def test_mistakes_in_a_file_are_named(tmp_path):
     path = tmp_path / "job.json"
     good = {"name": "run", "image": "i:1", "nodes": 1, "volume": "v", "train": TRAIN}
-    for change, said in (
+    for change, text in (
         ({"node": 2}, "unknown name 'node'"),
         ({"nodes": "2"}, "nodes must be of type int, got '2'"),
         ({"train": {**TRAIN, "stepz": 1}}, "train: unknown name 'stepz'"),
         ({"train": None}, "train must be given"),
     ):
         path.write_text(json.dumps(good | change))
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=text):
             Job.load(path)
     path.write_text(json.dumps(good))
     assert Job.load(path).train.store == "s3://b/run"
@@ -375,93 +339,47 @@ def test_pods_are_confined_and_hold_no_secrets(kind):
     for pod in pods(found):
         assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
         assert all("hostPath" not in volume for volume in pod["volumes"])
-        shutdown = next(
-            int(e["value"]) for e in pod["containers"][0]["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        )
-        assert 0 < shutdown < pod["terminationGracePeriodSeconds"]
+        variables = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
+        assert 0 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     for container in containers(found):
-        confined = container["securityContext"]
-        assert (
-            confined["readOnlyRootFilesystem"]
-            and not confined["allowPrivilegeEscalation"]
-            and confined["capabilities"] == {"drop": ["ALL"]}
-        )
-        assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
-        assert {m["mountPath"] for m in container["volumeMounts"]} == {
-            "/cache",
-            "/tmp",
-            "/dev/shm",
-            "/etc/liger",
-            "/shared",
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
         }
+        assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
+        folders = {m["mountPath"] for m in container["volumeMounts"]}
+        assert folders == {"/cache", "/tmp", "/dev/shm", "/etc/liger", "/shared"}
         assert container["resources"]["limits"] == container["resources"]["requests"]
     assert not any(o["kind"] == "Secret" for o in found)
 
 
-@functools.cache
-def environment_read():
-    """Names of variables that the package reads, from its sources."""
-    names = set()
-    for path in (ROOT / "src" / "liger_kernel").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        constants = {
-            node.targets[0].id: node.value.value
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        }
-        for node in ast.walk(tree):
-            key = None
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "os.environ.get",
-                "os.getenv",
-                "os.environ.setdefault",
-            ):
-                key = node.args[0]
-            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-                key = node.slice
-            elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
-                key = node.left
-            if isinstance(key, ast.Constant):
-                names.add(key.value)
-            elif isinstance(key, ast.Name) and key.id in constants:
-                names.add(constants[key.id])
-    return names
-
-
-# who sets what the manifests leave alone
-ELSEWHERE = {
-    "torch's launcher": {
-        "RANK",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "WORLD_SIZE",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_RUN_ID",
-    },
-    "our launcher": {"LIGER_LAUNCHER", "LIGER_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
-    "Flyte's pods": {"LIGER_JOB"},
-    "nobody, if g++ is the C++ compiler": {"CXX"},
-    "nobody: HOME serves": {"XDG_CACHE_HOME"},
-    "whoever wants another implementation": {"LIGER_KERNEL_IMPL", "LIGER_KERNEL_STRICT"},
-    "our trainer": {"TRITON_CACHE_MANAGER", "CUBLAS_WORKSPACE_CONFIG"},
-    "whoever looks for a mistake": {"LIGER_CHECKS", "LIGER_TRACEBACK", "TRITON_INTERPRET"},
-    "`liger bench`, for its own processes": {"PYTHONPATH"},
+# who sets what the manifests do not
+SET_BY_OTHERS = {
+    "torch's launcher": "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE TORCHELASTIC_RESTART_COUNT "
+    "TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID",
+    "our launcher": "LIGER_LAUNCHER LIGER_STORE TORCH_DISABLE_SHARE_RDZV_TCP_STORE OMP_NUM_THREADS "
+    "TORCH_FR_BUFFER_SIZE TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    "our trainer": "TRITON_CACHE_MANAGER CUBLAS_WORKSPACE_CONFIG",
+    "Flyte's pods": "LIGER_JOB",
+    "`liger bench`, for its own processes": "PYTHONPATH",
+    "a user who wants another implementation": "LIGER_KERNEL_IMPL LIGER_KERNEL_IMPL_<OPERATOR> LIGER_KERNEL_BACKEND "
+    "LIGER_KERNEL_BACKEND_<OPERATOR> LIGER_KERNEL_STRICT",
+    "a user who looks for a mistake": "LIGER_CHECKS LIGER_TRACEBACK TRITON_INTERPRET",
+    "nobody, as the compiler is g++, and HOME is set": "CXX XDG_CACHE_HOME",
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variable_that_is_read_is_set_somewhere(kind):
-    read = environment_read()
-    assert {"RANK", "PET_RDZV_ID", "LIGER_TRITON_BASE_CACHE"} <= read  # the search finds
+    """The table has what the source reads, which tests/test_environment.py checks."""
+    table = (ROOT / "docs" / "environment.md").read_text()
+    read = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \| ", table, re.M))))
     found = objects(job(kind=kind, **KINDS[kind]))
     set_here = {variable["name"] for container in containers(found) for variable in container["env"]}
     if any(o["spec"].get("elasticPolicy", {}).get("rdzvId") == "run" for o in found if o["kind"] == "PyTorchJob"):
         set_here.add("PET_RDZV_ID")
-    assert read - set_here == set().union(*ELSEWHERE.values())
+    assert read - set_here == set(" ".join(SET_BY_OTHERS.values()).split())
 
 
 def test_processes_meet_where_the_kind_of_job_says():
@@ -488,7 +406,7 @@ def test_preemption_does_not_use_up_restarts(kind):
     assert '"onPodConditions": [{"type": "DisruptionTarget"' in text and f'"values": [{EXIT_PREEMPTED}]' in text
 
 
-def test_pods_train_what_liger_train_would(tmp_path, monkeypatch):
+def test_pods_train_what_liger_train_would(tmp_path):
     """The file in the ConfigMap is a config of liger train: it says where pods write, and leaves
     the number of machines to the flags beside it."""
     made = job(train=dict(steps=7, nproc=3, out="runs/a"))
@@ -496,21 +414,9 @@ def test_pods_train_what_liger_train_would(tmp_path, monkeypatch):
     path = tmp_path / "train.json"
     path.write_text(config["data"]["train.json"])
     assert path.read_text() == train_json(made)
-    loaded = TrainConfig.load(path)
-    assert (loaded.steps, loaded.nproc, loaded.out, loaded.metrics_port, loaded.metrics_host) == (
-        7,
-        None,
-        "/shared/runs/a",
-        9400,
-        "0.0.0.0",
-    )
-    assert (
-        dataclasses.replace(
-            loaded,
-            **{n: getattr(made.train, n) for n in ("out", "cache", "save", "metrics_port", "metrics_host", "nproc")},
-        )
-        == made.train
-    )
+    places = dict(out="/shared/runs/a", cache="/shared/data", save="/shared/runs/a/model")
+    metrics = dict(metrics_port=9400, metrics_host="0.0.0.0")
+    assert TrainConfig.load(path) == dataclasses.replace(made.train, nproc=None, **places, **metrics)
     path.write_text(render(made, "train")["train.json"])
     assert TrainConfig.load(path) == dataclasses.replace(made.train, save="runs/a/model")
 
@@ -533,21 +439,14 @@ def test_what_clusters_ask_for_is_in_every_pod(kind):
     for o in found:
         assert o["metadata"]["labels"]["team"] == "nlp" and o["metadata"]["annotations"] == {"example.com/note": "1"}
     (pod,) = pods(found)
-    assert (
-        pod["imagePullSecrets"] == [{"name": "registry"}]
-        and pod["priorityClassName"] == "high"
-        and pod["serviceAccountName"] == "trainer"
-    )
-    assert pod["volumes"][-1] == EXTRAS["extra_volumes"][0] and all(
-        c["volumeMounts"][-1] == EXTRAS["extra_mounts"][0] for c in containers(found)
-    )
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert (pod["priorityClassName"], pod["serviceAccountName"]) == ("high", "trainer")
+    assert pod["volumes"][-1] == EXTRAS["extra_volumes"][0]
+    assert all(c["volumeMounts"][-1] == EXTRAS["extra_mounts"][0] for c in containers(found))
     limits = [c["resources"]["limits"].get("rdma/ib") for c in containers(found) if "resources" in c]
     assert None in limits  # compiling needs no network
-    node = next(
-        (o["spec"]["trainer"]["resourcesPerNode"] for o in found if o["kind"] == "TrainJob"),
-        {"limits": {"rdma/ib": limits[0]}},
-    )
-    assert node["limits"]["rdma/ib"] == "8"
+    of_trainer = [o["spec"]["trainer"]["resourcesPerNode"] for o in found if o["kind"] == "TrainJob"]
+    assert limits[0] == "8" and all(each["limits"]["rdma/ib"] == "8" for each in of_trainer)
 
 
 def test_a_chart_names_what_it_makes_after_its_release():
@@ -576,20 +475,17 @@ def test_releases_write_to_places_of_their_own(path, release):
     assert _of_release(path, "run") == release.replace("RELEASE", "{{ .Release.Name }}")
 
 
-def test_versions_of_what_a_cluster_brings_are_said_once():
+def test_versions_of_what_a_cluster_brings_are_named_once():
     """The sources name them in one table; the documentation's table and every image's tag agree
     with it and with our version."""
     sources = (ROOT / "src" / "liger_kernel" / "deploy").glob("*.py")
-    outside = {path.name: text for path in sources if (text := path.read_text()) and path.name != "job.py"}
+    outside = "".join(path.read_text() for path in sources if path.name != "job.py")
     wanted = {version for version in API.values() if "/" in version}
-    assert len(wanted) > 5 and not [
-        (name, version) for name, text in outside.items() for version in wanted if version in text
-    ]
+    assert len(wanted) > 5 and [version for version in wanted if version in outside] == []
     platform = (ROOT / "docs" / "guides" / "clusters.md").read_text()
-    assert (
-        set(re.findall(r"`([a-z0-9.-]+/v1\w*)`", platform)) == {v for v in wanted if not v.startswith("networking")}
-        and f"Kubernetes {KUBERNETES} or newer" in platform
-    )
+    shown = set(re.findall(r"`([a-z0-9.-]+/v1\w*)`", platform))
+    assert shown == {v for v in wanted if not v.startswith("networking")}
+    assert f"Kubernetes {KUBERNETES} or newer" in platform
     tags = {
         tag
         for path in [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
@@ -602,15 +498,13 @@ def test_versions_of_what_a_cluster_brings_are_said_once():
 def test_the_overlay_of_eks_adds_what_is_there():
     plain, eks = job(), job(overlay="eks", efa=32, role="arn:aws:iam::1:role/r", tolerations=[])
     (pod,) = pods(objects(eks))
-    assert (
-        pod["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32"
-        and pod["serviceAccountName"] == "run"
-    )
+    assert pod["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32"
+    assert pod["serviceAccountName"] == "run"
     assert "vpc.amazonaws.com" not in json.dumps(objects(plain))
     assert pod["initContainers"][0]["resources"]["limits"] == {"cpu": "32", "memory": "256Gi"}  # compiling needs no GPU
 
 
-def test_a_queue_suspends_until_there_is_room():
+def test_a_queue_suspends_a_job():
     found = objects(job(queue="team", cluster_queue="gpus", quota_nodes=3))
     (run,) = [o for o in found if o["kind"] == "PyTorchJob"]
     assert run["spec"]["runPolicy"]["suspend"] and run["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
@@ -622,7 +516,7 @@ def test_a_queue_suspends_until_there_is_room():
 
 def test_rules_and_dashboard_know_every_metric_and_no_other():
     queries = [rule["expr"] for group in monitoring.rules(job())["groups"] for rule in group["rules"]]
-    shown = [expression for _, _, targets in monitoring.PANELS for expression, _ in targets]
+    shown = [target["expr"] for panel in monitoring.dashboard()["panels"] for target in panel["targets"]]
     named = lambda texts: set(re.findall(r"\bliger_(\w+)", " ".join(texts)))
     assert named(shown) == EXPORTED.keys()
     assert named(queries) <= EXPORTED.keys()
@@ -630,12 +524,9 @@ def test_rules_and_dashboard_know_every_metric_and_no_other():
 
 def test_the_image_is_what_pods_expect():
     text = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert (
-        f"KERNELS={IMAGE_KERNELS}" in text
-        and f"LIGER_TRITON_BASE_CACHE={IMAGE_KERNELS}" in text
-        and f"TRITON_CACHE_DIR={CACHE}/triton" in text
-    )
-    assert f"--uid {USER} " in text and f"\nUSER {USER}\n" in text and f"chown liger {CACHE} {SHARED}" in text
+    wanted = f"KERNELS={IMAGE_KERNELS}", f"LIGER_TRITON_BASE_CACHE={IMAGE_KERNELS}", f"TRITON_CACHE_DIR={CACHE}/triton"
+    wanted += f"--uid {USER} ", f"\nUSER {USER}\n", f"chown liger {CACHE} {SHARED}"
+    assert all(part in text for part in wanted)
     copied = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for name in line.split()]
     assert len(copied) > 4 and all((ROOT / name).exists() for name in copied)
     context = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
@@ -647,7 +538,7 @@ def test_the_image_is_what_pods_expect():
     assert set(defaults["MODELS"].split()) <= MODELS.keys() and set(defaults["ARCHS"].split()) <= TARGETS.keys()
 
 
-def test_submitting_without_kubectl_says_so(tmp_path, monkeypatch):
+def test_submitting_needs_kubectl(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="submit needs kubectl"):
         submit(job())
@@ -657,18 +548,8 @@ def test_submitting_gives_kubectl_what_is_rendered(tmp_path, user_env):
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\nexec cat > {tmp_path}/applied\n')
     kubectl.chmod(0o755)
-    argv = [
-        sys.executable,
-        "-m",
-        "liger_kernel.cli",
-        "deploy",
-        "submit",
-        str(JOBS / "plain.yaml"),
-        "--dry-run",
-        "server",
-        "--context",
-        "there",
-    ]
+    flags = ["--dry-run", "server", "--context", "there"]
+    argv = [sys.executable, "-m", "liger_kernel.cli", "deploy", "submit", str(JOBS / "plain.yaml"), *flags]
     subprocess.run(argv, env=user_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     assert (tmp_path / "flags").read_text() == "--context there apply --dry-run=server -f -\n"
     assert list(yaml.load_all((tmp_path / "applied").read_text(), LOADER)) == objects(Job.load(JOBS / "plain.yaml"))

@@ -1,9 +1,11 @@
-"""The workflow of ``flyte2.py`` for clusters that still run Flyte 1.
+"""The workflow of ``flyte2.py`` for clusters that still run Flyte 1:
 
-LIGER_JOB=job.yaml PYTHONPATH=. pyflyte run liger_kernel/deploy/flyte1.py pipeline
-LIGER_JOB=job.yaml pyflyte --pkgs liger_kernel.deploy.flyte1 package --image IMAGE --output
-workflow.tgz
+    LIGER_JOB=job.yaml PYTHONPATH=. pyflyte run liger_kernel/deploy/flyte1.py pipeline
+    LIGER_JOB=job.yaml pyflyte --pkgs liger_kernel.deploy.flyte1 package \\
+        --image IMAGE --output workflow.tgz
 """
+
+# Flyte 1 stays as long as it is maintained: flytekit 1.16.31, and the branch master of its back end
 
 import json
 import os
@@ -16,12 +18,13 @@ from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
 
 from liger_kernel.deploy import steps
 from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.pods import pod_spec
+from liger_kernel.deploy.pods import elastic, pod_spec
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import ELASTIC
 
 job = Job.of_environment()
-for name, value in ELASTIC.items():  # set them for torchelastic's agent, which runs in this process on any machine
+# torchelastic's agent reads them, and it runs in this process
+for name, value in ELASTIC.items():
     os.environ.setdefault(name, value)
 
 
@@ -47,9 +50,7 @@ def warm(config: TrainConfig) -> FlyteDirectory:
 @task(
     **pods(job.gpus),
     task_config=Elastic(
-        nnodes=job.nodes if job.min_nodes in (None, job.nodes) else f"{job.min_nodes}:{job.nodes}",
-        nproc_per_node=job.processes,
-        max_restarts=job.train.max_restarts,
+        **elastic(job),
         rdzv_configs={"timeout": 900, "join_timeout": 900},
         increase_shared_mem=False,  # shared_memory sets it
         run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=job.retries),

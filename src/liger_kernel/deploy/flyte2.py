@@ -2,8 +2,8 @@
 elastically, evaluate, export.
 
     LIGER_JOB=job.yaml flyte run --local liger_kernel/deploy/flyte2.py pipeline --out runs/here
-    LIGER_JOB=job.yaml flyte run liger_kernel/deploy/flyte2.py pipeline --target
-    s3://models/llama-sft
+    LIGER_JOB=job.yaml flyte run liger_kernel/deploy/flyte2.py pipeline \\
+        --target s3://models/llama-sft
 
 LIGER_JOB is the job's file, or in pods the job itself as JSON. A task's image, nodes and processes
 must be known wherever this module is imported.
@@ -24,7 +24,7 @@ from flyteplugins.pytorch.task import RunPolicy
 
 from liger_kernel.deploy import steps
 from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.pods import pod_spec
+from liger_kernel.deploy.pods import elastic, pod_spec
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import ELASTIC
 
@@ -49,9 +49,7 @@ ranks = environment(
     job.gpus,
     interruptible=True,
     plugin_config=Elastic(
-        nnodes=job.nodes if job.min_nodes in (None, job.nodes) else f"{job.min_nodes}:{job.nodes}",
-        nproc_per_node=job.processes,
-        max_restarts=job.train.max_restarts,
+        **elastic(job),
         nccl_async_error_handling=True,
         run_policy=RunPolicy(clean_pod_policy="Running", backoff_limit=job.retries),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -33,9 +34,6 @@ API = {
 }
 KUBERNETES = "1.29"  # the oldest supported version
 
-KINDS = ("pytorchjob", "trainjob", "jobset")
-OVERLAYS = ("plain", "eks")
-
 METRICS_PORT = 9400
 RENDEZVOUS_PORT = 29400
 SHARED = "/shared"  # the mount point of the volume that all nodes share
@@ -44,63 +42,50 @@ CACHE = "/cache"  # a folder on the node, for kernels and downloads
 IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile puts kernels that were compiled in advance
 
 
-# The forms of Kubernetes' names (RFC 1123), labels and quantities, as regular expressions that JSON
-# Schema also accepts, each with its meaning in words
+Schema = dict[str, Any]
+
+
+def _text(pattern: str, words: str, **more: Any) -> Schema:
+    """A text that is ``pattern`` as a whole. ``words`` say in messages what it must be."""
+    return {"type": "string", "pattern": f"^({pattern})$", **more, "description": words}
+
+
+def _number(least: int, most: int) -> Schema:
+    words = f"a whole number from {least} to {most}"
+    return {"type": "integer", "minimum": least, "maximum": most, "description": words}
+
+
+def _choice(*names: str) -> Schema:
+    return {"enum": list(names), "description": f"one of {', '.join(names)}"}
+
+
+def _map(key: Schema, value: Schema) -> Schema:
+    return {"type": "object", "propertyNames": key, "additionalProperties": value}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _field(default: Any, schema: Schema) -> Any:
+    return field(default=default, metadata=schema)
+
+
+def _reserved(names: tuple[str, ...]) -> Schema:
+    return {"not": {"enum": list(names)}}
+
+
+# The forms of Kubernetes' names (RFC 1123), labels and quantities. Helm reads the same expressions
+# with Go's engine, which has no lookahead
 _LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _WORD = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _KEY = rf"({_DOMAIN}/)?{_WORD}"
-_NAME = (_LABEL, "at most 63 of a-z, 0-9 and -, no - at an end")
-_BYTES = ("[1-9][0-9]{0,14}([kMGTPE]|[KMGTPE]i)?", "a number of bytes, such as 16Gi")
-SHAPES = {
-    "name": (
-        "[a-z]([-a-z0-9]{0,38}[a-z0-9])?",
-        "at most 40 of a-z, 0-9 and -, a letter first",
-    ),  # pods are called NAME-worker-0: a label has 63 characters
-    "image": ("[A-Za-z0-9][A-Za-z0-9._/:@-]{0,500}", "an image's name, such as registry.example.com/liger:1"),
-    "namespace": _NAME,
-    "monitoring_namespace": _NAME,
-    "queue": _NAME,
-    "cluster_queue": _NAME,
-    "volume": _NAME,
-    "secret": _NAME,
-    "gpu_resource": (_KEY, "the name of a resource, such as nvidia.com/gpu"),
-    "arch": ("(sm|gfx)[0-9a-z]{2,6}", "an architecture, such as sm90"),
-    "cpu": ("[1-9][0-9]{0,8}m?", "a number of cores, such as 32 or 500m"),
-    "memory": _BYTES,
-    "shm": _BYTES,
-    "cache": _BYTES,
-    "priority_class": (_DOMAIN, "the name of a PriorityClass"),
-    "service_account": (_DOMAIN, "the name of a ServiceAccount"),
-    "role": (r"arn:[a-z-]+:iam::[0-9]{1,12}:role/[A-Za-z0-9_+=,.@/-]{1,512}", "the ARN of an IAM role"),
-}
-ROLE = "eks.amazonaws.com/role-arn"  # the annotation
-EFA_RESOURCES = ("vpc.amazonaws.com/efa", "hugepages-2Mi")
-LIMITS = {  # smallest and largest numbers; a pod has a port and a metrics endpoint for each GPU
-    "nodes": (1, 10_000),
-    "min_nodes": (1, 10_000),
-    "gpus": (0, 64),
-    "retries": (0, 1_000_000),
-    "grace": (60, 604_800),
-    "efa": (0, 64),
-    "quota_nodes": (1, 100_000),
-    "checkpoint_age": (1, 31_536_000),
-}
-VOLUME = _NAME
-PULL_SECRET = (_DOMAIN, "the name of a Secret")
-RESOURCE = (
-    f"{_DOMAIN}/{_WORD}|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i",
-    "the name of a resource, such as rdma/ib",
-)
-_STEP = r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*"  # a part of a path: neither . nor ..; Helm's schemas know no lookahead
-SUB_PATH = (f"{_STEP}(/+{_STEP})*/?", "a relative path without ..")
-QUANTITY = ("[1-9][0-9]{0,14}(m|[kMGTPE]|[KMGTPE]i)?", "a quantity, such as 8 or 100Gi, quoted")
-LABEL = (_KEY, "as Kubernetes has them, such as example.com/pool")
-LABEL_VALUE = (
-    f"({_WORD})?",
-    "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number",
-)
-OUR_LABELS = (  # labels that manifests or a chart set
+_STEP = r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*"  # a part of a path: neither . nor ..
+_SUB_PATH = f"{_STEP}(/+{_STEP})*/?"
+
+# Names that the manifests or a chart use themselves
+LABELS = (
     "app.kubernetes.io/name",
     "app.kubernetes.io/instance",
     "app.kubernetes.io/version",
@@ -108,20 +93,68 @@ OUR_LABELS = (  # labels that manifests or a chart set
     "helm.sh/chart",
     "kueue.x-k8s.io/queue-name",
 )
-OUR_VOLUMES = ("cache", "tmp", "shm", "config", "shared")
-OUR_MOUNTS = (
-    "/dev/shm",
-    str(Path(CONFIG).parent),
-    "/tmp",
-    CACHE,
-    SHARED,
-)  # volumes of a user's may be below the last three
-MOUNT = (f"/{SUB_PATH[0]}", "an absolute path without ..")
+ROLE = "eks.amazonaws.com/role-arn"  # the annotation of a ServiceAccount
+MOST_GPUS = 64  # of a node: its pod has a port and an endpoint of metrics for each
+EFA_RESOURCES = ("vpc.amazonaws.com/efa", "hugepages-2Mi")
+VOLUMES = ("cache", "tmp", "shm", "config", "shared")
+MOUNTS = ("/dev/shm", str(Path(CONFIG).parent), "/tmp", CACHE, SHARED)  # a user's may lie below the last three
+
+# A pod has a name such as NAME-worker-0, and a label has at most 63 characters
+NAME = _text("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "at most 40 of a-z, 0-9 and -, a letter first")
+TAG = "the name of an image with a tag other than latest, or with a digest"
+IMAGE = _text(
+    "[A-Za-z0-9][A-Za-z0-9._/:@-]{0,500}",
+    "an image's name, such as registry.example.com/liger:1",
+    allOf=[{"pattern": "[:@][^/]+$", "description": TAG}, {"not": {"pattern": ":latest$"}, "description": TAG}],
+)
+OBJECT = _text(_LABEL, "at most 63 of a-z, 0-9 and -, no - at an end")
+SECRET = _text(_DOMAIN, "the name of a Secret")
+CORES = _text("[1-9][0-9]{0,8}m?", "a number of cores, such as 32 or 500m")
+BYTES = _text("[1-9][0-9]{0,14}([kMGTPE]|[KMGTPE]i)?", "a number of bytes, such as 16Gi")
+LABEL = _text(_KEY, "as Kubernetes has them, such as example.com/pool")
+FREE_LABEL = LABEL | _reserved(LABELS)
+LABEL_VALUE = _text(
+    f"({_WORD})?", "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number"
+)
+ANNOTATION = {"type": "string", "description": "text, quoted where YAML would take it for a number"}
+RESOURCE = _text(
+    f"{_DOMAIN}/{_WORD}|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i", "the name of a resource, such as rdma/ib"
+)
+QUANTITY = _text("[1-9][0-9]{0,14}(m|[kMGTPE]|[KMGTPE]i)?", "a quantity, such as 8 or 100Gi, quoted")
+VARIABLE = _text("[A-Za-z_][A-Za-z0-9_]{0,252}", "letters, digits and _, no digit first")
+VARIABLE_VALUE = {"type": ["string", "number"], "description": "text or a number"}
 TOLERATION = {
-    "key": (_KEY, "a key of a taint"),
-    "operator": ("Exists|Equal", "Exists or Equal"),
-    "value": (f"({_WORD})?", "a value of a taint"),
-    "effect": ("NoSchedule|PreferNoSchedule|NoExecute", "NoSchedule, PreferNoSchedule or NoExecute"),
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "key": _text(_KEY, "a key of a taint"),
+        "operator": _text("Exists|Equal", "Exists or Equal"),
+        "value": _text(f"({_WORD})?", "a value of a taint"),
+        "effect": _text("NoSchedule|PreferNoSchedule|NoExecute", "NoSchedule, PreferNoSchedule or NoExecute"),
+        "tolerationSeconds": {"type": "integer", "description": "a whole number"},
+    },
+    "description": "an object with key, operator, value, effect or tolerationSeconds",
+}
+EXTRA_VOLUME = {
+    "type": "object",
+    "required": ["name"],
+    "minProperties": 2,
+    "maxProperties": 2,
+    "properties": {"name": OBJECT | _reserved(VOLUMES)},
+    "additionalProperties": {"type": "object", "description": "an object, as Kubernetes describes this source"},
+    "description": "an object with name and one source, such as persistentVolumeClaim",
+}
+EXTRA_MOUNT = {
+    "type": "object",
+    "required": ["name", "mountPath"],
+    "additionalProperties": False,
+    "properties": {
+        "name": OBJECT,
+        "mountPath": _text(f"/{_SUB_PATH}", "an absolute path without .."),
+        "subPath": _text(_SUB_PATH, "a relative path without .."),
+        "readOnly": {"type": "boolean", "description": "true or false"},
+    },
+    "description": "an object with name and mountPath, and readOnly or subPath",
 }
 
 
@@ -130,96 +163,110 @@ class Job:
     """A training run on ``nodes`` machines with ``gpus`` GPUs each. Every field is a name in the
     job's file; ``train`` holds the names of ``liger train``."""
 
-    name: str
-    image: str  # with a tag or a digest
+    # The metadata of a field is its JSON Schema: what a job is checked by, and what a chart's values
+    # are checked by. None is not checked: the field is not set
+    name: str = field(metadata=NAME)
+    image: str = field(metadata=IMAGE)
     train: TrainConfig
-    kind: str = "pytorchjob"  # elastic (Kubeflow training-operator 1.9), trainjob (Kubeflow Trainer 2), or jobset
-    overlay: str = "plain"
-    namespace: str = "default"
-    nodes: int = 1
-    min_nodes: int | None = (
-        None  # pytorchjob: training continues with so many nodes when machines are lost (default: all)
+    # pytorchjob stays: Kubeflow Trainer 2.3.0 has no elastic mode, so clusters that want one run
+    # training-operator 1.9.4, its maintenance line; Flyte's Elastic tasks are PyTorchJobs, too.
+    # trainjob is for Kubeflow Trainer 2, and jobset for clusters without Kubeflow
+    kind: str = _field("pytorchjob", _choice("pytorchjob", "trainjob", "jobset"))
+    overlay: str = _field("plain", _choice("plain", "eks"))
+    namespace: str = _field("default", OBJECT)
+    nodes: int = _field(1, _number(1, 10_000))
+    # pytorchjob: training continues with so many nodes when machines are lost (default: all)
+    min_nodes: int | None = _field(None, _number(1, 10_000))
+    gpus: int = _field(8, _number(0, MOST_GPUS))  # per node; 0 trains on CPUs
+    gpu_resource: str = _field("nvidia.com/gpu", _text(_KEY, "the name of a resource, such as nvidia.com/gpu"))
+    # the GPU for which the init container compiles kernels; with None, the first step compiles them
+    arch: str | None = _field("sm90", _text("(sm|gfx)[0-9a-z]{2,6}", "an architecture, such as sm90"))
+    cpu: str = _field("32", CORES)  # per node
+    memory: str = _field("256Gi", BYTES)  # per node, including /dev/shm
+    shm: str = _field("16Gi", BYTES)  # size of /dev/shm
+    cache: str = _field("50Gi", BYTES)  # scratch on the node: compiled kernels, downloaded models
+    # PersistentVolumeClaim that all nodes can write to (ReadWriteMany), mounted at /shared
+    volume: str | None = _field(None, OBJECT)
+    queue: str | None = _field(None, OBJECT)  # Kueue's LocalQueue
+    cluster_queue: str | None = _field(None, OBJECT)  # also render that LocalQueue, for this one
+    # also render that ClusterQueue, with a quota for so many nodes
+    quota_nodes: int | None = _field(None, _number(1, 100_000))
+    # of the whole job; preemptions do not count if the kind of job can distinguish them
+    retries: int = _field(10, _number(0, 1_000_000))
+    # seconds from SIGTERM to SIGKILL: must exceed two steps and a checkpoint
+    grace: int = _field(180, _number(60, 604_800))
+    # Secret whose keys become environment variables, such as HF_TOKEN
+    secret: str | None = _field(None, OBJECT)
+    environment: dict = field(default_factory=dict, metadata=_map(VARIABLE, VARIABLE_VALUE))
+    node_selector: dict = field(default_factory=dict, metadata=_map(LABEL, LABEL_VALUE))
+    tolerations: list = field(default_factory=list, metadata=_list(TOLERATION))
+    # added to every object and pod, as annotations are
+    labels: dict = field(default_factory=dict, metadata=_map(FREE_LABEL, LABEL_VALUE))
+    annotations: dict = field(default_factory=dict, metadata=_map(LABEL | _reserved((ROLE,)), ANNOTATION))
+    # names of Secrets with which nodes pull the image
+    pull_secrets: list = field(default_factory=list, metadata=_list(SECRET))
+    priority_class: str | None = _field(None, _text(_DOMAIN, "the name of a PriorityClass"))  # of pods
+    # of pods; it must exist. The overlay eks creates its own for role
+    service_account: str | None = _field(None, _text(_DOMAIN, "the name of a ServiceAccount"))
+    # per node, in addition to GPUs, cores and memory: rdma/ib: "8" for InfiniBand
+    resources: dict = field(default_factory=dict, metadata=_map(RESOURCE, QUANTITY))
+    # in the form of Kubernetes' volumes and volumeMounts
+    extra_volumes: list = field(default_factory=list, metadata=_list(EXTRA_VOLUME))
+    extra_mounts: list = field(default_factory=list, metadata=_list(EXTRA_MOUNT))
+    # the namespace of the pods that may read metrics
+    monitoring_namespace: str = _field("monitoring", OBJECT)
+    # labels with which Prometheus finds monitors and rules, such as release: prometheus
+    monitor_labels: dict = field(default_factory=dict, metadata=_map(FREE_LABEL, LABEL_VALUE))
+    # an alert fires if the newest checkpoint is older than so many seconds
+    checkpoint_age: int = _field(7200, _number(1, 31_536_000))
+    efa: int = _field(0, _number(0, 64))  # eks: network interfaces per node
+    # eks: ARN of the IAM role for the object store
+    role: str | None = _field(
+        None, _text(r"arn:[a-z-]+:iam::[0-9]{1,12}:role/[A-Za-z0-9_+=,.@/-]{1,512}", "the ARN of an IAM role")
     )
-    gpus: int = 8  # per node; 0 trains on CPUs
-    gpu_resource: str = "nvidia.com/gpu"
-    arch: str | None = (
-        "sm90"  # the GPU for which the init container compiles kernels; with None, the first step compiles them
-    )
-    cpu: str = "32"  # per node
-    memory: str = "256Gi"  # per node, including /dev/shm
-    shm: str = "16Gi"  # size of /dev/shm
-    cache: str = "50Gi"  # scratch on the node: compiled kernels, downloaded models
-    volume: str | None = None  # PersistentVolumeClaim that all nodes can write to (ReadWriteMany), mounted at /shared
-    queue: str | None = None  # Kueue's LocalQueue
-    cluster_queue: str | None = None  # also render that LocalQueue, for this ClusterQueue
-    quota_nodes: int | None = None  # also render that ClusterQueue, with a quota for so many nodes
-    retries: int = 10  # of the whole job; preemptions do not count if the kind of job can distinguish them
-    grace: int = 180  # seconds from SIGTERM to SIGKILL: must exceed two steps and a checkpoint
-    secret: str | None = None  # Secret whose keys become environment variables, such as HF_TOKEN
-    environment: dict = field(default_factory=dict)
-    node_selector: dict = field(default_factory=dict)
-    tolerations: list = field(default_factory=list)
-    labels: dict = field(default_factory=dict)  # added to every object and pod
-    annotations: dict = field(default_factory=dict)  # added to every object and pod
-    pull_secrets: list = field(default_factory=list)  # names of Secrets with which nodes pull the image
-    priority_class: str | None = None  # of pods
-    service_account: str | None = None  # of pods; it must exist. The overlay eks creates its own for role
-    resources: dict = field(
-        default_factory=dict
-    )  # per node, in addition to GPUs, cores and memory: rdma/ib: "8" for InfiniBand
-    extra_volumes: list = field(default_factory=list)  # in the form of Kubernetes' volumes
-    extra_mounts: list = field(default_factory=list)  # mounts of extra_volumes, in the form of Kubernetes' volumeMounts
-    monitoring_namespace: str = "monitoring"  # the namespace of the pods that may read metrics
-    monitor_labels: dict = field(
-        default_factory=dict
-    )  # labels with which Prometheus finds monitors and rules, such as release: prometheus
-    checkpoint_age: int = 7200  # an alert fires if the newest checkpoint is older than so many seconds
-    efa: int = 0  # eks: network interfaces per node
-    role: str | None = None  # eks: ARN of the IAM role for the object store
 
     def __post_init__(self) -> None:
-        config = self.train
-        self._check_forms()
-        if not re.search(r"[:@][^/]+$", self.image) or self.image.endswith(":latest"):
-            raise UserError(f"image must have a tag other than latest, or a digest; got {self.image!r}")
-        for name, choices in (("kind", KINDS), ("overlay", OVERLAYS)):
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"{name} must be one of {', '.join(choices)}; got "
-                    f"{getattr(self, name)!r}{did_you_mean(getattr(self, name), choices)}"
-                )
-        if self.processes > LIMITS["gpus"][1]:
-            raise UserError(f"train.nproc must be at most {LIMITS['gpus'][1]}, got {self.processes}")
-        if self.min_nodes is not None and (self.kind != "pytorchjob" or self.min_nodes > self.nodes):
-            raise UserError(
-                f"min_nodes needs kind pytorchjob and at most nodes; got {self.min_nodes} of {self.nodes}, kind "
-                f"{self.kind}"
-            )
-        if self.overlay != "eks" and (self.efa or self.role):
-            raise UserError("efa and role need overlay eks")
-        if self.role and self.service_account:
-            raise UserError("role makes a ServiceAccount, service_account names one that is there: give one of them")
-        if (self.cluster_queue and not self.queue) or (self.quota_nodes and not self.cluster_queue):
-            raise UserError("cluster_queue needs queue, quota_nodes needs cluster_queue")
-        if self.volume is None and self.nodes > 1:
-            raise UserError("several nodes need a volume that all of them can write to, for checkpoints: give volume")
-        if self.volume is None and not config.store:
-            raise UserError(
-                "without a volume, the run's folder is lost with its pod: give volume, or train.store (s3://...)"
-            )
-        if not config.checkpoint_every:
-            raise UserError("train.checkpoint_every must be set: a restart resumes from the latest checkpoint")
-        if config.parallel == "none" and self.nodes * self.processes > 1:
-            raise UserError(f"{self.nodes * self.processes} processes need train.parallel ddp, fsdp2, tp or ulysses")
-        open_ = [f"train.{name}" for name, value in config.shown().items() if value != getattr(config, name)]
-        for name, value in vars(self).items():
-            if name != "train":
-                open_ += _credentials(name, "", value)
-        if open_:  # many people can read manifests
-            raise UserError(
-                f"{open_[0]} holds credentials, which would be readable in the manifests: store it in a Secret, and "
-                "give the Secret's name as secret"
-            )
+        checked(dict(vars(self)), Job, "job")
+        _validate({name: value for name, value in vars(self).items() if value is not None}, self.schemas)
+        self._check_volumes()
+        self._check_credentials()
+        config, ranks = self.train, self.nodes * self.processes
+        rules = (
+            (self.processes > MOST_GPUS, f"train.nproc must be at most {MOST_GPUS}, got {self.processes}"),
+            (
+                self.min_nodes is not None and (self.kind != "pytorchjob" or self.min_nodes > self.nodes),
+                f"min_nodes needs kind pytorchjob and at most nodes; got {self.min_nodes} of {self.nodes}, "
+                f"kind {self.kind}",
+            ),
+            (self.overlay != "eks" and (self.efa or self.role), "efa and role need overlay eks"),
+            (
+                self.role and self.service_account,
+                "role makes a ServiceAccount, service_account names one that is there: give one of them",
+            ),
+            (
+                (self.cluster_queue and not self.queue) or (self.quota_nodes and not self.cluster_queue),
+                "cluster_queue needs queue, quota_nodes needs cluster_queue",
+            ),
+            (
+                self.volume is None and self.nodes > 1,
+                "several nodes need a volume that all of them can write to, for checkpoints: give volume",
+            ),
+            (
+                self.volume is None and not config.store,
+                "without a volume, the run's folder is lost with its pod: give volume, or train.store (s3://...)",
+            ),
+            (
+                not config.checkpoint_every,
+                "train.checkpoint_every must be set: a restart resumes from the latest checkpoint",
+            ),
+            (
+                config.parallel == "none" and ranks > 1,
+                f"{ranks} processes need train.parallel ddp, fsdp2, tp or ulysses",
+            ),
+        )
+        for broken, text in rules:
+            if broken:
+                raise UserError(text)
         for name in ("out", "save", "cache"):
             if ".." in Path(getattr(config, name) or "").parts:
                 raise UserError(f"train.{name} must be a path without .., got {getattr(config, name)!r}")
@@ -229,53 +276,8 @@ class Job:
                     f"train.{name} must be relative or under {SHARED}, where the volume is mounted; got {folder!r}"
                 )
 
-    def _check_forms(self) -> None:
-        """Raise ``UserError`` with the path of a field that has a wrong type or form: a cluster
-        would refuse it or misread it."""
-        checked({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, Job, "job")
-        for name, shape in SHAPES.items():
-            if getattr(self, name) is not None:
-                _shaped(name, getattr(self, name), shape)
-        for name, (least, most) in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise UserError(
-                    f"{name} must be {f'at least {least}' if value < least else f'at most {most}'}, got {value}"
-                )
-        for name in ("node_selector", "monitor_labels", "labels"):
-            for key, value in getattr(self, name).items():
-                _shaped(f"{name}: a label's name", key, LABEL)
-                _shaped(f"{name}.{key}", value, LABEL_VALUE)
-                if name != "node_selector" and key in OUR_LABELS:
-                    raise UserError(f"{name}.{key} is a label that the manifests set: leave it out")
-        for key, value in self.annotations.items():
-            _shaped("annotations: an annotation's name", key, LABEL)
-            if key == ROLE:
-                raise UserError(f"annotations.{key} is what role sets: leave it out")
-            if not isinstance(value, str) or "\0" in value or len(value) > 32_768:
-                raise UserError(
-                    f"annotations.{key} must be text, quoted where YAML would take it for a number; got {value!r:.80}"
-                )
-        for key, value in self.resources.items():
-            _shaped("resources: a resource's name", key, RESOURCE)
-            _shaped(f"resources.{key}", value, QUANTITY)
-            if key in self.counted:
-                raise UserError(f"resources.{key} is what gpus and efa count: leave it out")
-        for i, name in enumerate(self.pull_secrets):
-            _shaped(f"pull_secrets[{i}]", name, PULL_SECRET)
-        self._check_volumes()
-        for key, value in self.environment.items():
-            _shaped(
-                "environment: a variable's name",
-                key,
-                ("[A-Za-z_][A-Za-z0-9_]{0,252}", "letters, digits and _, no digit first"),
-            )
-            if type(value) not in (str, int, float) or "\0" in str(value) or len(str(value)) > 32_768:
-                raise UserError(f"environment.{key} must be text or a number, got {value!r:.80}")
-        for i, toleration in enumerate(self.tolerations):
-            _check_toleration(f"tolerations[{i}]", toleration)
-
     def _check_volumes(self) -> None:
+        """What the schema of one volume or mount cannot say."""
         try:
             json.dumps(self.extra_volumes)
         except (TypeError, ValueError, RecursionError) as error:
@@ -283,47 +285,35 @@ class Job:
                 "extra_volumes must be objects of text, numbers and lists, quoted where YAML would take them for "
                 f"dates: {error}"
             ) from None
-        for i, volume in enumerate(self.extra_volumes):
-            path = f"extra_volumes[{i}]"
-            if (
-                not isinstance(volume, dict)
-                or len(volume) != 2
-                or not all(isinstance(v, dict) for k, v in volume.items() if k != "name")
-            ):
-                raise UserError(
-                    f"{path} must be an object with name and one source, such as persistentVolumeClaim; got "
-                    f"{volume!r:.80}"
-                )
-            _shaped(f"{path}.name", volume.get("name"), VOLUME)
         names = [volume["name"] for volume in self.extra_volumes]
-        if clash := {name for name in names if name in OUR_VOLUMES or names.count(name) > 1}:
-            raise UserError(
-                f"extra_volumes: names must differ from each other and from {', '.join(OUR_VOLUMES)}; got "
-                f"{', '.join(sorted(clash))}"
-            )
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"extra_volumes must have names that differ, got {', '.join(twice)}")
         for i, mount in enumerate(self.extra_mounts):
-            path = f"extra_mounts[{i}]"
-            if not isinstance(mount, dict) or not {"name", "mountPath"} <= mount.keys() <= {
-                "name",
-                "mountPath",
-                "readOnly",
-                "subPath",
-            }:
-                raise UserError(
-                    f"{path} must be an object with name and mountPath, and readOnly or subPath; got {mount!r:.80}"
-                )
+            path, folder = f"extra_mounts[{i}]", Path(mount["mountPath"])
             if mount["name"] not in names:
                 raise UserError(f"{path}.name must be one of extra_volumes, got {mount['name']!r:.80}")
-            _shaped(f"{path}.mountPath", mount["mountPath"], MOUNT)
-            place = Path(mount["mountPath"])
-            if place.is_relative_to(OUR_MOUNTS[1]) or any(Path(ours).is_relative_to(place) for ours in OUR_MOUNTS):
+            if folder.is_relative_to(MOUNTS[1]) or any(Path(ours).is_relative_to(folder) for ours in MOUNTS):
                 raise UserError(
-                    f"{path}.mountPath must leave {', '.join(OUR_MOUNTS)} as they are, got {mount['mountPath']!r:.80}"
+                    f"{path}.mountPath must leave {', '.join(MOUNTS)} as they are, got {mount['mountPath']!r:.80}"
                 )
-            if "subPath" in mount:
-                _shaped(f"{path}.subPath", mount["subPath"], SUB_PATH)
-            if type(mount.get("readOnly", True)) is not bool:
-                raise UserError(f"{path}.readOnly must be true or false, got {mount['readOnly']!r:.80}")
+
+    def _check_credentials(self) -> None:
+        """Many people can read manifests."""
+        shown = self.train.shown()
+        found = [f"train.{name}" for name, value in shown.items() if value != getattr(self.train, name)]
+        for name in self.schemas:
+            found += _credentials(name, "", getattr(self, name))
+        if found:
+            raise UserError(
+                f"{found[0]} holds credentials, which would be readable in the manifests: store it in a Secret, and "
+                "give the Secret's name as secret"
+            )
+
+    @property
+    def schemas(self) -> dict[str, Schema]:
+        """The JSON Schema of each field but ``train``."""
+        found = {each.name: dict(each.metadata) for each in dataclasses.fields(self) if each.metadata}
+        return found | {"resources": _map(RESOURCE | _reserved(self.counted), QUANTITY)}
 
     @property
     def processes(self) -> int:
@@ -396,9 +386,42 @@ class Job:
         return cls(**values)
 
 
-def _shaped(path: str, value: Any, shape: tuple[str, str]) -> None:
-    if not isinstance(value, str) or not re.fullmatch(shape[0], value) or len(value) > 1000:
-        raise UserError(f"{path} must be {shape[1]}; got {value!r:.80}")
+def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
+    """Raise ``UserError`` with the path of the first value that breaks its schema: a cluster would
+    refuse it or misread it."""
+    for error in _validator()({"properties": schemas}).iter_errors(values):
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)[1:]
+        if "propertyNames" in error.absolute_schema_path:
+            path += ": a name"
+        words, near = error.schema["description"], ""
+        if error.validator == "not" and "enum" in error.validator_value:
+            words = f"none of {', '.join(error.validator_value['enum'])}, which are set from other fields"
+        if error.validator == "enum":
+            near = did_you_mean(error.instance, error.validator_value)
+        raise UserError(f"{path} must be {words}; got {error.instance!r:.80}{near}")
+
+
+@functools.cache
+def _validator() -> Any:
+    """The class of ``jsonschema``'s validators, stricter where Python is laxer than a manifest."""
+    try:
+        from jsonschema import Draft7Validator, ValidationError
+        from jsonschema.validators import extend
+    except ImportError as error:
+        raise UserError("jobs are checked with jsonschema: pip install jsonschema") from error
+
+    def pattern(validator: Any, wanted: str, text: Any, schema: Schema) -> Iterator[Any]:
+        # Python's $ also matches before a line break at the end, Go's in Helm does not
+        if isinstance(text, str) and (len(text) > 1000 or not re.search(wanted.replace("$", r"\Z"), text)):
+            yield ValidationError("pattern")
+
+    types = Draft7Validator.TYPE_CHECKER.redefine_many(
+        {
+            "integer": lambda _, value: type(value) is int,  # 2.0 is one to JSON Schema, not to Kubernetes
+            "string": lambda _, value: isinstance(value, str) and "\0" not in value and len(value) <= 32_768,
+        }
+    )
+    return extend(Draft7Validator, {"pattern": pattern}, type_checker=types)
 
 
 def _credentials(path: str, name: str, value: Any) -> Iterator[str]:
@@ -406,13 +429,10 @@ def _credentials(path: str, name: str, value: Any) -> Iterator[str]:
     the user's name for them."""
     if isinstance(value, dict):
         for key, part in value.items():
-            # `key` is a name of Kubernetes': of a taint beside `effect`, of what a Secret or
-            # ConfigMap holds beside `path`
-            yield from _credentials(
-                f"{path}.{key}",
-                "" if key == "key" and {"path", "effect", "operator"} & value.keys() else str(key),
-                part,
-            )
+            # "key" does not make a secret of what Kubernetes calls so: the key of a taint, which has
+            # an effect or operator, and the key in a Secret or ConfigMap, which has a path
+            kubernetes = key == "key" and {"path", "effect", "operator"} & value.keys()
+            yield from _credentials(f"{path}.{key}", "" if kubernetes else str(key), part)
             yield from _credentials(f"{path}: a name", "", key)
     elif isinstance(value, list):
         for i, part in enumerate(value):
@@ -421,32 +441,12 @@ def _credentials(path: str, name: str, value: Any) -> Iterator[str]:
         yield path
 
 
-def _check_toleration(path: str, toleration: Any) -> None:
-    if not isinstance(toleration, dict):
-        raise UserError(f"{path} must be an object with {', '.join(TOLERATION)}; got {toleration!r:.80}")
-    for name, value in toleration.items():
-        if name == "tolerationSeconds":
-            if type(value) is not int:
-                raise UserError(f"{path}.tolerationSeconds must be a whole number, got {value!r:.80}")
-        elif name not in TOLERATION:
-            raise UserError(
-                f"{path} has an unknown name {name!r:.80}; there are {', '.join(TOLERATION)} and tolerationSeconds"
-            )
-        else:
-            _shaped(f"{path}.{name}", value, TOLERATION[name])
-
-
 def checked_job(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return ``values`` in the form that ``Job`` takes."""
-    train = values.pop("train", None)
-    checked(values, Job, where)
-    missing = [
-        name
-        for name, value in (("name", values.get("name")), ("image", values.get("image")), ("train", train))
-        if value is None
-    ]
+    checked({name: value for name, value in values.items() if name != "train"}, Job, where)
+    missing = [name for name in ("name", "image", "train") if values.get(name) is None]
     if missing:
         raise UserError(f"{where}: {' and '.join(missing)} must be given")
-    if not isinstance(train, dict):
+    if not isinstance(values["train"], dict):
         raise UserError(f"{where}: train must hold names and values of liger train")
-    return values | {"train": TrainConfig(**checked(train, TrainConfig, f"{where}: train"))}
+    return values | {"train": TrainConfig(**checked(values["train"], TrainConfig, f"{where}: train"))}

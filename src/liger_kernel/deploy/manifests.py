@@ -160,84 +160,70 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
     mounts += job.extra_mounts
     volumes += job.extra_volumes
-    common: Object = {
+    common = {
         "image": job.image,
         "env": _environment(job),
         "volumeMounts": mounts,
-        "securityContext": _confined(),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "envFrom": [{"secretRef": {"name": job.secret}}] if job.secret else None,
+        "command": ["liger"],
     }
-    if job.secret:
-        common["envFrom"] = [{"secretRef": {"name": job.secret}}]
-    flags = [
-        "--nproc",
-        str(job.processes),
-        "--nnodes",
-        f"{_least(job)}:{job.nodes}",
-        "--rdzv-endpoint",
-        f"{host}:{port}",
-    ]
-    node: Object = {
+    machines = f"{_least(job)}:{job.nodes}"
+    flags = ["--nproc", str(job.processes), "--nnodes", machines, "--rdzv-endpoint", f"{host}:{port}"]
+    node = {
         "name": container,
         **common,
-        "command": ["liger"],
         "args": ["train", "--config", CONFIG, *flags],
         "resources": _resources(job),
+        **(_metrics_and_probes(job) if job.metrics else {}),
     }
-    if job.metrics:
-        node["ports"] = [{"name": f"metrics-{i}", "containerPort": METRICS_PORT + i} for i in range(job.processes)]
-        probe = {"httpGet": {"path": "/healthz", "port": METRICS_PORT}, "timeoutSeconds": 5}
-        node["startupProbe"] = {**probe, "periodSeconds": 10, "failureThreshold": STARTUP // 10}
-        # the trainer ends itself if it makes no progress; restarting workers have no endpoint for a
-        # while
-        node["livenessProbe"] = {
-            **probe,
-            "periodSeconds": 30,
-            "failureThreshold": math.ceil(job.train.timeout / 30) + 4,
-        }
-    spec: Object = {
+    warm = {
+        "name": "warm-kernels",
+        **common,
+        "args": ["warmup", "--config", CONFIG, "--arch", job.arch],
+        "resources": _resources(job, devices=False),  # compiling needs no GPU
+    }
+    warms = job.gpus and job.arch and job.train.model and job.train.kernels == "on"
+    tolerations = list(job.tolerations)
+    if job.overlay == "eks" and job.gpus:
+        tolerations.append({"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
+    user = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), USER)
+    spec = {
         "terminationGracePeriodSeconds": job.grace,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [node],
+        "securityContext": {"runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_set(node)],
         "volumes": volumes,
+        "initContainers": [_set(warm)] if warms else None,
+        "serviceAccountName": job.service_account or (job.name if job.role else None),
+        "priorityClassName": job.priority_class,
+        "imagePullSecrets": [{"name": name} for name in job.pull_secrets] or None,
+        "nodeSelector": job.node_selector or None,
+        "tolerations": tolerations or None,
     }
-    if job.gpus and job.arch and job.train.model and job.train.kernels == "on":
-        args = ["warmup", "--config", CONFIG, "--arch", job.arch]
-        spec["initContainers"] = [
-            {
-                "name": "warm-kernels",
-                **common,
-                "command": ["liger"],
-                "args": args,
-                "resources": _resources(job, devices=False),
-            }
-        ]
-    if job.role or job.service_account:
-        spec["serviceAccountName"] = job.service_account or job.name
-    if job.priority_class:
-        spec["priorityClassName"] = job.priority_class
-    if job.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
-    if job.node_selector:
-        spec["nodeSelector"] = job.node_selector
-    tolerations = [
-        *job.tolerations,
-        *(
-            [{"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
-            if job.overlay == "eks" and job.gpus
-            else []
-        ),
-    ]
-    if tolerations:
-        spec["tolerations"] = tolerations
-    return {"metadata": {"labels": _labels(job) | job.labels, **_annotated(job)}, "spec": spec}
+    return {"metadata": {"labels": _labels(job) | job.labels, **_annotated(job)}, "spec": _set(spec)}
+
+
+def _set(o: Object) -> Object:
+    """``o`` without the names that a job does not set."""
+    return {name: value for name, value in o.items() if value is not None}
+
+
+def _metrics_and_probes(job: Job) -> Object:
+    probe = {"httpGet": {"path": "/healthz", "port": METRICS_PORT}, "timeoutSeconds": 5}
+    # the trainer ends itself if it makes no progress, and workers that restart have no endpoint for
+    # a while: the kubelet must be the slower of the two
+    patience = math.ceil(job.train.timeout / 30) + 4
+    return {
+        "ports": [{"name": f"metrics-{i}", "containerPort": METRICS_PORT + i} for i in range(job.processes)],
+        "startupProbe": {**probe, "periodSeconds": 10, "failureThreshold": STARTUP // 10},
+        "livenessProbe": {**probe, "periodSeconds": 30, "failureThreshold": patience},
+    }
 
 
 def bare_pod(job: Job, container: str) -> Object:
@@ -245,13 +231,12 @@ def bare_pod(job: Job, container: str) -> Object:
     context and environment variables."""
     spec = _template(dataclasses.replace(job, arch=None), container, "")["spec"]
     node = spec["containers"][0]
-    spec["containers"] = [
-        {name: value for name, value in node.items() if name in ("name", "env", "envFrom", "securityContext")}
-    ]
-    spec["containers"][0]["volumeMounts"] = [
-        mount for mount in node["volumeMounts"] if mount["name"] not in ("config", "shm")
-    ]
-    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] not in ("config", "shm")]
+    # the platform has its own configuration, and its own size of /dev/shm
+    kept = lambda found: [each for each in found if each["name"] not in ("config", "shm")]
+    names = ("name", "env", "envFrom", "securityContext")
+    bare = {name: value for name, value in node.items() if name in names}
+    spec["containers"] = [{**bare, "volumeMounts": kept(node["volumeMounts"])}]
+    spec["volumes"] = kept(spec["volumes"])
     return spec
 
 
@@ -284,10 +269,6 @@ def _resources(job: Job, devices: bool = True) -> Object:
     if devices:
         limits |= job.resources
     return {"limits": limits, "requests": dict(limits)}
-
-
-def _confined() -> Object:
-    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def _config(job: Job) -> Object:

@@ -40,6 +40,7 @@ def rules(
     # increase()
     grew = lambda metric: f"{most(metric)} > (max {BY} ({of(metric)} offset {window}) or max {BY} (0 * {of(metric)}))"
     limits = limits or thresholds(job)
+    # name, severity, how long before it fires, query, summary
     alerts = [
         (
             "LigerTrainingStalled",
@@ -95,54 +96,34 @@ def rules(
     ]
     found: list[dict[str, Any]] = [{"record": "run:liger_tokens_per_second", "expr": most("tokens_per_second")}]
     for name, severity, wait, expr, summary in alerts:
-        found.append(
-            {
-                "alert": name,
-                "expr": expr,
-                "for": wait,
-                "labels": {"severity": severity},
-                "annotations": {"summary": summary},
-            }
-        )
+        labels, annotations = {"severity": severity}, {"summary": summary}
+        found.append({"alert": name, "expr": expr, "for": wait, "labels": labels, "annotations": annotations})
     return {"groups": [{"name": f"liger-{job.name}", "rules": found}]}
 
 
-# title, unit, queries (expression, legend); {run} is the selection of the dashboard's variable
-PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
-    ("Loss", "none", [("max by (run) (liger_loss{run})", "{{run}}")]),
-    ("Tokens per second", "short", [("max by (run) (liger_tokens_per_second{run})", "{{run}}")]),
-    (
-        "Time of a step",
-        "s",
-        [
-            ("max by (run) (liger_step_seconds_p50{run})", "{{run}} median"),
-            ("max by (run) (liger_step_seconds_p95{run})", "{{run}} p95"),
-        ],
-    ),
-    (
-        "Steps",
-        "short",
-        [
-            ("max by (run) (liger_step{run})", "{{run}}"),
-            ("max by (run) (liger_checkpoint_step{run})", "{{run}} on disk"),
-        ],
-    ),
-    ("Age of the newest checkpoint", "s", [("time() - max by (run) (liger_checkpoint_time_seconds{run})", "{{run}}")]),
-    ("Gradient norm", "none", [("max by (run) (liger_gradient_norm{run})", "{{run}}")]),
-    ("Learning rate", "none", [("max by (run) (liger_learning_rate{run})", "{{run}}")]),
-    ("MFU", "percentunit", [("max by (run) (liger_mfu{run})", "{{run}}")]),
-    ("Peak memory of a rank", "bytes", [("liger_memory_bytes{run}", "{{run}} rank {{rank}}")]),
-    ("Waiting for data in a step", "s", [("max by (run) (liger_data_wait_seconds{run})", "{{run}}")]),
-    ("Tokens seen", "short", [("max by (run) (liger_tokens_total{run})", "{{run}}")]),
+# title, unit, curves. A curve is what its legend says after the run's name -> a metric, of which the
+# rank with most is shown, or a query, in which {run} selects the runs
+PANELS: list[tuple[str, str, dict[str, str]]] = [
+    ("Loss", "none", {"": "loss"}),
+    ("Tokens per second", "short", {"": "tokens_per_second"}),
+    ("Time of a step", "s", {"median": "step_seconds_p50", "p95": "step_seconds_p95"}),
+    ("Steps", "short", {"": "step", "on disk": "checkpoint_step"}),
+    ("Age of the newest checkpoint", "s", {"": "time() - max by (run) (liger_checkpoint_time_seconds{run})"}),
+    ("Gradient norm", "none", {"": "gradient_norm"}),
+    ("Learning rate", "none", {"": "learning_rate"}),
+    ("MFU", "percentunit", {"": "mfu"}),
+    ("Peak memory of a rank", "bytes", {"rank {{rank}}": "liger_memory_bytes{run}"}),
+    ("Waiting for data in a step", "s", {"": "data_wait_seconds"}),
+    ("Tokens seen", "short", {"": "tokens_total"}),
     (
         "Restarts, steps skipped, failed checkpoints, kernels compiled late",
         "short",
-        [
-            ("max by (run) (liger_restarts_total{run})", "{{run}} restarts"),
-            ("max by (run) (liger_nonfinite_steps_total{run})", "{{run}} NaN or Inf"),
-            ("max by (run) (liger_checkpoint_failures_total{run})", "{{run}} checkpoints"),
-            ("sum by (run) (liger_kernels_compiled_total{run})", "{{run}} kernels"),
-        ],
+        {
+            "restarts": "restarts_total",
+            "NaN or Inf": "nonfinite_steps_total",
+            "checkpoints": "checkpoint_failures_total",
+            "kernels": "sum by (run) (liger_kernels_compiled_total{run})",
+        },
     ),
 ]
 
@@ -151,32 +132,18 @@ def dashboard() -> dict[str, Any]:
     """A Grafana dashboard of all runs, for Grafana's import dialogue and its sidecar."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels = []
-    for i, (title, unit, queries) in enumerate(PANELS):
-        targets = [
-            {
-                "datasource": source,
-                "refId": chr(65 + n),
-                "expr": expr.replace("{run}", '{run=~"$run"}'),
-                "legendFormat": legend,
-            }
-            for n, (expr, legend) in enumerate(queries)
-        ]
-        place = {"h": 8, "w": 8, "x": 8 * (i % 3), "y": 8 * (i // 3)}
-        options = {
-            "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-            "options": {"tooltip": {"mode": "multi"}},
-        }
-        panels.append(
-            {
-                "id": i + 1,
-                "type": "timeseries",
-                "title": title,
-                "datasource": source,
-                "gridPos": place,
-                **options,
-                "targets": targets,
-            }
-        )
+    for i, (title, unit, curves) in enumerate(PANELS):
+        targets = []
+        for n, (legend, curve) in enumerate(curves.items()):
+            query = curve if "{run}" in curve else f"max by (run) (liger_{curve}{{run}})"
+            selected = query.replace("{run}", '{run=~"$run"}')
+            shown = f"{{{{run}}}} {legend}".strip()
+            targets.append({"datasource": source, "refId": chr(65 + n), "expr": selected, "legendFormat": shown})
+        panel: dict[str, Any] = {"id": i + 1, "type": "timeseries", "title": title, "datasource": source}
+        panel["gridPos"] = {"h": 8, "w": 8, "x": 8 * (i % 3), "y": 8 * (i // 3)}
+        panel["fieldConfig"] = {"defaults": {"unit": unit}, "overrides": []}
+        panel["options"] = {"tooltip": {"mode": "multi"}}
+        panels.append(panel | {"targets": targets})
     variables = [
         {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
         {

@@ -1,4 +1,5 @@
-"""A job's pod as an object of the Kubernetes client, which both versions of Flyte accept."""
+"""What both versions of Flyte accept: a job's pod as an object of the Kubernetes client, and sizes of
+elastic training."""
 
 from __future__ import annotations
 
@@ -17,3 +18,9 @@ def pod_spec(job: Job, **variables: str) -> Any:
     spec = bare_pod(job, "primary")
     spec["containers"][0]["env"] += [{"name": name, "value": value} for name, value in variables.items()]
     return client.ApiClient().deserialize(json.dumps(spec), "V1PodSpec", "application/json")
+
+
+def elastic(job: Job) -> dict[str, Any]:
+    """Arguments of Flyte's ``Elastic``: machines, processes on each, restarts."""
+    nodes = job.nodes if job.min_nodes in (None, job.nodes) else f"{job.min_nodes}:{job.nodes}"
+    return {"nnodes": nodes, "nproc_per_node": job.processes, "max_restarts": job.train.max_restarts}

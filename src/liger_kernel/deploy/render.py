@@ -9,49 +9,17 @@ import hashlib
 import json
 import re
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import (
-    KUBERNETES,
-    LABEL,
-    LABEL_VALUE,
-    LIMITS,
-    MOUNT,
-    OUR_LABELS,
-    OUR_VOLUMES,
-    PULL_SECRET,
-    QUANTITY,
-    RESOURCE,
-    ROLE,
-    SHAPES,
-    SUB_PATH,
-    TOLERATION,
-    VOLUME,
-    Job,
-)
+from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema
 from liger_kernel.deploy.manifests import Object, objects
 from liger_kernel.train.config import TrainConfig, UserError, _kinds, read_file
 from liger_kernel.train.files import export
 
 WRITTEN = ".liger-deploy.json"  # in a folder with rendered files: the digest of each
-FORMS = ("yaml", "kustomize", "helm", "train", "rules", "dashboard")
-
-
-def render(job: Job, form: str) -> dict[str, str]:
-    """The files of one form, by name. A form with a single file has a name without a folder."""
-    if form == "kustomize":
-        return kustomize(job)
-    if form == "helm":
-        return helm(job)
-    if form == "train":
-        return {"train.json": json.dumps(dataclasses.asdict(job.train) | {"save": job.save}, indent=2) + "\n"}
-    if form == "rules":
-        return {"rules.yaml": _dump([monitoring.rules(job)])}
-    if form == "dashboard":
-        return {"dashboard.json": json.dumps(monitoring.dashboard(), indent=1) + "\n"}
-    return {f"{job.name}.yaml": _dump(objects(job))}
 
 
 def write(files: dict[str, str], folder: str | Path) -> list[Path]:
@@ -146,8 +114,26 @@ def _file(o: Object) -> str:
     return f"{o['kind'].lower()}-{o['metadata']['name']}.yaml"
 
 
+# How a chart is made. `objects` renders a job that has marks in the place of its values: image is
+# "MARK_image_", nodes Number("MARK_nodes_"), labels {"MARK_each-labels_": ""}. Then the marks in the
+# YAML become Helm's expressions:
+#
+#   image: 'MARK_image_'                            image: '{{ .Values.image }}'
+#   nodes: MARK_nodes_                              nodes: {{ int64 .Values.nodes }}
+#   labels:                                         labels:
+#     app: liger-train                                app: liger-train
+#     'MARK_each-labels_': ''                         {{- range $key, $value := .Values.labels }}
+#                                                     {{ $key | quote }}: {{ $value | quote }}
+#                                                     {{- end }}
+#   priorityClassName: 'MARK_priority_class_'       {{- if .Values.priority_class }}
+#                                                   priorityClassName: '{{ .Values.priority_class }}'
+#                                                   {{- end }}
+#
+# MARK is random, so that no text of a job can equal it.
+
+
 class Number(str):
-    """A template with a value that is not a string, so YAML shows it without quotes."""
+    """A mark of a value that is no text, so YAML shows it without quotes."""
 
 
 # Fields of a job that only set values. The other fields decide which objects exist, and are fixed
@@ -155,68 +141,17 @@ class Number(str):
 TEXTS = ("image", "cpu", "memory", "shm", "cache", "volume", "queue", "monitoring_namespace")
 NUMBERS = ("nodes", "min_nodes", "retries", "checkpoint_age")
 OPTIONS = ("priority_class", "service_account")  # if one is empty, its line is omitted
-MAPS = ("labels", "annotations", "node_selector", "monitor_labels", "resources")
-LISTS = ("tolerations", "pull_secrets", "extra_volumes", "extra_mounts")
-
-
-def _form(shape: str) -> Object:
-    return {"type": "string", "pattern": f"^({shape})$"}
-
-
-def _map(key: Object, value: Object) -> Object:
-    return {"type": "object", "propertyNames": key, "additionalProperties": value}
-
-
-_OUR_LABELS = {**_form(LABEL[0]), "not": {"enum": list(OUR_LABELS)}}
-VALUES: dict[str, Any] = {name: _form(SHAPES[name][0]) for name in TEXTS}
-VALUES["image"]["allOf"] = [{"pattern": "[:@][^/]+$"}, {"not": {"pattern": ":latest$"}}]  # a tag or a digest
-VALUES |= {name: {"type": "integer", "minimum": LIMITS[name][0], "maximum": LIMITS[name][1]} for name in NUMBERS}
-VALUES |= {name: _form(f"{SHAPES[name][0]}|") for name in OPTIONS}
-VALUES |= {
-    "labels": _map(_OUR_LABELS, _form(LABEL_VALUE[0])),
-    "monitor_labels": _map(_OUR_LABELS, _form(LABEL_VALUE[0])),
-    "node_selector": _map(_form(LABEL[0]), _form(LABEL_VALUE[0])),
-    "annotations": _map({**_form(LABEL[0]), "not": {"enum": [ROLE]}}, {"type": "string"}),
-    "resources": {},  # filled with the resources that the job counts
-    "pull_secrets": {"type": "array", "items": _form(PULL_SECRET[0])},
-    "tolerations": {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {name: _form(shape) for name, (shape, _) in TOLERATION.items()}
-            | {"tolerationSeconds": {"type": "integer"}},
-        },
-    },
-    "extra_volumes": {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "required": ["name"],
-            "minProperties": 2,
-            "maxProperties": 2,
-            "properties": {"name": {**_form(VOLUME[0]), "not": {"enum": list(OUR_VOLUMES)}}},
-            "additionalProperties": {"type": "object"},
-        },
-    },
-    "extra_mounts": {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "required": ["name", "mountPath"],
-            "additionalProperties": False,
-            "properties": {
-                "name": _form(VOLUME[0]),
-                "mountPath": _form(MOUNT[0]),
-                "subPath": _form(SUB_PATH[0]),
-                "readOnly": {"type": "boolean"},
-            },
-        },
-    },
-}
-_JSON = {int: "integer", float: "number", str: "string", bool: "boolean"}
+MAPS = ("labels", "monitor_labels", "node_selector", "annotations", "resources")
+LISTS = ("pull_secrets", "tolerations", "extra_volumes", "extra_mounts")
+VALUES = (*TEXTS, *NUMBERS, *OPTIONS, *MAPS, *LISTS)
 
 PLACES = ("out", "save", "store")  # fields of train: folders to which a run writes, so each release has its own
+RELEASE = "{{ .Release.Name }}"
+CHART_LABELS = {
+    "app.kubernetes.io/version": '.Chart.AppVersion | replace "+" "_" | quote',
+    "app.kubernetes.io/managed-by": ".Release.Service | quote",
+    "helm.sh/chart": 'printf "%s-%s" .Chart.Name .Chart.Version | quote',
+}
 THRESHOLDS = monitoring.Thresholds(
     steps="int64 .Values.train.steps",
     last="sub (int64 .Values.train.steps) (mul 2 (int64 .Values.train.log_every))",
@@ -224,11 +159,23 @@ THRESHOLDS = monitoring.Thresholds(
     behind="mul 2 (int64 .Values.train.checkpoint_every)",
     age="int64 .Values.checkpoint_age",
 )
+# name in a mark -> Helm's expression. int64, because Helm would write a large number as 3e+06
+EXPRESSIONS = {
+    **{name: f".Values.{name}" for name in (*TEXTS, *OPTIONS)},
+    **{name: f"int64 .Values.{name}" for name in NUMBERS},
+    **{f"limit-{name}": expression for name, expression in THRESHOLDS._asdict().items()},
+    **CHART_LABELS,
+    "name": 'include "liger.name" .',
+    "namespace": ".Release.Namespace",
+    "train": 'include "liger.train" . | quote',
+}
+# monitor_labels may repeat a name of labels, and then win: both are ranged over as one map
+MONITORED = "merge (dict) .Values.monitor_labels .Values.labels"
 HELPERS = """\
 {{- /* Every object and pod is called as the release. */}}
 {{- define "liger.name" -}}
-{{- if not (regexMatch "^NAME$" .Release.Name) -}}
-{{- fail (printf "the release's name must be SAID; got %s" .Release.Name) -}}
+{{- if not (regexMatch "^PATTERN$" .Release.Name) -}}
+{{- fail (printf "the release's name must be WORDS; got %s" .Release.Name) -}}
 {{- end -}}
 {{- .Release.Name -}}
 {{- end }}
@@ -260,28 +207,10 @@ def helm(job: Job) -> dict[str, str]:
         values["min_nodes"] = job.min_nodes or job.nodes
     if not job.metrics:  # then there are no monitors and no rules
         del values["checkpoint_age"], values["monitor_labels"]
-    mark = f"value{uuid.uuid4().hex}"  # no job can contain this text, so a job's own text never becomes a template
-    template = copy.copy(job)  # not replace(): it would check templates as if they were values
-    for name in ["name", "namespace", *values]:
-        setattr(template, name, _template_value(name, mark))
-    limits = monitoring.Thresholds(*(f"{mark}_limit-{name}_" for name in THRESHOLDS._fields))
-    config = {
-        name: value for name, value in dataclasses.asdict(job.config).items() if value is not None
-    }  # Helm drops null values
+    config = {name: value for name, value in dataclasses.asdict(job.config).items() if value is not None}
     for name in PLACES:
         if name in config:
             config[name] = _of_release(config[name], job.name)
-    texts = {}
-    for o in objects(template, limits):
-        if o["kind"] == "ConfigMap":
-            o = o | {"data": {"train.json": f"{mark}_train_"}}
-        labels = o["metadata"]["labels"] | {name: f"{mark}_{name}_" for name in CHART_LABELS}
-        if any("each-monitor_labels" in name for name in labels):  # monitor_labels may repeat a name of labels
-            labels = {name: value for name, value in labels.items() if "each-" not in name} | {
-                f"{mark}_each-{MONITORED}_": ""
-            }
-        o["metadata"]["labels"] = labels
-        texts[f"templates/{o['kind'].lower()}.yaml"] = _templates(_dump([o], mark).replace("{{", '{{ "{{" }}'), mark)
     from liger_kernel import __version__
 
     chart = {
@@ -293,33 +222,21 @@ def helm(job: Job) -> dict[str, str]:
         "appVersion": __version__,
         "kubeVersion": f">={KUBERNETES}.0-0",
     }
-    helpers = (
-        HELPERS.replace("NAME", SHAPES["name"][0])
-        .replace("SAID", SHAPES["name"][1])
-        .replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
-    )
-    files = {
+    helpers = HELPERS.replace("PATTERN", NAME["pattern"][2:-2])  # without ^( and )$
+    helpers = helpers.replace("WORDS", NAME["description"]).replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
+    return {
         "Chart.yaml": _dump([chart]),
         "values.yaml": _dump([values | {"train": config}]),
         "values.schema.json": json.dumps(_schema(list(values), job), indent=1) + "\n",
         "templates/_helpers.tpl": helpers,
+        **_templates(job, list(values)),
     }
-    return files | texts
-
-
-RELEASE = "{{ .Release.Name }}"
-MONITORED, MERGED = "monitored", "merge (dict) .Values.monitor_labels .Values.labels"
-CHART_LABELS = {
-    "app.kubernetes.io/version": '.Chart.AppVersion | replace "+" "_" | quote',
-    "app.kubernetes.io/managed-by": ".Release.Service | quote",
-    "helm.sh/chart": 'printf "%s-%s" .Chart.Name .Chart.Version | quote',
-}
 
 
 def _of_release(path: str, name: str) -> str:
     """``path`` with the release's name. It replaces the job's ``name`` if that is the last part
     of the path or the one before; otherwise it is appended."""
-    scheme, mark, rest = path.replace("{{", '{{ "{{" }}').rpartition("://")
+    scheme, mark, rest = _escaped(path).rpartition("://")
     root, *parts = rest.rstrip("/").split("/")  # a bucket, or the empty text before the first /
     found = next((i for i in (-1, -2) if len(parts) >= -i and parts[i] == name), None)
     if found is None:
@@ -329,56 +246,76 @@ def _of_release(path: str, name: str) -> str:
     return scheme + mark + "/".join([root, *parts])
 
 
-def _template_value(name: str, mark: str) -> Any:
-    if name in MAPS:
-        return {f"{mark}_each-{name}_": ""}
-    if name in LISTS:
-        return [f"{mark}_each-{name}_"]
-    return (Number if name in NUMBERS else str)(f"{mark}_{name}_")
+def _escaped(text: str) -> str:
+    """A job's own braces, which Helm would read as an expression."""
+    return text.replace("{{", '{{ "{{" }}')
 
 
-def _templates(text: str, mark: str) -> str:
-    """Turn YAML with marks into a template. It omits an empty option, and a map or list that
-    would have only the items of an empty value."""
-    entry, item = rf"'{mark}_each-(?P<{{}}>\w+?)_': ''", rf"- (?P<before>name: )?'{mark}_each-(?P<{{}}>\w+?)_'"
-    alone = (
-        r"^(?P<pad> *)(?P<lines>\w+:\n(?P=pad)(?:  "
-        rf"{entry.format('map')}|{item.format('list')})\n)(?!(?P=pad)(?:  |- ))"
-    )
-    option = rf"^(?P<pad> *)(?P<lines>\w+: '{mark}_(?P<map>{'|'.join(OPTIONS)})_'\n)(?P<list>)"
-    for form in (alone, option):
-        text = re.sub(
-            form,
-            lambda m: _block(m["pad"], f"if .Values.{m['map'] or m['list']}", m["pad"] + m["lines"]),
-            text,
-            flags=re.M,
-        )
-    pairs, items = rf"^(?P<pad> *){entry.format('name')}\n", rf"^(?P<pad> *){item.format('name')}\n"
-    text = re.sub(
-        pairs, lambda m: _range(m, "$key, $value := ", "{{ $key | quote }}: {{ $value | quote }}"), text, flags=re.M
-    )
-    text = re.sub(items, lambda m: _range(m, "", f"- {m['before'] or ''}{{{{ toJson . }}}}"), text, flags=re.M)
-    for name, expression in {"train": 'include "liger.train" . | quote', **CHART_LABELS}.items():
-        text = text.replace(f"'{mark}_{name}_'", f"{{{{ {expression} }}}}")
-    places = {"name": 'include "liger.name" .', "namespace": ".Release.Namespace"}
-    places |= {name: f"int64 .Values.{name}" for name in NUMBERS} | {
-        f"limit-{name}": expression for name, expression in THRESHOLDS._asdict().items()
-    }
-    return re.sub(rf"{mark}_([a-z_-]+?)_(?![a-z])", lambda m: f"{{{{ {places.get(m[1], f'.Values.{m[1]}')} }}}}", text)
+def _templates(job: Job, names: list[str]) -> dict[str, str]:
+    """The chart's templates: the job's objects, with expressions for the values ``names``."""
+    mark = f"value{uuid.uuid4().hex}"
+    marked = copy.copy(job)  # not replace(): it would check marks as if they were values
+    for name in ["name", "namespace", *names]:
+        each = f"{mark}_each-{name}_"
+        kind = Number if name in NUMBERS else str
+        setattr(marked, name, {each: ""} if name in MAPS else [each] if name in LISTS else kind(f"{mark}_{name}_"))
+    limits = monitoring.Thresholds(*(f"{mark}_limit-{name}_" for name in THRESHOLDS._fields))
+    files = {}
+    for o in objects(marked, limits):
+        if o["kind"] == "ConfigMap":
+            o["data"] = {"train.json": f"{mark}_train_"}
+        labels = o["metadata"]["labels"] | {name: f"{mark}_{name}_" for name in CHART_LABELS}
+        if f"{mark}_each-monitor_labels_" in labels:
+            labels = {name: value for name, value in labels.items() if "_each-" not in name}
+            labels[f"{mark}_each-monitored_"] = ""
+        o["metadata"]["labels"] = labels
+        files[f"templates/{o['kind'].lower()}.yaml"] = _template(_escaped(_dump([o], mark)), mark)
+    return files
 
 
-def _range(found: re.Match[str], variables: str, line: str) -> str:
-    pad, values = found["pad"], MERGED if found["name"] == MONITORED else f".Values.{found['name']}"
-    return _block(pad, f"range {variables}{values}", f"{pad}{line}\n")
+def _template(text: str, mark: str) -> str:
+    """YAML with marks as a template."""
+    lines = text.splitlines()
+    out: list[str] = []
+    for i, line in enumerate(lines):
+        pad = line[: len(line) - len(line.lstrip())]
+        option = re.fullmatch(rf" *\w+: '{mark}_({'|'.join(OPTIONS)})_'", line)
+        each = re.fullmatch(rf" *(- name: |- )?'{mark}_each-(\w+)_'(: '')?", line)
+        if option:
+            out += _block(pad, f"if .Values.{option[1]}", [line])
+        elif each:
+            values = MONITORED if each[2] == "monitored" else f".Values.{each[2]}"
+            if each[1]:
+                block = _block(pad, f"range {values}", [f"{pad}{each[1]}{{{{ toJson . }}}}"])
+            else:
+                pair = "{{ $key | quote }}: {{ $value | quote }}"
+                block = _block(pad, f"range $key, $value := {values}", [pad + pair])
+            # the only item of its key: without it the key would have null for a value, which is
+            # not an empty map or list to Kubernetes, so the key is omitted as well
+            parent = re.fullmatch(r"( *)\w+:", lines[i - 1])
+            if parent and not (lines[i + 1 :] and lines[i + 1].startswith((f"{parent[1]}  ", f"{parent[1]}- "))):
+                block = _block(parent[1], f"if {values}", [out.pop(), *block])
+            out += block
+        else:
+            out.append(line)
+    text = "\n".join(out) + "\n"
+    for name, expression in EXPRESSIONS.items():
+        found = f"{mark}_{name}_"
+        # an expression that quotes its value itself stands in the place of YAML's quotes
+        text = text.replace(f"'{found}'" if expression.endswith("quote") else found, f"{{{{ {expression} }}}}")
+    return text
 
 
-def _block(pad: str, head: str, lines: str) -> str:
-    return f"{pad}{{{{- {head} }}}}\n{lines}{pad}{{{{- end }}}}\n"
+def _block(pad: str, head: str, lines: list[str]) -> list[str]:
+    return [f"{pad}{{{{- {head} }}}}", *lines, f"{pad}{{{{- end }}}}"]
 
 
-def _schema(names: list[str], job: Job) -> Object:
-    forms = {name: VALUES[name] for name in names}
-    forms["resources"] = _map({**_form(RESOURCE[0]), "not": {"enum": list(job.counted)}}, _form(QUANTITY[0]))
+def _schema(names: list[str], job: Job) -> Schema:
+    """The schema of a chart's values: those of the job's fields, by which a job itself is checked."""
+    forms = _without_words({name: job.schemas[name] for name in names})
+    for name in OPTIONS:
+        if name in forms:  # may be empty
+            forms[name]["pattern"] = forms[name]["pattern"].replace(")$", "|)$")
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",
@@ -388,9 +325,18 @@ def _schema(names: list[str], job: Job) -> Object:
     }
 
 
-def _train_schema() -> Object:
+def _without_words(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        return {name: _without_words(value) for name, value in schema.items() if name != "description"}
+    return list(map(_without_words, schema)) if isinstance(schema, list) else schema
+
+
+_JSON = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+def _train_schema() -> Schema:
     """A schema of the names of ``liger train``, with types, choices and help."""
-    properties: Object = {}
+    properties: Schema = {}
     for field in dataclasses.fields(TrainConfig):
         kind, optional = _kinds(TrainConfig)[field.name]
         properties[field.name] = {
@@ -403,3 +349,23 @@ def _train_schema() -> Object:
     for name in needed:
         properties[name]["minimum"] = 1
     return {"type": "object", "additionalProperties": False, "required": list(needed), "properties": properties}
+
+
+def _train(job: Job) -> dict[str, str]:
+    return {"train.json": json.dumps(dataclasses.asdict(job.train) | {"save": job.save}, indent=2) + "\n"}
+
+
+# form -> the files of a job, by name. A form with a single file has a name without a folder
+FORMS: dict[str, Callable[[Job], dict[str, str]]] = {
+    "yaml": lambda job: {f"{job.name}.yaml": _dump(objects(job))},
+    "kustomize": kustomize,
+    "helm": helm,
+    "train": _train,
+    "rules": lambda job: {"rules.yaml": _dump([monitoring.rules(job)])},
+    "dashboard": lambda job: {"dashboard.json": json.dumps(monitoring.dashboard(), indent=1) + "\n"},
+}
+
+
+def render(job: Job, form: str) -> dict[str, str]:
+    """The files of one form, by name."""
+    return FORMS[form](job)

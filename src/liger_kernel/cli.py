@@ -166,10 +166,8 @@ def env(argv: list[str]) -> None:
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install "
-            f"{' '.join(missing)}"
-        )
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{' and '.join(missing)} {verb} not installed: pip install {' '.join(missing)}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -181,9 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(sys, stream) is None:  # closed
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  # until the end
         elif isinstance(getattr(sys, stream), io.TextIOWrapper):
-            getattr(sys, stream).reconfigure(
-                errors="backslashreplace"
-            )  # a name that the terminal's encoding lacks ends no command
+            # a name that the terminal's encoding lacks must not end a command
+            getattr(sys, stream).reconfigure(errors="backslashreplace")
     try:
         try:
             command = _command(argv)
@@ -195,10 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, so that a closed pipe raises inside this try
     except BrokenPipeError:  # `liger ops | head`
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # the interpreter discards the rest of the buffer at its end
+        with contextlib.suppress(OSError, ValueError):  # then the interpreter discards the rest of the buffer
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except Exception as error:
         known = sentence(error)

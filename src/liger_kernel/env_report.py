@@ -12,19 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "accelerate",
-    "peft",
-    "bitsandbytes",
-    "trl",
-    "deepspeed",
-    "lightning",
-)
+PACKAGES = "torch triton transformers tokenizers datasets accelerate peft bitsandbytes trl deepspeed lightning"
 
 
 def environment() -> dict[str, str]:
@@ -38,7 +26,7 @@ def environment() -> dict[str, str]:
         "Python": platform.python_version(),
         "platform": platform.platform(),
     }
-    for name in PACKAGES:
+    for name in PACKAGES.split():
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -53,7 +41,7 @@ def environment() -> dict[str, str]:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["GPU"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
     found["driver"] = _driver()
-    found["operators"] = _serving(bool(names))
+    found["operators"] = _implementation(bool(names))
     found["attention"] = _attention("cuda" if names else "cpu")
     return found
 
@@ -61,16 +49,12 @@ def environment() -> dict[str, str]:
 def _driver() -> str:
     if not shutil.which("nvidia-smi"):
         return "unknown"
-    query = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = subprocess.run(command, capture_output=True, text=True, check=False)
     return query.stdout.split("\n")[0].strip() if query.returncode == 0 and query.stdout.strip() else "unknown"
 
 
-def _serving(gpu: bool) -> str:
+def _implementation(gpu: bool) -> str:
     if importlib.util.find_spec("triton") is None:
         return "PyTorch references: Triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":

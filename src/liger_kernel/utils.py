@@ -65,12 +65,10 @@ def varlen_lacks(device: Any, dtype: Any) -> str | None:
     if device.type != "cuda":
         return "no GPU"
     if torch.version.hip or torch.cuda.get_device_properties(device).major < 8:
-        return "the GPU is none that varlen_attn serves"
-    return (
-        None
-        if dtype in (torch.bfloat16, torch.float16)
-        else f"varlen_attn takes no {str(dtype).removeprefix('torch.')}"
-    )
+        return "varlen_attn does not support this GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"varlen_attn does not support {str(dtype).removeprefix('torch.')}"
+    return None
 
 
 def get_total_gpu_memory() -> int:

@@ -1,9 +1,8 @@
 """Compile kernels in advance into Triton's cache on disk (``TRITON_CACHE_DIR``).
 
 One training step runs on fake tensors, which have shapes and no data. Each kernel that it would
-launch is compiled for the target. A training process
-with that cache compiles nothing, because kernels depend on the model's sizes and dtypes, not on the
-batch size or the length of a sequence.
+launch is compiled for the target. A training process with that cache compiles nothing, because
+kernels depend on the model's sizes and dtypes, not on the batch size or the length of a sequence.
 """
 
 from __future__ import annotations
@@ -104,20 +103,9 @@ def build_launchers(kernels: Iterable[Any]) -> None:
                     raise RuntimeError("Triton's cache has it by the folder of NVIDIA's driver, which is not here")
                 names = sorted(set(re.findall(r"\bcu[A-Z]\w*", source.read_text() + Path(nvidia.__file__).read_text())))
                 compiler = next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")
-                command = [
-                    compiler,
-                    "-shared",
-                    "-w",
-                    "-x",
-                    "c",
-                    "-",
-                    "-Wl,-soname,libcuda.so.1",
-                    "-o",
-                    f"{folder}/libcuda.so.1",
-                ]
-                subprocess.run(
-                    command, input="".join(f"void {name}(void) {{}}\n" for name in names), text=True, check=True
-                )
+                options = ["-shared", "-w", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
+                stubs = "".join(f"void {name}(void) {{}}\n" for name in names)
+                subprocess.run([compiler, *options], input=stubs, text=True, check=True)
                 knobs.nvidia.libcuda_path = folder
             to = dict(library_dirs=nvidia.library_dirs(), include_dirs=nvidia.include_dirs, libraries=nvidia.libraries)
             if by_folder:
@@ -126,9 +114,8 @@ def build_launchers(kernels: Iterable[Any]) -> None:
                 build.compile_module_from_src(source.read_text(), "cuda_utils", **to)
             for kernel in kernels if hasattr(nvidia, "make_launcher") else ():
                 nvidia.CudaLauncher(kernel.src, kernel.metadata)
-    except (
-        Exception
-    ) as error:  # no C compiler, or a Triton that does this differently: the kernels are compiled nevertheless
+    # no C compiler, or a Triton that does this differently: the kernels are compiled nevertheless
+    except Exception as error:
         print(
             "what starts kernels is built at the first launches, not ahead of them: "
             f"{' '.join(str(error).split())[:300]}",

@@ -23,16 +23,14 @@ class LigerTritonFileCacheManager(FileCacheManager):
     the same place.
 
     Triton's own class stores absolute paths, so it finds nothing in a directory that has moved.
-    This class looks for files beside each other.
+    This class looks for files in the directory that has the list of them.
     """
 
     def get_file(self, filename: str) -> str | None:
         """The path of ``filename`` in the cache, or else in the base directory; None if neither
         has it."""
         folders = [self.cache_dir, *([os.path.join(os.environ[BASE], self.key)] if os.environ.get(BASE) else [])]
-        return next(
-            (path for path in (os.path.join(folder, filename) for folder in folders) if os.path.isfile(path)), None
-        )
+        return next(filter(os.path.isfile, (os.path.join(folder, filename) for folder in folders)), None)
 
     def has_file(self, filename: str) -> bool:
         """Whether ``get_file`` finds it."""
@@ -47,7 +45,8 @@ class LigerTritonFileCacheManager(FileCacheManager):
                 names = json.load(file)["child_paths"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        if not isinstance(names, dict) or any(os.path.basename(name) != name for name in names):  # of files beside it
+        # a damaged list must not lead out of the directory
+        if not isinstance(names, dict) or any(os.path.basename(name) != name for name in names):
             return None
         paths = {name: self.get_file(name) for name in names}
         return None if None in paths.values() else {name: path for name, path in paths.items() if path}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -386,6 +387,14 @@ class Job:
         return cls(**values)
 
 
+def package(module: str, name: str | None = None) -> Any:
+    """A module of a package (called as the module, or ``name``) that nothing else of ours needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"liger deploy needs {name or module}: pip install {name or module}") from error
+
+
 def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
     """Raise ``UserError`` with the path of the first value that breaks its schema: a cluster would
     refuse it or misread it."""
@@ -404,24 +413,21 @@ def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
 @functools.cache
 def _validator() -> Any:
     """The class of ``jsonschema``'s validators, stricter where Python is laxer than a manifest."""
-    try:
-        from jsonschema import Draft7Validator, ValidationError
-        from jsonschema.validators import extend
-    except ImportError as error:
-        raise UserError("jobs are checked with jsonschema: pip install jsonschema") from error
+    jsonschema = package("jsonschema")
+    draft = jsonschema.Draft7Validator
 
     def pattern(validator: Any, wanted: str, text: Any, schema: Schema) -> Iterator[Any]:
         # Python's $ also matches before a line break at the end, Go's in Helm does not
         if isinstance(text, str) and (len(text) > 1000 or not re.search(wanted.replace("$", r"\Z"), text)):
-            yield ValidationError("pattern")
+            yield jsonschema.ValidationError("pattern")
 
-    types = Draft7Validator.TYPE_CHECKER.redefine_many(
+    types = draft.TYPE_CHECKER.redefine_many(
         {
             "integer": lambda _, value: type(value) is int,  # 2.0 is one to JSON Schema, not to Kubernetes
             "string": lambda _, value: isinstance(value, str) and "\0" not in value and len(value) <= 32_768,
         }
     )
-    return extend(Draft7Validator, {"pattern": pattern}, type_checker=types)
+    return jsonschema.validators.extend(draft, {"pattern": pattern}, type_checker=types)
 
 
 def _credentials(path: str, name: str, value: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema
+from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema, package
 from liger_kernel.deploy.manifests import Object, objects
 from liger_kernel.train.config import TrainConfig, UserError, _kinds, read_file
 from liger_kernel.train.files import export
@@ -23,11 +23,8 @@ WRITTEN = ".liger-deploy.json"  # in a folder with rendered files: the digest of
 
 
 def write(files: dict[str, str], folder: str | Path) -> list[Path]:
-    """Write ``files`` below ``folder``; returns their paths.
-
-    A file that is there is replaced if it is as it was written before, which a list of digests
-    there says.
-    """
+    """Write ``files`` below ``folder``; returns their paths. An existing file is replaced only if
+    it is as an earlier call wrote it, by the list of digests in the folder."""
     folder = Path(folder)
     written = read_file(folder / WRITTEN) if (folder / WRITTEN).is_file() else {}
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
@@ -43,31 +40,18 @@ def write(files: dict[str, str], folder: str | Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise UserError("manifests need pyyaml: pip install pyyaml") from error
-    return yaml
-
-
 def _dump(documents: list[Object], mark: str = "\0") -> str:
     """The documents as YAML. It quotes texts with the ``mark`` of a template, whose value may
     look like a number, and texts that only Go's YAML misreads."""
-    yaml: Any = _yaml()
+    yaml = package("yaml", "pyyaml")
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
     def text(dumper: Any, value: str) -> Any:
-        style = (
-            "'"
-            if mark in value or re.fullmatch(r"[-+.]?[0-9][\w.+-]*|[yYnN]", value)
-            else "|"
-            if "\n" in value
-            else None
-        )
+        quoted = mark in value or re.fullmatch(r"[-+.]?[0-9][\w.+-]*|[yYnN]", value)
+        style = "'" if quoted else "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
@@ -87,15 +71,11 @@ def kustomize(job: Job) -> dict[str, str]:
 
 
 def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str, str]:
-    try:
-        import jsonpatch
-    except ImportError as error:
-        raise UserError("overlays need jsonpatch: pip install jsonpatch") from error
     there = {_file(o): o for o in base}
     new = [o for o in wanted if _file(o) not in there]
     patches: list[dict[str, Any]] = []
     for o in wanted:
-        operations: Any = jsonpatch.make_patch(there[_file(o)], o).patch if _file(o) in there else []
+        operations: Any = package("jsonpatch").make_patch(there[_file(o)], o).patch if _file(o) in there else []
         if operations:
             group, _, version = o["apiVersion"].rpartition("/")
             target = {"group": group, "version": version, "kind": o["kind"], "name": o["metadata"]["name"]}

@@ -55,9 +55,5 @@ def launches(step: Callable[[], Any], device: str) -> list[Launch]:
 
 def distinct(found: list[Launch]) -> list[Launch]:
     """One launch for each kernel that must be compiled."""
-    return list(
-        {
-            (kernel.fn, tuple(map(_key, args)), tuple(meta.items())): (kernel, args, meta)
-            for kernel, args, meta in found
-        }.values()
-    )
+    keyed = {(each[0].fn, tuple(map(_key, each[1])), tuple(each[2].items())): each for each in found}
+    return list(keyed.values())

@@ -40,8 +40,7 @@ RENDEZVOUS_PORT = 29400
 SHARED = "/shared"  # the mount point of the volume that all nodes share
 CONFIG = "/etc/liger/train.json"
 CACHE = "/cache"  # a folder on the node, for kernels and downloads
-IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile puts kernels that were compiled in advance
-
+IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile compiles kernels in advance
 
 Schema = dict[str, Any]
 
@@ -98,7 +97,8 @@ ROLE = "eks.amazonaws.com/role-arn"  # the annotation of a ServiceAccount
 MOST_GPUS = 64  # of a node: its pod has a port and an endpoint of metrics for each
 EFA_RESOURCES = ("vpc.amazonaws.com/efa", "hugepages-2Mi")
 VOLUMES = ("cache", "tmp", "shm", "config", "shared")
-MOUNTS = ("/dev/shm", str(Path(CONFIG).parent), "/tmp", CACHE, SHARED)  # a user's may lie below the last three
+# A user's mounts may lie below the last three
+MOUNTS = ("/dev/shm", str(Path(CONFIG).parent), "/tmp", CACHE, SHARED)
 
 # A pod has a name such as NAME-worker-0, and a label has at most 63 characters
 NAME = _text("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "at most 40 of a-z, 0-9 and -, a letter first")
@@ -108,7 +108,7 @@ IMAGE = _text(
     "an image's name, such as registry.example.com/liger:1",
     allOf=[{"pattern": "[:@][^/]+$", "description": TAG}, {"not": {"pattern": ":latest$"}, "description": TAG}],
 )
-OBJECT = _text(_LABEL, "at most 63 of a-z, 0-9 and -, no - at an end")
+DNS_LABEL = _text(_LABEL, "at most 63 of a-z, 0-9 and -, no - at an end")
 SECRET = _text(_DOMAIN, "the name of a Secret")
 CORES = _text("[1-9][0-9]{0,8}m?", "a number of cores, such as 32 or 500m")
 BYTES = _text("[1-9][0-9]{0,14}([kMGTPE]|[KMGTPE]i)?", "a number of bytes, such as 16Gi")
@@ -141,7 +141,7 @@ EXTRA_VOLUME = {
     "required": ["name"],
     "minProperties": 2,
     "maxProperties": 2,
-    "properties": {"name": OBJECT | _reserved(VOLUMES)},
+    "properties": {"name": DNS_LABEL | _reserved(VOLUMES)},
     "additionalProperties": {"type": "object", "description": "an object, as Kubernetes describes this source"},
     "description": "an object with name and one source, such as persistentVolumeClaim",
 }
@@ -150,7 +150,7 @@ EXTRA_MOUNT = {
     "required": ["name", "mountPath"],
     "additionalProperties": False,
     "properties": {
-        "name": OBJECT,
+        "name": DNS_LABEL,
         "mountPath": _text(f"/{_SUB_PATH}", "an absolute path without .."),
         "subPath": _text(_SUB_PATH, "a relative path without .."),
         "readOnly": {"type": "boolean", "description": "true or false"},
@@ -164,8 +164,8 @@ class Job:
     """A training run on ``nodes`` machines with ``gpus`` GPUs each. Every field is a name in the
     job's file; ``train`` holds the names of ``liger train``."""
 
-    # The metadata of a field is its JSON Schema: what a job is checked by, and what a chart's values
-    # are checked by. None is not checked: the field is not set
+    # The metadata of a field is its JSON Schema, which checks a job and the values of its chart.
+    # None is not checked: the field is not set
     name: str = field(metadata=NAME)
     image: str = field(metadata=IMAGE)
     train: TrainConfig
@@ -174,7 +174,7 @@ class Job:
     # trainjob is for Kubeflow Trainer 2, and jobset for clusters without Kubeflow
     kind: str = _field("pytorchjob", _choice("pytorchjob", "trainjob", "jobset"))
     overlay: str = _field("plain", _choice("plain", "eks"))
-    namespace: str = _field("default", OBJECT)
+    namespace: str = _field("default", DNS_LABEL)
     nodes: int = _field(1, _number(1, 10_000))
     # pytorchjob: training continues with so many nodes when machines are lost (default: all)
     min_nodes: int | None = _field(None, _number(1, 10_000))
@@ -187,9 +187,9 @@ class Job:
     shm: str = _field("16Gi", BYTES)  # size of /dev/shm
     cache: str = _field("50Gi", BYTES)  # scratch on the node: compiled kernels, downloaded models
     # PersistentVolumeClaim that all nodes can write to (ReadWriteMany), mounted at /shared
-    volume: str | None = _field(None, OBJECT)
-    queue: str | None = _field(None, OBJECT)  # Kueue's LocalQueue
-    cluster_queue: str | None = _field(None, OBJECT)  # also render that LocalQueue, for this one
+    volume: str | None = _field(None, DNS_LABEL)
+    queue: str | None = _field(None, DNS_LABEL)  # Kueue's LocalQueue
+    cluster_queue: str | None = _field(None, DNS_LABEL)  # also render that LocalQueue, for this one
     # also render that ClusterQueue, with a quota for so many nodes
     quota_nodes: int | None = _field(None, _number(1, 100_000))
     # of the whole job; preemptions do not count if the kind of job can distinguish them
@@ -197,7 +197,7 @@ class Job:
     # seconds from SIGTERM to SIGKILL: must exceed two steps and a checkpoint
     grace: int = _field(180, _number(60, 604_800))
     # Secret whose keys become environment variables, such as HF_TOKEN
-    secret: str | None = _field(None, OBJECT)
+    secret: str | None = _field(None, DNS_LABEL)
     environment: dict = field(default_factory=dict, metadata=_map(VARIABLE, VARIABLE_VALUE))
     node_selector: dict = field(default_factory=dict, metadata=_map(LABEL, LABEL_VALUE))
     tolerations: list = field(default_factory=list, metadata=_list(TOLERATION))
@@ -206,7 +206,7 @@ class Job:
     annotations: dict = field(default_factory=dict, metadata=_map(LABEL | _reserved((ROLE,)), ANNOTATION))
     # names of Secrets with which nodes pull the image
     pull_secrets: list = field(default_factory=list, metadata=_list(SECRET))
-    priority_class: str | None = _field(None, _text(_DOMAIN, "the name of a PriorityClass"))  # of pods
+    priority_class: str | None = _field(None, _text(_DOMAIN, "the name of a PriorityClass"))
     # of pods; it must exist. The overlay eks creates its own for role
     service_account: str | None = _field(None, _text(_DOMAIN, "the name of a ServiceAccount"))
     # per node, in addition to GPUs, cores and memory: rdma/ib: "8" for InfiniBand
@@ -215,7 +215,7 @@ class Job:
     extra_volumes: list = field(default_factory=list, metadata=_list(EXTRA_VOLUME))
     extra_mounts: list = field(default_factory=list, metadata=_list(EXTRA_MOUNT))
     # the namespace of the pods that may read metrics
-    monitoring_namespace: str = _field("monitoring", OBJECT)
+    monitoring_namespace: str = _field("monitoring", DNS_LABEL)
     # labels with which Prometheus finds monitors and rules, such as release: prometheus
     monitor_labels: dict = field(default_factory=dict, metadata=_map(FREE_LABEL, LABEL_VALUE))
     # an alert fires if the newest checkpoint is older than so many seconds
@@ -423,7 +423,8 @@ def _validator() -> Any:
 
     types = draft.TYPE_CHECKER.redefine_many(
         {
-            "integer": lambda _, value: type(value) is int,  # 2.0 is one to JSON Schema, not to Kubernetes
+            # 2.0 is a whole number to JSON Schema, not to Kubernetes
+            "integer": lambda _, value: type(value) is int,
             "string": lambda _, value: isinstance(value, str) and "\0" not in value and len(value) <= 32_768,
         }
     )
@@ -435,8 +436,8 @@ def _credentials(path: str, name: str, value: Any) -> Iterator[str]:
     the user's name for them."""
     if isinstance(value, dict):
         for key, part in value.items():
-            # "key" does not make a secret of what Kubernetes calls so: the key of a taint, which has
-            # an effect or operator, and the key in a Secret or ConfigMap, which has a path
+            # what Kubernetes calls "key" is no secret: the key of a taint, which has an effect or
+            # operator, and the key in a Secret or ConfigMap, which has a path
             kubernetes = key == "key" and {"path", "effect", "operator"} & value.keys()
             yield from _credentials(f"{path}.{key}", "" if kubernetes else str(key), part)
             yield from _credentials(f"{path}: a name", "", key)

@@ -69,7 +69,8 @@ def _pytorchjob(job: Job) -> list[Object]:
 def _trainjob(job: Job) -> list[Object]:
     node = _replicated(job, "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
     node["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    for name in ("parallelism", "completions", "completionMode"):  # the runtime's controller sets them from numNodes
+    # the controller of the runtime sets these from numNodes
+    for name in ("parallelism", "completions", "completionMode"):
         del node["template"]["spec"][name]
     del node["replicas"]
     container = node["template"]["spec"]["template"]["spec"]["containers"][0]

@@ -16,7 +16,7 @@ class Thresholds(NamedTuple):
     values may change them."""
 
     steps: Any  # all steps of the run
-    last: Any  # after this step, a run without progress has ended: Prometheus may miss its last log line
+    last: Any  # a run that stands still after this step has ended: its last log line may be missed
     every: Any  # steps between checkpoints
     behind: Any  # largest number of steps without a checkpoint
     age: Any  # largest age of the newest checkpoint in seconds
@@ -101,8 +101,8 @@ def rules(
     return {"groups": [{"name": f"liger-{job.name}", "rules": found}]}
 
 
-# title, unit, curves. A curve is what its legend says after the run's name -> a metric, of which the
-# rank with most is shown, or a query, in which {run} selects the runs
+# title, unit, curves: what the legend says after the run's name -> a metric, of which the largest
+# value of all ranks is shown, or a query, in which {run} selects the runs
 PANELS: list[tuple[str, str, dict[str, str]]] = [
     ("Loss", "none", {"": "loss"}),
     ("Tokens per second", "short", {"": "tokens_per_second"}),

@@ -95,19 +95,19 @@ def _file(o: Object) -> str:
 
 
 # How a chart is made. `objects` renders a job that has marks in the place of its values: image is
-# "MARK_image_", nodes Number("MARK_nodes_"), labels {"MARK_each-labels_": ""}. Then the marks in the
-# YAML become Helm's expressions:
+# "MARK_image_", nodes Number("MARK_nodes_"), labels {"MARK_each-labels_": ""}. Then the marks in
+# the YAML become Helm's expressions:
 #
-#   image: 'MARK_image_'                            image: '{{ .Values.image }}'
-#   nodes: MARK_nodes_                              nodes: {{ int64 .Values.nodes }}
-#   labels:                                         labels:
-#     app: liger-train                                app: liger-train
-#     'MARK_each-labels_': ''                         {{- range $key, $value := .Values.labels }}
-#                                                     {{ $key | quote }}: {{ $value | quote }}
-#                                                     {{- end }}
-#   priorityClassName: 'MARK_priority_class_'       {{- if .Values.priority_class }}
-#                                                   priorityClassName: '{{ .Values.priority_class }}'
-#                                                   {{- end }}
+#   image: 'MARK_image_'                         image: '{{ .Values.image }}'
+#   nodes: MARK_nodes_                           nodes: {{ int64 .Values.nodes }}
+#   labels:                                      labels:
+#     app: liger-train                             app: liger-train
+#     'MARK_each-labels_': ''                      {{- range $key, $value := .Values.labels }}
+#                                                  {{ $key | quote }}: {{ $value | quote }}
+#                                                  {{- end }}
+#   priorityClassName: 'MARK_priority_class_'    {{- if .Values.priority_class }}
+#                                                priorityClassName: '{{ .Values.priority_class }}'
+#                                                {{- end }}
 #
 # MARK is random, so that no text of a job can equal it.
 
@@ -125,7 +125,7 @@ MAPS = ("labels", "monitor_labels", "node_selector", "annotations", "resources")
 LISTS = ("pull_secrets", "tolerations", "extra_volumes", "extra_mounts")
 VALUES = (*TEXTS, *NUMBERS, *OPTIONS, *MAPS, *LISTS)
 
-PLACES = ("out", "save", "store")  # fields of train: folders to which a run writes, so each release has its own
+PLACES = ("out", "save", "store")  # fields of train: where a run writes, so each release has its own
 RELEASE = "{{ .Release.Name }}"
 CHART_LABELS = {
     "app.kubernetes.io/version": '.Chart.AppVersion | replace "+" "_" | quote',

@@ -443,8 +443,8 @@ class _Held:
 
 
 def _noted(made: list[Any], init: Callable[..., None]) -> Callable[..., None]:
-    def noting(self: Any, *args: Any) -> None:
-        init(self, *args)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         made.append(self)
 
     return noting
@@ -453,10 +453,16 @@ def _noted(made: list[Any], init: Callable[..., None]) -> Callable[..., None]:
 JOB = {
     "name": "a",
     "image": "registry/a:1",
-    "replicas": 2,
+    "nodes": 2,
+    "gpus": 1,
+    "volume": "claim",
     "labels": {"team": "x"},
     "environment": {"A": "b"},
-    "train": {"steps": 3, "data": "stdlib"},
+    "tolerations": [{"key": "a", "operator": "Exists"}],
+    "resources": {"rdma/ib": "8"},
+    "extra_volumes": [{"name": "x", "emptyDir": {}}],
+    "extra_mounts": [{"name": "x", "mountPath": "/x"}],
+    "train": {"steps": 3, "data": "stdlib", "checkpoint_every": 5, "parallel": "ddp"},
 }
 
 

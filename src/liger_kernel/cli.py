@@ -4,7 +4,6 @@ is imported only when the command runs, so help is instant."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import io
 import os
@@ -28,13 +27,6 @@ COMMANDS = {
     "warmup": "compile the kernels that training a model needs, with or without a GPU",
     "deploy": "render a training job for Kubernetes, or submit it",
     "env": "versions, the GPU, and whether kernels or PyTorch references run",
-}
-# command -> the module whose main is the command, and what must be installed; the others are below
-MODULES = {
-    "fit": ("liger_kernel.train.fit", "torch triton transformers"),
-    "demo": ("liger_kernel.train.demo", "torch transformers"),
-    "warmup": ("liger_kernel.warmup", "torch triton transformers"),
-    "deploy": ("liger_kernel.deploy.command", ""),
 }
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit codes that shells report for a program that SIGINT or SIGPIPE ends
 
@@ -64,6 +56,20 @@ def train(argv: list[str]) -> int:
     if config.save:
         print(f"{'adapters' if config.lora else 'model'} in {config.save}")
     return 0
+
+
+def fit(argv: list[str]) -> int:
+    _need("torch", "triton", "transformers")
+    from liger_kernel.train import fit
+
+    return fit.main(argv)
+
+
+def demo(argv: list[str]) -> int:
+    _need("torch", "transformers")
+    from liger_kernel.train import demo
+
+    return demo.main(argv)
 
 
 def models(argv: list[str]) -> int:
@@ -137,16 +143,24 @@ def tune(argv: list[str]) -> int:
     return tune.main(argv)
 
 
+def warmup(argv: list[str]) -> int:
+    _need("torch", "triton", "transformers")
+    from liger_kernel import warmup
+
+    return warmup.main(argv)
+
+
+def deploy(argv: list[str]) -> int:
+    from liger_kernel.deploy import command
+
+    return command.main(argv)
+
+
 def env(argv: list[str]) -> None:
     Parser(prog="liger env", description="What a bug report needs to know.").parse_args(argv)
     from liger_kernel.env_report import print_env_report
 
     print_env_report()
-
-
-def _main_of(module: str, packages: str) -> Callable[[list[str]], int]:
-    _need(*packages.split())
-    return importlib.import_module(module).main
 
 
 def _need(*packages: str) -> None:
@@ -173,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
             if command is None:
                 return 0
             name = " ".join(["liger", *argv[: 2 if argv[:2] in (["bench", "step"], ["bench", "report"]) else 1]])
-            run: Callable[[list[str]], int | None] = globals().get(command) or _main_of(*MODULES[command])
+            run: Callable[[list[str]], int | None] = globals()[command]
             return run(argv[1:]) or 0
         finally:
             sys.stdout.flush()  # here, so that a closed pipe raises inside this try

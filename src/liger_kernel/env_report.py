@@ -12,7 +12,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PACKAGES = "torch triton transformers tokenizers datasets accelerate peft bitsandbytes trl deepspeed lightning"
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accelerate", "peft")
+PACKAGES += ("bitsandbytes", "trl", "deepspeed", "lightning")
 
 
 def environment() -> dict[str, str]:
@@ -26,7 +27,7 @@ def environment() -> dict[str, str]:
         "Python": platform.python_version(),
         "platform": platform.platform(),
     }
-    for name in PACKAGES.split():
+    for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

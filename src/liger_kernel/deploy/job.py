@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import re
@@ -387,12 +387,13 @@ class Job:
         return cls(**values)
 
 
-def package(module: str, name: str | None = None) -> Any:
-    """A module of a package (called as the module, or ``name``) that nothing else of ours needs."""
+@contextlib.contextmanager
+def needs(package: str) -> Iterator[None]:
+    """Imports inside are of a package that nothing else of ours needs."""
     try:
-        return importlib.import_module(module)
+        yield
     except ImportError as error:
-        raise UserError(f"liger deploy needs {name or module}: pip install {name or module}") from error
+        raise UserError(f"liger deploy needs {package}: pip install {package}") from error
 
 
 def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
@@ -413,7 +414,8 @@ def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
 @functools.cache
 def _validator() -> Any:
     """The class of ``jsonschema``'s validators, stricter where Python is laxer than a manifest."""
-    jsonschema = package("jsonschema")
+    with needs("jsonschema"):
+        import jsonschema
     draft = jsonschema.Draft7Validator
 
     def pattern(validator: Any, wanted: str, text: Any, schema: Schema) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema, package
+from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema, needs
 from liger_kernel.deploy.manifests import Object, objects
 from liger_kernel.train.config import TrainConfig, UserError, _kinds, read_file
 from liger_kernel.train.files import export
@@ -43,7 +43,8 @@ def write(files: dict[str, str], folder: str | Path) -> list[Path]:
 def _dump(documents: list[Object], mark: str = "\0") -> str:
     """The documents as YAML. It quotes texts with the ``mark`` of a template, whose value may
     look like a number, and texts that only Go's YAML misreads."""
-    yaml = package("yaml", "pyyaml")
+    with needs("pyyaml"):
+        import yaml
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
@@ -71,11 +72,13 @@ def kustomize(job: Job) -> dict[str, str]:
 
 
 def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str, str]:
+    with needs("jsonpatch"):
+        import jsonpatch
     there = {_file(o): o for o in base}
     new = [o for o in wanted if _file(o) not in there]
     patches: list[dict[str, Any]] = []
     for o in wanted:
-        operations: Any = package("jsonpatch").make_patch(there[_file(o)], o).patch if _file(o) in there else []
+        operations: Any = jsonpatch.make_patch(there[_file(o)], o).patch if _file(o) in there else []
         if operations:
             group, _, version = o["apiVersion"].rpartition("/")
             target = {"group": group, "version": version, "kind": o["kind"], "name": o["metadata"]["name"]}

@@ -12,8 +12,19 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "accelerate", "peft")
-PACKAGES += ("bitsandbytes", "trl", "deepspeed", "lightning")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "trl",
+    "deepspeed",
+    "lightning",
+)
 
 
 def environment() -> dict[str, str]:

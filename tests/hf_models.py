@@ -130,13 +130,15 @@ def assert_same_bits(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
 def snapshot(*owners: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Every attribute of classes, Python modules, and of models' modules."""
     flat = [m for o in owners for m in (o.modules() if isinstance(o, nn.Module) else [o])]
-    return [(o, dict(o.__dict__)) for o in flat]
+    of_class = lambda o: {"__class__": type(o)} if isinstance(o, nn.Module) else {}
+    return [(o, o.__dict__ | of_class(o)) for o in flat]
 
 
 def assert_untouched(before: list[tuple[Any, dict[str, Any]]]) -> None:
     """Every attribute is again, or still, the very object that it was."""
     for owner, attributes in before:
-        now = owner.__dict__
+        now = owner.__dict__ | {"__class__": type(owner)}
+        attributes = {"__class__": type(owner)} | attributes
         changed = [k for k in attributes.keys() | now.keys() if now.get(k, owner) is not attributes.get(k, owner)]
         changed = [
             k for k in changed if not isinstance(now.get(k), (Tensor, int))

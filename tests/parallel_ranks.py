@@ -47,9 +47,9 @@ from liger_kernel.ops._core.operator import OPS
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, call_instead, clip_grad_norm_, parallelize
+from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, projections_report, restore
 from liger_kernel.transformers.head import loss as head_loss
-from liger_kernel.transformers.patching.flags import flags_of, parts_of
 from liger_kernel.transformers.recognise import experts as experts_module
 from liger_kernel.transformers.recognise import projections as recognised
 
@@ -1645,7 +1645,7 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
         calls.append(tuple(gate_up.shape)),
         moe(x, gate_up, *rest, **how),
     )[1]  # type: ignore[assignment]
-    patches = class_patches(model_type, parts_of(dict.fromkeys(flags_of(model_type), True)), "fused")
+    patches = class_patches(model_type, PatchOptions().parts, "fused")
     try:
         if by_class:
             patches.apply()

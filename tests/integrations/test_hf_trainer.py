@@ -14,6 +14,7 @@ from hf_models import DEVICE, make, tokens
 from torch import nn
 
 import liger_kernel.transformers as liger
+from liger_kernel.transformers.patching.classes import is_patched
 from liger_kernel.transformers.recognise.tiny import VOCAB
 
 LOGGED = "loss", "eval_loss", "grad_norm", "eval_accuracy"
@@ -70,7 +71,7 @@ class Run:
 
     @property
     def patched(self) -> bool:
-        return any("_liger_stock" in m.__dict__ for m in self.model.modules())
+        return any(is_patched(m) for m in self.model.modules())
 
 
 def assert_same(ours: Run, stock: Run, rough: bool = False) -> None:
@@ -196,7 +197,7 @@ def test_classification_and_base_models(tmp_path):
         model = cls(config).to(DEVICE)
         expected = model(**keys)[0]
         assert liger._apply_liger_kernel_to_instance(model=model) is None
-        patched = sum("_liger_stock" in m.__dict__ for m in model.modules())
+        patched = sum(is_patched(m) for m in model.modules())
         torch.testing.assert_close(model(**keys)[0], expected, rtol=1e-5, atol=1e-5)
         liger._apply_liger_kernel_to_instance(model=model)
-        assert patched == sum("_liger_stock" in m.__dict__ for m in model.modules()) > 0
+        assert patched == sum(is_patched(m) for m in model.modules()) > 0

@@ -24,6 +24,7 @@ from packaging.version import Version  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from liger_kernel.transformers.head.recipe import DeferredLogits  # noqa: E402
+from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
 
 datasets.disable_progress_bars()
 VERSION = Version(trl.__version__)
@@ -271,7 +272,7 @@ def test_references_computed_before_are_those_of_the_patched_model(tmp_path, mon
     compute, calls = cls.compute_ref_log_probs, []
 
     def spy(self, model, inputs):
-        calls.append(is_patched(model))
+        calls.append(patched(model))
         return tuple(t if t is None or calls[-1] else t + 1 for t in compute(self, model, inputs))
 
     monkeypatch.setattr(cls, "compute_ref_log_probs", spy)
@@ -315,7 +316,7 @@ def test_a_reference_that_is_gone_is_refused():
         compute_references_again(trainer, {})
 
 
-is_patched = lambda model: any("_liger_stock" in m.__dict__ for m in model.modules())
+patched = lambda model: any(map(is_patched, model.modules()))
 
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer", "LigerORPOTrainer"])
@@ -341,7 +342,7 @@ def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
     bystander = make("llama", vocab_size=64)
     for use in (True, False):
         trained, logs, _ = taught(tmp_path / str(use), trainer, "pairs" if trainer == "DPOTrainer" else "unpaired", use)
-        assert is_patched(trained.ref_model) == is_patched(trained.model) == use and not is_patched(bystander)
+        assert patched(trained.ref_model) == patched(trained.model) == use and not patched(bystander)
         if trainer == "DPOTrainer":
             assert logs[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
 

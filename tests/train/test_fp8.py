@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 
 from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.float8_training import RECIPES
-from liger_kernel.train import config as config_module
+from liger_kernel.patch_options import SWITCHES
 from liger_kernel.train import loop
 from liger_kernel.train.config import UserError, from_flags
 from liger_kernel.transformers import fp8
@@ -33,7 +33,7 @@ def config(tmp_path):
 
 
 def test_recipes_are_those_of_the_operator():
-    assert tuple(RECIPES) == config_module.FP8
+    assert tuple(RECIPES) == SWITCHES["fp8"].metadata["choices"]
 
 
 def weights(config):

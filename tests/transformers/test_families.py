@@ -33,13 +33,14 @@ from hf_models import (  # noqa: E402
 )
 
 import liger_kernel.transformers as transformers_of_ours  # noqa: E402
+from liger_kernel.patch_options import HEADS  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore, table  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
 from liger_kernel.transformers.patching import once  # noqa: E402
 from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
-from liger_kernel.transformers.patching.bound import is_ours  # noqa: E402
-from liger_kernel.transformers.patching.flags import HEAD_FLAGS, flags_of  # noqa: E402
+from liger_kernel.transformers.patching.classes import is_ours  # noqa: E402
+from liger_kernel.transformers.patching.flags import flags_of  # noqa: E402
 from liger_kernel.transformers.patching.values import _STOCK  # noqa: E402
 from liger_kernel.transformers.recognise import activations, families, slots  # noqa: E402
 from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
@@ -665,7 +666,7 @@ def test_published_functions_serve_all_that_they_have_flags_for(family):
     names = {"swiglu": "glu", "geglu": "glu"}
     # rope, rms_norm and the MLP are in every signature of the published package: where there is
     # none, or of a form without a kernel, that is said
-    missing = {f for f in parameters if f not in ("model", *HEAD_FLAGS) and names.get(f, f) not in served}
+    missing = {f for f in parameters if f not in ("model", *HEADS) and names.get(f, f) not in served}
     assert missing <= {"nemotron": {"rms_norm", "swiglu"}}.get(family, set())
 
 
@@ -695,9 +696,7 @@ def test_flags_are_strict():
         with pytest.raises(TypeError, match="too many positional arguments"):
             apply(*[False] * len(flags), None, False)
     assert not _STOCK
-    asked = [
-        ("chameleon", flag, f"chameleon: {flag}=True has no effect") for flag in HEAD_FLAGS
-    ]  # its head is not fused
+    asked = [("chameleon", flag, f"chameleon: {flag}=True has no effect") for flag in HEADS]  # its head is not fused
     asked += [
         ("gpt2", "rms_norm", "gpt2: rms_norm=True has no effect"),
         ("olmo", "swiglu", None),

@@ -26,6 +26,7 @@ import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore, rewrite  # noqa: E402
 from liger_kernel.transformers.patching import wrappers  # noqa: E402
+from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
 from liger_kernel.transformers.recognise import slots  # noqa: E402
 from liger_kernel.transformers.rewrite import fused_norms, patterns  # noqa: E402
 
@@ -284,7 +285,7 @@ def test_models(calls, family, level):
     for name, d in expected.items():
         torch.testing.assert_close(learned[name], d, rtol=1e-4, atol=1e-4)
     restore(model)
-    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert not any(map(is_patched, model.modules()))
 
 
 def test_wrapped_methods_of_live_models_get_our_rope(monkeypatch):

@@ -162,9 +162,9 @@ def test_classes_and_live_models(moved, tiles):
     count = len(tiles)
     assert_same_bits(step(model)[1], expected)
     assert moved and len(tiles) > count
-    patches = [dict(m.__dict__) for m in model.modules()]
+    patched = snapshot(model)
     patch(model, activation_offloading=True, tiled_mlp=3)  # nothing is left to patch
-    assert [m.__dict__.keys() for m in model.modules()] == [p.keys() for p in patches]
+    assert_untouched(patched)
     restore()
     assert_untouched(before)
     liger.apply_liger_kernel_to_llama(model=model, activation_offloading=True, tiled_mlp=3)

@@ -29,6 +29,7 @@ import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.ops.projections.weights import Dequantized, Weight  # noqa: E402
 from liger_kernel.transformers import projections_report, restore, rewrite  # noqa: E402
+from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
 from liger_kernel.transformers.recognise import projections  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
@@ -121,7 +122,7 @@ def test_before_and_after_peft(ran):
 def test_flags():
     """Where all that is published is off, nothing is touched; a gated MLP is not where its own
     flag is off."""
-    kinds = lambda model: [m for m in model.modules() if "forward" in m.__dict__]
+    kinds = lambda model: [m for m in model.modules() if is_patched(m)]
     assert not kinds(patch(make("llama", num_hidden_layers=1), swiglu=False))
     assert [
         type(m).__name__ for m in kinds(patch(make("llama", num_hidden_layers=1), swiglu=False, projections=True))

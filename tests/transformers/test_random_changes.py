@@ -42,7 +42,7 @@ class Run:
     ``stack`` closes."""
 
     def __init__(self, kind: str, seed: int, stack: contextlib.ExitStack):
-        self.kind, self.stack, self.hooks = kind, stack, []
+        self.kind, self.stack, self.hooks, self.patched = kind, stack, [], False
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(
             vocab_size=61,
@@ -173,6 +173,9 @@ def another_class(run: Run, r: random.Random) -> None:
 
 
 def class_forward(run: Run, r: random.Random) -> None:
+    """Before a patch only: a patched module has a class of its own."""
+    if run.patched:
+        return
     cls = getattr(modeling_llama, r.choice((*PARTS, "LlamaForCausalLM")))
     forward = cls.forward
     if cls is modeling_llama.LlamaForCausalLM:
@@ -308,6 +311,7 @@ def patch(run: Run, r: random.Random) -> None:
     if flags.get("fused_linear_cross_entropy") is False and r.random() < 0.5:
         flags["cross_entropy"] = True
     flags["rematerialise"] = r.choice((True, False, "mlp"))
+    run.patched = True
     if run.kind == "instance":
         liger._apply_liger_kernel_to_instance(model=run.model, **flags)
     elif run.kind == "class":
@@ -315,6 +319,7 @@ def patch(run: Run, r: random.Random) -> None:
 
 
 def restore(run: Run, r: random.Random) -> None:
+    run.patched = False
     if run.kind != "stock":
         liger.restore(*([run.model] if run.kind == "instance" else []))
 

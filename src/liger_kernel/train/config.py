@@ -15,9 +15,10 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_kernel.nearest import did_you_mean
+from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check
 from liger_kernel.train.files import write
 from liger_kernel.train.mistakes import Parser, regular, similar_file, unique
@@ -30,14 +31,11 @@ TRAINERS = ("torch", "hf", "lightning")
 PARALLEL = ("none", "ddp", "fsdp2", "tp", "ulysses", "ulysses-fsdp2", "deepspeed-z2", "deepspeed-z3")
 ULYSSES = ("ulysses", "ulysses-fsdp2")
 PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
-REMATERIALISE = ("off", "cheap", "mlp")
 OPTIMIZERS = tuple(KINDS)
 PACKINGS = ("auto", "documents")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 QUANTIZED = ("nf4", "int8", "fp8")
-# the keys of RECIPES of ops/projections/float8_training.py, which needs torch; a test compares them
-FP8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")
 EVERY_LINEAR = "all-linear"
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
@@ -72,8 +70,33 @@ def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None 
     return dataclasses.field(default=default, metadata={"group": group, "help": help, "choices": choices})
 
 
+# The switches of a patch; each is None where the model family decides.
+if TYPE_CHECKING:
+
+    @dataclass
+    class _Kernels(PatchOptions):
+        attention: Any = None  # of a run: which attention its model has
+        kernels: str = "on"
+        fp8: Any = None
+        fp8_filter: Any = None
+
+else:
+    _OFF = "off trains the model as Hugging Face ships it; on: as the model family supports, but for the next flags"
+    _Kernels = dataclasses.make_dataclass(
+        "_Kernels",
+        [("kernels", "str", _field("on", "kernels", _OFF, ("on", "off")))]
+        + [
+            (name, f"{kind} | None", _field(None, "kernels", field.metadata["help"], field.metadata["choices"]))
+            for name, field in SWITCHES.items()
+            if (kind := field.metadata["option"])
+        ],
+    )
+# in the order of --help
+GROUPS = ["model", "adapters", "data", "optimisation", "kernels", "run", "ranks", "checkpoints", "memory", "metrics"]
+
+
 @dataclass
-class TrainConfig:
+class TrainConfig(_Kernels):
     """A training run. Each field is a flag of ``liger train``: ``batch`` is ``--batch``,
     ``grad_clip`` is ``--grad-clip``."""
 
@@ -204,50 +227,6 @@ class TrainConfig:
         "optimisation",
         "a step with a NaN or Inf gradient never changes weights: skip continues with the next, stop ends the run",
         ("stop", "skip"),
-    )
-
-    kernels: str = _field("on", "kernels", "off trains the model as Hugging Face ships it", ("on", "off"))
-    rope: bool | None = _field(
-        None, "kernels", "rotary embedding (default of this flag and the next ones: what the model family supports)"
-    )
-    rms_norm: bool | None = _field(None, "kernels", "RMSNorm")
-    swiglu: bool | None = _field(None, "kernels", "gated MLP with SiLU")
-    geglu: bool | None = _field(None, "kernels", "gated MLP with GELU")
-    cross_entropy: bool | None = _field(None, "kernels", "cross entropy over the logits, not fused with the head")
-    fused_linear_cross_entropy: bool | None = _field(
-        None, "kernels", "output head and cross entropy in one: the logits are never stored"
-    )
-    rematerialise: str | None = _field(
-        None,
-        "kernels",
-        "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: "
-        "nothing",
-        REMATERIALISE,
-    )
-    fp8: str | None = _field(
-        None,
-        "kernels",
-        "linear layers multiply in FP8, forward and backward, with one scale for each tensor, row or 32 values",
-        FP8,
-    )
-    fp8_filter: str | None = _field(
-        None,
-        "kernels",
-        "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as "
-        "o_proj,mlp",
-    )
-    fp8_head: bool | None = _field(None, "kernels", "the output head and its loss multiply in FP8, too")
-    activation_offloading: bool | None = _field(
-        None,
-        "kernels",
-        "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory "
-        "until the backward",
-    )
-    keep_attention: bool | None = _field(
-        None, "kernels", "checkpointed layers keep the outputs of attention instead of computing them twice"
-    )
-    tiled_mlp: int | None = _field(
-        None, "kernels", "run MLPs in so many tiles of the tokens; 0: as many as have 2048 tokens each, at most 16"
     )
 
     trainer: str = _field(
@@ -655,7 +634,7 @@ def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tup
     """One flag per field, by group. A flag that is not given leaves no trace, so that config
     files and defaults show through."""
     groups: dict[str, Any] = {}
-    for field in dataclasses.fields(TrainConfig):
+    for field in sorted(dataclasses.fields(TrainConfig), key=lambda f: GROUPS.index(f.metadata["group"])):
         if field.name in fixed:
             continue
         name, kind, choices = field.metadata["group"], _kinds(TrainConfig)[field.name][0], field.metadata["choices"]

@@ -19,8 +19,9 @@ from transformers import (
 from transformers.utils import find_adapter_config_file, is_peft_available
 
 from liger_kernel.nearest import nearest
-from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _apply_rest, _wish
-from liger_kernel.transformers.patching.flags import every_flag, flags_of
+from liger_kernel.patch_options import SWITCHES
+from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _float8, apply_rest
+from liger_kernel.transformers.patching.flags import flags_of
 from liger_kernel.transformers.recognise.families import family
 
 _HUB = (
@@ -36,27 +37,29 @@ _HUB = (
 )
 
 
-def _patched(name: str, config: PretrainedConfig, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``kwargs`` without flags, and those that the family has, after its classes are patched as
-    they say; an unknown family stays plain, with a warning.
+def _patch_classes(
+    name: str, config: PretrainedConfig, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Patch the classes of the configuration's family as the flags among ``kwargs`` say; return the
+    other ``kwargs``, and the flags for ``apply_rest``. An unknown family stays stock, with a warning.
 
-    Classes are not told of FP8, because other models of this process may not want it:
-    ``_apply_rest`` converts the model.
+    Flags of FP8 are not for the classes, because other models of this process may not want it.
     """
-    for argument in kwargs.keys() - every_flag():
-        near = nearest(argument, every_flag(), cutoff=0.75)  # transformers' own arguments are at most 0.57 alike
+    flags = {k: v for k, v in kwargs.items() if k in SWITCHES}
+    rest = {k: v for k, v in kwargs.items() if k not in flags}
+    for argument in rest:
+        near = nearest(argument, SWITCHES, cutoff=0.75)  # transformers' own arguments are at most 0.57 alike
         if near and not hasattr(config, argument):
             raise TypeError(f"{name}: no argument {argument!r}; did you mean {near}?")
     model_type = getattr(config, "model_type", "")
-    given = {k: v for k, v in kwargs.items() if k in ("fp8", "fp8_filter", "fp8_head")}
-    _wish(model_type, {k: v for k, v in kwargs.items() if k in every_flag()})  # raises before the model is loaded
+    _float8(model_type, flags)  # raises before the model is loaded
     if model_type and family(model_type):
-        others = {k: v for k, v in kwargs.items() if k in flags_of(model_type) and k not in given}
-        _apply_liger_kernel(model_type, **others)
-        given |= others
+        flags = {k: v for k, v in flags.items() if k in flags_of(model_type)}
+        _apply_liger_kernel(model_type, **{k: v for k, v in flags.items() if not k.startswith("fp8")})
     else:
+        flags = {k: v for k, v in flags.items() if k.startswith("fp8")}
         warnings.warn(f"{name}: no kernels for model type {model_type!r}, so the model is stock", stacklevel=3)
-    return {k: v for k, v in kwargs.items() if k not in every_flag()}, given
+    return rest, flags
 
 
 def _base_of(name: str, kwargs: dict[str, Any]) -> str:
@@ -81,13 +84,13 @@ class _Auto:
         if not isinstance(config, PretrainedConfig):
             name = config or _base_of(pretrained_model_name_or_path, kwargs)
             config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _HUB if k in kwargs})
-        rest, given = _patched(cls.__name__, config, kwargs)
-        return _apply_rest(cls._plain.from_pretrained(pretrained_model_name_or_path, *model_args, **rest), given)
+        rest, given = _patch_classes(cls.__name__, config, kwargs)
+        return apply_rest(cls._plain.from_pretrained(pretrained_model_name_or_path, *model_args, **rest), given)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-        rest, given = _patched(cls.__name__, config, kwargs)
-        return _apply_rest(cls._plain.from_config(config, **rest), given)
+        rest, given = _patch_classes(cls.__name__, config, kwargs)
+        return apply_rest(cls._plain.from_config(config, **rest), given)
 
 
 class AutoLigerKernelForCausalLM(_Auto, AutoModelForCausalLM):

@@ -1,7 +1,7 @@
 """The trained linear layers of a model in FP8: ``train_in_fp8(model, "tensorwise")``, or the flag
 ``fp8`` of every patch.
 
-    asked        what the flags of a patch say, as a ``Wish``
+    request_of   what the flags of a patch say, as a ``Request``
     convert      a live model
     converting   models that are made later: the ``__init__`` of their classes
     reason       why a linear layer stays as it is
@@ -26,6 +26,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8TrainingLinear
 from liger_kernel.ops.losses.float8_head import HEAD_RECIPES
 from liger_kernel.ops.projections.float8 import lacking
+from liger_kernel.patch_options import Filter
 from liger_kernel.transformers.head.linear import FP8
 from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, owners_of_heads, parts_of_adapters, parts_of_heads
 from liger_kernel.transformers.recognise.projections import is_dense
@@ -33,8 +34,6 @@ from liger_kernel.transformers.recognise.projections import is_dense
 SMALL = (
     2**24
 )  # values of a weight below which its three products gain less than the casts, and the host, take (MEASURED.md)
-
-Filter = Callable[[nn.Module, str], bool] | Collection[str]
 
 
 def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter | None = None) -> dict[str, str]:
@@ -51,15 +50,15 @@ def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter
     Raises ``ValueError`` for another recipe, for a name that no layer has, for a model with weights
     in float16, and on a GPU without FP8.
     """
-    wish = asked({"fp8": recipe, "fp8_filter": filter})
-    if wish is None:
+    request = request_of({"fp8": recipe, "fp8_filter": filter})
+    if request is None:
         raise ValueError(f"fp8: must be {_RECIPES}, got {recipe!r}")
-    return convert(model, wish)
+    return convert(model, request)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the flags of a patch ask for. Its text is the label of the patch."""
+class Request:
+    """What the flags of a patch request. Its text is the label of the patch."""
 
     recipe: str
     filter: Callable[[nn.Module, str], bool] | tuple[str, ...] = ()
@@ -72,8 +71,8 @@ class Wish:
 _RECIPES = f"one of {', '.join(RECIPES)}"
 
 
-def asked(flags: Mapping[str, Any]) -> Wish | None:
-    """The wish in the flags of a patch; None without one. ``ValueError`` for a value that cannot
+def request_of(flags: Mapping[str, Any]) -> Request | None:
+    """The request in the flags of a patch; None without one. ``ValueError`` for a value that cannot
     be."""
     recipe, filter = flags.get("fp8") or None, flags.get("fp8_filter") or ()
     if isinstance(filter, str) or not (
@@ -84,6 +83,7 @@ def asked(flags: Mapping[str, Any]) -> Wish | None:
         if filter or flags.get("fp8_head"):
             raise ValueError(f"{'fp8_filter' if filter else 'fp8_head'}: needs fp8, a recipe")
         return None
+    # Known to torchao's users, so it gets its own reason.
     if recipe == "blockwise":
         raise ValueError(
             "fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it "
@@ -94,42 +94,45 @@ def asked(flags: Mapping[str, Any]) -> Wish | None:
         raise ValueError(f"fp8: must be {_RECIPES}, or False, got {recipe!r}{near}")
     if flags.get("fp8_head") and recipe not in HEAD_RECIPES:
         raise ValueError(f"fp8_head: needs fp8 to be {' or '.join(HEAD_RECIPES)}, got {recipe!r}")
-    return Wish(recipe, filter if callable(filter) else tuple(filter), bool(flags.get("fp8_head")))
+    return Request(recipe, filter if callable(filter) else tuple(filter), bool(flags.get("fp8_head")))
 
 
-def convert(model: nn.Module, wish: Wish) -> dict[str, str]:
-    """``train_in_fp8`` of a wish."""
+def convert(model: nn.Module, request: Request) -> dict[str, str]:
+    """``train_in_fp8`` of a request."""
+    # A name in the filter that matches nothing is most likely misspelt, and would train in FP8
+    # what was meant to stay.
     names = [name for name, _, _ in linear_layers(model)]
-    for left in wish.filter if isinstance(wish.filter, tuple) else ():
+    for left in request.filter if isinstance(request.filter, tuple) else ():
         if not any(f".{left}." in f".{name}." for name in names):
             there = sorted({part for name in names for part in name.split(".")})
             raise ValueError(
                 f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{did_you_mean(left, there)}"
             )
-    if wish.head and not owners_of_heads(model):
+    if request.head and not owners_of_heads(model):
         raise ValueError(f"fp8_head: {type(model).__name__} has no output head")
-    reasons = _convert(model, wish)
+    reasons = _convert(model, request)
     if not any(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
         warnings.warn(f"fp8: no linear layer is in FP8 ({why})", stacklevel=3)
     return reasons
 
 
-def _convert(model: nn.Module, wish: Wish) -> dict[str, str]:
+def _convert(model: nn.Module, request: Request) -> dict[str, str]:
     """``convert`` without its warning."""
     for p in model.parameters():
         if p.dtype == torch.float16:
             raise ValueError("fp8: the model must have weights in bfloat16 or float32, got float16")
     for device in {p.device for p in model.parameters()}:
-        if why := lacking(device, RECIPES[wish.recipe].capability):
+        if why := lacking(device, RECIPES[request.recipe].capability):
             raise ValueError(f"fp8: {why}")
+    # Another call decides about all layers again, so none of the last may stay.
     give_back(model)
-    for m in owners_of_heads(model) if wish.head else ():
-        m.__dict__[FP8] = wish.recipe
+    for m in owners_of_heads(model) if request.head else ():
+        m.__dict__[FP8] = request.recipe
     reasons = {}
     for name, m, is_head in linear_layers(model):
-        if (why := HEAD if is_head and wish.head else reason(name, m, is_head, wish)) is None:
-            LigerFloat8TrainingLinear.of(m, wish.recipe)
+        if (why := HEAD if is_head and request.head else reason(name, m, is_head, request)) is None:
+            LigerFloat8TrainingLinear.of(m, request.recipe)
         else:
             reasons[name] = why
     return reasons
@@ -155,9 +158,10 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
             yield name, m, id(m) in heads
 
 
-def reason(name: str, m: nn.Linear, is_head: bool, wish: Wish) -> str | None:
+def reason(name: str, m: nn.Linear, is_head: bool, request: Request) -> str | None:
     """Why a layer is left as it is; None if it is cast."""
-    filter, multiple = wish.filter, RECIPES[wish.recipe].multiple
+    filter, multiple = request.filter, RECIPES[request.recipe].multiple
+    # Types first: a filter by others' code must not be asked about layers that cannot be cast.
     if not is_dense(m):
         return (
             f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward "
@@ -180,7 +184,7 @@ def reason(name: str, m: nn.Linear, is_head: bool, wish: Wish) -> str | None:
 _being_made: contextvars.ContextVar[bool] = contextvars.ContextVar("being_made", default=False)
 
 
-def converting(init: Callable, wish: Wish) -> Callable:
+def converting(init: Callable, request: Request) -> Callable:
     """``init`` of a model class, after which the model is trained in FP8. Models within models are
     converted with the outermost, which knows all names.
 
@@ -198,10 +202,10 @@ def converting(init: Callable, wish: Wish) -> Callable:
         finally:
             _being_made.reset(token)
         if getattr(getattr(self, "config", None), "quantization_config", None) is None:
-            _convert(self, wish)
+            _convert(self, request)
         else:
             warnings.warn(
-                f"{type(self).__name__}: fp8={wish.recipe!r} has no effect, because the model is quantised",
+                f"{type(self).__name__}: fp8={request.recipe!r} has no effect, because the model is quantised",
                 stacklevel=2,
             )
 

@@ -12,11 +12,11 @@ from liger_kernel.compat.functions import liger_llama4_vision_rotary_pos_emb as 
 def apply_liger_llama4_rope_full(modeling_module: ModuleType) -> None:
     """Replace the rotations of text and images in ``modeling_module``, Transformers'
     ``modeling_llama4``; ``restore("llama4")`` undoes it."""
-    from liger_kernel.transformers.patching.bound import ours
+    from liger_kernel.transformers.patching.classes import ours
     from liger_kernel.transformers.patching.values import Patch, Patches
 
     functions = {
         "apply_rotary_emb": liger_llama4_text_rotary_pos_emb,
         "vision_apply_rotary_emb": liger_llama4_vision_rotary_pos_emb,
     }
-    Patches(Patch(modeling_module, name, ours(new), "rope") for name, new in functions.items()).apply()
+    Patches(Patch(modeling_module, name, ours(new), ("rope",)) for name, new in functions.items()).apply()

@@ -78,6 +78,7 @@ def quantize_base(
 def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple[list[str], dict[str, str]]:
     """Names of the linear layers to be replaced, and of those to be left with the reason. Parts
     of adapters are neither."""
+    # A weight that two modules share (tied embeddings) would be stored for one of them only.
     holders = _holders(model)
     heads, adapters = parts_of_heads(model), parts_of_adapters(model)
     names, reasons = [], {}
@@ -181,7 +182,7 @@ def _transposed(packed: dict[str, Tensor]) -> bool | None:
     if len(packed) < 2 or any(p.ndim != 3 for p in packed.values()):
         return None
     (E, a, b), (F, c, d) = (tuple(packed[name].shape) for name in (GATE_UP, DOWN))
-    if E != F:
+    if E != F:  # not the experts of one layer
         return None
     return False if (a, b) == (2 * d, c) else True if (a, b) == (d, 2 * c) else None
 

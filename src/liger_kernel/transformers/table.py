@@ -22,8 +22,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from liger_kernel import transformers as published
+from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.transformers.head.recipe import DeferredLogits
 from liger_kernel.transformers.patching import apply
+from liger_kernel.transformers.patching.flags import OURS
 from liger_kernel.transformers.patching.select import class_patches, instance_patches
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.transformers.recognise.families import FAMILIES, TABLE, UNVERIFIED, VERSION, text_of
@@ -146,13 +148,6 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
     return found, unverified
 
 
-OURS = (
-    "rematerialise: bool | str = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | "
-    "None = None, fp8_head: bool = False"
-)
-OURS += ", activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False"
-
-
 def stub() -> str:
     """The text of ``transformers/__init__.pyi``: what ``__init__`` imports, and what it makes
     when it is asked for, as type checkers have to know it."""
@@ -166,25 +161,34 @@ def stub() -> str:
         "# Written by `liger models --write`; do not edit.",
         "# fmt: off",
         "# ruff: noqa",
+        "from typing import Protocol",
+        "",
         "from torch import nn",
         "",
         *(f"from liger_kernel.nn import {a.name} as {a.name}" for a in names),
         *(f"from liger_kernel.transformers.{module} import {name} as {name}" for name, module in lazy.items()),
-        "from liger_kernel.transformers.fp8 import Filter",
+        "from liger_kernel.patch_options import Filter",
         "",
         "def is_transformers_available() -> bool: ...",
     ]
+    # Most families share their flags, so each set of flags is one class, which a family's name is an
+    # instance of: a type checker then sees its parameters like those of a function.
+    ours = ", ".join(f"{name}: {SWITCHES[name].type} = {default}" for name, default in OURS.items())
+    by_flags: dict[str, list[str]] = {}
     for function in apply.MODEL_TYPE_TO_APPLY_LIGER_FN.values():
         parameters = inspect.signature(function).parameters.values()
         flags = ", ".join(f"{p.name}: {p.annotation} = {p.default}" for p in parameters)
-        lines.append(f"def {function.__name__}({flags}, *, {OURS}) -> None: ...")
+        by_flags.setdefault(flags, []).append(function.__name__)
+    for i, (flags, members) in enumerate(by_flags.items(), 1):
+        lines += ["", f"class _Apply{i}(Protocol):", f"    def __call__(self, {flags}, *, {ours}) -> None: ..."]
+        lines += ["", *(f"{name}: _Apply{i}" for name in members)]
     return "\n".join(lines) + "\n"
 
 
 def _steps(model_type: str) -> list[tuple[str, str]]:
     """Classes whose own forward is changed, in the installed transformers, and how."""
     # what the flags would patch, without patching it
-    found = class_patches(model_type, EVERYTHING | {"rematerialise": True, "projections": True}, None)
+    found = class_patches(model_type, PatchOptions().parts, None)
     return [(p.owner.__name__, p.label) for p in found if p.label not in SLOT_OF]
 
 

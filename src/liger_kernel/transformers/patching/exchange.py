@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernel.transformers.patching.bound import Bound, ours
+from liger_kernel.transformers.patching.classes import ours
 from liger_kernel.transformers.recognise.variant import OF_EXPERTS
 
 PLACE, CELL = "transformers.distributed.expert_parallel", "implementation"
@@ -40,7 +40,7 @@ def of_experts(there: Any, m: nn.Module, new: Callable) -> Callable | None:
     made: dict[Callable, Callable] = there.__dict__.setdefault(MADE, {})
     if new not in made:
         cells = dict(zip(there.__code__.co_freevars, there.__closure__ or ()))
-        implementation = _calling(cells[CELL].cell_contents, Bound(new, m))
+        implementation = _calling(cells[CELL].cell_contents, types.MethodType(new, m))
         if implementation is None:
             return None
         cells[CELL] = types.CellType(implementation)

@@ -1,22 +1,16 @@
-"""Flags of ``apply_liger_kernel_to_*`` and their defaults."""
+"""The flags of each family and their defaults; ``PatchOptions`` says what they do."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
-from liger_kernel import memory
-from liger_kernel.ops.projections.tiled_mlp import tiles_of
+from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
 from liger_kernel.transformers.recognise.families import FAMILIES, family, swapped_slots
 
-# rematerialise: a level of ``memory``. projections: whether linear layers with adapters run as one
-# node. fp8, fp8_filter, fp8_head: see ``transformers/fp8.py`` activation_offloading: whether
-# activations wait in the CPU's memory. keep_attention: whether checkpointed layers keep what
-# attention gave. tiled_mlp: in how many tiles of tokens MLPs run
-UNPUBLISHED: dict[str, Any] = dict(rematerialise=True, projections=True, fp8=False, fp8_filter=None, fp8_head=False)
-UNPUBLISHED |= dict(activation_offloading=False, keep_attention=False, tiled_mlp=False)
-HEAD_FLAGS = ("cross_entropy", "fused_linear_cross_entropy")
+OURS = {name: field.default for name, field in SWITCHES.items() if field.metadata["ours"]}
 STANDARD: dict[str, bool | None] = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True)
 # The flags and defaults of LinkedIn's package, then model, then flags that its functions do not
 # have, if there is something to swap. (Some defaults differ: LinkedIn's package leaves out
@@ -64,46 +58,35 @@ _HANDING_ON: dict[str, _FLAGS] = {
 def flags_of(model_type: str) -> dict[str, Any]:
     """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package
     does not have come last."""
-    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | UNPUBLISHED
+    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | OURS
+
+
+def options_of(model_type: str, given: Mapping[str, Any]) -> PatchOptions:
+    """The given flags, and the family's defaults for the others. Raises ``ValueError`` for a value
+    that cannot be.
+
+    ``options_of("llama", {"cross_entropy": True})`` has ``fused_linear_cross_entropy`` off.
+    """
+    one_head = {name: False for name, other in zip(HEADS, reversed(HEADS)) if given.get(other)}
+    options = PatchOptions(**dict.fromkeys(SWITCHES, False) | flags_of(model_type) | one_head | dict(given))
+    # With everything else off, nothing in a model changes
+    alone = not (options.head or options.fp8 or any(options.slots.values()) or "projections" in given)
+    return dataclasses.replace(options, projections=False) if alone else options
 
 
 @functools.cache
 def parameters_of(model_type: str) -> _FLAGS:
     """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its
     signature: flags and ``model``."""
+    # of the table, because signatures do not depend on the version of Transformers
     row = FAMILIES.get(model_type) or family(model_type)
-    more: _FLAGS = dict.fromkeys(sorted(swapped_slots(model_type) & {"layer_norm", "relu_squared"}), True)
-    late: _FLAGS = dict.fromkeys(swapped_slots(model_type) & {"attention"}, True)
+    slots = swapped_slots(model_type)
+    more: _FLAGS = dict.fromkeys(sorted(slots & {"layer_norm", "relu_squared"}), True)
+    late: _FLAGS = dict.fromkeys(slots & {"attention"}, True)
     flags = STANDARD | {row.glu if row else "swiglu": True} | more
-    if model_type in _PUBLISHED | _HANDING_ON:
-        published = (_PUBLISHED | _HANDING_ON)[model_type]
+    if published := (_PUBLISHED | _HANDING_ON).get(model_type):
         more = {f: v for f, v in (more if model_type in _PUBLISHED else flags).items() if f not in published}
         return published | {"model": None} | more | late
     if row and not row.heads:
-        flags = {f: v for f, v in flags.items() if f not in HEAD_FLAGS}
+        flags = {f: v for f, v in flags.items() if f not in HEADS}
     return flags | {"model": None} | late
-
-
-def parts_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[str, Any] = {
-        flag: bool(flags.get(flag))
-        for flag in ("rope", "rms_norm", "layer_norm", "relu_squared", "attention", "projections")
-    }
-    parts |= {name: _switch(name, flags.get(name)) for name in ("activation_offloading", "keep_attention")}
-    parts["tiled_mlp"] = tiles_of(flags.get("tiled_mlp"))
-    return parts | {
-        "glu": bool(flags.get("swiglu", flags.get("geglu"))),
-        "rematerialise": memory.level_of(flags.get("rematerialise")),
-    }
-
-
-def _switch(name: str, value: Any) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name}: must be True or False, got {value!r}")
-    return bool(value)
-
-
-@functools.cache
-def every_flag() -> frozenset[str]:
-    """The flags of all families."""
-    return frozenset(f for t in FAMILIES for f in flags_of(t))

@@ -36,6 +36,7 @@ def around(forward: Callable, offloads: bool, keeps: bool) -> Callable:
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Classes are patched before their modules exist, so only the call knows whether it has layers.
         return (outer if layers_of(self) else forward)(self, *args, **kwargs)
 
     return call
@@ -44,6 +45,7 @@ def around(forward: Callable, offloads: bool, keeps: bool) -> Callable:
 def _keeping_attention(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Without gradients nothing is kept, and a compiled graph cannot exchange attributes of layers.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         with _checkpointed_with_attention(self):
@@ -61,12 +63,14 @@ def _checkpointed_with_attention(m: nn.Module) -> Iterator[None]:
     try:
         for layer in layers:
             function = getattr(layer, "_gradient_checkpointing_func", None)
+            # Transformers reads the function at each call, so exchanging the attribute is enough.
             if layer.gradient_checkpointing and layer.training and _can_keep(function):
                 before.append((layer, function))
                 layer._gradient_checkpointing_func = functools.partial(function, context_fn=memory.keeping_attention)
         if before and _runs_eager_attention(m):
             _say("eager attention, which is no operator of its own")
         yield
+    # Given back after every forward: the backward's own forward must not ask for it.
     finally:
         for layer, function in before:
             layer._gradient_checkpointing_func = function

@@ -19,12 +19,12 @@ from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.float8_training import Float8Trained
 from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.parallel import unsharded_class
+from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.linear import FP8, left_out
-from liger_kernel.transformers.patching.bound import Bound, is_ours
-from liger_kernel.transformers.patching.flags import HEAD_FLAGS, UNPUBLISHED, flags_of, parts_of
-from liger_kernel.transformers.patching.select import HeadAndFunctions, instance_patches
-from liger_kernel.transformers.patching.values import Patch
+from liger_kernel.transformers.patching.classes import is_ours, methods_of
+from liger_kernel.transformers.patching.flags import flags_of, options_of
+from liger_kernel.transformers.patching.select import instance_patches
 from liger_kernel.transformers.recognise.adapted_experts import adapted_experts, experts_of, input_of, is_wrapper
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, subclassed
 from liger_kernel.transformers.recognise.families import family, rows_of
@@ -98,32 +98,27 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
             (),
             (f"liger_kernel has no kernels for model type {model_type!r}, so the model is as Hugging Face ships it",),
         )
-    given = given or {}
-    flags = (
-        flags_of(model_type)
-        | {f: False for f, other in zip(HEAD_FLAGS, reversed(HEAD_FLAGS)) if given.get(other)}
-        | dict(given)
-    )
-    head = "fused" if flags.get("fused_linear_cross_entropy") else "logits" if flags.get("cross_entropy") else None
-    everything = parts_of(
-        dict.fromkeys(flags, True) | {name: flags[name] for name in UNPUBLISHED if name != "projections"}
-    )
-    found = instance_patches(model, model_type, everything, head or "fused")
+    given = {name: value for name, value in (given or {}).items() if name in flags_of(model_type)}
+    options = options_of(model_type, given)
+    # What could be patched: everything, by the values that were given for what is not a slot.
+    everything = PatchOptions().parts | {n: v for n, v in options.parts.items() if n not in options.slots}
+    found = instance_patches(model, model_type, everything | {"projections": True}, options.head or "fused")
+    # (class, label) -> for each module of the model whether it is patched so
     kinds: dict[tuple[str, str], list[bool]] = {}
     # a forward with two patches may have one of them, which is then another function
     in_place = {
         (id(p.owner), label)
-        for p in instance_patches(model, model_type, parts_of(flags), head)
+        for p in instance_patches(model, model_type, options.parts, options.head)
         if p.applied
-        for label in _labels(p)
+        for label in p.labels
     }
     for p in found:
-        for label in _labels(p):
+        for label in p.labels:
             kinds.setdefault((type(p.owner).__name__, label), []).append(p.applied or (id(p.owner), label) in in_place)
     said = lambda count, kind: f"{count} x {kind[0]} ({_short(kind[1])})"
     patched = tuple(said(sum(applied), kind) for kind, applied in kinds.items() if any(applied))
     left = {kind: applied.count(False) for kind, applied in kinds.items() if not all(applied)}
-    stock = [f"{said(count, kind)}: {_why(kind[1], row, flags, given)}" for kind, count in left.items()]
+    stock = [f"{said(count, kind)}: {_why(kind[1], row, options, given)}" for kind, count in left.items()]
     stock += [
         f"{name}: {reason}" for _, part in rows_of([model_type], family) for name, reason in part.left_alone.items()
     ]
@@ -132,19 +127,15 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     return PatchesReport(patched, tuple(stock))
 
 
-def _labels(p: Patch) -> tuple[str, ...]:
-    return (str(p.what.head), *p.what.labels) if isinstance(p.what, HeadAndFunctions) else (p.label,)
-
-
 def _short(label: str) -> str:
     """A variant's label without the fields that say which form it is."""
     return label.partition("(")[0] if label in SLOT_OF else label
 
 
-def _why(label: str, row: Family, flags: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _why(label: str, row: Family, options: PatchOptions, given: Mapping[str, Any]) -> str:
     slot = SLOT_OF.get(label)
     flag = row.glu if slot == "glu" else slot or ("fused_linear_cross_entropy" if label.endswith("head") else None)
-    if flag is None or flags.get(flag):
+    if flag is None or getattr(options, flag):
         return "replaced by other code after the patch" if flag else "its parts are off"
     return f"{flag} is off, {'as asked' if flag in given else 'the default of this family'}"
 
@@ -181,12 +172,12 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
     heads = {id(_quietly(m.get_output_embeddings)): m for m in owners}
     recipe = next((m.recipe for m in modules.values() if unsharded_class(m) is LigerFloat8TrainingLinear), None)
     linear = (
-        {name: fp8.reason(name, m, is_head, fp8.Wish(recipe)) for name, m, is_head in fp8.linear_layers(model)}
+        {name: fp8.reason(name, m, is_head, fp8.Request(recipe)) for name, m, is_head in fp8.linear_layers(model)}
         if recipe
         else {}
     )
     for name, m in modules.items():
-        if name.startswith(tuple(below)):
+        if name.startswith(tuple(below)):  # parts of an adapted layer are that layer
             continue
         parent, _, attribute = name.rpartition(".")
         if isinstance(m, tuner) or _quantised(m):
@@ -264,6 +255,7 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     base = m.base_layer if adapted else m
     if isinstance(base, nn.Embedding):
         return Left("an embedding")
+    # A head runs in the loss, so the forward of the whole model decides, not that of its parent.
     if model is not None:
         if not is_ours(_forward_of(model)):
             return Left(f"the head: {type(model).__name__} is not patched")
@@ -322,6 +314,7 @@ def _reason_of_experts(m: Any, parent: Any, called: bool) -> str | Left:
 def _forward_of(m: Any) -> Any:
     """The function that a call of ``m`` runs."""
     there = m.__dict__.get("_old_forward", m.__dict__.get("forward")) if isinstance(m, nn.Module) else None
-    if there is None:
-        return getattr(type(m), "forward", None)
-    return there.function if type(there) is Bound else getattr(there, "__func__", there)
+    if there is not None:
+        return getattr(there, "__func__", there)
+    # FSDP2's class has a forward of its own if Transformers wrapped that of a layer again
+    return (methods_of(m) if isinstance(m, nn.Module) else {}).get("forward", getattr(type(m), "forward", None))

@@ -7,7 +7,6 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,8 +18,8 @@ from liger_kernel.transformers import fp8, rewrite
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
 from liger_kernel.transformers.patching import exchange, long_rows, once, wrappers
-from liger_kernel.transformers.patching.bound import ABSENT, Bound, ours, within
-from liger_kernel.transformers.patching.values import Patch, Patches, original, remembered
+from liger_kernel.transformers.patching.classes import KEY, OLD_FORWARD, methods_of, ours
+from liger_kernel.transformers.patching.values import Patch, Patches, is_method, original
 from liger_kernel.transformers.recognise.attentions import makers_of
 from liger_kernel.transformers.recognise.families import Rows, family, rows_of
 from liger_kernel.transformers.recognise.family import Family, configs_of
@@ -28,72 +27,20 @@ from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import LINEARS, named_as
 
+# What patches of a forward are called, by the patterns that they fuse: in layers, and elsewhere.
+_IN_LAYERS = {rewrite.NORMS: "add_norm", rewrite.PROJECTIONS: "projections"}
+_ELSEWHERE = {rewrite.NORMS: "norm_rope", rewrite.PROJECTIONS: "projections", rewrite.MASKS: "masks"}
+CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # one pass over memory recomputes the outputs of these slots
+Parts = frozenset[str]
 
-@dataclass(frozen=True)
-class Head:
-    """A patch of a model's ``forward``: the loss is computed from the head's input, or
-    (``keep_logits``) from its logits, which are then returned."""
-
-    keep_logits: bool
-
-    def __str__(self) -> str:
-        return "logits head" if self.keep_logits else "fused head"
+# -- replacements, each cached: the patch of a function must be the same when it is selected again --
 
 
-@dataclass(frozen=True)
-class HeadAndFunctions:
-    """A patch of a model's ``forward`` that also calls our functions with these ``labels``: the
-    forward is one attribute, so one patch does both."""
-
-    head: Head
-    labels: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return ", ".join((str(self.head), *self.labels))
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A patch of a layer's ``forward``: residual additions run together with the norms after them,
-    linear layers together with their adapters, and cheap activations are recomputed as the level
-    says.
-    """
-
-    parts: frozenset[str]
-    level: str
-
-    def __str__(self) -> str:
-        labels = [
-            label
-            for part, label in ((rewrite.NORMS, "add_norm"), (rewrite.PROJECTIONS, "projections"))
-            if part in self.parts
-        ]
-        return ", ".join(labels + [f"rematerialised({self.level})"] * (self.level != "off"))
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A patch of another ``forward``: norms of heads run together with their rotation, linear
-    layers together with their adapters, and masks of a model that numbers its tokens are made
-    without looking at positions.
-    """
-
-    parts: frozenset[str]
-
-    def __str__(self) -> str:
-        labels = ((rewrite.NORMS, "norm_rope"), (rewrite.PROJECTIONS, "projections"), (rewrite.MASKS, "masks"))
-        return ", ".join(label for part, label in labels if part in self.parts)
-
-
-@dataclass(frozen=True)
-class Also:
-    """A patch that changes what ``other`` says, if anything, and what ``label`` says."""
-
-    other: object
-    label: str
-
-    def __str__(self) -> str:
-        return ", ".join(filter(None, (str(self.other), self.label)))
+def _calling(new: Callable, like: Callable | None) -> Callable:
+    """``new``, registered to call the same linear layers as ``like``."""
+    if like in LINEARS:
+        LINEARS[new] = LINEARS[like]
+    return new
 
 
 @functools.cache
@@ -104,19 +51,12 @@ def _variant(label: str, stock: Callable, tiles: bool | int = False) -> Callable
 
 @functools.cache
 def _tiled(forward: Callable, tiles: bool | int) -> Callable:
-    return _with_linears_of(forward, ours(tiled(forward, tiles)))
-
-
-def _with_linears_of(forward: Callable, new: Callable) -> Callable:
-    """Register that ``new`` calls the same linear layers as ``forward``, and return ``new``."""
-    if forward in LINEARS:
-        LINEARS[new] = LINEARS[forward]
-    return new
+    return _calling(ours(tiled(forward, tiles)), forward)
 
 
 @functools.cache
 def _around_layers(forward: Callable, offloads: bool, keeps: bool) -> Callable:
-    return _with_linears_of(forward, ours(long_rows.around(forward, offloads, keeps)))
+    return _calling(ours(long_rows.around(forward, offloads, keeps)), forward)
 
 
 @functools.cache
@@ -125,89 +65,145 @@ def fused_head(forward: Callable, keep_logits: bool, known: bool = True) -> Call
 
 
 @functools.cache
-def _converting(init: Callable, wish: fp8.Wish) -> Callable:
-    return ours(fp8.converting(init, wish))
-
-
-def _change(forward: Callable, level: str, parts: frozenset[str]) -> Callable:
-    forward = (parts and rewrite.fused(forward, parts)) or forward
-    return forward if level == "off" else memory.rematerialised(forward, level)
-
-
-def _as_within(new: Callable, forward: Callable, parts: frozenset[str]) -> Callable:
-    """Register that ``new`` calls the same linear layers as ``forward`` with its patterns fused,
-    and return ``new``."""
-    if parts and (inner := rewrite.fused(wrappers.core(forward), parts)) in LINEARS:
-        LINEARS[new] = LINEARS[inner]
-    return new
+def _converting(init: Callable, request: fp8.Request) -> Callable:
+    return ours(fp8.converting(init, request))
 
 
 @functools.cache
-def _layer(forward: Callable, level: str, parts: frozenset[str], of_class: bool) -> Callable:
-    new = ours(wrappers.within(forward, functools.partial(_change, level=level, parts=parts), of_class=of_class))
-    return _as_within(new, forward, parts)
+def _lazily(make: Callable) -> Callable:
+    return ours(lazily(make))
 
 
 @functools.cache
-def _live_layer(stock: Callable, level: str, parts: frozenset[str]) -> Callable:
-    """The new forward for one layer of a class with the forward ``stock``. The class, which
-    FSDP2 may change later, decides about checkpointing."""
-    usual = _layer(stock, level, parts, False)
+def _with_steps(forward: Callable, parts: Parts, level: str = "off") -> Callable:
+    """``forward`` with the patterns of ``parts`` fused, recomputing cheap values as ``level`` says."""
 
-    def forward(self, *args, **kwargs):
-        outer = type(self).forward
-        return (usual if outer is stock or not within(outer, stock) else _layer(outer, level, parts, False))(
-            self, *args, **kwargs
-        )
+    def change(inner: Any) -> Callable:
+        inner = (parts and rewrite.fused(inner, parts)) or inner
+        return inner if level == "off" else memory.rematerialised(inner, level)
 
-    return _as_within(ours(forward), stock, parts)
+    inner = rewrite.fused(wrappers.core(forward), parts) if parts else None
+    return _calling(ours(wrappers.within(forward, change)), inner)
 
 
 @functools.cache
-def _fused(forward: types.FunctionType, parts: frozenset[str]) -> Callable:
-    return _as_within(ours(wrappers.within(forward, lambda f: rewrite.fused(f, parts) or f)), forward, parts)
+def _seeing(
+    function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: Parts
+) -> Callable | None:
+    """``function`` that reads each global (name, stock, ours) as ours, with the patterns of
+    ``parts`` fused; None if its source is not available."""
+    inner = rewrite.seeing(wrappers.core(function), swaps, parts)
+    if inner is None:
+        return None
+    return _calling(ours(wrappers.within(function, lambda f: rewrite.seeing(f, swaps, parts))), inner)
 
 
-def _fusible(
-    module: types.ModuleType, row: Family, parts: frozenset[str], swapped: set[type]
-) -> Iterator[tuple[type, Fused]]:
-    """The classes with patterns of these parts in their forward, each with a patch: attention
-    and other classes with linear layers, except the ``swapped``."""
-    ropes = {name for name, label in row.swapped.items() if SLOT_OF[label] == "rope"}
-    for cls in vars(module).values():
-        if not (
-            isinstance(cls, type)
-            and issubclass(cls, nn.Module)
-            and cls.__module__ == module.__name__
-            and "forward" in cls.__dict__
-        ):
+# -- patches of classes and of functions in Python modules -----------------------------------------
+
+
+def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
+    """All patches of these types and their parts, including patches for PyTorch's own classes.
+    Only the first type's head is patched.
+
+    Llama with everything on, without tiles:
+
+        LlamaRMSNorm.forward <- rms_norm(...)          LlamaMLP.forward <- glu(...)
+        modeling_llama.apply_rotary_pos_emb <- rope(...)
+        LlamaAttention.forward <- projections          LlamaModel.forward <- masks
+        LlamaDecoderLayer.forward <- add_norm, rematerialised(cheap)
+        LlamaForCausalLM.forward <- fused head
+    """
+    model_types = list(model_types)
+    for i, (module, row) in enumerate(rows_of(model_types, rows)):
+        yield from _of_slots(model_types[0], module, row, parts)
+        yield from _of_steps(module, row, parts, head)
+        for name in row.heads if i == 0 and head and not row.fused else ():
+            if hasattr(module, name):
+                cls, keep = getattr(module, name), head == "logits"
+                yield Patch(cls, "forward", fused_head(original(cls, "forward"), keep), (HEADS[keep],), _head(keep))
+
+
+HEADS = ("fused head", "logits head")  # the labels of these patches: without logits, and with
+
+
+@functools.cache
+def _head(keep_logits: bool) -> Callable:
+    return functools.partial(fused, keep_logits=keep_logits)
+
+
+@functools.cache
+def _rematerialised(level: str) -> Callable | None:
+    return None if level == "off" else functools.partial(memory.rematerialised, level=level)
+
+
+def _of_slots(model_type: str, module: types.ModuleType, row: Family, parts: Mapping[str, Any]) -> Iterator[Patch]:
+    """Norms, MLPs, experts, attention with sinks and rope functions that a variant replaces."""
+    tiles = parts.get("tiled_mlp", False)
+    for name, label in row.swapped.items():
+        # The tiles of an MLP are a flag of their own: with its kernel off, its stock forward is tiled
+        on, tiling = parts.get(SLOT_OF[label]), bool(tiles) and isinstance(VARIANTS[label], GLU | MLP)
+        owner, attribute = _place(module, name)
+        if not (on or tiling) or not hasattr(owner, attribute):  # another version may not have the attribute
             continue
-        forward = wrappers.core(original(cls, "forward"))
-        if cls in swapped or not isinstance(forward, types.FunctionType):
+        stock = original(owner, attribute)
+        if _is_foreign(stock):
+            once.warn(model_type, name, "other code has replaced it, so it is not patched")
             continue
-        turns = bool(ropes & set(forward.__code__.co_names))
-        if found := rewrite.parts_in(forward, parts if turns else parts - {rewrite.NORMS}):
-            yield cls, Fused(found)
+        if on and SLOT_OF[label] == "attention":
+            # it does not read masks that are made when they are read
+            makers = {maker: original(module, maker) for maker in makers_of(module)}
+            yield from (Patch(module, n, _lazily(f), (label,)) for n, f in makers.items() if not _is_foreign(f))
+        new = _variant(label, stock, tiles) if on else _tiled(stock, tiles)
+        yield Patch(owner, attribute, new, (_both(label if on else "", "tiled" if tiling else ""),))
 
 
-_lazily = functools.cache(lambda make: ours(lazily(make)))
+def _place(module: types.ModuleType, name: str) -> tuple[Any, str]:
+    """Owner and attribute of the function that the table of families calls ``name``."""
+    if name in TORCHS_OWN:
+        return getattr(nn, TORCHS_OWN[name][0]), "forward"
+    there = getattr(module, name, None)
+    return (there, "forward") if isinstance(there, type) else (module, name)
 
 
-def _lazy_masks(module: types.ModuleType, label: str) -> Iterator[Patch]:
-    """Patches of the functions that make masks: the attention of this variant does not read
-    masks that are made when they are read."""
-    for name in makers_of(module):
-        stock = original(module, name)
-        if not _is_foreign(stock):
-            yield Patch(module, name, _lazily(stock), label)
+def _both(*labels: str) -> str:
+    return ", ".join(filter(None, labels))
 
 
-CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # one pass over memory recomputes the outputs of these slots
-
-
-def _layers(module: types.ModuleType) -> list[type]:
-    """The classes of layers: checkpointing would recompute each layer as a whole."""
-    return _classes(module, GradientCheckpointingLayer)
+def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], head: str | None) -> Iterator[Patch]:
+    """Forwards, of layers and of other classes, in which neighbouring steps run together, and
+    plain MLPs in tiles."""
+    tiles = parts.get("tiled_mlp", False)
+    slots = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
+    choices = (
+        (rewrite.NORMS, "rms_norm" in slots),
+        (rewrite.PROJECTIONS, parts.get("projections")),
+        (rewrite.MASKS, head),
+    )
+    wanted = frozenset(part for part, on in choices if on)
+    layers = _classes(module, GradientCheckpointingLayer)
+    # these handle their linear layers themselves, or their flag is off
+    done = {vars(module).get(name) for name in row.swapped} | set(layers)
+    plain = {vars(module).get(n) for n, why in row.left_alone.items() if tiles and why == PLAIN_MLP} - {None}
+    ropes = {name for name, label in row.swapped.items() if SLOT_OF[label] == "rope" and "rope" in slots}
+    classes = [c for c in _classes(module, nn.Module) if "forward" in c.__dict__ or c in layers]
+    for cls in sorted(classes, key=lambda c: c in layers):
+        stock = original(cls, "forward")
+        core = wrappers.core(stock)
+        if cls in layers:
+            found = rewrite.parts_in(core, wanted)
+            level = memory.level_of(parts.get("rematerialise")) if slots & CHEAP else "off"
+        elif cls in done or not isinstance(core, types.FunctionType):
+            found, level = frozenset(), "off"
+        else:  # norms of heads run together with their rotation, in a forward that rotates
+            found = rewrite.parts_in(core, wanted if ropes & set(core.__code__.co_names) else wanted - {rewrite.NORMS})
+            level = "off"
+        names = _IN_LAYERS if cls in layers else _ELSEWHERE
+        label = _both(*(names[part] for part in names if part in found), f"rematerialised({level})" * (level != "off"))
+        new = _with_steps(stock, found, level) if found or level != "off" else stock
+        if cls in plain and not _is_foreign(stock):
+            new, label = _tiled(new, tiles), _both(label, "tiled")
+        if new is not stock:
+            yield Patch(cls, "forward", new, (label,), _rematerialised(level))
 
 
 def _classes(module: types.ModuleType, base: type) -> list[type]:
@@ -218,97 +214,26 @@ def _classes(module: types.ModuleType, base: type) -> list[type]:
     ]
 
 
-def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
-    """All patches of these types and their parts, including patches for PyTorch's own classes.
-    Only the first type's head is patched."""
-    model_types = list(model_types)
-    for i, (module, row) in enumerate(rows_of(model_types, rows)):
-        tiles = parts.get("tiled_mlp", False)
-        for name, label in row.swapped.items():
-            on, tiling = parts.get(SLOT_OF[label]), bool(tiles) and isinstance(VARIANTS[label], GLU | MLP)
-            if not (on or tiling):
-                continue
-            if name in TORCHS_OWN:
-                owner, attribute = getattr(nn, TORCHS_OWN[name][0]), "forward"
-            else:
-                owner, attribute = (
-                    (getattr(module, name, None), "forward")
-                    if isinstance(getattr(module, name, None), type)
-                    else (module, name)
-                )
-            if not hasattr(owner, attribute):  # other versions of transformers may not have this attribute
-                continue
-            if _is_foreign(original(owner, attribute)):
-                once.warn(model_types[0], name, "other code has replaced it, so it is not patched")
-            else:
-                stock = original(owner, attribute)
-                if on and SLOT_OF[label] == "attention":
-                    yield from _lazy_masks(module, label)
-                new = _variant(label, stock, tiles) if on else _tiled(stock, tiles)
-                yield Patch(owner, attribute, new, Also(label if on else "", "tiled") if tiling else label)
-        level = memory.level_of(parts.get("rematerialise"))
-        served = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
-        wanted = {rewrite.NORMS} if "rms_norm" in served else set()
-        wanted |= {part for part, on in ((rewrite.PROJECTIONS, parts.get("projections")), (rewrite.MASKS, head)) if on}
-        swapped = {
-            vars(module).get(name) for name in row.swapped
-        }  # these handle their linear layers themselves, or their flag is off
-        plain = dict.fromkeys(
-            vars(module)[name]
-            for name, why in row.left_alone.items()
-            if tiles and why == PLAIN_MLP and hasattr(module, name)
-        )
-        for cls, what in _fusible(
-            module,
-            row,
-            frozenset(wanted if "rope" in served else wanted - {rewrite.NORMS}),
-            swapped | set(_layers(module)),
-        ):
-            new = _fused(original(cls, "forward"), what.parts)
-            yield (
-                Patch(cls, "forward", _tiled(new, tiles), Also(what, "tiled"))
-                if cls in plain
-                else Patch(cls, "forward", new, what)
-            )
-            plain.pop(cls, None)
-        for cls in plain:
-            if not _is_foreign(original(cls, "forward")):
-                yield Patch(cls, "forward", _tiled(original(cls, "forward"), tiles), Also("", "tiled"))
-        level = level if served & CHEAP else "off"
-        for cls in _layers(module):
-            stock = original(cls, "forward")
-            found = rewrite.parts_in(wrappers.core(stock), frozenset(wanted))
-            if found or level != "off":
-                yield Patch(cls, "forward", _layer(stock, level, found, True), Layer(found, level))
-        for name in row.heads if i == 0 and head and not row.fused else ():
-            if hasattr(module, name):
-                cls = getattr(module, name)
-                yield Patch(
-                    cls, "forward", fused_head(original(cls, "forward"), head == "logits"), Head(head == "logits")
-                )
-
-
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
     """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of
     PyTorch and of other families are not patched.
 
-    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, "fp8": a wish,
+    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, "fp8": a request,
     and the flags for long rows. ``head``: "fused", "logits" (fused loss on real logits) or None.
     """
-    own = {module.__name__ for module, _ in rows_of([model_type], rows)}
+    modules = [module for module, _ in rows_of([model_type], rows)]
+    own = {module.__name__ for module in modules}
     found = [
         p
         for p in _patches([model_type], parts, head, rows)
         if not isinstance(p.owner, type) or p.owner.__module__ in own
     ]
-    found = [
-        *_around_too(
-            found, (cls for module, _ in rows_of([model_type], rows) for cls in _callers_of_layers(module)), parts
-        )
-    ]
-    if wish := parts.get("fp8"):
-        models = [c for module, _ in rows_of([model_type], rows) for c in _classes(module, PreTrainedModel)]
-        found += [Patch(cls, "__init__", _converting(original(cls, "__init__"), wish), wish) for cls in models]
+    found = _around_too(found, [cls for module in modules for cls in _callers_of_layers(module)], parts)
+    if request := parts.get("fp8"):
+        models = [c for module in modules for c in _classes(module, PreTrainedModel)]
+        found += [
+            Patch(cls, "__init__", _converting(original(cls, "__init__"), request), (str(request),)) for cls in models
+        ]
     return Patches(
         dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})])
     )
@@ -317,48 +242,38 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
 def _callers_of_layers(module: types.ModuleType) -> list[type]:
     """The classes with lists of modules, which may be layers: only a live module shows whether
     they are."""
-    classes = [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, nn.Module) and c.__module__ == module.__name__
-    ]
-    makes = lambda c: (
-        "ModuleList" in getattr(c.__dict__.get("__init__"), "__code__", _callers_of_layers.__code__).co_names
-    )
+    names = lambda function: getattr(getattr(function, "__code__", None), "co_names", ())
     return [
-        c for c in classes if "forward" in c.__dict__ and not issubclass(c, GradientCheckpointingLayer) and makes(c)
+        c
+        for c in _classes(module, nn.Module)
+        if "forward" in c.__dict__
+        and not issubclass(c, GradientCheckpointingLayer)
+        and "ModuleList" in names(c.__dict__.get("__init__"))
     ]
 
 
-def _around_too(found: Iterable[Patch], owners: Iterable[Any], parts: Mapping[str, Any]) -> Iterator[Patch]:
+def _around_too(found: list[Patch], owners: list[Any], parts: Mapping[str, Any]) -> list[Patch]:
     """``found``, and patches around the forwards of ``owners`` (classes or live modules), which
     call layers. A forward that is patched anyway does both."""
     how = bool(parts.get("activation_offloading")), bool(parts.get("keep_attention"))
+    if not any(how):
+        return found
     label = ", ".join(itertools.compress(("offloading", "keeping attention"), how))
-    rest = {id(owner): owner for owner in (owners if any(how) else ())}
+    around = lambda forward: _around_layers(forward, *how)
+    rest, result = {id(owner): owner for owner in owners}, []
     patched = set()
     for p in found:
-        if id(p.owner) in rest and p.attribute in ("forward", "_old_forward"):
+        if id(p.owner) in rest and p.attribute in ("forward", OLD_FORWARD):
             patched.add(id(p.owner))
-            bound = isinstance(p.new, Bound)
-            new = _around_layers(p.new.function if bound else p.new, *how)
-            if bound and new is getattr(type(p.owner), p.attribute, None):
+            p = dataclasses.replace(p, new=around(p.new), labels=(_both(p.label, label),))
+            if isinstance(p.owner, nn.Module) and p.new is _of_class(type(p.owner), p.attribute):
                 continue  # the class is patched so
-            p = Patch(
-                p.owner,
-                p.attribute,
-                Bound(new, p.owner, p.new.name, p.new.stock) if bound else new,
-                Also(p.what, label),
-            )
-        yield p
-    around = lambda forward: _around_layers(forward, *how)
+        result.append(p)
     for owner in (owner for i, owner in rest.items() if i not in patched):
-        if isinstance(owner, type):
-            yield Patch(owner, "forward", around(original(owner, "forward")), Also("", label))
-        elif (
-            bound_to := on_instance(owner, "forward", around(original(type(owner), "forward")), Also("", label), around)
-        ) is not None:
-            yield bound_to
+        cls = owner if isinstance(owner, type) else type(owner)
+        p = Patch(cls, "forward", around(original(cls, "forward")), (label,), around)
+        result += [p] if owner is cls else on_instance(owner, p)
+    return result
 
 
 def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken: set[tuple[Any, str]]) -> list[Patch]:
@@ -373,6 +288,9 @@ def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken
     return [p for at, (p, *others) in found.items() if at not in taken and not others]
 
 
+# -- patches of live modules -----------------------------------------------------------------------
+
+
 def instance_patches(
     model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family
 ) -> Patches:
@@ -380,84 +298,107 @@ def instance_patches(
     they are (PEFT wrappers, towers); nothing else changes.
 
     A function, such as a rope, belongs to a Python module, not to a model: methods that call it are
-    compiled again, with our function in its place.
+    compiled again, with our function in its place. For example, in a Llama of one layer
+
+        LlamaRMSNorm.forward <- rms_norm(...)       gives three patches, of the norms of this model
+        modeling_llama.apply_rotary_pos_emb <- ...  gives one, of the forward of its attention
     """
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
-    seen: dict[
-        tuple[nn.Module, str, types.FunctionType], list[Patch]
-    ] = {}  # module, method, its function -> the patches that it must see
-    callers = functools.cache(_callers)  # cached only here, because methods of classes may be replaced later
-    for p in of_all:
-        for m in model.modules() if isinstance(p.owner, types.ModuleType) and not p.applied else ():
-            for name, f in callers(type(m), p.owner, p.attribute):
-                seen.setdefault((m, name, f), []).append(p)
+    modules: dict[type, list[nn.Module]] = {}
+    for m in model.modules():
+        modules.setdefault(type(m), []).append(m)
     choices = (
         (rewrite.NORMS, parts.get("rms_norm")),
         (rewrite.PROJECTIONS, parts.get("projections")),
         (rewrite.MASKS, head),
     )
     fuse = frozenset(part for part, on in choices if on)
-    found: list[Patch | None] = []
-    compiled: dict[tuple[nn.Module, str], tuple[Callable, list[Patch]]] = {}  # module, method -> what sees the patches
-    for (m, name, f), ps in seen.items():
-        seeing = _seeing(
-            f, tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in ps), fuse
-        )  # one function for all labels
-        if seeing is None:
-            once.warn(
-                type(m).__name__,
-                name,
-                f"its source cannot be read, so {', '.join(dict.fromkeys(p.attribute for p in ps))} is not patched "
-                "there",
-            )
-        else:
-            compiled[m, name] = seeing, ps
-    turning = {(m, name) for m, name, _ in seen}
-    for p in of_all:
-        for m in model.modules() if isinstance(p.owner, type) else ():
-            if isinstance(p.what, Fused) and (m, "forward") in turning:
-                continue  # in a live module, the patch of its rope function includes these
-            if isinstance(m, p.owner) and original(type(m), p.attribute) is original(p.owner, p.attribute):
-                new, around, what = p.new, None, p.what
-                if isinstance(p.what, Head):
-                    around = functools.partial(fused, keep_logits=p.what.keep_logits)
-                    if (m, "forward") in compiled:
-                        seeing, ps = compiled.pop((m, "forward"))
-                        new, what = (
-                            fused_head(seeing, p.what.keep_logits),
-                            HeadAndFunctions(p.what, tuple(dict.fromkeys(q.label for q in ps))),
-                        )
-                elif isinstance(p.what, Layer) and p.new is not getattr(type(m), p.attribute, None):
-                    new = _live_layer(original(type(m), p.attribute), p.what.level, p.what.parts)
-                    around = (
-                        functools.partial(memory.rematerialised, level=p.what.level) if p.what.level != "off" else None
-                    )
-                patch = on_instance(m, p.attribute, new, what, around)
-                if (
-                    patch is not None and what is not p.what and patch.new.function is not new
-                ):  # around the forward of other code: the head alone
-                    patch = dataclasses.replace(patch, what=p.what)
-                found.append(patch)
-            elif (
-                isinstance(m, p.owner)
-                and isinstance(p.what, Head)
-                and not p.applied
-                and _of_user(theirs := original(type(m), "forward"))
-            ):
+    functions = [p for p in of_all if isinstance(p.owner, types.ModuleType) and not p.applied]
+    compiled = {(cls, name): patch for cls in modules for name, patch in _methods_seeing(cls, functions, fuse)}
+    found: list[Patch] = []
+    for p in (p for p in of_all if isinstance(p.owner, type)):
+        is_head, keep = p.labels[0] in HEADS, p.labels[0] == HEADS[True]
+        for cls in [cls for cls in modules if issubclass(cls, p.owner)]:
+            theirs, seeing = original(cls, p.attribute), compiled.get((cls, p.attribute))
+            if theirs is original(p.owner, p.attribute):
+                if seeing and is_head:
+                    # The forward of a model both calls one of our functions and ends in the head: it
+                    # is one attribute, so one patch does both.
+                    del compiled[cls, p.attribute]
+                    both = fused_head(seeing.new, keep)
+                    p_here = dataclasses.replace(p, new=both, labels=(*p.labels, *seeing.labels))
+                elif seeing and p.around is None:
+                    continue  # the steps of this forward are fused in the compiled method, too
+                else:
+                    p_here = p
+            elif is_head and not p.applied and _of_user(theirs):
                 # a subclass: its forward calls that of its base, or does everything itself
-                found.append(on_instance(m, "forward", fused_head(theirs, p.what.keep_logits, known=False), p.what))
-    found += [on_instance(m, name, seeing, p.what) for (m, name), (seeing, ps) in compiled.items() for p in ps]
-    found = [p for p in found if p]
-    callers_of_layers = [m for m in model.modules() if long_rows.layers_of(m)]
+                p_here = dataclasses.replace(p, new=fused_head(theirs, keep, known=False), around=None)
+            else:
+                continue
+            for m in modules[cls]:
+                for q in on_instance(m, p_here):  # around a forward of the module's own, the head alone
+                    found.append(q if q.new is p_here.new else dataclasses.replace(q, labels=p.labels))
+    found += [q for (cls, _), p in compiled.items() for m in modules[cls] for q in on_instance(m, p)]
+    # not a layer that holds layers: its forward checkpoints only while it is its class's own
+    callers_of_layers = [
+        m for m in model.modules() if long_rows.layers_of(m) and not isinstance(m, GradientCheckpointingLayer)
+    ]
     if parts.get("activation_offloading") and not callers_of_layers:
         once.warn(
             type(model).__name__,
             "activation_offloading",
             "it has no layers that can be checkpointed, so nothing is offloaded",
         )
-    found = [*_around_too(found, callers_of_layers, parts)]
-    return Patches(found)
+    return Patches(_around_too(found, callers_of_layers, parts))
+
+
+def _methods_seeing(cls: type, functions: list[Patch], fuse: Parts) -> Iterator[tuple[str, Patch]]:
+    """The methods of ``cls`` that look up patched ``functions`` of Python modules, each with a patch
+    in which it reads ours."""
+    readers: dict[tuple[str, types.FunctionType], list[Patch]] = {}
+    names = {p.owner.__name__ for p in functions}
+    # bases elsewhere, such as nn.Module, have hundreds of methods, none of which is of these modules
+    bases = [base for base in reversed(cls.__mro__) if base.__module__ in names and KEY not in vars(base)]
+    attributes = dict.fromkeys(attribute for base in bases for attribute in vars(base))
+    for attribute in attributes:
+        method = original(cls, attribute)
+        core = wrappers.core(method)
+        for p in functions if isinstance(core, types.FunctionType) else ():
+            if core.__globals__ is p.owner.__dict__ and p.attribute in core.__code__.co_names:
+                readers.setdefault((attribute, method), []).append(p)
+    for (attribute, method), patches in readers.items():
+        swaps = tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in patches)
+        if (new := _seeing(method, swaps, fuse)) is not None:
+            yield attribute, Patch(cls, attribute, new, tuple(dict.fromkeys(p.label for p in patches)))
+        else:
+            unpatched = ", ".join(dict.fromkeys(p.attribute for p in patches))
+            once.warn(cls.__name__, attribute, f"its source cannot be read, so {unpatched} is not patched there")
+
+
+def on_instance(m: nn.Module, p: Patch) -> list[Patch]:
+    """The patch ``p`` of a class for ``m``, a module of it; none if its class is patched so already.
+
+    If other code has replaced the function on this module, the patch is ``p.around`` that
+    function; without ``around`` there is none.
+    """
+    if p.new is _of_class(type(m), p.attribute):
+        return []
+    place = OLD_FORWARD if p.attribute == "forward" and OLD_FORWARD in m.__dict__ else p.attribute
+    there = m.__dict__.get(KEY, {}).get(place, m.__dict__.get(place))
+    if there is None or p.attribute in methods_of(m) or is_method(m, place, p.attribute):
+        return [dataclasses.replace(p, owner=m)]
+    new = exchange.of_experts(there, m, p.new)
+    if new is None and p.around is not None:
+        bound = isinstance(there, types.MethodType) and there.__self__ is m
+        new = ours(p.around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
+    return [] if new is None else [dataclasses.replace(p, owner=m, attribute=place, new=new)]
+
+
+def _of_class(cls: type, attribute: str) -> Any:
+    """What ``cls`` has now, without the methods that one module of it got from us."""
+    return next((vars(c)[attribute] for c in cls.__mro__ if attribute in vars(c) and KEY not in vars(c)), None)
 
 
 def _is_foreign(function: Any) -> bool:
@@ -472,60 +413,3 @@ def _is_foreign(function: Any) -> bool:
 def _of_user(forward: Any) -> bool:
     """Whether a class's ``forward`` is a function that is not from transformers."""
     return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
-
-
-def on_instance(
-    m: nn.Module, attribute: str, new: Callable, what: object, around: Callable | None = None
-) -> Patch | None:
-    """A patch that binds ``new`` to ``m``, if a call of ``m`` runs the function of its class; None
-    if that function is ours already.
-
-    If other code has replaced the function on this module, the patch binds ``around(that
-    function)``; without ``around`` the result is None.
-    """
-    if new is getattr(type(m), attribute, None):
-        return None
-    # accelerate's hooks store the forward that they wrap as _old_forward
-    place = "_old_forward" if attribute == "forward" and "_old_forward" in m.__dict__ else attribute
-    there = remembered(m).get(place, m.__dict__.get(place, ABSENT))
-    if there is not ABSENT:
-        bound = isinstance(there, types.MethodType) and there.__self__ is m
-        if (exchanging := exchange.of_experts(there, m, new)) is not None:
-            new = exchanging
-        elif not (bound and there.__func__ is original(type(m), attribute)):
-            if around is None:
-                return None
-            new = ours(around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
-    return Patch(
-        m, place, Bound(new, m, attribute, original(type(m), attribute)) if there is ABSENT else Bound(new, m), what
-    )
-
-
-def _callers(cls: type, module: types.ModuleType, name: str) -> list[tuple[str, types.FunctionType]]:
-    """Methods of ``cls`` that look up ``name`` in ``module``."""
-    methods = {}
-    for base in reversed(cls.__mro__):
-        for attribute in base.__dict__:
-            methods[attribute] = original(base, attribute)
-    cores = {a: wrappers.core(f) for a, f in methods.items()}
-    looks = lambda f: (
-        isinstance(f, types.FunctionType) and f.__globals__ is module.__dict__ and name in f.__code__.co_names
-    )
-    return [(a, f) for a, f in methods.items() if looks(cores[a])]
-
-
-@functools.cache
-def _seeing(
-    function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], fuse: frozenset[str]
-) -> Callable | None:
-    """``function`` that reads each global (name, stock, ours) as ours; None if its source is not
-    available. ``fuse``: the patterns to fuse."""
-    if rewrite.seeing(wrappers.core(function), swaps, fuse) is None:
-        return None
-    new, inner = (
-        ours(wrappers.within(function, lambda f: rewrite.seeing(f, swaps, fuse))),
-        rewrite.seeing(wrappers.core(function), swaps, fuse),
-    )
-    if inner in LINEARS:
-        LINEARS[new] = LINEARS[inner]
-    return new

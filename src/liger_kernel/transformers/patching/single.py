@@ -9,9 +9,9 @@ from torch import nn
 
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
-from liger_kernel.transformers.patching.bound import ours
+from liger_kernel.transformers.patching.classes import ours
 from liger_kernel.transformers.patching.select import on_instance
-from liger_kernel.transformers.patching.values import Patches
+from liger_kernel.transformers.patching.values import Patch, Patches, original
 from liger_kernel.transformers.recognise.variant import are_numbers
 
 
@@ -21,14 +21,16 @@ def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
     wrapped = (
         [module.original_module, *module.modules_to_save.values()] if hasattr(module, "modules_to_save") else [module]
     )
-    Patches(p for m in wrapped if (p := on_instance(m, "forward", new, what))).apply()
+    Patches(p for m in wrapped for p in on_instance(m, Patch(type(m), "forward", new, (what,)))).apply()
 
 
+# Cached, so that norms of one model share a class, and a second call finds its patch in place.
 @functools.cache
 def _rms_norm_forward(offset: float, eps: float, casting: str) -> Callable:
     def forward(self, hidden_states):
+        # A tensor as eps would make the host wait for the GPU: the stock forward reads it there.
         if not are_numbers(epsilon := _eps(self, eps)):
-            return type(self).forward(self, hidden_states)
+            return original(type(self), "forward")(self, hidden_states)
         return rms_norm(hidden_states, self.weight, eps=epsilon, offset=offset, casting=casting)
 
     return ours(forward)
@@ -38,7 +40,7 @@ def _rms_norm_forward(offset: float, eps: float, casting: str) -> Callable:
 def _layer_norm_forward(eps: float) -> Callable:
     def forward(self, hidden_states):
         if not are_numbers(epsilon := _eps(self, eps)):
-            return type(self).forward(self, hidden_states)
+            return original(type(self), "forward")(self, hidden_states)
         return layer_norm(hidden_states, self.weight, self.bias, eps=epsilon)
 
     return ours(forward)

@@ -1,0 +1,142 @@
+"""The switches of a patch: each is one field of ``PatchOptions``, with its default, values and help.
+
+The flags of ``apply_liger_kernel_to_*`` and their stub, the options of ``liger train`` and ``liger
+fit``, and the schema of jobs are made from these fields. This file imports nothing, because
+``--help`` reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+# The values of fp8_filter: names of layers, or a function of a layer (an nn.Module) and its name
+Filter = Callable[[Any, str], bool] | Collection[str]
+
+
+def _switch(
+    default: Any,
+    help: str,
+    *,
+    check: Callable[[str, Any], Any] = lambda name, value: bool(value),
+    ours: bool = True,
+    option: str | None = "bool",
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """``check``: makes a given value the field's, or raises. ``ours``: LinkedIn's package has no
+    such flag, so it may be given by name only. ``option``: its type as an option of ``liger
+    train``; None if it is none. ``choices``: the option's values."""
+    values = dict(help=help, check=check, ours=ours, option=option, choices=choices)
+    return dataclasses.field(default=default, metadata=values)
+
+
+def _true_or_false(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}: must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _level(name: str, value: Any) -> str:
+    from liger_kernel.memory import level_of
+
+    return level_of(value)
+
+
+def _tiles(name: str, value: Any) -> bool | int:
+    from liger_kernel.ops.projections.tiled_mlp import tiles_of
+
+    return tiles_of(value)
+
+
+def _as_it_is(name: str, value: Any) -> Any:
+    return value  # the three flags of FP8 are checked together, by ``transformers/fp8.py``
+
+
+@dataclass
+class PatchOptions:
+    """What a patch replaces, and how the model then trains. None is False.
+
+    The defaults are what most families have; ``transformers/patching/flags.py`` has the others.
+    """
+
+    rope: bool = _switch(True, "rotary embedding", ours=False)
+    rms_norm: bool = _switch(True, "RMSNorm", ours=False)
+    layer_norm: bool = _switch(True, "LayerNorm", ours=False, option=None)
+    swiglu: bool = _switch(True, "gated MLP with SiLU", ours=False)
+    geglu: bool = _switch(True, "gated MLP with GELU", ours=False)
+    relu_squared: bool = _switch(True, "MLP with a squared ReLU", ours=False, option=None)
+    attention: bool = _switch(True, "attention with sinks", ours=False, option=None)
+    cross_entropy: bool = _switch(False, "cross entropy over the logits, not fused with the head", ours=False)
+    fused_linear_cross_entropy: bool = _switch(
+        True, "output head and cross entropy in one: the logits are never stored", ours=False
+    )
+    rematerialise: bool | str = _switch(
+        True,
+        "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: "
+        "nothing",
+        check=_level,
+        option="str",
+        choices=("off", "cheap", "mlp"),
+    )
+    projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
+    fp8: bool | str = _switch(
+        False,
+        "linear layers multiply in FP8, forward and backward, with one scale for each tensor, row or 32 values",
+        check=_as_it_is,
+        option="str",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil"),
+    )
+    fp8_filter: Filter | None = _switch(  # noqa: RUF009  # a field
+        None,
+        "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as "
+        "o_proj,mlp",
+        check=_as_it_is,
+        option="str",
+    )
+    fp8_head: bool = _switch(False, "the output head and its loss multiply in FP8, too", check=_as_it_is)
+    activation_offloading: bool = _switch(
+        False,
+        "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory "
+        "until the backward",
+        check=_true_or_false,
+    )
+    keep_attention: bool = _switch(
+        False, "checkpointed layers keep the outputs of attention instead of computing them twice", check=_true_or_false
+    )
+    tiled_mlp: bool | int = _switch(
+        False,
+        "run MLPs in so many tiles of the tokens; 0: as many as have 2048 tokens each, at most 16",
+        check=_tiles,
+        option="int",
+    )
+
+    def __post_init__(self) -> None:
+        if self.cross_entropy and self.fused_linear_cross_entropy:
+            raise AssertionError("cross_entropy and fused_linear_cross_entropy cannot both be True")
+        for name, field in SWITCHES.items():
+            setattr(self, name, field.metadata["check"](name, getattr(self, name)))
+
+    @property
+    def head(self) -> str | None:
+        """What becomes of output head and loss: "fused", "logits" (a fused loss on real logits)
+        or None."""
+        return "fused" if self.fused_linear_cross_entropy else "logits" if self.cross_entropy else None
+
+    @property
+    def slots(self) -> dict[str, bool]:
+        """Slot of recognition -> whether what is found for it is replaced."""
+        same = ("rope", "rms_norm", "layer_norm", "relu_squared", "attention")
+        return {name: getattr(self, name) for name in same} | {"glu": self.swiglu or self.geglu}
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The slots, and the switches that change what replaces them: what the functions that
+        select patches take."""
+        names = ("projections", "rematerialise", "activation_offloading", "keep_attention", "tiled_mlp")
+        return self.slots | {name: getattr(self, name) for name in names}
+
+
+SWITCHES = {field.name: field for field in dataclasses.fields(PatchOptions)}
+HEADS = ("cross_entropy", "fused_linear_cross_entropy")  # of which a model can have one

@@ -1,0 +1,269 @@
+"""The class that a patched module gets: what other packages, copies and pickles see of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import is_parametrized
+
+transformers = pytest.importorskip("transformers")
+
+from hf_models import (  # noqa: E402
+    DEVICE,
+    assert_same_learning,
+    assert_untouched,
+    make,
+    served_by_kernels_or_references,
+    snapshot,
+    step,
+    tokens,
+)
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+import liger_kernel.transformers as liger  # noqa: E402
+from liger_kernel.transformers.patching.classes import is_ours, is_patched  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    with served_by_kernels_or_references():
+        yield
+    liger.restore()
+
+
+def llama(patch: bool = True, **options) -> nn.Module:
+    model = make("llama", num_hidden_layers=1, **options)
+    if patch:
+        liger._apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def test_what_others_see():
+    model = llama()
+    for m in filter(is_patched, model.modules()):
+        cls, (stock, *_) = type(m), type(m).__bases__
+        assert isinstance(m, stock) and cls is not stock and "forward" not in m.__dict__
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(cls, name) == getattr(stock, name)
+        assert is_ours(m.forward) and m.forward.__self__ is m and m.forward.__func__ is cls.forward
+        assert inspect.getsource(m.forward) and inspect.getsource(cls) == inspect.getsource(stock)
+        assert not any(is_patched(part) for part in model.modules() if isinstance(part, (nn.Linear, nn.Embedding)))
+    # what is made by the class is stock, as by the class of any model
+    made = type(model)(model.config)
+    assert type(made) is modeling_llama.LlamaForCausalLM and not any(map(is_patched, made.modules()))
+    norm = type(model.model.norm)(8, eps=1e-5)
+    assert type(norm) is modeling_llama.LlamaRMSNorm and norm.variance_epsilon == 1e-5
+    liger.restore(model)
+    assert not any(map(is_patched, model.modules())) and type(model) is modeling_llama.LlamaForCausalLM
+
+
+def test_modules_of_one_class_share_their_new_class():
+    first, second = llama(), llama()
+    assert type(first) is type(second) and type(first.model.norm) is type(second.model.norm)
+    liger._apply_liger_kernel_to_instance(model=first)
+    assert type(first) is type(second)
+
+
+def test_a_single_module_is_copied_and_pickled():
+    norm = llama().model.norm
+    for twin in (copy.copy(norm), copy.deepcopy(norm), norm._replicate_for_data_parallel()):
+        assert type(twin) is type(norm) and twin.__dict__ is not norm.__dict__ and twin.forward.__self__ is twin
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert type(pickle.loads(pickle.dumps(norm, protocol))) is modeling_llama.LlamaRMSNorm
+    norm.forward = types.MethodType(modeling_llama.LlamaRMSNorm.forward, norm)
+    model = nn.Sequential(norm)
+    model.config = llama(False).config
+    before = snapshot(model)
+    liger._apply_liger_kernel_to_instance(model=model)
+    again = pickle.loads(pickle.dumps(model))[0]
+    assert not is_patched(again) and again.forward.__self__ is again
+    liger.restore(model)
+    assert norm.forward is before[1][1]["forward"]
+
+
+def test_copies_of_a_wrapper_that_forwards():
+    """PEFT's models look up in the model what they lack: a copy is one of the wrapper all the same."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("model"), name)
+
+    wrapper = Wrapper(llama())
+    for twin in (copy.copy(wrapper), copy.deepcopy(wrapper), pickle_of_parts(wrapper)):
+        assert type(twin) is Wrapper and isinstance(twin.model, modeling_llama.LlamaForCausalLM)
+
+
+def pickle_of_parts(wrapper):
+    twin = copy.copy(wrapper)
+    twin._modules = {"model": pickle.loads(pickle.dumps(wrapper.model))}
+    return twin
+
+
+def test_del_frees_a_module_without_the_collector():
+    norm = llama().model.norm
+    gc.disable()
+    try:
+        there = weakref.ref(norm)
+        del norm
+        assert there() is None
+    finally:
+        gc.enable()
+
+
+def test_compiled_models_are_guarded_by_the_class():
+    norm = make("llama", num_hidden_layers=1).model.norm
+    compiled = torch.compile(norm, fullgraph=True, backend="eager")
+    x = torch.randn(2, norm.weight.shape[0], device=DEVICE)
+    model = nn.Sequential(norm)
+    model.config = llama(False).config
+    stock = compiled(x)
+    liger._apply_liger_kernel_to_instance(model=model)
+    torch.testing.assert_close(compiled(x), stock)
+    type(norm).forward = lambda self, x: 2 * x  # which is what runs now
+    torch.testing.assert_close(torch.compile(norm, fullgraph=True, backend="eager")(x), 2 * x)
+    liger.restore(model)
+    torch.testing.assert_close(compiled(x), stock)
+    torch._dynamo.reset()
+    from liger_kernel.transformers.patching import classes
+
+    classes._subclass.cache_clear()
+
+
+@pytest.mark.parametrize("first", ["patch", "parametrization"])
+def test_parametrizations(first):
+    """PyTorch changes the class, too."""
+    model = llama(False)
+    proj, norm = model.model.layers[0].mlp.down_proj, model.model.norm
+    halve = nn.Module()
+    halve.forward = lambda w: 0.5 * w
+    if first == "patch":
+        liger._apply_liger_kernel_to_instance(model=model)
+    nn.utils.parametrize.register_parametrization(norm, "weight", halve)
+    parametrizations.weight_norm(proj)
+    if first != "patch":
+        liger._apply_liger_kernel_to_instance(model=model)
+    assert is_patched(norm) and is_parametrized(norm)
+    ours = step(model)[1]
+    liger.restore(model)
+    assert not is_patched(norm) and is_parametrized(norm)
+    assert_same_learning(ours, step(model)[1])
+    nn.utils.parametrize.remove_parametrizations(norm, "weight")
+    assert type(norm) is modeling_llama.LlamaRMSNorm
+
+
+@pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("first", ["patch", "fully_shard"])
+def test_fsdp2(first, process_group):
+    """It makes its classes over ours, or finds ours over its own; both come off alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model = llama(first == "patch").train()
+    expected = step(llama())[1]
+    mesh = init_device_mesh(DEVICE, (1,))
+    layer = model.model.layers[0]
+    for m in (layer, model.model.norm, model):
+        fully_shard(m, mesh=mesh)
+    before = snapshot(model)
+    if first != "patch":
+        liger._apply_liger_kernel_to_instance(model=model)
+    assert is_patched(model) and is_patched(model.model.norm) and type(layer).__name__ == "FSDPLlamaDecoderLayer"
+    whole = lambda found: {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(whole(learned), expected)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_learning(whole(step(model)[1]), expected)
+    model.gradient_checkpointing_disable()
+    liger.restore(model)
+    assert not any(map(is_patched, model.modules())) and step(model)[0].logits is not None
+    for m in (layer, model.model.norm, model):
+        assert isinstance(m, FSDPModule) and type(m).__name__.startswith("FSDPLlama")
+    if first != "patch":
+        assert [type(m) for m in model.modules()] == [attributes["__class__"] for _, attributes in before]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["class", "own forward"])
+def test_layers_are_checkpointed_once(own):
+    """By the wrapper that Transformers puts around the forward of every layer class, which looks
+    whether it is the forward of the class."""
+    model = llama(False).train()
+    layer = model.model.layers[0]
+    if own:  # as accelerate leaves it when its hooks come off
+        layer.forward = types.MethodType(type(layer).forward, layer)
+    before = snapshot(model)
+    liger._apply_liger_kernel_to_instance(model=model)
+    expected = step(model)[1]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert_same_learning(step(model)[1], expected)
+    assert len(calls) == 2
+    model.gradient_checkpointing_disable()
+    layer.mlp._forward_pre_hooks.clear()
+    liger.restore(model)
+    (layer_before,) = (attributes for owner, attributes in before if owner is layer)
+    assert type(layer) is layer_before["__class__"] and layer.__dict__.get("forward") is layer_before.get("forward")
+
+
+def test_hooks_of_accelerate_that_come_off():
+    hooks = pytest.importorskip("accelerate.hooks")
+    for patch_first in (True, False):
+        model = llama(patch_first)
+        for m in model.modules():
+            hooks.add_hook_to_module(m, hooks.ModelHook())
+        if not patch_first:
+            liger._apply_liger_kernel_to_instance(model=model)
+        assert step(model)[0].logits is None
+        hooks.remove_hook_from_module(model, recurse=True)
+        assert step(model)[0].logits is None
+        liger._apply_liger_kernel_to_instance(model=model)
+        liger.restore(model)
+        assert not any(map(is_patched, model.modules())) and model(**tokens()).logits is not None
+        assert not any(is_ours(m.forward) for m in model.modules())
+
+
+def test_distributed_data_parallel(process_group):
+    model = llama()
+    expected = step(llama())[1]["loss"]
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    out = wrapped(**tokens(), use_cache=False)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), expected)
+    assert out.logits is None and model.lm_head.weight.grad is not None
+
+
+def test_both_patches_of_a_class_and_of_a_module():
+    """Each comes off by itself."""
+    model = llama(False)
+    before = snapshot(model)
+    liger.apply_liger_kernel_to_llama(swiglu=False)
+    liger.apply_liger_kernel_to_llama(model=model, rms_norm=False)
+    norm, mlp = model.model.norm, model.model.layers[0].mlp
+    assert is_ours(norm.forward) and not is_patched(norm) and is_patched(mlp)
+    liger.restore("llama")
+    assert not is_ours(norm.forward) and is_patched(mlp) and is_ours(mlp.forward)
+    liger.restore(model)
+    assert_untouched(before)

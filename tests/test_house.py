@@ -61,8 +61,8 @@ def imports(name: str) -> Iterator[str]:
             yield from {named.value} & MODULES.keys()
 
 
-# Lists of public names, which operators of `extra` have as well; `extra` itself needs only `ops`
-SURFACES = {"liger_kernel.ops", "liger_kernel.ops.published.launchers"}
+# The list of public names has those of `extra`, too; `extra` itself needs only `ops`
+SURFACES = {"liger_kernel.ops"}
 
 
 @functools.cache

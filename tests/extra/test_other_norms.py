@@ -22,7 +22,9 @@ from liger_kernel.nn import (
     liger_modulated_rms_norm,
     liger_poly_norm,
 )
-from liger_kernel.ops import LigerGroupNormFunction, LigerModulatedRMSNormFunction, LigerPolyNormFunction, _config, _op
+from liger_kernel.ops import LigerGroupNormFunction, LigerModulatedRMSNormFunction, LigerPolyNormFunction
+from liger_kernel.ops._core import config as _config
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.testing import assert_as_accurate, like, run
 

@@ -1,5 +1,5 @@
-"""Fused operators: every public operator, and what it is published with. What an operator does
-stands in its file, in one of the rooms."""
+"""Every public operator, those of ``extra`` included, and what it is published with. What an operator
+does is in its file, in a folder by subject."""
 
 from __future__ import annotations
 

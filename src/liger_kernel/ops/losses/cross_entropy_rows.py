@@ -128,9 +128,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def transformed_logits(z_ptr, bias_ptr, at, mask, scale, cap, EVICT: tl.constexpr = ""):
+def transformed_logits(z_ptr, bias_ptr, at, mask, scale, cap, EVICT: tl.constexpr):
     """Logits after bias, scale and softcap, of which each may be None; and tanh, for the
     derivative of the softcap."""
+    # EVICT has no default: Triton 3.6 does not take a text as one
     z = tl.load(z_ptr + at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -243,7 +244,7 @@ def _rows(
     else:
         # an address that may be read; ``factor`` makes the result NaN
         y = tl.where(inside, target, 0)
-        z_y, t_y = transformed_logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, softcap)
+        z_y, t_y = transformed_logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, softcap, "")
         w_y = tl.load(w_ptr + y).to(tl.float32) if w_ptr is not None else 1.0
         # of all classes: what label smoothing spreads over them
         w_sum = tl.load(w_sum_ptr).to(tl.float32) if w_sum_ptr is not None else tl.cast(V, tl.float32)
@@ -279,7 +280,7 @@ def _rows(
                 top = tl.full((BLOCK,), -float("inf"), tl.float32)
                 for start in range(0, V, BLOCK):
                     col = start + lane
-                    z, _ = transformed_logits(z_ptr, bias_ptr, col, col < V, logit_scale, softcap)
+                    z, _ = transformed_logits(z_ptr, bias_ptr, col, col < V, logit_scale, softcap, "")
                     top = tl.maximum(top, tl.where(col < V, z, -float("inf")))
                 lse = _finite(tl.max(top, axis=0))
                 row_total, weighted, wz_sum, z_sum, best = _sums(

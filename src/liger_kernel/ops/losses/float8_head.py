@@ -102,7 +102,7 @@ def _stats(
         z_ptr += row * z_stride
         col = tl.arange(0, BLOCK)
         mask = col < N
-        z, _t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap)
+        z, _t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap, "")
         # the only pass over z: a block of classes fits one program
         top = tl.max(tl.where(mask, z, -float("inf")), axis=0)
         shift = _finite(top)
@@ -121,7 +121,7 @@ def _stats(
             tl.store(best_ptr + row, first + tl.min(tl.where(mask & (z == top), col, N), axis=0))
         y = target - first
         if (y >= 0) & (y < N):
-            z_y, _t_y = transformed_logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, softcap)
+            z_y, _t_y = transformed_logits(z_ptr, bias_ptr, y, y >= 0, logit_scale, softcap, "")
             tl.store(z_y_ptr + row, z_y)
         if codes_ptr is not None:
             code = tl.minimum(tl.floor(0.5 - d * STEPS), 255.0).to(tl.uint8)

@@ -236,7 +236,7 @@ def _stats(
     y = target - first
     mine = (y >= 0) & (y < N)
     ignored = target == ignore_index
-    z_y, _t_y = transformed_logits(z_ptr, bias_ptr, y, mine, logit_scale, softcap)
+    z_y, _t_y = transformed_logits(z_ptr, bias_ptr, y, mine, logit_scale, softcap, "")
     top = -float("inf")
     total = 0.0
     sum_z = 0.0
@@ -244,7 +244,7 @@ def _stats(
     for start in range(0, tl.where(ignored, 0, N), BLOCK):
         col = start + tl.arange(0, BLOCK)
         mask = col < N
-        z, _t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap)
+        z, _t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap, "")
         if SUM:
             sum_z += tl.sum(tl.where(mask, z, 0.0), axis=0)
         z = tl.where(mask, z, -float("inf"))
@@ -338,7 +338,7 @@ def _grad(
     top = tl.load(top_ptr + row)
     total = tl.load(total_ptr + row)
     mask = (col < N) & (not ignored)
-    z, t = transformed_logits(z_ptr + row * z_stride, bias_ptr, col, mask, logit_scale, softcap)
+    z, t = transformed_logits(z_ptr + row * z_stride, bias_ptr, col, mask, logit_scale, softcap, "")
     spread = (1.0 + 2.0 * tl.cast(z_loss, tl.float32) * (top + log(total))) / total
     dz = tl.exp(z - top) * spread - tl.cast(off, tl.float32)
     dz = tl.where(col == target - first, dz - tl.cast(on, tl.float32), dz)

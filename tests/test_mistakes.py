@@ -172,7 +172,7 @@ TABLE = [
         "bench rms_norm --against upstream --upstream-path empty",
         "--upstream-path empty holds no liger_kernel; `pip install",
     ),
-    ("bench rms_norm --against quack --quack-path empty", "--quack-path empty holds no quack"),
+    ("bench rms_norm --against quack --quack-path empty", "quack is no part of this command: see benchmarks/"),
     ("bench rms_norm --base nope", "--base(: no git revision 'nope'| needs a git checkout| needs git)"),
     ("bench rms_norm --json empty", "cannot write to empty: it is a folder"),
     (
@@ -202,7 +202,7 @@ TABLE = [
     ("bench step --against our", r"no variant 'our'; did you mean ours\?"),
     ("bench step --upstream-path /nope", "--upstream-path: no such folder: /nope"),
     ("bench step --upstream-path empty", "--upstream-path empty holds no liger_kernel"),
-    ("bench step --unsloth-path empty", "--unsloth-path empty holds no unsloth"),
+    ("bench step --unsloth-path empty", "--unsloth-path is no part of this command: see benchmarks/"),
     ("bench step --batch 4,x", "--batch must be numbers, comma-separated, got '4,x'"),
     ("bench step --seq 0", "--seq must be at least 1, got 0"),
     ("bench step --lengths -5", "--lengths must be at least 0, got -5"),

@@ -9,7 +9,7 @@ import torch
 
 from liger_kernel import ops
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearKTOLoss
-from liger_kernel.nn.losses import token_counts
+from liger_kernel.compat.functions import token_counts
 
 
 def _labelled(y: torch.Tensor) -> dict[str, Any]:

@@ -651,17 +651,20 @@ TESTED_ELSEWHERE = (
 )  # launchers that no operator's case reaches
 
 
+def with_imported(module: str) -> str:
+    """The name and the source of a module, and the source of those of ours that it imports from."""
+    source = inspect.getsource(sys.modules[module])
+    imported = re.findall(r"^from (liger_kernel\.ops\.\w+\.[\w.]+) import", source, re.M)
+    return "\n".join([module, source, *(inspect.getsource(sys.modules[name]) for name in imported)])
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     "name", [n for n, module in _op._LAUNCHERS.items() if module.rpartition(".")[2] not in TESTED_ELSEWHERE]
 )
 def test_launcher_has_a_true_schema_and_fake(name):
     home = _op._LAUNCHERS[name].rpartition(".")[2]
-    near = [
-        o.name
-        for o in OPS.values()
-        if re.search(rf"\b{home}\b", f"{o.fn.__module__} {inspect.getsource(sys.modules[o.fn.__module__])}")
-    ]
+    near = [o.name for o in OPS.values() if re.search(rf"\b{home}\b", with_imported(o.fn.__module__))]
     reached = (found for way in ways(near) if (found := recorded(*way).get(name)))
     calls = {kind: call for found in itertools.islice(reached, 40 if GPU else 1) for kind, call in found.items()}
     assert calls, f"no case reaches {name}"

@@ -102,4 +102,8 @@ if (_impl := os.environ.get("LIGER_KERNEL_IMPL")) and _impl not in OURS:
         f"LIGER_KERNEL_IMPL={_impl}: the implementations here are triton, which is what runs, and torch", stacklevel=2
     )
 
+# lists begin with what models use
+for _name in [name for name, operator in OPS.items() if operator.fn.__module__.startswith("liger_kernel.extra")]:
+    OPS[_name] = OPS.pop(_name)
+
 _legacy.add_published(__name__)

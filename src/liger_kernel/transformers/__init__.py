@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from typing import Any
 
+from liger_kernel._legacy import ALIASES
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.nn import (
     LigerBlockSparseTop2MLP,
@@ -136,6 +137,8 @@ def is_transformers_available() -> bool:
 
 
 def __getattr__(name: str) -> Any:
+    if (path := f"{__name__}.{name}") in ALIASES:  # as LinkedIn's package has its modules after it is imported
+        return importlib.import_module(path)
     module = (_AUTO | _PATCHING).get(name) or ("patching.apply" if name.startswith("apply_liger_kernel_to_") else None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")

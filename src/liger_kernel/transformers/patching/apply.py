@@ -129,7 +129,7 @@ def _apply_function(model_type: str) -> Callable[..., None]:
         except TypeError as error:
             known = [*signature.parameters, *OURS]
             near = next((did_you_mean(name, known) for name in kwargs if name not in known), "")
-            raise TypeError(f"{apply.__name__}(): {error}{near or f'; it takes {chr(44).join(known)}'}") from None
+            raise TypeError(f"{apply.__name__}(): {error}{near or '; it takes ' + ', '.join(known)}") from None
         model = given.pop("model", None)
         _check_types(f"{apply.__name__}()", given, model)
         _warn_without_effect(model_type, given, model is not None)

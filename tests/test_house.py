@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import io
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,3 +197,37 @@ def test_a_type_that_is_ignored_has_a_reason():
         if "# type: ignore" in line and not re.search(r"# type: ignore\[[a-z, -]+\]  # \w", line)
     ]
     assert not found, ", ".join(found)
+
+
+def characters(path: Path) -> int:
+    """Characters of code of a file: of lines with a token that is neither a comment nor a
+    docstring, without their indentation."""
+    source = path.read_text()
+    documents: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            match node.body[:1]:
+                case [ast.Expr(ast.Constant(value=str())) as doc]:
+                    documents |= set(range(doc.lineno, doc.end_lineno + 1))
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        code |= set() if token.type in blank else set(range(token.start[0], token.end[0] + 1))
+    lines = source.splitlines()
+    return sum(len(lines[i - 1].strip()) for i in code - documents)
+
+
+def test_no_folder_has_more_code_than_its_budget():
+    rows = [line.split() for line in (ROOT / "tests" / "budgets.txt").read_text().splitlines() if line[0] != "#"]
+    budgets = {name: int(most) for name, most, _ in rows}
+    sizes: dict[str, int] = defaultdict(int)
+    for path in MODULES.values():
+        first, *rest = path.relative_to(SRC / PACKAGE).parts
+        sizes[first if rest else "files"] += characters(path)
+    assert sizes.keys() == budgets.keys()
+    over = {
+        name: f"{size} characters, {budgets[name]} thousand allowed"
+        for name, size in sizes.items()
+        if size > 1000 * budgets[name]
+    }
+    assert not over

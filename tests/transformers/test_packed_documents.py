@@ -67,6 +67,8 @@ def test_layers_that_carry_a_state(model_type):
 
 @pytest.mark.parametrize("model_type", further(*CARRYING_TOO))
 def test_other_layers_that_carry_a_state(model_type):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"stock of {transformers.__version__}: it lacks {model_type}")
     found = documents.joining(untrained(model_type))
     assert CARRYING_TOO[model_type] in found.layer and not found.attention
 

@@ -57,14 +57,9 @@ class LigerMegatronRMSNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "RMSNorm",
-    ):
+        self, config: Any, hidden_size: int, eps: float = 1e-5, persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False, normalization: str = "RMSNorm",
+    ):  # fmt: skip
         super().__init__()
         for name in (normalization, getattr(config, "normalization", "RMSNorm")):
             if name != "RMSNorm":

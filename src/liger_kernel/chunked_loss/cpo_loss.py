@@ -45,22 +45,9 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        bias=None,
-        ignore_index=-100,
-        beta=0.1,
-        alpha=1.0,
-        label_smoothing=0.0,
-        compute_nll_loss=True,
-        compiled=True,
-        average_log_prob=False,
-        chunk_size=1,
-        compact=True,
-    ):
+        cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
+        compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1, compact=True,
+    ):  # fmt: skip
         return LigerFusedLinearPreferenceBase.forward(**locals())
 
 

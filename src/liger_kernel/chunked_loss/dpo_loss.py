@@ -98,16 +98,10 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
 
     @staticmethod
     def preference_loss_fn(
-        chosen_logps: Tensor,
-        rejected_logps: Tensor,
-        full_target: Tensor,
-        ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None,
-        beta: float = 0.1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-    ) -> tuple[Tensor, ...]:
+        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, ref_chosen_logps: Tensor | None = None,
+        ref_rejected_logps: Tensor | None = None, beta: float = 0.1, loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0, discopop_tau: float = 0.05,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Loss, and rewards c and r."""
         ref_chosen = torch.zeros_like(chosen_logps) if ref_chosen_logps is None else ref_chosen_logps
         ref_rejected = torch.zeros_like(rejected_logps) if ref_rejected_logps is None else ref_rejected_logps
@@ -124,30 +118,11 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        bias=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        ignore_index=-100,
-        beta=0.1,
-        compute_nll_loss=False,
-        compiled=True,
-        use_ref_model=True,
-        average_log_prob=False,
-        chunk_size=1,
-        loss_type="sigmoid",
-        label_smoothing=0.0,
-        discopop_tau=0.05,
-        alpha=1.0,
-        ref_chosen_logps=None,
-        ref_rejected_logps=None,
-        compact=True,
-    ):
+        cls, ctx, _input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None,
+        ignore_index=-100, beta=0.1, compute_nll_loss=False, compiled=True, use_ref_model=True,
+        average_log_prob=False, chunk_size=1, loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05, alpha=1.0,
+        ref_chosen_logps=None, ref_rejected_logps=None, compact=True,
+    ):  # fmt: skip
         _check(cls.__name__, loss_type, label_smoothing)
         if loss_type == "sft":
             compute_nll_loss, alpha = True, 1.0
@@ -182,17 +157,10 @@ class LigerFusedLinearDPOLoss(WithOptions):
         _check(type(self).__name__, self.loss_type, self.label_smoothing)
 
     def forward(
-        self,
-        lin_weight: Tensor,
-        _input: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None,
-    ) -> Found:
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        ref_chosen_logps: Tensor | None = None, ref_rejected_logps: Tensor | None = None,
+    ) -> Found:  # fmt: skip
         known = dict(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
         return LigerFusedLinearDPOFunction.apply(
             _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **known, **self.options()

@@ -55,16 +55,9 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def chunk_forward(
-        student_input_chunk,
-        student_weight,
-        teacher_input_chunk,
-        teacher_weight,
-        target_chunk,
-        student_bias=None,
-        teacher_bias=None,
-        ignore_index=-100,
-        compute_ce_loss=True,
-    ):
+        student_input_chunk, student_weight, teacher_input_chunk, teacher_weight, target_chunk, student_bias=None,
+        teacher_bias=None, ignore_index=-100, compute_ce_loss=True,
+    ):  # fmt: skip
         """Logits of both heads and the summed cross entropy, in plain PyTorch, for a ``forward``
         of yours with its own loop."""
         student, teacher = (
@@ -80,26 +73,10 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        cls,
-        ctx,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        target,
-        student_bias=None,
-        teacher_bias=None,
-        chunk_size=1024,
-        ignore_index=-100,
-        weight_hard_loss=0.5,
-        weight_soft_loss=0.5,
-        beta=0.5,
-        compute_ce_loss=True,
-        temperature=1.0,
-        compiled=True,
-        return_soft_hard_loss=False,
-        **loss_kwargs,
-    ):
+        cls, ctx, student_input, student_weight, teacher_input, teacher_weight, target, student_bias=None,
+        teacher_bias=None, chunk_size=1024, ignore_index=-100, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5,
+        compute_ce_loss=True, temperature=1.0, compiled=True, return_soft_hard_loss=False, **loss_kwargs,
+    ):  # fmt: skip
         """The loss; with ``return_soft_hard_loss`` also the soft and the hard loss, without
         weights. Gradients are those of the student.
 
@@ -220,24 +197,10 @@ class FunctionWithKernel(LigerFusedLinearDistillationBase):
 
     @classmethod
     def forward(
-        cls,
-        ctx,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        true_labels,
-        student_bias=None,
-        teacher_bias=None,
-        weight_hard_loss=0.5,
-        weight_soft_loss=0.5,
-        beta=0.5,
-        ignore_index=-100,
-        temperature=1.0,
-        compiled=True,
-        chunk_size=1024,
-        return_soft_hard_loss=False,
-    ):
+        cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None,
+        teacher_bias=None, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0,
+        compiled=True, chunk_size=1024, return_soft_hard_loss=False,
+    ):  # fmt: skip
         given = dict(locals())
         return LigerFusedLinearDistillationBase.forward(target=given.pop("true_labels"), **given)
 
@@ -256,17 +219,9 @@ _SIGNATURE = inspect.signature(FunctionWithKernel.forward)
 
 
 def of_kernel(
-    kind: str,
-    *tensors: Tensor | None,
-    weight_hard_loss: float,
-    weight_soft_loss: float,
-    beta: float,
-    ignore_index: int,
-    temperature: float,
-    return_soft_hard_loss: bool,
-    compact: bool = True,
-    **ignored: Any,
-) -> Found:
+    kind: str, *tensors: Tensor | None, weight_hard_loss: float, weight_soft_loss: float, beta: float,
+    ignore_index: int, temperature: float, return_soft_hard_loss: bool, compact: bool = True, **ignored: Any,
+) -> Found:  # fmt: skip
     """The loss by ``linear_divergence``: JSD with ``beta``, or ``beta`` times the "cosine"."""
     factor, beta = (beta, 0.5) if kind == "cosine" else (1.0, beta)
     options: dict[str, Any] = dict(beta=beta, ignore_index=ignore_index, temperature=temperature, compact=compact)
@@ -300,15 +255,9 @@ class DistillationLoss(WithOptions):
             raise ValueError(f"{type(self).__name__}: temperature must be positive, got {self.temperature}")
 
     def forward(
-        self,
-        student_input: Tensor,
-        student_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
-        true_labels: Tensor,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-    ) -> Found:
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    ) -> Found:  # fmt: skip
         rows = lambda x: x.reshape(-1, x.shape[-1])
         heads = rows(student_input), student_weight, rows(teacher_input), teacher_weight
         return of_kernel(self.kind, *heads, true_labels.reshape(-1), student_bias, teacher_bias, **self.options())

@@ -52,45 +52,14 @@ class LigerFusedLinearPPOBase:
     # ``cls`` as a keyword is what an overriding ``forward`` of the published package passes on
     @classmethod
     def forward(
-        own,
-        ctx,
-        _input,
-        weight,
-        selected_token_ids,
-        attention_mask,
-        advantages,
-        bias=None,
-        ref_per_token_logps=None,
-        old_per_token_logps=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        beta=0.04,
-        loss_type="dapo",
-        max_completion_length=None,
-        importance_sampling_level="token",
-        temperature=1.0,
-        compiled=True,
-        use_ref_model=False,
-        chunk_size=1,
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        vllm_is_ratio=None,
-        delta=None,
-        use_bias_correction_kl=False,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-        num_items_in_batch=None,
-        *,
-        cls=None,
-        compact=True,
-        entropy=False,
-        **more,
-    ):
+        own, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
+        ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None,
+        epsilon_low=0.2, epsilon_high=0.2, beta=0.04, loss_type="dapo", max_completion_length=None,
+        importance_sampling_level="token", temperature=1.0, compiled=True, use_ref_model=False, chunk_size=1,
+        sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vllm_is_ratio=None, delta=None,
+        use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+        num_items_in_batch=None, *, cls=None, compact=True, entropy=False, **more,
+    ):  # fmt: skip
         """_input (B, T, H), weight (V, H), bias (V,), ids and mask (B, T), advantages (B,) or (B,
         T); ``more`` goes to ``ppo_loss_fn``.
 
@@ -103,30 +72,10 @@ class LigerFusedLinearPPOBase:
 
 
 def _of_tokens(
-    own,
-    _input,
-    weight,
-    selected_token_ids,
-    attention_mask,
-    advantages,
-    bias,
-    ref_per_token_logps,
-    old_per_token_logps,
-    ref_input,
-    ref_weight,
-    ref_bias,
-    vllm_is_ratio,
-    temperature,
-    use_ref_model,
-    compact,
-    entropy,
-    more,
-    ctx,
-    cls,
-    compiled,
-    chunk_size,
-    **numbers,
-):
+    own, _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
+    old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio, temperature, use_ref_model, compact,
+    entropy, more, ctx, cls, compiled, chunk_size, **numbers,
+):  # fmt: skip
     """``LigerFusedLinearPPOBase.forward``; ``numbers`` and ``more`` go to ``ppo_loss_fn``."""
     B, T = _check(
         _input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio
@@ -165,14 +114,9 @@ def _of_tokens(
 
 
 def _check(
-    x: Tensor,
-    ids: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    ref: Tensor | None,
-    old: Tensor | None,
+    x: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor | None, old: Tensor | None,
     is_ratio: Tensor | None,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     if x.ndim != 3:
         raise ValueError(f"fused_linear_ppo: _input must have shape (B, T, H), got {tuple(x.shape)}")
     B, T = x.shape[:2]

@@ -79,15 +79,9 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
     @staticmethod
     def chunk_forward(
-        input_chunk,
-        weight,
-        target_chunk,
-        bias=None,
-        ignore_index=-100,
-        compute_nll_loss=True,
-        chosen_nll_target_chunk=None,
-        average_log_prob=True,
-    ):
+        input_chunk, weight, target_chunk, bias=None, ignore_index=-100, compute_nll_loss=True,
+        chosen_nll_target_chunk=None, average_log_prob=True,
+    ):  # fmt: skip
         """Log-probabilities and logits of chosen and rejected, and the summed NLL of the chosen;
         see ``plain_logprobs``."""
         logps, every, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
@@ -100,31 +94,11 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
     @staticmethod
     def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        bias=None,
-        chunk_size=1,
-        ignore_index=-100,
-        alpha=1.0,
-        beta=0.1,
-        compute_nll_loss=True,
-        nll_target=None,
-        compiled=True,
-        use_ref_model=False,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        average_log_prob=True,
-        *,
-        ref_chosen_logps=None,
-        ref_rejected_logps=None,
-        whole_batch=False,
-        compact=True,
-        **loss_kwargs,
-    ):
+        cls, ctx, _input, weight, target, bias=None, chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1,
+        compute_nll_loss=True, nll_target=None, compiled=True, use_ref_model=False, ref_input=None, ref_weight=None,
+        ref_bias=None, average_log_prob=True, *, ref_chosen_logps=None, ref_rejected_logps=None, whole_batch=False,
+        compact=True, **loss_kwargs,
+    ):  # fmt: skip
         """``(loss, (chosen_logps (B,), rejected_logps (B,), chosen_logits_mean,
         rejected_logits_mean, nll_loss, *what preference_loss_fn returned))``.
 

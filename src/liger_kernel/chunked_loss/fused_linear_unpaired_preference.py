@@ -55,27 +55,10 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
 
     @staticmethod
     def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        preference_labels,
-        bias=None,
-        chunk_size=1,
-        ignore_index=-100,
-        compiled=True,
-        use_ref_model=False,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        average_log_prob=False,
-        *,
-        ref_logps=None,
-        whole_batch=False,
-        compact=True,
-        **loss_kwargs,
-    ):
+        cls, ctx, _input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100,
+        compiled=True, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None, average_log_prob=False,
+        *, ref_logps=None, whole_batch=False, compact=True, **loss_kwargs,
+    ):  # fmt: skip
         """``(loss, (chosen_logps, rejected_logps, chosen_logits, rejected_logits, *what
         preference_loss_fn returned))``.
 

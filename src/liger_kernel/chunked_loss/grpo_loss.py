@@ -38,35 +38,16 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
 
     @staticmethod
     def ppo_loss_fn(
-        per_token_logps: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        full_attention_mask: Tensor,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        beta: float = 0.04,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None,
-        *,
-        entropies: Tensor | None = None,
-        entropy_coef: float = 0.0,
-        n: Tensor | int | None = None,
-        tokens: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        per_token_logps: Tensor, attention_mask: Tensor, advantages: Tensor, full_attention_mask: Tensor,
+        ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
+        epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.04, loss_type: str = "dapo",
+        max_completion_length: int | None = None, importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+        num_items_in_batch: Tensor | float | None = None, *, entropies: Tensor | None = None,
+        entropy_coef: float = 0.0, n: Tensor | int | None = None, tokens: Tensor | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """``n`` and ``tokens``: the normaliser and the number of tokens of the whole batch, if
         they are known."""
         sapo, vespo = (
@@ -101,44 +82,14 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
 
     @classmethod
     def forward(
-        own,
-        ctx,
-        _input,
-        weight,
-        selected_token_ids,
-        attention_mask,
-        advantages,
-        bias=None,
-        ref_per_token_logps=None,
-        old_per_token_logps=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        beta=0.04,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        loss_type="dapo",
-        max_completion_length=None,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        temperature=1.0,
-        compiled=True,
-        use_ref_model=True,
-        chunk_size=1,
-        vllm_is_ratio=None,
-        delta=None,
-        use_bias_correction_kl=False,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-        num_items_in_batch=None,
-        entropy_coef=0.0,
-        return_entropy=False,
-        compact=True,
-        **more,
-    ):
+        own, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
+        ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None,
+        beta=0.04, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo", max_completion_length=None,
+        importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0,
+        compiled=True, use_ref_model=True, chunk_size=1, vllm_is_ratio=None, delta=None,
+        use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+        num_items_in_batch=None, entropy_coef=0.0, return_entropy=False, compact=True, **more,
+    ):  # fmt: skip
         given = dict(locals())
         given |= given.pop("more")
         given["attention_mask"] = mask = attention_mask.to(acc(_input.dtype))
@@ -182,21 +133,12 @@ class LigerFusedLinearGRPOLoss(WithOptions):
     compact: bool = True
 
     def forward(
-        self,
-        _input: Tensor,
-        lin_weight: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        vllm_is_ratio: Tensor | None = None,
+        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
+        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """_input (B, T, H), lin_weight (V, H), ids and mask (B, T), advantages (B,), (B, 1) or
         (B, T), log-probabilities (B, T)."""
         tensors = _input, lin_weight, selected_token_ids, attention_mask, advantages, bias

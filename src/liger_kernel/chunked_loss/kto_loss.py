@@ -28,15 +28,10 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
 
     @staticmethod
     def preference_loss_fn(
-        log_prob_chunk: Tensor,
-        preference_labels_chunk: Tensor,
-        full_target: Tensor,
-        ref_log_prob_chunk: Tensor | None = None,
-        beta: float = 0.1,
-        kl: Tensor | float | None = None,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-    ) -> tuple[Tensor, ...]:
+        log_prob_chunk: Tensor, preference_labels_chunk: Tensor, full_target: Tensor,
+        ref_log_prob_chunk: Tensor | None = None, beta: float = 0.1, kl: Tensor | float | None = None,
+        desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Loss, and the sums of rewards beta * r of the desirable and of the other sequences."""
         ratio = log_prob_chunk if ref_log_prob_chunk is None else log_prob_chunk - ref_log_prob_chunk
         desirable = preference_labels_chunk.bool()
@@ -51,28 +46,11 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
 
     @classmethod
     def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        preference_labels,
-        bias=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        kl=None,
-        ignore_index=-100,
-        beta=0.1,
-        compiled=True,
-        use_ref_model=False,
-        average_log_prob=False,
-        chunk_size=1,
-        desirable_weight=1.0,
-        undesirable_weight=1.0,
-        ref_logps=None,
+        cls, ctx, _input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None,
+        ref_bias=None, kl=None, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False,
+        average_log_prob=False, chunk_size=1, desirable_weight=1.0, undesirable_weight=1.0, ref_logps=None,
         compact=True,
-    ):
+    ):  # fmt: skip
         if isinstance(kl, Tensor):
             if kl.numel() != 1:
                 raise ValueError(f"{cls.__name__}: kl must be one number, got shape {tuple(kl.shape)}")
@@ -101,18 +79,10 @@ class LigerFusedLinearKTOLoss(WithOptions):
     compact: bool = True
 
     def forward(
-        self,
-        _input: Tensor,
-        lin_weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        preference_labels: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        kl: Tensor | float | None = None,
-        ref_logps: Tensor | None = None,
-    ) -> Found:
+        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        preference_labels: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, kl: Tensor | float | None = None, ref_logps: Tensor | None = None,
+    ) -> Found:  # fmt: skip
         reference = ref_input, ref_weight, ref_bias, kl
         return LigerFusedLinearKTOFunction.apply(
             _input, lin_weight, target, preference_labels, bias, *reference, ref_logps=ref_logps, **self.options()

@@ -41,20 +41,9 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        bias=None,
-        ignore_index=-100,
-        beta=0.1,
-        compute_nll_loss=True,
-        nll_target=None,
-        compiled=True,
-        chunk_size=1,
-        compact=True,
-    ):
+        cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True,
+        nll_target=None, compiled=True, chunk_size=1, compact=True,
+    ):  # fmt: skip
         return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
 
 
@@ -74,13 +63,9 @@ class LigerFusedLinearORPOLoss(WithOptions):
     compact: bool = True
 
     def forward(
-        self,
-        lin_weight: Tensor,
-        _input: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
         nll_target: Tensor | None = None,
-    ) -> Found:
+    ) -> Found:  # fmt: skip
         return LigerFusedLinearORPOFunction.apply(
             _input, lin_weight, target, bias, nll_target=nll_target, **self.options()
         )

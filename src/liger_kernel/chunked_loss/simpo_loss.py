@@ -27,13 +27,9 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
 
     @staticmethod
     def preference_loss_fn(
-        chosen_logps: Tensor,
-        rejected_logps: Tensor,
-        full_target: Tensor,
-        beta: float = 0.1,
-        gamma: float = 0.5,
+        chosen_logps: Tensor, rejected_logps: Tensor, full_target: Tensor, beta: float = 0.1, gamma: float = 0.5,
         label_smoothing: float = 0.0,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Loss, and rewards beta * log pi of chosen and rejected."""
         z = beta * (chosen_logps - rejected_logps) - gamma
         return (
@@ -44,22 +40,9 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(
-        cls,
-        ctx,
-        _input,
-        weight,
-        target,
-        bias=None,
-        ignore_index=-100,
-        beta=0.1,
-        alpha=1.0,
-        label_smoothing=0.0,
-        compute_nll_loss=False,
-        compiled=True,
-        gamma=0.5,
-        chunk_size=1,
-        compact=True,
-    ):
+        cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
+        compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1, compact=True,
+    ):  # fmt: skip
         return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
 
 

@@ -80,25 +80,13 @@ class LigerFusedLinearCrossEntropyFunction:
 
     @staticmethod
     def apply(
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        ce_impl: str | None = None,
-        ce_mode: str | None = None,
+        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
+        ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0,
+        reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False, ce_impl: str | None = None, ce_mode: str | None = None,
         chunk_mem_const: float = 1,
-    ) -> Four:
+    ) -> Four:  # fmt: skip
         only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
         numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
         asked = use_token_scaling, return_token_accuracy, return_predicted_tokens
@@ -124,15 +112,9 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 
     @staticmethod
     def apply(
-        _input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
-        m_tiles_per_cluster: int = 1,
-        return_entropy: bool = False,
-        selected_token_ids: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, ...]:
+        _input: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1, return_entropy: bool = False, selected_token_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         """Negative log-probability of each token of target (...), fp32, 0 where that is
         ``ignore_index``; if requested, the entropies (...) and the log-probabilities of
         selected_token_ids (K,), as (..., K)."""

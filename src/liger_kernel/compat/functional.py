@@ -22,20 +22,11 @@ from liger_kernel.compat.backends import dispatch, register_ours
 from liger_kernel.ops._core.operator import OPS, as_index
 from liger_kernel.ops.rotary.rope import in_place_of, once
 
+# the operators that it has, by name: a list to scan, so fmt: skip
 __all__ = [
-    "cross_entropy",
-    "fused_add_rms_norm",
-    "fused_linear_cross_entropy",
-    "fused_linear_jsd",
-    "geglu",
-    "jsd",
-    "kl_div",
-    "layer_norm",
-    "rms_norm",
-    "rope",
-    "softmax",
-    "swiglu",
-]
+    "cross_entropy", "fused_add_rms_norm", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd",
+    "kl_div", "layer_norm", "rms_norm", "rope", "softmax", "swiglu",
+]  # fmt: skip
 
 Run = Callable[..., Any]
 OF_OPERATOR: dict[str, Callable[..., Any]] = {}  # the functions without a choice
@@ -72,15 +63,9 @@ def _over(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_over("rms_norm")
 def rms_norm(
-    run: Run,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = False,
-    row_mode: bool | None = None,
-) -> Tensor:
+    run: Run, x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    in_place: bool = False, row_mode: bool | None = None,
+) -> Tensor:  # fmt: skip
     """``x / rms(x) * (weight + offset)`` over the last dim; ``casting_mode``: "llama", "gemma"
     or "none"."""
     return run(x, weight, eps=eps, offset=offset, casting=casting_mode)
@@ -88,15 +73,9 @@ def rms_norm(
 
 @_over("fused_add_rms_norm")
 def fused_add_rms_norm(
-    run: Run,
-    X: Tensor,
-    R: Tensor,
-    W: Tensor | None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor]:
+    run: Run, X: Tensor, R: Tensor, W: Tensor | None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama", in_place: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``rms_norm`` of ``X + R``, and that sum."""
     return run(X, R, W, eps=eps, offset=offset, casting=casting_mode)
 
@@ -136,13 +115,9 @@ def rope(
 
 @_over("jsd")
 def jsd(
-    run: Run,
-    _input: Tensor,
-    target: Tensor,
-    shift_labels: Tensor | None = None,
-    beta: float = 0.5,
+    run: Run, _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5,
     ignore_index: int = -100,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Generalised Jensen-Shannon divergence of log-probabilities, the student's first, over the
     rows that are not ignored."""
     return run(_input, target, shift_labels, beta=beta, ignore_index=ignore_index)
@@ -174,19 +149,11 @@ def _four(run: Run, target: Tensor, *tensors: Any, return_: tuple[bool, bool, bo
 
 @_over("cross_entropy")
 def cross_entropy(
-    run: Run,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
+    run: Run, input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100,
+    lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-) -> Four:
+) -> Four:  # fmt: skip
     """Cross entropy of logits (M, V) and class indices (M,): loss, z-loss, token accuracy,
     predicted classes; None for what is not requested."""
     return _four(
@@ -206,23 +173,12 @@ def cross_entropy(
 
 @_over("linear_cross_entropy")
 def fused_linear_cross_entropy(
-    run: Run,
-    _input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False,
-    return_token_accuracy: bool = False,
+    run: Run, _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-) -> Four:
+) -> Four:  # fmt: skip
     """``cross_entropy`` of ``_input @ weight.T + bias``, which our kernels never store as a
     whole; "torch" does."""
     return _four(
@@ -246,16 +202,9 @@ def fused_linear_cross_entropy(
 
 @_over("linear_divergence")
 def fused_linear_jsd(
-    run: Run,
-    student_input: Tensor,
-    student_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    shift_labels: Tensor | None = None,
-    jsd_beta: float = 0.5,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-) -> Tensor:
+    run: Run, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
     """``jsd`` of the softmax of two heads' logits over ``temperature``."""
     options = dict(beta=jsd_beta, ignore_index=ignore_index, temperature=temperature)
     return run(student_input, student_weight, teacher_input, teacher_weight, shift_labels, **options)

@@ -110,28 +110,17 @@ def liger_rms_norm(
 
 
 def liger_fused_add_rms_norm(
-    X: Tensor,
-    R: Tensor,
-    W: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
+    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama",
     in_place: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``liger_rms_norm`` of ``X + R``, and that sum."""
     return fused_add_rms_norm(X, R, W, eps=eps, offset=offset, casting=casting_mode)
 
 
 def liger_modulated_rms_norm(
-    X: Tensor,
-    W: Tensor | None,
-    scale: Tensor,
-    shift: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> Tensor:
+    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+    casting_mode: str = "llama", in_place: bool = True,
+) -> Tensor:  # fmt: skip
     """``(1 + scale) * liger_rms_norm(X, W) + shift``; scale and shift are (H,), (1, H), (B, H),
     or have a row for each token."""
     return modulated_rms_norm(X, scale, shift, W, eps=eps, offset=offset, casting=casting_mode)
@@ -143,13 +132,9 @@ def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) 
 
 
 def liger_group_norm(
-    X: Tensor,
-    affine_scaling_weight: Tensor | None,
-    affine_shifting_bias: Tensor | None,
-    num_channels: int,
-    num_groups: int,
-    eps: float,
-) -> Tensor:
+    X: Tensor, affine_scaling_weight: Tensor | None, affine_shifting_bias: Tensor | None, num_channels: int,
+    num_groups: int, eps: float,
+) -> Tensor:  # fmt: skip
     """``F.group_norm`` of X (B, num_channels, ...)."""
     if X.shape[1] != num_channels:
         raise ValueError(f"liger_group_norm: X must have {num_channels} channels, got shape {tuple(X.shape)}")
@@ -177,15 +162,9 @@ def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def liger_multi_token_attention(
-    scores: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
-    groups: int = 1,
-    sparse: bool = False,
-) -> Tensor:
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1,
+    groups: int = 1, sparse: bool = False,
+) -> Tensor:  # fmt: skip
     """Causal softmax, or sparsemax, of scores (B, C, L, L), convolved over neighbouring queries
     and keys; zero above the diagonal."""
     return multi_token_attention(
@@ -202,14 +181,9 @@ def liger_fused_neighborhood_attention(
 
 
 def liger_rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None = None,
-    unsqueeze_dim: int = 1,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q and k by tables (B or 1, T, R) or (T, R) as Transformers makes them: each angle
     twice, as in ``cat((angles, angles), -1)``; R <= D.
 
@@ -269,17 +243,9 @@ def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Ten
 
 
 def liger_qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    unsqueeze_dim: int = 1,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
+    offset: float = 0.0, casting_mode: str = "llama", unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``liger_rope`` of the ``liger_rms_norm`` of each head of q and k, in one pass; weights
     (D,), tables (B or 1, T, R)."""
     how: dict[str, Any] = dict(eps=eps, offset=offset, casting=casting_mode, unsqueeze_dim=unsqueeze_dim)
@@ -294,20 +260,10 @@ def liger_attn_res(V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor
 
 
 def liger_mhc_coeffs(
-    x: Tensor,
-    phi: Tensor,
-    b: Tensor,
-    alpha_pre: Tensor,
-    alpha_post: Tensor,
-    alpha_res: Tensor,
-    *,
-    allow_fp32: bool = False,
-    tmax: int = 20,
-    rms_eps: float = 1e-6,
-    pre_eps: float = 0.0,
-    sinkhorn_eps: float = 1e-6,
-    post_mult: float = 2.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *,
+    allow_fp32: bool = False, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """h_pre (..., H), h_post (..., H) and h_res (..., H, H) of streams x (..., H, C).
     ``allow_fp32`` is accepted and ignored: every dtype works."""
     options: dict[str, Any] = dict(
@@ -325,22 +281,10 @@ def liger_mhc_apply(
 
 
 def liger_mhc_forward(
-    x: Tensor,
-    layer: Any,
-    phi: Tensor,
-    b: Tensor,
-    alpha_pre: Tensor,
-    alpha_post: Tensor,
-    alpha_res: Tensor,
-    *,
-    allow_fp32: bool = False,
-    tmax: int = 20,
-    rms_eps: float = 1e-6,
-    pre_eps: float = 0.0,
-    sinkhorn_eps: float = 1e-6,
-    post_mult: float = 2.0,
-    return_coeffs: bool = False,
-) -> Any:
+    x: Tensor, layer: Any, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *,
+    allow_fp32: bool = False, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6, post_mult: float = 2.0, return_coeffs: bool = False,
+) -> Any:  # fmt: skip
     """Streams x (..., H, C) around ``layer``, which receives (..., C) in its parameters' dtype.
     With ``return_coeffs`` also (h_pre, h_post, h_res)."""
     options: dict[str, Any] = dict(
@@ -401,20 +345,11 @@ def _output(
 
 
 def liger_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-) -> Tensor | CrossEntropyOutput:
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """``F.cross_entropy`` of logits (M, V) and class indices (M,), with the options of language
     models. Logits are not overwritten.
 
@@ -446,14 +381,9 @@ def liger_jsd(
 
 
 def liger_kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool = True,
-    reduce: bool = True,
-    reduction: str = "mean",
-    log_target: bool = False,
-    eps: float = 1e-10,
-) -> Tensor:
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
     """``F.kl_div``: KL(target || exp(input)). ``reduce=False`` means "none",
     ``size_average=False`` means "sum"; with True, ``reduction`` decides."""
     if reduce is False or size_average is False:
@@ -469,29 +399,13 @@ def liger_tvd(
 
 
 def liger_fused_linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ce_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    return_z_loss: bool = False,
-    accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False,
-    return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
-    chunk_mem_const: float = 1,
-    *,
-    num_items: Tensor | float | None = None,
-    compact: bool | Kept = False,
-    chunk_rows: int | None = None,
-    fp32_logits: bool = False,
-    fp8: str | None = None,
-) -> Tensor | CrossEntropyOutput:
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    chunk_mem_const: float = 1, *, num_items: Tensor | float | None = None, compact: bool | Kept = False,
+    chunk_rows: int | None = None, fp32_logits: bool = False, fp8: str | None = None,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """Cross entropy of ``input @ weight.T + bias`` and class indices, without storing the logits.
     input (M, H), weight (V, H), target (M,).
 
@@ -512,19 +426,11 @@ def liger_fused_linear_cross_entropy(
 
 
 def liger_fused_linear_jsd(
-    student_input: Tensor,
-    student_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    shift_labels: Tensor | None = None,
-    jsd_beta: float = 0.5,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    accum_dtype: torch.dtype | None = None,
-    jsd_impl: str | None = None,
-    jsd_mode: str | None = None,
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None, jsd_impl: str | None = None, jsd_mode: str | None = None,
     compact: bool | Kept = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Generalised JSD of the tokens of two linear heads without storing logits, the mean over
     tokens not ignored. (M, Hs), (V, Hs), (M, Ht), (V, Ht), (M,)."""
     only_ours("fused_linear_jsd", jsd_impl, jsd_mode)
@@ -539,17 +445,10 @@ _REDUCTIONS = ("batchmean", "mean", "sum")
 
 
 def liger_fused_linear_kl_div(
-    student_input: Tensor,
-    student_weight: Tensor,
-    target: Tensor,
-    shift_labels: Tensor | None = None,
-    reduction: str = "batchmean",
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    eps: float = 1e-10,
-    accum_dtype: torch.dtype | None = None,
-    compact: bool | Kept = False,
-) -> Tensor:
+    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None,
+    reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None, compact: bool | Kept = False,
+) -> Tensor:  # fmt: skip
     """KL(p || q) of q = softmax(student_input student_weight^T / temperature) from probabilities p =
     ``target``, 0-dim fp32, without storing logits. (M, H), (V, H), (M, V), labels (M,).
 
@@ -571,16 +470,10 @@ def liger_fused_linear_kl_div(
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    tp_group: ProcessGroup | None,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    tiles_per_reduce: int = 1,
-    return_entropy: bool = False,
+    input: Tensor, weight: Tensor, target: Tensor, tp_group: ProcessGroup | None, temperature: float = 1.0,
+    ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
     sizes: Sequence[int] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Negative log-probability of each token, and with ``return_entropy`` the entropies, for
     classes that are spread over ranks; both fp32, the same on all ranks, 0 where ignored.
 

@@ -282,18 +282,9 @@ def _times(grad_output, *grads):
 
 
 def cross_entropy_forward(
-    _input,
-    target,
-    weight,
-    ignore_index,
-    lse_square_scale,
-    label_smoothing,
-    reduction,
-    softcap,
-    return_z_loss,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
-):
+    _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+    return_token_accuracy=False, return_predicted_tokens=False,
+):  # fmt: skip
     """Loss, z-loss, token accuracy and predicted classes, None if not requested, and the gradient
     of ``_input``, which stays as it is."""
     numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
@@ -309,28 +300,11 @@ def cross_entropy_backward(_input, grad_output):
 
 
 def fused_linear_cross_entropy_forward(
-    _input,
-    weight,
-    target,
-    ce_weight=None,
-    bias=None,
-    ignore_index=-100,
-    lse_square_scale=0.0,
-    label_smoothing=0.0,
-    reduction="mean",
-    softcap=None,
-    return_z_loss=False,
-    accum_dtype=None,
-    use_token_scaling=False,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
-    ce_impl=None,
-    ce_mode=None,
-    token_grad_output=None,
-    compute_gradients=None,
-    weight_requires_grad=None,
-    chunk_mem_const=1,
-):
+    _input, weight, target, ce_weight=None, bias=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None, ce_mode=None, token_grad_output=None,
+    compute_gradients=None, weight_requires_grad=None, chunk_mem_const=1,
+):  # fmt: skip
     """Loss, z-loss, token accuracy and predicted classes, None if not requested, then the gradients
     of _input, weight and bias.
 
@@ -359,19 +333,9 @@ def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, gr
 
 
 def fused_linear_jsd_forward(
-    student_input,
-    student_weight,
-    teacher_input,
-    teacher_weight,
-    shift_labels,
-    jsd_beta,
-    ignore_index,
-    has_label,
-    temperature,
-    jsd_impl=None,
-    jsd_mode=None,
-    accum_dtype=None,
-):
+    student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, has_label,
+    temperature, jsd_impl=None, jsd_mode=None, accum_dtype=None,
+):  # fmt: skip
     """The loss, and its gradients of student_input and student_weight. ``has_label``: whether
     ``shift_labels`` count."""
     labels = shift_labels if has_label else None
@@ -381,17 +345,9 @@ def fused_linear_jsd_forward(
 
 
 def fused_linear_kl_div_forward(
-    student_input,
-    student_weight,
-    target,
-    shift_labels,
-    reduction,
-    ignore_index,
-    has_label,
-    temperature,
-    eps,
+    student_input, student_weight, target, shift_labels, reduction, ignore_index, has_label, temperature, eps,
     accum_dtype=None,
-):
+):  # fmt: skip
     """The loss, and its gradients of student_input and student_weight. ``has_label``: whether
     ``shift_labels`` count."""
     rest = target, shift_labels if has_label else None, reduction, ignore_index, temperature, eps, accum_dtype
@@ -505,23 +461,9 @@ def _streams(b):
 
 @torch.no_grad()
 def mhc_split_sinkhorn_fwd(
-    mix,
-    b,
-    alpha_pre,
-    alpha_post,
-    alpha_res,
-    *,
-    tmax,
-    pre_eps,
-    sinkhorn_eps,
-    post_mult,
-    out_hpre=None,
-    out_hpost=None,
-    out_hres=None,
-    out_hist=None,
-    return_hist=False,
-    num_warps=1,
-):
+    mix, b, alpha_pre, alpha_post, alpha_res, *, tmax, pre_eps, sinkhorn_eps, post_mult, out_hpre=None,
+    out_hpost=None, out_hres=None, out_hist=None, return_hist=False, num_warps=1,
+):  # fmt: skip
     """h_pre (N, H), h_post (N, H), h_res (N, H, H) and, with ``return_hist``, h_res after each
     of ``tmax`` steps (N, tmax, H, H)."""
     pre, post, steps = coefficients(
@@ -557,21 +499,9 @@ def mhc_post_res_fwd(x, f_out, h_post, h_res, *, out=None, block_n=None, block_c
 
 
 def mhc_post_res_bwd(
-    x,
-    f_out,
-    h_post,
-    h_res,
-    grad_out,
-    *,
-    out_grad_x=None,
-    out_grad_f=None,
-    out_grad_hpost=None,
-    out_grad_hres=None,
-    block_n=None,
-    block_c=None,
-    num_warps=None,
-    num_stages=None,
-):
+    x, f_out, h_post, h_res, grad_out, *, out_grad_x=None, out_grad_f=None, out_grad_hpost=None, out_grad_hres=None,
+    block_n=None, block_c=None, num_warps=None, num_stages=None,
+):  # fmt: skip
     """Gradients of x, f_out, h_post and h_res in fp32."""
     found = _gradients(mhc_post_res, grad_out, *(t.float() for t in (x, f_out, h_post, h_res)))
     return _into((out_grad_x, out_grad_f, out_grad_hpost, out_grad_hres), found)

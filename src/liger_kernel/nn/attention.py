@@ -50,17 +50,9 @@ class LigerMultiTokenAttention(nn.Module):
     ``nn.Conv2d`` (arXiv:2504.00927)."""
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int = 1,
-        padding: int = 0,
-        dilation: int = 1,
-        groups: int = 1,
-        bias: bool = True,
-        sparse: bool = False,
-    ):
+        self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0,
+        dilation: int = 1, groups: int = 1, bias: bool = True, sparse: bool = False,
+    ):  # fmt: skip
         super().__init__()
         conv = nn.Conv2d(in_channels, out_channels, kernel_size, groups=groups, bias=bias)
         self.weight, self.bias = conv.weight, conv.bias
@@ -87,15 +79,9 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     dropout before the last one."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        kernel_size: int = 7,
-        dilation: int = 1,
-        bias: bool = True,
-        dropout: float = 0.0,
-        scale: float | None = None,
-    ):
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True,
+        dropout: float = 0.0, scale: float | None = None,
+    ):  # fmt: skip
         super().__init__()
         if hidden_size % num_heads:
             raise ValueError(
@@ -133,16 +119,9 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
     """``x + dropout(attention(layer_norm(x)))``."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        kernel_size: int = 7,
-        dilation: int = 1,
-        bias: bool = True,
-        dropout: float = 0.0,
-        layer_norm_eps: float = 1e-5,
-        scale: float | None = None,
-    ):
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True,
+        dropout: float = 0.0, layer_norm_eps: float = 1e-5, scale: float | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.attention = LigerFusedNeighborhoodAttention(
             hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale

@@ -21,19 +21,10 @@ class LigerMHC(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        *,
-        hc: int,
-        c: int,
-        tmax: int = 20,
-        rms_eps: float = 1e-6,
-        pre_eps: float = 0.0,
-        sinkhorn_eps: float = 1e-6,
-        post_mult: float = 2.0,
-        phi_dtype: torch.dtype = torch.float16,
+        self, layer: nn.Module, *, hc: int, c: int, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
+        sinkhorn_eps: float = 1e-6, post_mult: float = 2.0, phi_dtype: torch.dtype = torch.float16,
         allow_fp32: bool = False,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.layer, self.hc, self.c = layer, hc, c
         self.options: dict[str, Any] = dict(

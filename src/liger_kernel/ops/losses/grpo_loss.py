@@ -113,15 +113,9 @@ def sapo_loss_fn(importance_ratio: Tensor, temperature: float | Tensor) -> Tenso
 
 
 def get_gamma_weights(
-    advantages: Tensor,
-    log_ratio_per_token: Tensor,
-    mask: Tensor,
-    importance_sampling_ratio: Tensor | None = None,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
-) -> Tensor:
+    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor, importance_sampling_ratio: Tensor | None = None,
+    k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0,
+) -> Tensor:  # fmt: skip
     """VESPO's weights W^k exp(l (1 - W)), without gradient: (B, 1), or (B, T) if the advantages (B,
     1) or (B, T) are.
 
@@ -153,15 +147,9 @@ def _column(t: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def token_losses(
-    p: Policy,
-    logp: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    ref_logp: Tensor | None = None,
-    old_logp: Tensor | None = None,
-    vllm_is_ratio: Tensor | None = None,
-    phi_seq: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    p: Policy, logp: Tensor, mask: Tensor, advantages: Tensor, ref_logp: Tensor | None = None,
+    old_logp: Tensor | None = None, vllm_is_ratio: Tensor | None = None, phi_seq: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Each token's loss, divergence (None without beta or reference) and whether its ratio was
     clipped (None for sapo and vespo).
 
@@ -319,30 +307,14 @@ class GrpoLossFunction:
 
     @staticmethod
     def apply(
-        logits: Tensor,
-        old_logp: Tensor | None,
-        ref_logp: Tensor | None,
-        completion_ids: Tensor,
-        advantages: Tensor,
-        completion_mask: Tensor | None,
-        temperature: float,
-        beta: float,
-        eps_low: float,
-        eps_high: float,
-        inplace: bool,
-        loss_type: str = "grpo",
-        max_completion_length: int | None = None,
-        reduce: bool = True,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        num_items_in_batch: Tensor | float | None = None,
-        phi_seq: Tensor | None = None,
-        *vespo: float,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+        completion_mask: Tensor | None, temperature: float, beta: float, eps_low: float, eps_high: float,
+        inplace: bool, loss_type: str = "grpo", max_completion_length: int | None = None, reduce: bool = True,
+        importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
+        use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None,
+        phi_seq: Tensor | None = None, *vespo: float,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         p = Policy(
             loss_type,
             importance_sampling_level,
@@ -385,32 +357,14 @@ class GrpoLossFunction:
 
 
 def triton_grpo_loss(
-    logits: Tensor,
-    old_logp: Tensor | None,
-    ref_logp: Tensor | None,
-    completion_ids: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor | None = None,
-    temperature: float = 0.9,
-    beta: float = 0.04,
-    eps_low: float = 0.2,
-    eps_high: float = 0.4,
-    inplace: bool = True,
-    loss_type: str = "dapo",
-    max_completion_length: int | None = None,
-    importance_sampling_level: str = "token",
-    reduce: bool = False,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
-    vllm_is_ratio: Tensor | None = None,
-    delta: float | None = None,
-    use_bias_correction_kl: bool = False,
-    num_items_in_batch: Tensor | float | None = None,
-    vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0,
-    vespo_lambda_neg: float = 2.0,
-) -> tuple:
+    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+    completion_mask: Tensor | None = None, temperature: float = 0.9, beta: float = 0.04, eps_low: float = 0.2,
+    eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo", max_completion_length: int | None = None,
+    importance_sampling_level: str = "token", reduce: bool = False, sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
+    use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+) -> tuple:  # fmt: skip
     """Losses, divergences (None if beta is 0) and whether clipped, (B, T) each, of logits (B, T +
     1, V), differentiable in these.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_kernel.transformers.recognise import families
 from liger_kernel.transformers.recognise.compare import references
-from liger_kernel.transformers.recognise.family import modeling
+from liger_kernel.transformers.recognise.families import modeling
 from liger_kernel.transformers.recognise.tiny import VOCAB, tiny_model, with_images
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1213,11 +1213,11 @@ def lora_on_experts() -> None:
     their weights, are nodes, and learn what stock's learn."""
     import peft
 
-    from liger_kernel.transformers.recognise import adapted_experts
+    from liger_kernel.transformers.recognise import experts
 
     nodes: list[int] = []
-    node = adapted_experts.adapted_moe
-    adapted_experts.adapted_moe = lambda *a, **k: (nodes.append(1), node(*a, **k))[1]  # type: ignore[assignment]
+    node = experts.adapted_moe
+    experts.adapted_moe = lambda *a, **k: (nodes.append(1), node(*a, **k))[1]  # type: ignore[assignment]
 
     def wrapped(ours: bool, mode: str) -> dict[str, Tensor]:
         torch.manual_seed(4)
@@ -1245,7 +1245,7 @@ def lora_on_experts() -> None:
             assert_same_learning(wrapped(True, mode), truth, TOLERANCE)
             assert len(nodes) == (4 if mode == "checkpointed" else 2), (mode, nodes)
     finally:
-        adapted_experts.adapted_moe = node
+        experts.adapted_moe = node
 
 
 @check

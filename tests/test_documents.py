@@ -17,7 +17,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import liger_kernel.transformers as patching
-from liger_kernel.transformers.patching import once
+from liger_kernel.transformers.patching import patches
 from liger_kernel.transformers.recognise.compare import references
 
 ROOT = Path(__file__).parents[1]
@@ -115,7 +115,7 @@ def provoked() -> list[str]:
     other = type("MyModel", (nn.Module,), {})()
     other.config = config
     norm = modeling_llama.LlamaRMSNorm
-    with warnings.catch_warnings(record=True) as said, mock.patch.object(once, "WARNED", set()):
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(patches, "WARNED", set()):
         warnings.simplefilter("always")
         patching._apply_liger_kernel_to_instance(transformers.LlamaForCausalLM(own))
         patching.apply_liger_kernel_to_llama(model=other)

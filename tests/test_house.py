@@ -24,7 +24,7 @@ BY_HAND = {
     "liger_kernel.megatron": "Megatron's modules",
     "liger_kernel.transformers": "its own modules, when a name of theirs is asked for",
     "liger_kernel.transformers.model.output_classes": "transformers' modules",
-    "liger_kernel.transformers.recognise.family": "transformers' modules",
+    "liger_kernel.transformers.recognise.families": "transformers' modules",
     "liger_kernel.transformers.recognise.tiny": "transformers' modules",
 }
 

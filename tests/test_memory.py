@@ -277,7 +277,7 @@ def test_hooks_pushed_inside_are_left_alone():
             y = memory.cheap(norm, x, self.w)
             with torch.autograd.graph.save_on_cpu():
                 a = self.q(y)
-                memory.taken()
+                memory.readers_done()
                 b = self.k(y)
             return self.down(a * b)
 
@@ -694,7 +694,7 @@ from hf_models import (  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.transformers import restore  # noqa: E402
-from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
+from liger_kernel.transformers.patching.patches import is_patched  # noqa: E402
 from liger_kernel.transformers.recognise import experts  # noqa: E402
 
 FAMILIES = [

@@ -548,9 +548,9 @@ def test_arguments_of_auto_classes():
 
 def test_a_model_type_that_is_nearly_one_is_named():
     from liger_kernel.transformers import _apply_liger_kernel
-    from liger_kernel.transformers.patching import once
+    from liger_kernel.transformers.patching.patches import WARNED
 
-    once.WARNED.discard(("lama", ""))
+    WARNED.clear()
     with pytest.warns(
         UserWarning, match=r"lama: liger_kernel has no kernels for this type of model, .*; did you mean llama\?"
     ):

@@ -6,13 +6,8 @@ from __future__ import annotations
 import contextlib
 import gc
 
-import liger_kernel.train.checkpoint
-import liger_kernel.train.hf
-import liger_kernel.train.model
-import liger_kernel.transformers.patching.apply
-import liger_kernel.transformers.patching.flags  # noqa: F401
 from liger_kernel.transformers.recognise.compare import references
-from liger_kernel.transformers.recognise.infer import infer
+from liger_kernel.transformers.recognise.families import infer
 
 with contextlib.suppress(ImportError):  # not in older versions
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

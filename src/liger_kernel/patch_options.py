@@ -58,7 +58,7 @@ def _as_it_is(name: str, value: Any) -> Any:
 class PatchOptions:
     """What a patch replaces, and how the model then trains. None is False.
 
-    The defaults are what most families have; ``transformers/patching/flags.py`` has the others.
+    The defaults are what most families have; ``transformers/patching/apply.py`` has the others.
     """
 
     rope: bool = _switch(True, "rotary embedding", ours=False)

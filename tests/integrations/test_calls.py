@@ -21,7 +21,7 @@ from torch import nn
 
 import liger_kernel.transformers as liger
 from liger_kernel.transformers.model import loss_utils
-from liger_kernel.transformers.patching.classes import is_patched
+from liger_kernel.transformers.patching.patches import is_patched
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from hf_models import DEVICE, make, tokens
 from torch import nn
 
 import liger_kernel.transformers as liger
-from liger_kernel.transformers.patching.classes import is_patched
+from liger_kernel.transformers.patching.patches import is_patched
 from liger_kernel.transformers.recognise.tiny import VOCAB
 
 LOGGED = "loss", "eval_loss", "grad_norm", "eval_accuracy"

@@ -24,7 +24,7 @@ from packaging.version import Version  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from liger_kernel.transformers.head.recipe import DeferredLogits  # noqa: E402
-from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
+from liger_kernel.transformers.patching.patches import is_patched  # noqa: E402
 
 datasets.disable_progress_bars()
 VERSION = Version(trl.__version__)
@@ -299,7 +299,7 @@ def test_references_computed_before_are_those_of_the_patched_model(tmp_path, mon
 def test_a_reference_that_is_gone_is_refused():
     from types import SimpleNamespace
 
-    from liger_kernel.transformers.patching.reference import compute_references_again
+    from liger_kernel.transformers.patching.apply import compute_references_again
 
     data, args = datasets.Dataset.from_dict({"ref_chosen_logps": [0.0]}), SimpleNamespace(precompute_ref_log_probs=True)
     trainer = SimpleNamespace(

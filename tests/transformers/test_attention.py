@@ -35,11 +35,10 @@ from liger_kernel.transformers import (
     attention,
     lazy_mask,
     restore,
-    rewrite,
 )
-from liger_kernel.transformers.patching import wrappers
+from liger_kernel.transformers.patching.patches import core
 from liger_kernel.transformers.recognise.compare import references
-from liger_kernel.transformers.rewrite import known_masks
+from liger_kernel.transformers.rewrite import rules
 from liger_kernel.utils import varlen_lacks
 
 if int(transformers.__version__.split(".")[0]) < 5:
@@ -417,8 +416,8 @@ def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
 )
 def test_families_that_number_tokens_themselves(model_type, numbers):
     config = transformers.AutoConfig.for_model(model_type)
-    forward = wrappers.core(transformers.AutoModel._model_mapping[type(config)].forward)
-    assert (rewrite.fused(forward, frozenset({rewrite.MASKS})) is not None) == numbers
+    forward = core(transformers.AutoModel._model_mapping[type(config)].forward)
+    assert (rules.fused(forward, frozenset({rules.MASKS})) is not None) == numbers
 
 
 FORWARD = """
@@ -446,7 +445,7 @@ def forward(self, x, position_ids=None, **kwargs):
 )
 def test_forwards_that_number_tokens_themselves(change, numbers):
     (tree,) = ast.parse(FORWARD.replace("CHANGE", change)).body
-    assert known_masks.rewrite(tree) == numbers
+    assert rules.rewrite_masks(tree) == numbers
     assert ("_liger_given, kwargs)(config" in ast.unparse(tree)) == numbers
 
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import types
 import warnings
 from pathlib import Path
 
@@ -22,8 +21,7 @@ from hf_models import assert_same_bits, assert_same_learning, make, served_by_ke
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel.transformers.patching import once  # noqa: E402
-from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
+from liger_kernel.transformers.patching import patches as patching  # noqa: E402
 from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
 from liger_kernel.transformers.recognise import families  # noqa: E402
 
@@ -127,24 +125,11 @@ def test_functions_replaced_later_count(name, monkeypatch):
     assert_same_bits(step(model)[1], step(stock)[1])
 
 
-def test_of_the_module_itself_hides_its_class(monkeypatch):
-    """A forward that somebody gave one model before the patch is what runs, whatever its class
-    gets."""
-    model = make("llama", num_hidden_layers=1)
-    model.forward = types.MethodType(modeling_llama.LlamaForCausalLM.forward, model)
-    expected = step(model)[1]
-    patched(model)
-    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", lambda self, **kwargs: pytest.fail("it is hidden"))
-    out, learned = step(model)
-    assert out.logits is None
-    assert_same_learning(learned, expected)
-
-
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"])
 @pytest.mark.parametrize("live", [False, True])
 def test_what_was_replaced_before_stays(name, live, monkeypatch):
     """Another package's patch is not ours to replace: it is left, with a warning."""
-    monkeypatch.setattr(once, "WARNED", set())
+    monkeypatch.setattr(patching, "WARNED", set())
     families.family("llama")  # which looks at what is there under another transformers than the table's
     owner, attribute = (modeling_llama, name) if name in GLOBALS else (getattr(modeling_llama, name), "forward")
     replaced = doubled(getattr(owner, attribute))
@@ -193,44 +178,6 @@ def test_del_frees_a_model():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
-def test_copies_run_themselves(make_copy):
-    model = patched(make("llama", num_hidden_layers=1))
-    first = step(model)[1]
-    twin = make_copy(model)
-    other = copy.deepcopy(model.lm_head)
-    with torch.no_grad():
-        other.weight.mul_(2)
-    twin._modules = {**twin._modules, "lm_head": other}
-    stock = copy.copy(make("llama", num_hidden_layers=1))
-    stock._modules = {**stock._modules, "lm_head": other}
-    out, learned = step(twin)
-    assert out.logits is None
-    assert_same_learning(learned, step(stock)[1])
-    assert_same_learning(step(model)[1], first)
-    liger.restore(twin)
-    assert not is_patched(twin) and step(twin)[0].logits is not None
-    assert step(model)[0].logits is None or make_copy is copy.copy  # whose modules are the same
-
-
-def test_copies_of_what_stands_over_a_forward():
-    """A forward of one module's own, below or above ours, is copied as stock copies it."""
-
-    for before in (True, False):
-        model = make("llama", num_hidden_layers=1)
-        norm = model.model.norm
-        if not before:
-            patched(model)
-        norm.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), norm)
-        expected = step(model)[1]
-        patched(model)
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            twin.model.norm.weight.zero_()
-        assert step(twin)[1]["loss"] != expected["loss"]
-        assert_same_learning(step(model)[1], expected)
 
 
 BATCH = {k: v.cpu() for k, v in tokens().items()}
@@ -332,7 +279,7 @@ def test_functional_transforms():
 def test_unknown_flags_are_said_once(monkeypatch):
     """With the nearest name; a flag of another family is none of them, as frameworks pass the
     same ones to every model."""
-    monkeypatch.setattr(once, "WARNED", set())
+    monkeypatch.setattr(patching, "WARNED", set())
     model = make("llama", num_hidden_layers=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -347,7 +294,7 @@ def test_unknown_flags_are_said_once(monkeypatch):
 def test_a_patch_without_effect_is_said(monkeypatch):
     """By frameworks' doors, too: for a type without kernels, and a model whose parts are
     somebody else's classes."""
-    monkeypatch.setattr(once, "WARNED", set())
+    monkeypatch.setattr(patching, "WARNED", set())
     with pytest.warns(UserWarning, match="nobody: liger_kernel has no kernels for this type"):
         liger._apply_liger_kernel("nobody")
     model = nn.Sequential(nn.Linear(2, 2))

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import inspect
 import os
-import pickle
 import runpy
 import subprocess
 import sys
@@ -41,15 +40,13 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 import liger_kernel.transformers as liger  # noqa: E402
 from liger_kernel import nn as lnn  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.testing import assert_as_accurate, run  # noqa: E402
 from liger_kernel.transformers import functional  # noqa: E402
-from liger_kernel.transformers.patching import once  # noqa: E402
-from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
-from liger_kernel.transformers.patching.values import original  # noqa: E402
+from liger_kernel.transformers.patching import patches as patching  # noqa: E402
+from liger_kernel.transformers.patching.patches import is_patched, original  # noqa: E402
+from liger_kernel.transformers.patching.select import _named_as  # noqa: E402
 from liger_kernel.transformers.recognise import families, ropes, slots  # noqa: E402
-from liger_kernel.transformers.recognise.infer import infer  # noqa: E402
+from liger_kernel.transformers.recognise.families import infer  # noqa: E402
 from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
-from liger_kernel.transformers.recognise.variant import named_as  # noqa: E402
 
 LLAMA_FLAGS = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True)
 
@@ -204,7 +201,7 @@ def test_classes_of_other_families_are_said(monkeypatch):
     norms = {n for n, label in row.swapped.items() if slots.SLOT_OF[label] == "rms_norm"}
     for n in norms:
         monkeypatch.setattr(modeling_qwen2_vl, n, modeling_qwen2.Qwen2RMSNorm)
-    monkeypatch.setattr(once, "WARNED", set())
+    monkeypatch.setattr(patching, "WARNED", set())
     with pytest.warns(UserWarning, match="qwen2_vl: rms_norm=True is of another family's Qwen2RMSNorm"):
         liger.apply_liger_kernel_to_qwen2_vl(rms_norm=True, swiglu=True)
     assert norms and not hasattr(modeling_qwen2.Qwen2RMSNorm.forward, "_liger")
@@ -326,21 +323,8 @@ def test_names_of_parameters_that_are_those_of_locals():
         h = x + 1
         return (lambda: h * x)()
 
-    assert named_as(variant, lambda self, h: None)(None, h=3) == 12
+    assert _named_as(variant, lambda self, h: None)(None, h=3) == 12
     assert [*inspect.signature(variant).parameters] == ["self", "h"]
-
-
-def test_copies_of_a_patched_model():
-    """A deep copy is patched, on its own modules, and can be restored."""
-    model = make("llama", num_hidden_layers=1)
-    liger._apply_liger_kernel_to_instance(model=model)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.lm_head.weight.zero_()
-    assert step(twin)[1]["loss"] != step(model)[1]["loss"] and step(twin)[0].logits is None
-    liger.restore(twin)
-    assert step(twin)[0].logits is not None and step(model)[0].logits is None
-    assert not any(map(is_patched, twin.modules()))
 
 
 def test_replicas_of_a_patched_model():
@@ -373,26 +357,6 @@ def test_replicas_of_a_patched_model():
     assert step(model)[0].logits is None
     liger.restore(model)
     assert_untouched(stock)
-
-
-def test_pickling_a_patched_model():
-    """Gives a stock model, which can be patched again and restored."""
-    model = make("llama", num_hidden_layers=1)
-    expected = step(model)[1]
-    liger._apply_liger_kernel_to_instance(model=model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*other code replaced it after the patch")
-        for apply_again in (True, False):
-            twin = pickle.loads(pickle.dumps(model))
-            out, learned = step(twin)
-            assert out.logits is not None
-            assert_same_bits(learned, expected)
-            if apply_again:
-                liger._apply_liger_kernel_to_instance(model=twin)
-                assert step(twin)[0].logits is None and hasattr(twin.model.norm.forward, "_liger")
-            liger.restore(twin)
-            assert step(twin)[0].logits is not None
-            assert not any(map(is_patched, twin.modules()))
 
 
 def test_what_somebody_else_put_over_ours_stays():
@@ -674,24 +638,6 @@ def test_rope_and_gated_functions():
     torch.testing.assert_close(functional.liger_geglu(a, b), F.gelu(a, approximate="tanh") * b)
     w = torch.randn(8, device=DEVICE)
     torch.testing.assert_close(functional.liger_rms_norm(a, w, 1e-5, 1.0, "gemma"), F.rms_norm(a, (8,), w + 1, 1e-5))
-
-
-def test_modules_are_as_accurate_as_pytorch():
-    """The rule of the operators holds for a module made of them."""
-    torch.manual_seed(0)
-    mlp = lnn.LigerSwiGLUMLP(config()).to(DEVICE)
-    weights = {n.replace(".", "_"): p.detach() for n, p in mlp.named_parameters()}
-    args = lambda dtype: {
-        n: v.to(dtype, copy=True).requires_grad_()
-        for n, v in ({"x": torch.ones(3, 8, device=DEVICE) * 0.3} | weights).items()
-    }
-    stock = lambda x, gate_proj_weight, up_proj_weight, down_proj_weight: F.linear(
-        F.silu(F.linear(x, gate_proj_weight)) * F.linear(x, up_proj_weight), down_proj_weight
-    )
-    ours = lambda x, **w: torch.func.functional_call(mlp, {n.replace("_weight", ".weight"): p for n, p in w.items()}, x)
-    assert_as_accurate(
-        run(ours, args(torch.bfloat16)), run(stock, args(torch.bfloat16)), run(stock, args(torch.float64))
-    )
 
 
 # -- frameworks ----------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from liger_kernel.nn import float8 as stored  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.ops.projections import float8  # noqa: E402
 from liger_kernel.transformers import projections_report, quantize_base, restore  # noqa: E402
-from liger_kernel.transformers.recognise import adapted_experts, experts  # noqa: E402
-from liger_kernel.transformers.recognise.projections import Left  # noqa: E402
+from liger_kernel.transformers.recognise import experts  # noqa: E402
+from liger_kernel.transformers.recognise.projections import Fallback  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(
     not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
@@ -60,14 +60,14 @@ def ran(monkeypatch) -> list[str]:
     """Which function multiplied at each call by the engine, from now on."""
     recognised("qwen3_moe", "mixtral", "gpt_oss")
     calls: list[str] = []
-    for module, name in ((adapted_experts, "adapted_moe"), (experts, "adapted_moe"), (experts, "moe")):
-        where = "alone" if module is experts else "adapted"
-        node = getattr(module, name)
-        monkeypatch.setattr(
-            module,
-            name,
-            lambda *args, node=node, kind=f"{where} {name}", **how: calls.append(kind) or node(*args, **how),
-        )
+    for name in ("adapted_moe", "moe"):
+        node = getattr(experts, name)
+
+        def spy(*args, node=node, name=name, **how):
+            calls.append(f"{'adapted' if any(args[5:]) else 'alone'} {name}")
+            return node(*args, **how)
+
+        monkeypatch.setattr(experts, name, spy)
     return calls
 
 
@@ -91,7 +91,7 @@ def in_fp8(model: nn.Module, recipe: str = "fp8") -> nn.Module:
 
 def experts_of(model: nn.Module) -> nn.Module:
     """The module with the parameters of experts."""
-    return next(m for m in model.modules() if hasattr(m, "gate_up_proj") and not adapted_experts.is_wrapper(m))
+    return next(m for m in model.modules() if hasattr(m, "gate_up_proj") and not experts.is_wrapper(m))
 
 
 def twins(
@@ -270,7 +270,7 @@ def test_peft_finds_stored_experts_by_whole_names(ran, first):
     assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
     restore(model)
     assert_same_learning(found, learnt(model), 1e-5)
-    assert len(ran) == 1 and adapted_experts.is_wrapper(model.get_base_model().model.layers[0].mlp.experts)
+    assert len(ran) == 1 and experts.is_wrapper(model.get_base_model().model.layers[0].mlp.experts)
 
 
 def test_code_that_is_compiled_reads_plain_tensors(monkeypatch):
@@ -362,7 +362,7 @@ def test_merging_is_a_cast_of_the_sum(family, safe):
     model.unmerge_adapter()
     assert all(near(getattr(experts_of(model), name) + 0, w, 0.2) for name, w in before.items())
     merged = twins(family, "fp8_rowwise")[0].merge_and_unload(safe_merge=safe)
-    assert not any(adapted_experts.is_wrapper(m) for m in merged.modules())
+    assert not any(experts.is_wrapper(m) for m in merged.modules())
     assert all(near(getattr(experts_of(merged), name) + 0, getattr(experts_of(dense), name), 0.03) for name in NAMES)
 
 
@@ -452,7 +452,7 @@ def test_sharded(tmp_path):
         of = experts_of(model)
         x = torch.empty(0, dtype=torch.bfloat16)
         if _op._KERNEL_DEVICES:
-            assert experts.weights_of(of, False, x) == Left(experts.SPREAD), "between the steps"
+            assert experts.weights_of(of, False, x) == Fallback(experts.SPREAD), "between the steps"
         found = learnt(model)
         assert {name: g.shape for name, g in found.items()} == {name: g.shape for name, g in expected.items()}
         assert torch.equal(found["loss"], expected["loss"])

@@ -37,15 +37,12 @@ from liger_kernel.patch_options import HEADS  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore, table  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
-from liger_kernel.transformers.patching import once  # noqa: E402
-from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
-from liger_kernel.transformers.patching.classes import is_ours  # noqa: E402
-from liger_kernel.transformers.patching.flags import flags_of  # noqa: E402
-from liger_kernel.transformers.patching.values import _STOCK  # noqa: E402
+from liger_kernel.transformers.patching import patches as patching  # noqa: E402
+from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN, flags_of  # noqa: E402
+from liger_kernel.transformers.patching.patches import _STOCK, is_ours  # noqa: E402
 from liger_kernel.transformers.recognise import activations, families, slots  # noqa: E402
 from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
-from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of  # noqa: E402
-from liger_kernel.transformers.recognise.infer import infer, tables_of  # noqa: E402
+from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, infer, tables_of  # noqa: E402  # noqa: E402
 from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 
 EVERY = sorted(t for t, row in families.FAMILIES.items() if row.heads)
@@ -673,7 +670,7 @@ def test_published_functions_serve_all_that_they_have_flags_for(family):
 def test_what_a_family_has_not_is_said_once():
     model = make("nemotron")
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN["nemotron"]
-    once.WARNED.clear()
+    patching.WARNED.clear()
     with pytest.warns(UserWarning, match="swiglu=True has no effect"):
         apply(swiglu=True, model=model)
     with warnings.catch_warnings():
@@ -702,7 +699,7 @@ def test_flags_are_strict():
         ("olmo", "swiglu", None),
         ("gpt2", "layer_norm", "patched only in a live model"),
     ]
-    once.WARNED.clear()
+    patching.WARNED.clear()
     for family, flag, said in asked:
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
         rest = dict.fromkeys((f for f in flags_of(family) if f != flag), False)

@@ -24,11 +24,10 @@ from transformers.utils.deprecation import deprecate_kwarg  # noqa: E402
 
 import liger_kernel.transformers as ours  # noqa: E402
 from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.transformers import class_patches, instance_patches, restore, rewrite  # noqa: E402
-from liger_kernel.transformers.patching import wrappers  # noqa: E402
-from liger_kernel.transformers.patching.classes import is_patched  # noqa: E402
+from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
+from liger_kernel.transformers.patching.patches import core, is_patched, within  # noqa: E402
 from liger_kernel.transformers.recognise import slots  # noqa: E402
-from liger_kernel.transformers.rewrite import fused_norms, patterns  # noqa: E402
+from liger_kernel.transformers.rewrite import rules  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
@@ -39,8 +38,8 @@ RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 
 def counted(monkeypatch, name: str, note) -> list:
     """``note(arguments, options)`` of each call of an operator."""
-    found, stock = [], getattr(fused_norms, name)
-    monkeypatch.setattr(fused_norms, name, lambda *a, **o: found.append(note(a, o)) or stock(*a, **o))
+    found, stock = [], getattr(rules, name)
+    monkeypatch.setattr(rules, name, lambda *a, **o: found.append(note(a, o)) or stock(*a, **o))
     return found
 
 
@@ -162,13 +161,13 @@ def assert_close(ours: list, theirs: list) -> None:
 @needs_kernels
 @pytest.mark.parametrize("again", [False, True])
 def test_computes_what_the_source_says(calls, again):
-    new = rewrite.fused(Layer.forward)
+    new = rules.fused(Layer.forward)
     assert_close(run(new, Layer(), again=again), run(Layer.forward, Layer(), again=again))
     assert calls == [False, True] + [True] * again
 
 
 def test_is_the_same_function_to_others():
-    new = rewrite.fused(Layer.forward)
+    new = rules.fused(Layer.forward)
     assert inspect.signature(new) == inspect.signature(Layer.forward) and new.__qualname__ == "Layer.forward"
     assert new.__globals__ is Layer.forward.__globals__ and not any("liger" in name for name in globals())
     with pytest.raises((RuntimeError, ValueError)) as caught:
@@ -179,16 +178,16 @@ def test_is_the_same_function_to_others():
 @needs_kernels
 @pytest.mark.filterwarnings("ignore:`(factor|more)` is deprecated")
 def test_within_wrappers_of_transformers(calls):
-    new = wrappers.within(Renamed.forward, lambda f: rewrite.fused(f) or f)
+    new = within(Renamed.forward, lambda f: rules.fused(f) or f)
     assert (
-        rewrite.fused(Renamed.forward) is None
+        rules.fused(Renamed.forward) is None
         and new is not Renamed.forward
         and inspect.signature(new) == inspect.signature(Renamed.forward)
     )
     options = dict(factor=0.25, more=True)  # names that the wrappers know
     assert_close(run(new, Renamed(), **options), run(Renamed.forward, Renamed(), **options))
     assert calls == [False, True]
-    assert wrappers.within(Renamed.forward, lambda f: f) is Renamed.forward
+    assert within(Renamed.forward, lambda f: f) is Renamed.forward
 
 
 def test_wrappers_of_others_stay():
@@ -198,7 +197,7 @@ def test_wrappers_of_others_stay():
     def timed(self, hidden_states):
         return Layer.forward(self, hidden_states)
 
-    assert wrappers.core(timed) is timed and rewrite.fused(timed) is None
+    assert core(timed) is timed and rules.fused(timed) is None
 
 
 class Decorated(Norm):
@@ -230,7 +229,7 @@ def test_norms_that_are_more_are_called(calls, change):
     layers = Layer(), Layer()
     for layer in layers:
         MORE_THAN_OURS[change](layer)
-    assert_close(run(rewrite.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
+    assert_close(run(rules.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
     assert calls == [True]
 
 
@@ -240,9 +239,9 @@ def test_what_does_not_fit_is_added_as_it_was(calls):
     for a, b in ((x, torch.ones(8, device=DEVICE)), (x, x.double()), (x, 1.0), (x.double(), x), (x.bool(), None)):
         if b is None:
             with pytest.raises((ValueError, RuntimeError, TypeError)):
-                fused_norms.add_norm(layer.first_norm, a)
+                rules.add_norm(layer.first_norm, a)
             continue
-        s, y = fused_norms.add_norm(layer.first_norm, a, b)
+        s, y = rules.add_norm(layer.first_norm, a, b)
         torch.testing.assert_close(s, a + b)
         torch.testing.assert_close(y, layer.first_norm(a + b))
     assert not calls
@@ -251,7 +250,7 @@ def test_what_does_not_fit_is_added_as_it_was(calls):
 @needs_kernels
 def test_a_residual_that_is_changed_raises_as_in_stock():
     norm, x = Norm().to(DEVICE), torch.randn(3, 8, device=DEVICE, requires_grad=True)
-    s, y = fused_norms.add_norm(norm, x * 1)
+    s, y = rules.add_norm(norm, x * 1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|is being modified inplace"):
         s.mul_(2)
         y.sum().backward()
@@ -400,7 +399,7 @@ class Conditional(Turned):
     "cls", [Nothing, InPlace, Derived, Private, nn.Linear, Turned, Ungainly, Conditional], ids=lambda cls: cls.__name__
 )
 def test_other_forwards_stay(cls):
-    assert rewrite.fused(cls.forward) is None
+    assert rules.fused(cls.forward) is None
 
 
 @pytest.mark.parametrize(
@@ -419,21 +418,21 @@ def test_other_forwards_stay(cls):
 def test_patterns(source, found):
     """A placeholder stands for the same name everywhere, and for nothing of another kind."""
     block = ast.parse(source).body
-    match = patterns.match("s = A + B; n = norm(s)", block)
-    new = match and "; ".join(map(ast.unparse, patterns.build("s, n = add(norm, A, B)", match)))
+    match = rules.match("s = A + B; n = norm(s)", block)
+    new = match and "; ".join(map(ast.unparse, rules.build("s, n = add(norm, A, B)", match)))
     assert new == (found and ast.unparse(ast.parse(found))) and ast.unparse(block) == ast.unparse(ast.parse(source))
 
 
 @needs_kernels
 def test_nothing_is_kept_by_the_graph(monkeypatch):
-    found, stock = [], fused_norms.fused_add_rms_norm
+    found, stock = [], rules.fused_add_rms_norm
 
     def seen(*args, **options):
         y, s = stock(*args, **options)
         found.append(weakref.ref(y.grad_fn))
         return y, s
 
-    monkeypatch.setattr(fused_norms, "fused_add_rms_norm", seen)
+    monkeypatch.setattr(rules, "fused_add_rms_norm", seen)
     with served_by_kernels_or_references():
         _op._KERNEL_DEVICES.add(DEVICE)
         model = make("llama", num_hidden_layers=1)
@@ -502,10 +501,8 @@ def test_what_is_rewritten():
     from transformers.models.bert.modeling_bert import BertLayer
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
-    forms = {
-        cls: rewrite.fused(wrappers.core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)
-    }
-    count = lambda cls: inspect.getsource(forms[cls]).count(fused_norms.ADD_NORM)
+    forms = {cls: rules.fused(core(cls.forward)) for cls in (LlamaDecoderLayer, Gemma2DecoderLayer, BertLayer)}
+    count = lambda cls: inspect.getsource(forms[cls]).count(rules.ADD_NORM)
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table
 

@@ -24,7 +24,7 @@ from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head.linear import held  # noqa: E402
 from liger_kernel.transformers.head.recipe import Loss  # noqa: E402
 from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
-from liger_kernel.transformers.recognise.projections import Left  # noqa: E402
+from liger_kernel.transformers.recognise.projections import Fallback  # noqa: E402
 
 V = 263  # beside the hidden sizes of tiny models the largest of all
 
@@ -290,7 +290,7 @@ def test_other_heads_are_called_themselves(name, losses):
     config, change, reason = REASONS[name]
     ours = assert_as_stock(change=change, **config)
     found = held(ours.get_base_model().lm_head, torch.zeros(1, ours.config.hidden_size, device=DEVICE))
-    assert isinstance(found, Left) and found.startswith(reason), found
+    assert isinstance(found, Fallback) and found.startswith(reason), found
     assert not losses
 
 
@@ -317,7 +317,7 @@ def test_thin_results_beyond_fp16():
     x = torch.randn(5, 32, device=DEVICE).half()
     assert held(head, x).startswith("adapters that are not in fp16")
     with torch.autocast(DEVICE, torch.float16):
-        assert not isinstance(held(head, x), Left)
+        assert not isinstance(held(head, x), Fallback)
 
 
 # -- memory ----------------------------------------------------------------------------------

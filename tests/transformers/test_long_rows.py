@@ -41,7 +41,7 @@ from liger_kernel.train import model as training  # noqa: E402
 from liger_kernel.train.config import TrainConfig, UserError, from_flags  # noqa: E402
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch  # noqa: E402
 from liger_kernel.transformers import restore  # noqa: E402
-from liger_kernel.transformers.patching import long_rows, once  # noqa: E402
+from liger_kernel.transformers.patching import patches, select  # noqa: E402
 from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
 from liger_kernel.transformers.recognise import mlps  # noqa: E402
 
@@ -266,7 +266,7 @@ def test_checkpoints_around_layers(moved):
 def test_nothing_to_offload():
     model = make("llama")
     model.model.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(model.model.layers)})
-    once.WARNED.discard(("LlamaForCausalLM", "activation_offloading"))
+    patches.WARNED.clear()
     with pytest.warns(UserWarning, match="it has no layers that can be checkpointed, so nothing is offloaded"):
         patch(model, activation_offloading=True)
 
@@ -427,7 +427,7 @@ def test_checkpoints_that_cannot_keep_attention(options, said):
     model = make("llama")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     expected = learned(model)
-    long_rows._say.cache_clear()
+    select._say.cache_clear()
     with pytest.warns(UserWarning, match=f"keep_attention: it steps aside for {said}"):
         ours = learned(model, keep_attention=True)
     assert_same_bits(ours, expected)
@@ -437,7 +437,7 @@ def test_eager_attention_is_not_kept():
     model = make("llama", attn_implementation="eager")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = learned(model)
-    long_rows._say.cache_clear()
+    select._say.cache_clear()
     with pytest.warns(UserWarning, match="keep_attention: it steps aside for eager attention"):
         ours = learned(model, keep_attention=True)
     assert_same_bits(ours, expected)

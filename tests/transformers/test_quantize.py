@@ -18,7 +18,7 @@ from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.linear import LinearsFunction
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import quantize, quantize_base
-from liger_kernel.transformers.recognise.projections import Left, projection
+from liger_kernel.transformers.recognise.projections import Fallback, projection
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.skipif(
@@ -170,7 +170,7 @@ def test_bare_layers_run_their_own_forward(fast):
     liger._apply_liger_kernel_to_instance(model=model)
     rough(step(model)[1], {name: g for name, g in step(dense)[1].items()})
     found = projection(layers(model)["model.layers.0.self_attn.q_proj"], torch.float32)
-    assert not isinstance(found, Left) and not found.adapters
+    assert not isinstance(found, Fallback) and not found.adapters
     with torch.no_grad():
         logits = model(**tokens() | {"labels": None}).logits
         generated = model.generate(tokens()["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)

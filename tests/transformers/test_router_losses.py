@@ -27,12 +27,12 @@ from liger_kernel.ops._core import operator  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, instance_patches, restore, table  # noqa: E402
 from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
-from liger_kernel.transformers.recognise import routers, slots  # noqa: E402
+from liger_kernel.transformers.recognise import experts, slots  # noqa: E402
 from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
 
 STOCK = modeling_qwen3_moe.load_balancing_loss_func
 OURS = slots.VARIANTS["load_balancing(softmax, top_k)"](STOCK)
-SLOT = next(s for s in slots.SLOTS if any(isinstance(v, routers.LoadBalancing) for v in s.variants))
+SLOT = next(s for s in slots.SLOTS if any(isinstance(v, experts.LoadBalancing) for v in s.variants))
 B, L, E = 3, 40, 8
 MASK = (torch.arange(L) < torch.tensor([[L], [L - 7], [11]])).to(torch.int64)
 
@@ -49,9 +49,9 @@ def calls(monkeypatch) -> list[int]:
     """The number of layers in each call of our loss."""
     recognised("qwen3_moe")
     found: list[int] = []
-    ours = routers.load_balancing_loss
+    ours = experts.load_balancing_loss
     monkeypatch.setattr(
-        routers, "load_balancing_loss", lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1]
+        experts, "load_balancing_loss", lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1]
     )
     return found
 
@@ -187,7 +187,7 @@ def test_both_forms_of_transformers_are_recognised(family):
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     with references():
         variant, _ = recognise(SLOT, module, module.load_balancing_loss_func)
-    assert isinstance(variant, routers.LoadBalancing)
+    assert isinstance(variant, experts.LoadBalancing)
 
 
 @pytest.mark.parametrize("path", ["class", "instance"])

@@ -20,8 +20,7 @@ from liger_kernel.transformers.lazy_mask import LAZILY_EAGER, LazyMask, first_of
 from liger_kernel.transformers.recognise import attentions
 from liger_kernel.transformers.recognise.attentions import SinkAttention
 from liger_kernel.transformers.recognise.compare import reproduces
-from liger_kernel.transformers.recognise.families import family
-from liger_kernel.transformers.recognise.family import modeling
+from liger_kernel.transformers.recognise.families import family, modeling
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("keeps eager attention under transformers older than 5", allow_module_level=True)
@@ -378,7 +377,7 @@ def test_a_mask_moves_unmade():
 def test_look_alikes_are_not_taken():
     """Attention of families whose layers change their masks, make them elsewhere, or compute
     scores in fp32."""
-    from liger_kernel.transformers.recognise.family import modeling
+    from liger_kernel.transformers.recognise.families import modeling
 
     for model_type in {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {
         *transformers.CONFIG_MAPPING

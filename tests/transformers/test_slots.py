@@ -46,8 +46,8 @@ from liger_kernel.transformers import (  # noqa: E402
 from liger_kernel.transformers.recognise import experts as experts_module  # noqa: E402
 from liger_kernel.transformers.recognise import slots  # noqa: E402
 from liger_kernel.transformers.recognise.activations import activation  # noqa: E402
+from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling  # noqa: E402
 from liger_kernel.transformers.recognise.families import family as row_of  # noqa: E402
-from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling  # noqa: E402
 from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 
 TOLERANCE = 5e-5  # of the largest value of each gradient

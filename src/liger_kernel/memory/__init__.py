@@ -9,7 +9,7 @@ saved instead, and the backward pass computes the value once for all readers.
 
 Saving is observed by ``torch.autograd.graph.saved_tensors_hooks``, as in non-reentrant
 checkpointing: what works there works here. ``cheap`` pushes the hooks. They are popped when all
-readers of the value have run (``taken``), at the latest when the forward ends, because every save
+readers of the value have run (``readers_done``), at the latest when the forward ends, because every save
 costs host time meanwhile. The hooks are not used where others have hooks or forbid them
 (checkpointing, ``torch.func``), under ``torch.compile``, without gradients, and while a backward
 pass recomputes a forward. Those of ``offload`` get from these what is not recomputed, and what
@@ -48,11 +48,11 @@ __all__ = [
     "last",
     "level",
     "level_of",
-    "needed",
     "projected",
+    "readers_done",
+    "readers_follow",
     "recomputed",
     "rematerialised",
-    "taken",
 ]
 LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
 # bytes up to which level "cheap" keeps a value: where layers are that quick, the GPU waits for the
@@ -266,14 +266,14 @@ def level() -> str:
     return "off" if region is None else region.level
 
 
-def needed() -> None:
+def readers_follow() -> None:
     """Say that the declared value will be saved next, by projections that follow after something
     else."""
     if not torch.compiler.is_compiling() and _local.region is not None:
         _local.region.open()
 
 
-def taken() -> None:
+def readers_done() -> None:
     """Say that all readers of the declared value have run: until the next declaration, saving
     costs nothing extra."""
     if not torch.compiler.is_compiling() and _local.region is not None and torch.is_grad_enabled():

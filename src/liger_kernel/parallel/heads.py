@@ -104,7 +104,7 @@ def bare(head: nn.Module) -> nn.Module:
     return head.module if isinstance(head, FullyShardedDataParallel) else head
 
 
-def needs_entering(head: nn.Module) -> bool:
+def gathers_when_called(head: nn.Module) -> bool:
     """Whether the parameters of ``head`` exist only while it is called (FSDP1, FSDP2, ZeRO-3),
     and nobody else observes its calls."""
     hooks = _hooks(head)
@@ -112,7 +112,7 @@ def needs_entering(head: nn.Module) -> bool:
     return sharded and all(_is_from(hook, (*_SHARDING, *_TENSOR)) for hook in hooks)
 
 
-def entered(head: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
+def run_gathered(head: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run ``function(*args, **kwargs)`` instead of one call of ``head``: its parameters are
     gathered once and its gradients reduced once.
 
@@ -120,7 +120,9 @@ def entered(head: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> A
     call ``bare(head).forward``.
     """
     return (
-        call_instead(head, bare(head), function, *args, **kwargs) if needs_entering(head) else function(*args, **kwargs)
+        call_instead(head, bare(head), function, *args, **kwargs)
+        if gathers_when_called(head)
+        else function(*args, **kwargs)
     )
 
 
@@ -152,7 +154,7 @@ def call_instead(head: nn.Module, inner: nn.Module, function: Callable, *args: A
             setattr(head, name, all_hooks)
 
 
-def received(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
+def inputs_of(head: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor] | None:
     """Return ``head`` and the rows that it computes with, for the arguments of a call; None if only
     the call itself tells.
 
@@ -209,7 +211,7 @@ def classes_of_ranks(w: Any) -> list[int]:
 
 
 class VocabularyParallel(nn.Module):
-    """A linear head (V, H) whose classes are spread over ranks. ``received`` makes it, together
+    """A linear head (V, H) whose classes are spread over ranks. ``inputs_of`` makes it, together
     with the rows to call it with."""
 
     def __init__(self, head: nn.Module):
@@ -230,7 +232,7 @@ class VocabularyParallel(nn.Module):
             shape = torch.Size((*x.shape[:-1], self.out_features))
             return assembled(F.linear(x, w, b), mesh, (Shard(x.ndim - 1),), shape).full_tensor()
 
-        return entered(self.head, logits, x)
+        return run_gathered(self.head, logits, x)
 
     def cross_entropy(
         self, x: Tensor, target: Tensor, *, stats: bool = False, ignore_index: int = -100, **options: Any
@@ -261,7 +263,7 @@ class VocabularyParallel(nn.Module):
             )
             return found, None, best.where(as_index(target) != ignore_index, -1)
 
-        return entered(self.head, loss, x)
+        return run_gathered(self.head, loss, x)
 
 
 @torch.no_grad()

@@ -7,128 +7,42 @@ import importlib
 import importlib.util
 from typing import Any
 
+from liger_kernel import nn as _nn
 from liger_kernel._legacy import ALIASES
 from liger_kernel.nearest import did_you_mean
-from liger_kernel.nn import (
-    LigerBlockSparseTop2MLP,
-    LigerCrossEntropyLoss,
-    LigerDyT,
-    LigerExperts,
-    LigerFalconH1MLP,
-    LigerFalconH1SwiGLUMLP,
-    LigerFusedAddRMSNorm,
-    LigerFusedCETVDLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearJSD,
-    LigerFusedLinearKLDivLoss,
-    LigerFusedNeighborhoodAttention,
-    LigerGEGLUMLP,
-    LigerGroupNorm,
-    LigerHunyuanV1SwiGLUMLP,
-    LigerJSD,
-    LigerKLDIVLoss,
-    LigerLayerNorm,
-    LigerMHC,
-    LigerMLP,
-    LigerModulatedRMSNorm,
-    LigerMultiTokenAttention,
-    LigerPhi3SwiGLUMLP,
-    LigerPolyNorm,
-    LigerQwen3MoeSwiGLUMLP,
-    LigerReLUSquared,
-    LigerRMSNorm,
-    LigerRMSNormForGemma,
-    LigerRMSNormForGemma2,
-    LigerRMSNormForGemma3,
-    LigerRMSNormForGemma4,
-    LigerRMSNormForGlm4,
-    LigerRMSNormForMuseGlimmer,
-    LigerRMSNormForMuseGlimmerTextCentered,
-    LigerRMSNormForOlmo2,
-    LigerRMSNormForQwen3Next,
-    LigerSoftmax,
-    LigerSparsemax,
-    LigerSwiGLUMLP,
-    LigerSwiGLUMLPForMuseGlimmer,
-    LigerTiledGEGLUMLP,
-    LigerTiledSwiGLUMLP,
-    LigerTVDLoss,
-    LigerVocabParallelCrossEntropy,
-    liger_llama4_text_rotary_pos_emb,
-    liger_llama4_vision_rotary_pos_emb,
-    liger_multimodal_rotary_pos_emb,
-    liger_rotary_pos_emb,
-    liger_rotary_pos_emb_vision,
-)
 
-# what needs transformers: name -> its module
-_AUTO = dict.fromkeys(
-    ("AutoLigerKernelForCausalLM", "AutoLigerKernelForImageTextToText", "AutoLigerKernelForSequenceClassification"),
-    "auto",
-)
-_PATCHING = {
-    **dict.fromkeys(
-        ("MODEL_TYPE_TO_APPLY_LIGER_FN", "_apply_liger_kernel", "_apply_liger_kernel_to_instance"), "patching.apply"
-    ),
-    **dict.fromkeys(("class_patches", "instance_patches"), "patching.select"),
-    "projections_report": "patching.report",
-    "restore": "patching.values",
-    "quantize_base": "quantize",
-    "train_in_fp8": "fp8",
+# what is in ``liger_kernel.nn``, and needs no transformers; type checkers read ``__init__.pyi``
+_NAMES = """
+    LigerBlockSparseTop2MLP LigerCrossEntropyLoss LigerDyT LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP
+    LigerFusedAddRMSNorm LigerFusedCETVDLoss LigerFusedLinearCrossEntropyLoss LigerFusedLinearJSD
+    LigerFusedLinearKLDivLoss LigerFusedNeighborhoodAttention LigerGEGLUMLP LigerGroupNorm
+    LigerHunyuanV1SwiGLUMLP LigerJSD LigerKLDIVLoss LigerLayerNorm LigerMHC LigerMLP LigerModulatedRMSNorm
+    LigerMultiTokenAttention LigerPhi3SwiGLUMLP LigerPolyNorm LigerQwen3MoeSwiGLUMLP LigerRMSNorm
+    LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 LigerRMSNormForGlm4
+    LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2
+    LigerRMSNormForQwen3Next LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLP
+    LigerSwiGLUMLPForMuseGlimmer LigerTVDLoss LigerTiledGEGLUMLP LigerTiledSwiGLUMLP
+    LigerVocabParallelCrossEntropy liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb
+    liger_multimodal_rotary_pos_emb liger_rotary_pos_emb liger_rotary_pos_emb_vision
+"""
+_MODULES = _NAMES.split()
+# what needs transformers: its module -> names
+_LAZY = {
+    name: module
+    for module, names in {
+        "auto": "AutoLigerKernelForCausalLM AutoLigerKernelForImageTextToText AutoLigerKernelForSequenceClassification",
+        "patching.apply": "MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance",
+        "patching.select": "class_patches instance_patches",
+        "patching.report": "projections_report",
+        "patching.patches": "restore",
+        "quantize": "quantize_base",
+        "fp8": "train_in_fp8",
+    }.items()
+    for name in names.split()
 }
 
-__all__ = [
-    "LigerBlockSparseTop2MLP",
-    "LigerCrossEntropyLoss",
-    "LigerDyT",
-    "LigerExperts",
-    "LigerFalconH1MLP",
-    "LigerFalconH1SwiGLUMLP",
-    "LigerFusedAddRMSNorm",
-    "LigerFusedCETVDLoss",
-    "LigerFusedLinearCrossEntropyLoss",
-    "LigerFusedLinearJSD",
-    "LigerFusedLinearKLDivLoss",
-    "LigerFusedNeighborhoodAttention",
-    "LigerGEGLUMLP",
-    "LigerGroupNorm",
-    "LigerHunyuanV1SwiGLUMLP",
-    "LigerJSD",
-    "LigerKLDIVLoss",
-    "LigerLayerNorm",
-    "LigerMHC",
-    "LigerMLP",
-    "LigerModulatedRMSNorm",
-    "LigerMultiTokenAttention",
-    "LigerPhi3SwiGLUMLP",
-    "LigerPolyNorm",
-    "LigerQwen3MoeSwiGLUMLP",
-    "LigerRMSNorm",
-    "LigerRMSNormForGemma",
-    "LigerRMSNormForGemma2",
-    "LigerRMSNormForGemma3",
-    "LigerRMSNormForGemma4",
-    "LigerRMSNormForGlm4",
-    "LigerRMSNormForMuseGlimmer",
-    "LigerRMSNormForMuseGlimmerTextCentered",
-    "LigerRMSNormForOlmo2",
-    "LigerRMSNormForQwen3Next",
-    "LigerReLUSquared",
-    "LigerSoftmax",
-    "LigerSparsemax",
-    "LigerSwiGLUMLP",
-    "LigerSwiGLUMLPForMuseGlimmer",
-    "LigerTVDLoss",
-    "LigerTiledGEGLUMLP",
-    "LigerTiledSwiGLUMLP",
-    "LigerVocabParallelCrossEntropy",
-    "is_transformers_available",
-    "liger_llama4_text_rotary_pos_emb",
-    "liger_llama4_vision_rotary_pos_emb",
-    "liger_multimodal_rotary_pos_emb",
-    "liger_rotary_pos_emb",
-    "liger_rotary_pos_emb_vision",
-]
+globals().update({name: getattr(_nn, name) for name in _MODULES})
+__all__ = [*_MODULES, "is_transformers_available"]
 
 
 def is_transformers_available() -> bool:
@@ -139,7 +53,7 @@ def is_transformers_available() -> bool:
 def __getattr__(name: str) -> Any:
     if (path := f"{__name__}.{name}") in ALIASES:  # as LinkedIn's package has its modules after it is imported
         return importlib.import_module(path)
-    module = (_AUTO | _PATCHING).get(name) or ("patching.apply" if name.startswith("apply_liger_kernel_to_") else None)
+    module = _LAZY.get(name) or ("patching.apply" if name.startswith("apply_liger_kernel_to_") else None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")
     if not is_transformers_available():
@@ -151,7 +65,7 @@ def __getattr__(name: str) -> Any:
 
 
 if is_transformers_available():
-    __all__ += [*_AUTO, *_PATCHING]
+    __all__ += _LAZY
 
 
 def __dir__() -> list[str]:

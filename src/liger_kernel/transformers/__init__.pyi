@@ -30,7 +30,6 @@ from liger_kernel.nn import LigerMultiTokenAttention as LigerMultiTokenAttention
 from liger_kernel.nn import LigerPhi3SwiGLUMLP as LigerPhi3SwiGLUMLP
 from liger_kernel.nn import LigerPolyNorm as LigerPolyNorm
 from liger_kernel.nn import LigerQwen3MoeSwiGLUMLP as LigerQwen3MoeSwiGLUMLP
-from liger_kernel.nn import LigerReLUSquared as LigerReLUSquared
 from liger_kernel.nn import LigerRMSNorm as LigerRMSNorm
 from liger_kernel.nn import LigerRMSNormForGemma as LigerRMSNormForGemma
 from liger_kernel.nn import LigerRMSNormForGemma2 as LigerRMSNormForGemma2
@@ -41,13 +40,14 @@ from liger_kernel.nn import LigerRMSNormForMuseGlimmer as LigerRMSNormForMuseGli
 from liger_kernel.nn import LigerRMSNormForMuseGlimmerTextCentered as LigerRMSNormForMuseGlimmerTextCentered
 from liger_kernel.nn import LigerRMSNormForOlmo2 as LigerRMSNormForOlmo2
 from liger_kernel.nn import LigerRMSNormForQwen3Next as LigerRMSNormForQwen3Next
+from liger_kernel.nn import LigerReLUSquared as LigerReLUSquared
 from liger_kernel.nn import LigerSoftmax as LigerSoftmax
 from liger_kernel.nn import LigerSparsemax as LigerSparsemax
 from liger_kernel.nn import LigerSwiGLUMLP as LigerSwiGLUMLP
 from liger_kernel.nn import LigerSwiGLUMLPForMuseGlimmer as LigerSwiGLUMLPForMuseGlimmer
+from liger_kernel.nn import LigerTVDLoss as LigerTVDLoss
 from liger_kernel.nn import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
 from liger_kernel.nn import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
-from liger_kernel.nn import LigerTVDLoss as LigerTVDLoss
 from liger_kernel.nn import LigerVocabParallelCrossEntropy as LigerVocabParallelCrossEntropy
 from liger_kernel.nn import liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb
 from liger_kernel.nn import liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb
@@ -63,7 +63,7 @@ from liger_kernel.transformers.patching.apply import _apply_liger_kernel_to_inst
 from liger_kernel.transformers.patching.select import class_patches as class_patches
 from liger_kernel.transformers.patching.select import instance_patches as instance_patches
 from liger_kernel.transformers.patching.report import projections_report as projections_report
-from liger_kernel.transformers.patching.values import restore as restore
+from liger_kernel.transformers.patching.patches import restore as restore
 from liger_kernel.transformers.quantize import quantize_base as quantize_base
 from liger_kernel.transformers.fp8 import train_in_fp8 as train_in_fp8
 from liger_kernel.patch_options import Filter

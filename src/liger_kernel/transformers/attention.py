@@ -10,7 +10,7 @@ The mask of packed rows is a ``LazyMask``: a layer that runs the kernel does not
 
 Transformers looks in the positions of every batch without a mask whether there are several
 documents in a row, and the host waits for the answer until the GPU has done all work before.
-``rewrite/known_masks.py`` gives a model's own masks the answer if its call knows it. Nobody else
+``rewrite/rules.py`` gives a model's own masks the answer if its call knows it. Nobody else
 gets that answer: not another model that a hook or a loss calls, nor the same model with other
 positions.
 
@@ -23,9 +23,11 @@ three times as long. In eager mode it finds that such a batch needs no mask.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +39,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from liger_kernel.transformers.lazy_mask import LazyMask, known, lazy
-from liger_kernel.transformers.rewrite.known_masks import by_interface, masks_by_arguments
+from liger_kernel.transformers.recognise.attentions import MAKERS
 from liger_kernel.utils import varlen_lacks
 
 try:
@@ -49,7 +51,7 @@ except ImportError:  # before PyTorch 2.10
 
 NAME = "liger_varlen"
 CAUSAL = "liger_causal"
-_lacks = torch.compiler.assume_constant_result(functools.cache(varlen_lacks))  # asked in every layer
+_lacks = torch.compiler.assume_constant_result(functools.cache(varlen_lacks))  # every layer calls it
 _TAKES = inspect.signature(varlen_attn).parameters
 
 
@@ -82,7 +84,7 @@ def attention(
         if bounds is not None and longest is not None and not beyond:
             q, k, v = (_cast(t) for t in (query, key, value))
             window = keys.window if keys.window is not None and keys.window < longest else None
-            if _serves(q, k, v, attention_mask, window):
+            if _supports(q, k, v, attention_mask, window):
                 return _varlen(q, k, v, bounds, longest, scaling, window), None
     # sdpa reads the mask in any case
     if isinstance(attention_mask, LazyMask):
@@ -95,7 +97,7 @@ def _cast(t: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(t.device.type)) if torch.is_autocast_enabled(t.device.type) else t
 
 
-def _serves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None) -> bool:
+def _supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None) -> bool:
     # with a cache there are more keys than the bounds know of
     whole = (q.shape[0], q.shape[2], k.shape[2]) == (mask.shape[0], mask.shape[2], mask.shape[3])
     alike = (
@@ -137,12 +139,38 @@ def use(model: nn.Module) -> str | None:
         sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text
     }
     sources = [inspect.getsource(module) for module in modules]
-    if not sources or not all(by_interface(source) and '"cu_seq_lens' not in source for source in sources):
+    if not sources or not all(_by_interface(source) and '"cu_seq_lens' not in source for source in sources):
         return f"{text.model_type} has attention of its own"
     if not all(m._supports_sdpa for m in model.modules() if isinstance(m, PreTrainedModel)):
         return f"sdpa does not serve {text.model_type}"
     text._attn_implementation = NAME
     return None
+
+
+_SPECIAL = {"or_mask_function", "and_mask_function", "block_sequence_ids", "allow_is_causal_skip"}
+
+
+def _by_interface(source: str) -> bool:
+    """Whether models of this source compute attention by transformers' interface, and do not ask
+    whether it is sdpa."""
+    return "ALL_ATTENTION_FUNCTIONS" in source and '"sdpa"' not in source
+
+
+@functools.cache
+def _masks_by_arguments(module: types.ModuleType) -> bool:
+    """Whether the models of a Python module use Transformers' attention interface, and mask only
+    by causality, a window and their arguments."""
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # not from a file
+        return False
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {n.id for n in nodes if isinstance(n, ast.Name)}
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    makers = {name for name in names if name.startswith("create_") and "mask" in name}
+    special = {n.arg for n in nodes if isinstance(n, ast.keyword)} & _SPECIAL
+    plain = "create_causal_mask" in makers <= set(MAKERS) and not special and "attention_mask" not in stored
+    return plain and _by_interface(source)
 
 
 # What a token may see; ``cache`` is the name of ``past_key_values`` since Transformers 5.24
@@ -153,7 +181,7 @@ def unmasked(forward: Callable) -> Callable:
     """Wrap the ``forward`` of a model with a head, so that it omits masks inside
     ``torch.compile`` as in eager mode."""
     module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
-    if module is None or not masks_by_arguments(module):
+    if module is None or not _masks_by_arguments(module):
         return forward
 
     @functools.wraps(forward)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_kernel.ops._core.operator import is_recorded, only_pytorch
 from liger_kernel.parallel import unsharded_class
-from liger_kernel.transformers.recognise.infer import undisturbed
+from liger_kernel.transformers.recognise.families import undisturbed
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, tiny_of
 
 FIRST, SECOND = 5, 7  # tokens of the two documents

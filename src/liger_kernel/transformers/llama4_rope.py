@@ -12,8 +12,7 @@ from liger_kernel.compat.functions import liger_llama4_vision_rotary_pos_emb as 
 def apply_liger_llama4_rope_full(modeling_module: ModuleType) -> None:
     """Replace the rotations of text and images in ``modeling_module``, Transformers'
     ``modeling_llama4``; ``restore("llama4")`` undoes it."""
-    from liger_kernel.transformers.patching.classes import ours
-    from liger_kernel.transformers.patching.values import Patch, Patches
+    from liger_kernel.transformers.patching.patches import Patch, Patches, ours
 
     functions = {
         "apply_rotary_emb": liger_llama4_text_rotary_pos_emb,

@@ -3,7 +3,6 @@ one. ``liger models`` is its command."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import functools
@@ -25,12 +24,23 @@ from liger_kernel import transformers as published
 from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.transformers.head.recipe import DeferredLogits
 from liger_kernel.transformers.patching import apply
-from liger_kernel.transformers.patching.flags import OURS
+from liger_kernel.transformers.patching.apply import OURS
 from liger_kernel.transformers.patching.select import class_patches, instance_patches
 from liger_kernel.transformers.recognise.compare import references
-from liger_kernel.transformers.recognise.families import FAMILIES, TABLE, UNVERIFIED, VERSION, text_of
-from liger_kernel.transformers.recognise.family import CAUSAL, IMAGE_TEXT_TO_TEXT, Family, configs_of, modeling
-from liger_kernel.transformers.recognise.infer import infer, without_flat
+from liger_kernel.transformers.recognise.families import (
+    CAUSAL,
+    FAMILIES,
+    IMAGE_TEXT_TO_TEXT,
+    TABLE,
+    UNVERIFIED,
+    VERSION,
+    Family,
+    configs_of,
+    infer,
+    modeling,
+    text_of,
+    without_flat,
+)
 from liger_kernel.transformers.recognise.slots import SLOT_OF, SLOTS
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, with_images, words
 
@@ -151,12 +161,8 @@ def make(model_types: Iterable[str] | None = None) -> tuple[dict[str, Family], d
 def stub() -> str:
     """The text of ``transformers/__init__.pyi``: what ``__init__`` imports, and what it makes
     when it is asked for, as type checkers have to know it."""
-    tree = ast.parse(Path(published.__file__).read_text())
-    names = next(
-        node.names for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "liger_kernel.nn"
-    )
     # names that ``__getattr__`` finds; type checkers do not run it
-    lazy = vars(published)["_AUTO"] | vars(published)["_PATCHING"]
+    modules, lazy = vars(published)["_MODULES"], vars(published)["_LAZY"]
     lines = [
         "# Written by `liger models --write`; do not edit.",
         "# fmt: off",
@@ -165,7 +171,7 @@ def stub() -> str:
         "",
         "from torch import nn",
         "",
-        *(f"from liger_kernel.nn import {a.name} as {a.name}" for a in names),
+        *(f"from liger_kernel.nn import {name} as {name}" for name in modules),
         *(f"from liger_kernel.transformers.{module} import {name} as {name}" for name, module in lazy.items()),
         "from liger_kernel.patch_options import Filter",
         "",

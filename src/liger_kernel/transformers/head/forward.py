@@ -9,43 +9,48 @@ its own loss function run.
 
 Deferred are ``nn.Linear``, also sharded, and LoRA on it. Every other head computes its logits when
 the model calls it (``linear.held`` says why), and their cross entropy is still our kernel's.
+
+Outputs get two more fields, and hold no recipes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
+import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
 
 from liger_kernel.ops._core.operator import host_can_read, only_pytorch
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention, documents
-from liger_kernel.transformers.head.hooks import uses_data
 from liger_kernel.transformers.head.linear import FP8, may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
-from liger_kernel.transformers.head.outputs import _output as _output  # older pickles refer to it by this module
-from liger_kernel.transformers.head.outputs import declare_outputs, settled, settled_in_place
-from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions
-from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, standing, without_labels
+from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions, Recipe, materialised, of_tensors
+from liger_kernel.transformers.head.stand_in import (
+    Call,
+    StandIn,
+    enter,
+    leave,
+    place_of_head,
+    standing,
+    uses_data,
+    without_labels,
+)
 
 
-def _positional(forward: Callable) -> tuple[list[str], bool]:
-    """Names of the positional parameters of ``forward`` after ``self``, and whether it takes
-    more."""
-    parameters = inspect.signature(forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-    return names, any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -> Callable:
+def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> Callable:
     """Wrap ``forward``, a function of a model class, so that head and loss run together. The
     wrapper adds the keywords of patched models.
 
@@ -74,17 +79,19 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         # what the caller wants of the loss, which Transformers' forward knows nothing of
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
+        # The arguments by name, to look at them; those that came by position are passed on by position
         takes = positional
         if more and args:  # a wrapper of other code takes *args: use the parameter names of the class
             of_class = _positional(type(self).forward)[0]
             takes = of_class if of_class[: len(positional)] == positional else positional
-        at = takes[: len(args)]  # pass positional arguments on by position
+        at = takes[: len(args)]
         given = dict(zip(at, args)) | kwargs
         documents.warn_if_joined(self, given)
+        # Without labels no loss follows, and whoever calls wants logits. That holds also with
+        # skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
         learns = given.get("labels") is not None or given.get("shift_labels") is not None
         if only_pytorch() and not (options or accuracy or predictions):
             learns = False
-        # even with skip_logits=True: trainers that keep the labels for their own loss pass it in evaluation
         if not learns:
             return without_labels(run, self, args, kwargs) if standing else run(self, *args, **kwargs)
         if variadic:
@@ -95,18 +102,20 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         place = place_of_head(self) if skip or keep_logits or options or accuracy or predictions else None
         if place is None:
             return run(self, *passed, **named)
-        # what the loss will need to know, wherever the model computes it
+        # What the loss will need to know, wherever the model computes it
         loss = Loss(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
         # encoder-decoders may take labels that are already shifted
         shifts = not getattr(getattr(self, "config", None), "is_encoder_decoder", False)
+        # With Transformers' own loss function, the labels say now which tokens will count. The GPU
+        # counts them while the model computes, so that the loss does not wait for it
         if known and not keep_logits and shifts and getattr(self, "loss_function", None) is ForCausalLMLoss:
             loss.causal, loss.num_items = True, given.get("num_items_in_batch")
             if not torch.compiler.is_compiling() and (linear := may_be_linear(head)) is not None:
                 loss.kept = _kept_early(given, linear)
-        # no recipe where its weights may change unseen
+        # A recipe reads the weights later: none where they may change unseen until then
         at_once = None if skip else ""
         if skip and (uses_data(forward) or uses_data(getattr(self, "loss_function", None))):
             at_once = "code of the forward or loss function that names .data, by which weights change unseen"
@@ -131,6 +140,14 @@ def fused(forward: Callable, *, keep_logits: bool = False, known: bool = True) -
         parameters=[*(p for p in signature.parameters.values() if p not in variadic), skip, *variadic]
     )
     return wrapper
+
+
+def _positional(forward: Callable) -> tuple[list[str], bool]:
+    """Names of the positional parameters of ``forward`` after ``self``, and whether it takes
+    more."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    return names, any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _warn_of_no_effect(model: nn.Module, loss: Loss, keywords: list[str]) -> None:
@@ -175,3 +192,107 @@ def _kept(t: Tensor, keep: int | Tensor) -> Tensor:
     if isinstance(keep, Tensor) and keep.ndim == 2:
         return t[keep] if keep.dtype == torch.bool else t.gather(1, keep)
     return t[:, slice(-keep, None) if isinstance(keep, int) else keep]
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+# made once for each class, so that the outputs of two models of it are of one class
+_OUTPUTS: dict[type, type] = {}
+EXTRA = "token_accuracy", "predicted_tokens"
+
+
+def output_class(cls: type) -> type:
+    """Return ``cls``, a ``ModelOutput``, with the fields ``token_accuracy`` and
+    ``predicted_tokens``. Without values there, it is pickled as a ``cls``."""
+    if cls not in _OUTPUTS:
+        # LinkedIn's names, by which users import some of these
+        name = cls.__name__ if cls.__name__.startswith("Liger") else f"Liger{cls.__name__}"
+        namespace = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce__": _reduced_output}
+        fields = [(n, "Tensor | None", None) for n in EXTRA]
+        _OUTPUTS[cls] = dataclasses.make_dataclass(name, fields, bases=(cls,), namespace=namespace)
+    return _OUTPUTS[cls]
+
+
+class _Output:
+    """Creates an output for ``copy``. It is pickled as the function that creates an output of a
+    given class."""
+
+    def __init__(self, cls: type, make: Any):
+        self.cls, self.make = cls, make
+
+    def __call__(self, *args: Any) -> Any:
+        return self.cls(*args)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, self.make
+
+
+def _output(cls: type, *args: Any) -> Any:
+    return output_class(cls)(*args)
+
+
+def _reduced_output(self: Any) -> Any:
+    own, stock = type(self), type(self).__bases__[0]
+    _, args, state, *rest = super(own, self).__reduce__()
+    if any(getattr(self, name) is not None for name in EXTRA):
+        return _Output(own, (_output, stock)), args, state, *rest
+    # without our package, whoever loads the pickle gets the class of Transformers
+    of_stock = {k: v for k, v in (state or {}).items() if k not in EXTRA}
+    return _Output(own, (stock,)), args[: -len(EXTRA)], of_stock, *rest
+
+
+def declare_outputs(module: types.ModuleType | None) -> None:
+    """Make the output classes for the models of ``module`` in advance, because ``torch.compile``
+    cannot trace the making of a class."""
+    classes = [c for m in (modeling_outputs, module) if m for c in list(vars(m).values()) if isinstance(c, type)]
+    for cls in classes:
+        if issubclass(cls, ModelOutput) and {"loss", "logits"} <= set(getattr(cls, "__dataclass_fields__", ())):
+            output_class(cls)
+
+
+def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
+    """Return ``out`` without recipes: skipped logits are omitted, all others are computed. A
+    ``ModelOutput`` is rebuilt, because it is also a dict."""
+    if isinstance(out, tuple):
+        drop = skip and isinstance(out[0], Tensor) and not isinstance(out[0], Recipe)  # the first value is the loss
+        kept = [materialised(x) for x in out if not (drop and isinstance(x, Recipe))]
+        return tuple(kept + [x for x in (token_accuracy, predicted_tokens) if x is not None])
+    if not isinstance(out, ModelOutput):
+        return materialised(out)
+    drop = skip and getattr(out, "loss", None) is not None
+    fields = {k: materialised(v) for k, v in out.items() if not (drop and isinstance(v, Recipe))}
+    # the outer output is new, the inner ones stay the objects that other code may hold
+    _settle_parts(out, drop)
+    return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
+
+
+def settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_tokens: Tensor | None) -> Any:
+    """``settled`` for the output of a user's ``forward``. A ``ModelOutput`` stays the same
+    object, because it may have more fields than its class declares."""
+    if not isinstance(out, ModelOutput):
+        return of_tensors(out)
+    _settle(out, skip and getattr(out, "loss", None) is not None)
+    for name, value in zip(EXTRA, (token_accuracy, predicted_tokens)):
+        if value is not None:
+            out[name] = value
+    return out
+
+
+def _settle(out: ModelOutput, drop: bool) -> None:
+    recipes = {k: v for k, v in out.items() if isinstance(v, Recipe)}
+    for name, recipe in recipes.items():
+        if drop and name == "logits":
+            # a ModelOutput refuses del; None keeps the attribute and takes the key away
+            OrderedDict.__delitem__(out, name)
+            out.logits = None
+        else:
+            out[name] = recipe.value()
+    _settle_parts(out, drop)
+
+
+def _settle_parts(out: ModelOutput, drop: bool) -> None:
+    """Settle outputs inside an output: BLIP-2's contains the output of its language model, with
+    the same logits."""
+    for part in out.values():
+        if isinstance(part, ModelOutput):
+            _settle(part, drop)

@@ -26,7 +26,7 @@ from liger_kernel.ops.projections.adapted import Projection, may_overflow
 from liger_kernel.ops.projections.linear import dtypes_of
 from liger_kernel.ops.projections.weights import Dense
 from liger_kernel.transformers.recognise.projections import (
-    Left,
+    Fallback,
     base_of,
     copy_in_use,
     product_dtype,
@@ -74,7 +74,7 @@ class HeadWeights:
             return function(x, self.w, self.bias)
         inner: Any = parallel.bare(self.module)
         # x is an argument of the call, because FSDP finds the begin of the backward by its inputs
-        return parallel.entered(self.module, lambda x: function(x, inner.weight, inner.bias), x)
+        return parallel.run_gathered(self.module, lambda x: function(x, inner.weight, inner.bias), x)
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if weights or rows were changed in place since the call: their
@@ -88,19 +88,19 @@ class HeadWeights:
                 )
 
 
-def held(head: nn.Module, x: Any) -> tuple[HeadWeights, Tensor, Tensor | None] | Left:
+def held(head: nn.Module, x: Any) -> tuple[HeadWeights, Tensor, Tensor | None] | Fallback:
     """What ``head(x)`` multiplies: its weights, the rows, and the thin products of adapters; or the
     reason why the head has to run now.
 
     The caller has looked for hooks on the head.
     """
     if nn.Linear.forward is not _LINEAR_FORWARD or not (F.linear is _LINEAR or parallel.is_own_linear(F.linear)):
-        return Left("a linear layer of PyTorch that is replaced")
+        return Fallback("a linear layer of PyTorch that is replaced")
     if not isinstance(x, Tensor):
-        return Left("an input that is no tensor")
-    spread = parallel.received(head, x)
+        return Fallback("an input that is no tensor")
+    spread = parallel.inputs_of(head, x)
     if spread is None:
-        return Left("a product that is spread over ranks, and not by vocabulary")
+        return Fallback("a product that is spread over ranks, and not by vocabulary")
     if spread[0] is not head:
         module, rows = spread
         return HeadWeights(module.out_features, module=module), rows, None  # type: ignore[arg-type]  # its own int
@@ -109,17 +109,17 @@ def held(head: nn.Module, x: Any) -> tuple[HeadWeights, Tensor, Tensor | None] |
     if is_plain(inner):
         return _of_call(inner.weight, inner.bias, x, classes=inner.weight.shape[0]), _alias(x), None
     bare: Any = parallel.bare(inner)
-    if parallel.needs_entering(inner) and parallel.is_linear(bare) and "forward" not in bare.__dict__:
+    if parallel.gathers_when_called(inner) and parallel.is_linear(bare) and "forward" not in bare.__dict__:
         return HeadWeights(bare.out_features, module=inner), x, None
     # the compiler cannot trace how PEFT's modules are read
     if torch.compiler.is_compiling():
-        return Left("adapters, under torch.compile")
+        return Fallback("adapters, under torch.compile")
     found = trained_rows(inner, product_dtype(x)) or projection(inner, product_dtype(x))
     if why := left_out(found, x):
         return why
     assert isinstance(found, Projection)
     if found.weight.shape[1] != x.shape[-1]:
-        return Left(f"a weight of {found.weight.shape[1]} columns beside {x.shape[-1]} of its input")
+        return Fallback(f"a weight of {found.weight.shape[1]} columns beside {x.shape[-1]} of its input")
     return _with_adapters(found, x)
 
 
@@ -171,7 +171,7 @@ def is_plain(head: Any) -> bool:
     """Whether ``head`` has whole weights and computes ``x @ weight.T + bias`` and nothing else."""
     if not parallel.is_linear(head) or "forward" in head.__dict__ or parallel.is_hooked(head):
         return False
-    if parallel.needs_entering(head) or not head.weight.numel():
+    if parallel.gathers_when_called(head) or not head.weight.numel():
         return False
     # other classes of tensors multiply in their own way, except those by which shapes are traced
     return all(p is None or type(p) in (Tensor, nn.Parameter) or intercepted() for p in (head.weight, head.bias))
@@ -184,15 +184,17 @@ def may_be_linear(head: nn.Module) -> Any:
     return base if parallel.is_linear(base) else None
 
 
-def left_out(found: Projection | Left, x: Tensor) -> Left | None:
+def left_out(found: Projection | Fallback, x: Tensor) -> Fallback | None:
     """Why a loss cannot treat a head as a weight plus terms of low rank. ``x``: of the dtype and
     on the device of its input."""
-    if isinstance(found, Left):
+    if isinstance(found, Fallback):
         return found
     if not isinstance(found.weight, Dense):
-        return Left(getattr(found.weight, "why", "a quantised weight"))
+        return Fallback(getattr(found.weight, "why", "a quantised weight"))
     if found.magnitude is not None:
-        return Left("DoRA, which scales rows of the sum of weight and adapter")
+        return Fallback("DoRA, which scales rows of the sum of weight and adapter")
     if may_overflow(*dtypes_of(x, (found,))):
-        return Left("adapters that are not in fp16 beside a weight in fp16, whose range their thin results may leave")
+        return Fallback(
+            "adapters that are not in fp16 beside a weight in fp16, whose range their thin results may leave"
+        )
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from liger_kernel import parallel
 from liger_kernel.nn import liger_cross_entropy, token_accuracy
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.parallel import VocabularyParallel
 from liger_kernel.transformers.head import loss_functions
+from liger_kernel.transformers.head.linear import HeadWeights
 from liger_kernel.transformers.head.recipe import IGNORE, LOSSES, Loss, LossOptions, Recipe, materialised
 
 # Keywords of a patched ``forward`` for its loss -> their names in the operators.
@@ -68,13 +69,22 @@ def _cross_entropy(
         options = _in_16_bits(options, "other code reads its logits or sees its calls")
         found = cross_entropy(rows, target, **options.given("accum_dtype"))
     else:
-        expected = _is_expected(wanted, options)  # before a sharded head is entered, which adds frames
+        expected = _is_expected(wanted, options)  # before a sharded head is called, which adds frames
         with logits.as_called():
             if isinstance(head.module, VocabularyParallel):
                 found = _of_shards(head.module, rows, target, wanted, options, expected)
+            elif expected and logits.thin is None and _is_replaced(head, options):
+                options = _in_16_bits(options, "other code has replaced its loss")
+                found = head.multiply(lambda x, w, bias: _by_replaced(x, w, target, wanted, options), rows)
             else:
-                low_rank = dict(xa=logits.thin, wb=head.wb)
-                found = head.multiply(functools.partial(_of_linear, target, wanted, options, expected, low_rank), rows)
+                options, kept, n = _of_whole_batch(logits, target, options, expected)
+                how = dict(xa=logits.thin, wb=head.wb) | options.given()
+                if head.module is None:
+                    head.check()
+                    found = linear_cross_entropy(rows, head.w, target, head.bias, **how)
+                else:
+                    found = head.multiply(lambda x, w, bias: linear_cross_entropy(x, w, target, bias, **how), rows)
+                found = _of_caller(found, wanted.statistics, n, kept, target)
         # from here on nobody can be given a gradient of these logits: there is none
         for recipe in logits.family():
             recipe.without_gradient = True
@@ -104,42 +114,41 @@ def _liger_cross_entropy(input: Any, target: Any, *numbers: Any) -> Any:
 LOSSES[liger_cross_entropy] = _liger_cross_entropy
 
 
-def _of_linear(
-    target: Tensor,
-    wanted: Loss,
-    options: LossOptions,
-    expected: bool,
-    low_rank: dict[str, Tensor | None],
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-) -> Any:
-    """``linear_cross_entropy`` with what was known when the forward began, if this is the loss
-    that was ``expected`` then."""
-    adapted = low_rank["xa"] is not None
-    # the replaced function has no parameters for a bias or scale of the head, nor for losses of single tokens
-    plain = bias is None and options.logit_scale == 1.0 and options.reduction != "none"
-    replaced = expected and plain and loss_functions.replaced()
+def _is_replaced(head: HeadWeights, options: LossOptions) -> bool:
+    """Whether other code has replaced the function of this loss: it has no parameters for a bias
+    or scale of the head, nor for losses of single tokens."""
+    module: Any = head if head.module is None else parallel.bare(head.module)
+    fits = module.bias is None and options.logit_scale == 1.0 and options.reduction != "none"
+    return fits and loss_functions.replaced()
+
+
+def _of_whole_batch(
+    logits: Recipe, target: Tensor, options: LossOptions, expected: bool
+) -> tuple[LossOptions, Kept | None, Tensor | None]:
+    """The options with what was known when the forward began, if this is the loss that was
+    ``expected`` then; the tokens that count, and the number by which the caller will divide."""
+    wanted, kept, n = logits.loss, None, None
     # no compiler sees frames, so that there only a replaced function tells
-    main = expected and (replaced or not torch.compiler.is_compiling())
-    if main and replaced and not adapted:
-        return _by_replaced(x, w, target, wanted, _in_16_bits(options, "other code has replaced its loss"))
-    options = _in_16_bits(options, "it has adapters") if adapted else options
+    main = expected and (not torch.compiler.is_compiling() or _is_replaced(logits.head, options))
+    options = options if logits.thin is None else _in_16_bits(options, "it has adapters")
     # tokens that do not count take part in no product
-    kept = _kept(wanted, target) if main else None
-    options = options if kept is None else options.but(compact=kept)
+    if main and (kept := _kept(wanted, target)) is not None:
+        options = options.but(compact=kept)
     # the caller will divide this sum: dividing in the forward saves the backward a pass over the gradient of the head
-    n = items(wanted.num_items, x) if main and options.reduction == "sum" and wanted.num_items is not None else None
-    if n is not None:
+    if main and options.reduction == "sum" and (n := items(wanted.num_items, logits.rows)) is not None:
         n = n.where(n != 0, 1)  # without tokens, the caller divides by 0, as with logits
         options = options.but(reduction="mean", num_items=n)
-    found = linear_cross_entropy(x, w, target, bias, **low_rank, **options.given())
-    loss, *more = found if wanted.statistics else (found,)
+    return options, kept, n
+
+
+def _of_caller(found: Any, statistics: bool, n: Tensor | None, kept: Kept | None, target: Tensor) -> Any:
+    """The loss that the caller wants of what was ``found`` with the options of ``_of_whole_batch``:
+    not divided by n, and NaN if the model's forward counts other tokens than its labels said."""
+    loss, *more = found if statistics else (found,)
     if n is not None:
         loss, more = loss * n, [more[0] * n, *more[1:]] if more else more
-    # the model's forward may count other tokens than its labels said
     loss = _or_nan(loss, kept, target)
-    return (loss, *more) if wanted.statistics else loss
+    return (loss, *more) if statistics else loss
 
 
 def _of_shards(

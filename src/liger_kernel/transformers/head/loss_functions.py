@@ -52,12 +52,12 @@ def fixed_fused_linear_cross_entropy(
     if num_items_in_batch is None and options.get("ce_weight") is None:
         num_items_in_batch = (target != ignore_index).sum().clamp(min=1)
     named: dict[str, Any] = dict(softcap=final_logit_softcapping, accum_dtype=accum_dtype, num_items=num_items_in_batch)
-    asked: dict[str, Any] = dict(
+    statistics: dict[str, Any] = dict(
         return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens
     )
     # by its module, so that a replacement is found
     return functional.liger_fused_linear_cross_entropy(
-        hidden_states, lm_head_weight, target, ignore_index=ignore_index, **named, **asked, **options
+        hidden_states, lm_head_weight, target, ignore_index=ignore_index, **named, **statistics, **options
     )
 
 
@@ -107,7 +107,7 @@ def lce_maybe_trainable_lm_head(
             x, parallel.bare(head).weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
         )
 
-    return parallel.entered(head, loss, hidden_states)
+    return parallel.run_gathered(head, loss, hidden_states)
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

@@ -338,8 +338,8 @@ class Recipe:
         if fn is torch.tanh and not kwargs:
             return args[0].tanh()
         if fn in _OF_GRADIENTS:
-            asked = kwargs.get("inputs", args[-1]) if fn is torch.autograd.grad else args[:1]
-            for x in asked:
+            inputs = kwargs.get("inputs", args[-1]) if fn is torch.autograd.grad else args[:1]
+            for x in inputs:
                 if isinstance(x, Recipe):
                     x.gradient_wanted("grad" if fn.__name__ == "__get__" else fn.__name__)
         return fn(*of_tensors(args), **of_tensors(kwargs))

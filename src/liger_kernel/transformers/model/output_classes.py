@@ -7,7 +7,7 @@ import importlib
 
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-from liger_kernel.transformers.head.outputs import output_class
+from liger_kernel.transformers.head.forward import output_class
 
 LigerCausalLMOutputWithPast = output_class(CausalLMOutputWithPast)
 LigerMoeCausalLMOutputWithPast = output_class(MoeCausalLMOutputWithPast)

@@ -1,9 +1,13 @@
-"""The functions with which users and frameworks patch classes or models."""
+"""The functions with which users and frameworks patch classes, models or single modules, and the
+flags of each family; ``PatchOptions`` says what they do."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,21 +15,100 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
+from liger_kernel import __version__
 from liger_kernel.nearest import did_you_mean
+from liger_kernel.ops.norms.layer_norm import layer_norm
+from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
 from liger_kernel.transformers import fp8
-from liger_kernel.transformers.patching import once
-from liger_kernel.transformers.patching.classes import is_ours, is_patched
-from liger_kernel.transformers.patching.flags import OURS, flags_of, options_of, parameters_of
-from liger_kernel.transformers.patching.reference import compute_references_again, references_beside, trainer_of
-from liger_kernel.transformers.patching.select import class_patches, fused_head, instance_patches
-from liger_kernel.transformers.patching.single import _patch_layer_norm_module as _patch_layer_norm_module
-from liger_kernel.transformers.patching.single import _patch_rms_norm_module as _patch_rms_norm_module
-from liger_kernel.transformers.patching.single import _patch_swiglu_module as _patch_swiglu_module
-from liger_kernel.transformers.patching.values import Patches, original
+from liger_kernel.transformers.head.forward import fused
+from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, is_patched, original, ours, warn_once
+from liger_kernel.transformers.patching.select import class_patches, instance_patches, made, on_instance
 from liger_kernel.transformers.recognise.families import FAMILIES, family, rows_of, swapped_slots
 from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
+from liger_kernel.transformers.recognise.variant import are_numbers
 from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
+
+# -- flags and their defaults ----------------------------------------------------------------------
+
+_FLAGS = dict[str, bool | None]
+_OF_FP8 = [name for name in SWITCHES if name.startswith("fp8")]
+OURS = {name: field.default for name, field in SWITCHES.items() if field.metadata["ours"]}
+_HEAD: _FLAGS = dict(cross_entropy=False, fused_linear_cross_entropy=True)
+STANDARD: _FLAGS = dict(rope=True, **_HEAD, rms_norm=True)
+_WITH_LAYER_NORM: _FLAGS = dict(rope=True, **_HEAD, layer_norm=True, rms_norm=True)
+# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not
+# have, if there is something to swap. (Some defaults differ: LinkedIn's package leaves out
+# granite's head, because its loss cannot scale logits, and experts and MLPs of gpt_oss and
+# deepseek_v4.)
+_NO_ROPE = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe "
+    "qwen3_5_moe_text qwen3_next"
+)
+_SWIGLU = (
+    "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 "
+    "qwen2_5_vl qwen2_5_vl_text qwen3_vl_moe qwen3_vl_moe_text granite llama4 llama4_text"
+)
+_PUBLISHED: dict[str, _FLAGS] = {
+    **{t: STANDARD | dict(swiglu=True) for t in _SWIGLU.split()},
+    **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE.split()},
+    "gpt_oss": STANDARD | dict(swiglu=True),
+    **{t: STANDARD | dict(swiglu=False) for t in ("qwen3_vl", "qwen3_vl_text")},
+    **{t: _WITH_LAYER_NORM | dict(swiglu=True) for t in ("mllama", "mllama_text_model", "muse_glimmer")},
+    **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text")},
+    **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
+    **{t: _WITH_LAYER_NORM | dict(geglu=True) for t in ("gemma3", "paligemma")},
+    "gemma4_text": STANDARD | dict(rope=False, geglu=True),
+    "gemma4": dict(rope=False, **_HEAD, layer_norm=False, rms_norm=True, geglu=True),
+    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
+}
+# Families whose functions pass further flags to their parts
+_HANDING_ON: dict[str, _FLAGS] = {
+    "nemotron": dict(relu_squared=True, **_HEAD),
+    "llava": _HEAD,
+    **{t: dict(**_HEAD, rms_norm=True, layer_norm=True) for t in ("internvl", "smolvlm")},
+}
+
+
+def flags_of(model_type: str) -> dict[str, Any]:
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package
+    does not have come last."""
+    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | OURS
+
+
+def options_of(model_type: str, given: Mapping[str, Any]) -> PatchOptions:
+    """The given flags, and the family's defaults for the others. Raises ``ValueError`` for a value
+    that cannot be.
+
+    ``options_of("llama", {"cross_entropy": True})`` has ``fused_linear_cross_entropy`` off.
+    """
+    one_head = {name: False for name, other in zip(HEADS, reversed(HEADS)) if given.get(other)}
+    options = PatchOptions(**dict.fromkeys(SWITCHES, False) | flags_of(model_type) | one_head | dict(given))
+    # With everything else off, nothing in a model changes
+    alone = not (options.head or options.fp8 or any(options.slots.values()) or "projections" in given)
+    return dataclasses.replace(options, projections=False) if alone else options
+
+
+@functools.cache
+def parameters_of(model_type: str) -> _FLAGS:
+    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its
+    signature: flags and ``model``."""
+    # of the table, because signatures do not depend on the version of Transformers
+    row = FAMILIES.get(model_type) or family(model_type)
+    slots = swapped_slots(model_type)
+    more: _FLAGS = dict.fromkeys(sorted(slots & {"layer_norm", "relu_squared"}), True)
+    late: _FLAGS = dict.fromkeys(slots & {"attention"}, True)
+    flags = STANDARD | {row.glu if row else "swiglu": True} | more
+    if published := (_PUBLISHED | _HANDING_ON).get(model_type):
+        more = {f: v for f, v in (more if model_type in _PUBLISHED else flags).items() if f not in published}
+        return published | {"model": None} | more | late
+    if row and not row.heads:
+        flags = {f: v for f, v in flags.items() if f not in HEADS}
+    return flags | {"model": None} | late
+
+
+# -- patches by flags ------------------------------------------------------------------------------
 
 
 def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -> Patches:
@@ -38,11 +121,8 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()
     found = instance_patches(model, model_type, options.parts, options.head)
     if not found and (options.head or any(options.slots.values())) and not any(map(_runs_ours, model.modules())):
-        once.warn(
-            model_type,
-            type(model).__name__,
-            "nothing of this model was patched, because its modules are not of Transformers' classes",
-        )
+        why = "nothing of this model was patched, because its modules are not of Transformers' classes"
+        warn_once(f"{model_type}: {type(model).__name__}: {why}")
     # Before the patch: a refused request must leave the model as it was.
     if in_fp8:
         fp8.convert(model, in_fp8)
@@ -66,29 +146,29 @@ def apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
 
 def _float8(model_type: str, given: Mapping[str, Any]) -> fp8.Request | None:
     """What the given flags request in FP8. ``ValueError`` for what cannot be."""
-    request = fp8.request_of(given)
+    request = fp8.request_of(given) if any(given.get(name) for name in _OF_FP8) else None
     if request and request.head:
         row = family(model_type) if model_type else None
-        why = (
-            row.fused or ("" if row.heads else "it has none")
-            if row
-            else "liger_kernel has no kernels for this type of model"
-        )
-        if why or row is None or options_of(model_type, given).head != "fused":
-            raise ValueError(
-                f"fp8_head: the head of {model_type!r} cannot be in FP8: {why or 'fused_linear_cross_entropy is off'}"
-            )
+        if row is None:
+            why = "liger_kernel has no kernels for this type of model"
+        else:
+            why = row.fused or ("" if row.heads else "it has none")
+            if not why and options_of(model_type, given).head != "fused":
+                why = "fused_linear_cross_entropy is off"
+        if why:
+            raise ValueError(f"fp8_head: the head of {model_type!r} cannot be in FP8: {why}")
     return request
 
 
 def _warn_without_effect(model_type: str, given: Mapping[str, Any], live: bool) -> None:
     """Warn once for each given flag that has no effect, or none on classes."""
     slots, row = swapped_slots(model_type), family(model_type)
-    say = lambda about, text: once.warn_once((model_type, about), f"{model_type}: {text}")
+    only_live = "patched only in a live model: pass model=..."
     for flag in (f for f, value in given.items() if value and f in SWITCHES):
         slot = "glu" if flag in ("swiglu", "geglu") else flag
         if (row is None or row.fused) if flag in HEADS else slot in PatchOptions().slots and slot not in slots:
-            say(flag, f"{flag}=True has no effect, because there is nothing to patch (see `liger models {model_type}`)")
+            why = f"because there is nothing to patch (see `liger models {model_type}`)"
+            warn_once(f"{model_type}: {flag}=True has no effect, {why}")
         if live or slot not in slots:
             continue
         # What belongs to PyTorch or to another family is patched only in a live model.
@@ -99,26 +179,16 @@ def _warn_without_effect(model_type: str, given: Mapping[str, Any], live: bool) 
         owners = [vars(m)[name] for m, name in of_slot if name in vars(m)]
         borrowed = [o for o in owners if isinstance(o, type) and o.__module__ not in own]
         if of_slot and all(name in TORCHS_OWN for _, name in of_slot):
-            say(
-                "LayerNorm",
-                "its LayerNorms are of PyTorch's class, so they are patched only in a live model: pass model=...",
-            )
+            warn_once(f"{model_type}: its LayerNorms are of PyTorch's class, so they are {only_live}")
         elif borrowed and len(borrowed) == len(owners):
-            name = borrowed[-1].__name__
-            say(flag, f"{flag}=True is of another family's {name}, patched only in a live model: pass model=...")
+            warn_once(f"{model_type}: {flag}=True is of another family's {borrowed[-1].__name__}, {only_live}")
 
 
 def _apply_function(model_type: str) -> Callable[..., None]:
     flags = parameters_of(model_type)
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=default,
-            annotation="nn.Module | None" if name == "model" else "bool | None",
-        )
-        for name, default in flags.items()
-    ]
+    annotation = lambda name: "nn.Module | None" if name == "model" else "bool | None"
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(n, either, default=v, annotation=annotation(n)) for n, v in flags.items()]
     signature = inspect.Signature(parameters, return_annotation=None)
 
     def apply(*args: Any, **kwargs: Any) -> None:
@@ -152,18 +222,13 @@ def _check_types(where: str, flags: Mapping[str, Any], model: Any) -> None:
     """Raise ``TypeError`` if the model is not a module or a flag is not a bool: a model passed
     by position, or the name of a model."""
     if model is not None and not isinstance(model, nn.Module):
-        hint = (
-            f"; AutoLigerKernelForCausalLM.from_pretrained({model!r}) loads and patches a model by its name"
-            if isinstance(model, str)
-            else ""
-        )
+        loads = f"; AutoLigerKernelForCausalLM.from_pretrained({model!r}) loads and patches a model by its name"
+        hint = loads if isinstance(model, str) else ""
         raise TypeError(f"{where}: model must be a model that is built (an nn.Module), got {model!r:.80}{hint}")
     for name, value in flags.items():
         if isinstance(value, nn.Module):
-            raise TypeError(
-                f"{where}: {name} must be True or False, got a model ({type(value).__name__}); pass the model by its "
-                "name: model=..."
-            )
+            got = f"a model ({type(value).__name__}); pass the model by its name: model=..."
+            raise TypeError(f"{where}: {name} must be True or False, got {got}")
         if isinstance(value, str) and SWITCHES[name].type == "bool":
             raise TypeError(f"{where}: {name} must be True or False, got {value!r}")
 
@@ -178,17 +243,14 @@ def _apply_known(model_type: str, given: Mapping[str, Any], model: nn.Module | N
     # First, because it may raise, and nothing has changed yet.
     in_fp8 = _float8(model_type, given)
     for name in given.keys() - SWITCHES.keys():
-        once.warn(name, "", f"no flag of liger_kernel, so it has no effect{did_you_mean(name, SWITCHES)}")
+        warn_once(f"{name}: no flag of liger_kernel, so it has no effect{did_you_mean(name, SWITCHES)}")
     if model_type and family(model_type):
         known = flags_of(model_type)
         _apply(model_type, {k: v for k, v in given.items() if k in known}, model)
         return
     near = did_you_mean(model_type, FAMILIES) if model is None else ""
-    once.warn(
-        model_type or type(model).__name__,
-        "",
-        f"liger_kernel has no kernels for this type of model, so it is the stock one{near}",
-    )
+    why = f"liger_kernel has no kernels for this type of model, so it is the stock one{near}"
+    warn_once(f"{model_type or type(model).__name__}: {why}")
     if in_fp8 and model is not None:
         fp8.convert(model, in_fp8)
 
@@ -215,17 +277,130 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
         raise ValueError(
             "fp8: fp16 of the Trainer must be False, got True: FP8 is trained without a gradient scaler; pass bf16=True"
         )
-    # The reference must round as the model does, or the two differ before anything is learnt.
-    for each in (model, *references_beside(model, trainer)):
+    models, reference = [model], getattr(trainer, "ref_model", None)
+    # The reference must round as the model does, or the two differ before the first step.
+    if isinstance(reference, nn.Module) and reference is not model:
+        models.append(getattr(reference, "module", reference))  # DeepSpeed's engine has it in this attribute
+    for each in models:
         _apply_known(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
     compute_references_again(trainer, kwargs)
 
 
 def stock_with_fused_head(cls: type) -> Callable:
     """Return the stock ``forward`` of a model class with head and loss fused."""
-    return fused_head(original(cls, "forward"), False)
+    return made(fused, original(cls, "forward"), False)
 
 
 transformer_version = Version(transformers.__version__)
 MIN_SUPPORTED_TRANSFORMERS_VERSION = Version("4.57.0")
 IS_TRANSFORMERS_V5_OR_LATER = transformer_version.major >= 5
+
+# -- the Trainer that is patching a model ----------------------------------------------------------
+
+# Transformers' Trainer patches one model: the one that it trains. A reference policy beside it
+# (``ref_model`` in TRL's trainers for DPO, KTO, GRPO, ...) would keep stock norms, which add in
+# another order on a GPU. The two would then differ by rounding before the first step, and DPO
+# would not begin at log 2. The Trainer does not pass the reference on, nor its arguments, so it is
+# looked up in the caller.
+CALLS = 6  # frames between a Trainer's method and this function: transformers' integration, and wrappers of frameworks
+
+
+def trainer_of(model: nn.Module) -> Any:
+    """Return the Trainer that is patching its ``model``; None for every other caller."""
+    trainers = sys.modules.get("transformers.trainer")
+    frame = sys._getframe(1) if trainers else None
+    for _ in range(CALLS):
+        if frame is None:
+            return None
+        trainer = frame.f_locals.get("self")
+        if trainers is not None and isinstance(trainer, trainers.Trainer):
+            return trainer if isinstance(trainer.model, nn.Module) and model in trainer.model.modules() else None
+        frame = frame.f_back
+    return None
+
+
+def compute_references_again(trainer: Any, flags: Mapping[str, Any]) -> None:
+    """Replace reference log-probabilities that TRL computed in the constructor, with stock models
+    (``precompute_ref_log_probs``), by those of the patched models, once.
+
+    TRL caches them on disk by a hash of the weights; to this hash we add what patched them.
+    Raises ``ValueError`` if the reference is gone.
+    """
+    args = getattr(trainer, "args", None)
+    data = getattr(trainer, "train_dataset", None)
+    computed = [c for c in getattr(data, "column_names", None) or () if re.fullmatch("ref_.*logps", c)]
+    if not (computed and getattr(args, "precompute_ref_log_probs", False)):
+        return
+    name, key, by_us = type(trainer).__name__, getattr(trainer, "_precompute_model_hash", None), " by liger_kernel "
+    if key and by_us in key:
+        return
+    adapted = hasattr(trainer.model, "get_base_model")  # the reference is the model without its adapters
+    gone = getattr(trainer, "ref_model", None) is None and not adapted and getattr(trainer, "is_fsdp_enabled", False)
+    before = "the reference was computed before the Trainer patched the model"
+    if gone or key is None or not hasattr(trainer, "_precompute_ref_logps"):
+        why = f"{before}, and it is gone, so it cannot be computed again{'; or pass ref_model=...' if gone else ''}"
+        raise ValueError(f"{name}: precompute_ref_log_probs must be False with use_liger_kernel=True, got True: {why}")
+    warn_once(f"{name}: precompute_ref_log_probs: {before}, so it is computed again, and cached")
+    trainer._precompute_model_hash = f"{key}{by_us}{__version__} {sorted(flags.items())}"
+
+    def again(dataset: Any, name: str, batch: int) -> Any:
+        stock = dataset.remove_columns(computed)
+        return trainer._precompute_ref_logps(stock, name, args.precompute_ref_batch_size or batch)
+
+    trainer.train_dataset, rest = again(data, "train", args.per_device_train_batch_size), trainer.eval_dataset
+    size = args.per_device_eval_batch_size
+    if isinstance(rest, dict):
+        trainer.eval_dataset = {name: again(dataset, name, size) for name, dataset in rest.items()}
+    elif rest is not None:
+        trainer.eval_dataset = again(rest, "eval", size)
+
+
+# -- single modules, for frameworks that walk through a model themselves ---------------------------
+
+
+def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
+    """Bind ``new`` as the forward of ``module``; for PEFT's wrapper of a module that is trained
+    and saved, as the forward of both modules in it."""
+    wraps = hasattr(module, "modules_to_save")
+    modules: Any = [module.original_module, *module.modules_to_save.values()] if wraps else [module]  # type: ignore[operator]  # PEFT's
+    Patches(p for m in modules for p in on_instance(m, Patch(type(m), "forward", new, (what,)))).apply()
+
+
+# Cached, so that norms of one model share a class, and a second call finds its patch in place.
+@functools.cache
+def _norm_forward(default_eps: float, kind: str, **options: Any) -> Callable:
+    def forward(self, hidden_states):
+        names = [name for name in ("variance_epsilon", "eps") if hasattr(self, name)]
+        eps = getattr(self, names[0]) if names else default_eps
+        # A tensor as eps would make the host wait for the GPU: the stock forward reads it there.
+        if not are_numbers(eps):
+            return original(type(self), "forward")(self, hidden_states)
+        if kind == "layer_norm":
+            return layer_norm(hidden_states, self.weight, self.bias, eps=eps)
+        return rms_norm(hidden_states, self.weight, eps=eps, **options)
+
+    return ours(forward)
+
+
+def _patch_rms_norm_module(
+    module: nn.Module,
+    offset: float = 0.0,
+    eps: float = 1e-6,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
+) -> None:
+    """Make our RMSNorm the ``forward`` of one norm. ``eps`` is used if the norm has none.
+    ``in_place`` and ``row_mode`` have no effect."""
+    _patch_forward(module, _norm_forward(eps, "rms_norm", offset=offset, casting=casting_mode), "rms_norm")
+
+
+def _patch_layer_norm_module(module: nn.Module, eps: float = 1e-6) -> None:
+    """Make our LayerNorm the ``forward`` of one norm. ``eps`` is used if the norm has none."""
+    _patch_forward(module, _norm_forward(eps, "layer_norm"), "layer_norm")
+
+
+def _patch_swiglu_module(module: nn.Module, liger_module: type[nn.Module]) -> None:
+    """Make the ``forward`` of the class ``liger_module`` the ``forward`` of one gated MLP with
+    the same projections."""
+    _patch_forward(module, ours(liger_module.forward), "glu")

@@ -2,100 +2,120 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_kernel import memory
-from liger_kernel.transformers import fp8, rewrite
+from liger_kernel import memory, offloading
+from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
-from liger_kernel.transformers.patching import exchange, long_rows, once, wrappers
-from liger_kernel.transformers.patching.classes import KEY, OLD_FORWARD, methods_of, ours
-from liger_kernel.transformers.patching.values import Patch, Patches, is_method, original
+from liger_kernel.transformers.patching.patches import (
+    KEY,
+    OLD_FORWARD,
+    Patch,
+    Patches,
+    core,
+    is_method,
+    methods_of,
+    original,
+    ours,
+    warn_once,
+    within,
+)
 from liger_kernel.transformers.recognise.attentions import makers_of
-from liger_kernel.transformers.recognise.families import Rows, family, rows_of
-from liger_kernel.transformers.recognise.family import Family, configs_of
+from liger_kernel.transformers.recognise.families import Family, Rows, configs_of, family, rows_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
-from liger_kernel.transformers.recognise.variant import LINEARS, named_as
+from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS
+from liger_kernel.transformers.rewrite import rules
+from liger_kernel.transformers.rewrite.rules import MASKS, NORMS, PROJECTIONS
 
-# What patches of a forward are called, by the patterns that they fuse: in layers, and elsewhere.
-_IN_LAYERS = {rewrite.NORMS: "add_norm", rewrite.PROJECTIONS: "projections"}
-_ELSEWHERE = {rewrite.NORMS: "norm_rope", rewrite.PROJECTIONS: "projections", rewrite.MASKS: "masks"}
+# What patches of a forward are called, by the rules that rewrite it: in layers, and in other classes
+_IN_LAYERS = {NORMS: "add_norm", PROJECTIONS: "projections"}
+_IN_OTHERS = {NORMS: "norm_rope", PROJECTIONS: "projections", MASKS: "masks"}
+HEADS = ("fused head", "logits head")  # the labels of patches of a head: without logits, and with
 CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # one pass over memory recomputes the outputs of these slots
 Parts = frozenset[str]
 
-# -- replacements, each cached: the patch of a function must be the same when it is selected again --
 
-
-def _calling(new: Callable, like: Callable | None) -> Callable:
-    """``new``, registered to call the same linear layers as ``like``."""
-    if like in LINEARS:
-        LINEARS[new] = LINEARS[like]
+@functools.cache
+def made(make: Callable, function: Callable, *args: Any) -> Callable:
+    """``make(function, *args)``, which replaces something of Transformers. Cached, because a patch
+    must be the same when it is selected again."""
+    new = ours(make(function, *args))
+    if function in LINEARS:  # it calls the same linear layers
+        LINEARS[new] = LINEARS[function]
     return new
 
 
-@functools.cache
-def _variant(label: str, stock: Callable, tiles: bool | int = False) -> Callable:
+def _variant(stock: Callable, label: str, tiles: bool | int) -> Callable:
     variant = VARIANTS[label]
-    return ours(named_as(variant(stock, tiles) if isinstance(variant, GLU | MLP) else variant(stock), stock))
+    return _named_as(variant(stock, tiles) if isinstance(variant, GLU | MLP) else variant(stock), stock)
 
 
-@functools.cache
-def _tiled(forward: Callable, tiles: bool | int) -> Callable:
-    return _calling(ours(tiled(forward, tiles)), forward)
+def _named_as(function: Any, stock: Callable) -> Callable:
+    """``function`` with the parameter names of ``stock``, because callers may use them. The
+    names change in its code object, so calls cost nothing more.
+
+    For stock's ``forward(self, x)``, ``def forward(self, hidden_states)`` becomes
+    ``def forward(self, x)``; a local variable ``x`` of it becomes ``_x``.
+    """
+    code = function.__code__
+    theirs = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    ours = code.co_varnames[: code.co_argcount]
+    new = {old: name for old, name in zip(ours, theirs) if old != name}
+    # a closure's names cannot be renamed, nor can two parameters exchange their names
+    if len(theirs) >= code.co_argcount and not set(new.values()) & {*code.co_freevars, *ours}:
+        new |= {name: f"_{name}" for name in new.values()}
+        names = {part: tuple(new.get(n, n) for n in getattr(code, part)) for part in ("co_varnames", "co_cellvars")}
+        function.__code__ = code.replace(**names)
+    return function
 
 
-@functools.cache
-def _around_layers(forward: Callable, offloads: bool, keeps: bool) -> Callable:
-    return _calling(ours(long_rows.around(forward, offloads, keeps)), forward)
-
-
-@functools.cache
-def fused_head(forward: Callable, keep_logits: bool, known: bool = True) -> Callable:
-    return ours(fused(forward, keep_logits=keep_logits, known=known))
-
-
-@functools.cache
-def _converting(init: Callable, request: fp8.Request) -> Callable:
-    return ours(fp8.converting(init, request))
-
-
-@functools.cache
-def _lazily(make: Callable) -> Callable:
-    return ours(lazily(make))
-
-
-@functools.cache
-def _with_steps(forward: Callable, parts: Parts, level: str = "off") -> Callable:
-    """``forward`` with the patterns of ``parts`` fused, recomputing cheap values as ``level`` says."""
+def _with_steps(forward: Callable, parts: Parts, level: str) -> Callable:
+    """``forward`` rewritten by the rules ``parts``, recomputing cheap values as ``level`` says."""
 
     def change(inner: Any) -> Callable:
-        inner = (parts and rewrite.fused(inner, parts)) or inner
+        inner = rules.fused(inner, parts) or inner
         return inner if level == "off" else memory.rematerialised(inner, level)
 
-    inner = rewrite.fused(wrappers.core(forward), parts) if parts else None
-    return _calling(ours(wrappers.within(forward, change)), inner)
+    new = within(forward, change)
+    if (rewritten := rules.fused(core(forward), parts)) in LINEARS:
+        LINEARS[new] = LINEARS[rewritten]
+    return new
 
 
 @functools.cache
 def _seeing(
     function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: Parts
 ) -> Callable | None:
-    """``function`` that reads each global (name, stock, ours) as ours, with the patterns of
-    ``parts`` fused; None if its source is not available."""
-    inner = rewrite.seeing(wrappers.core(function), swaps, parts)
+    """``function`` that reads each global (name, stock, ours) as ours, rewritten by the rules
+    ``parts``; None if its source is not available."""
+    inner = rules.seeing(core(function), swaps, parts)
     if inner is None:
         return None
-    return _calling(ours(wrappers.within(function, lambda f: rewrite.seeing(f, swaps, parts))), inner)
+    new = ours(within(function, lambda f: rules.seeing(f, swaps, parts)))
+    if inner in LINEARS:
+        LINEARS[new] = LINEARS[inner]
+    return new
+
+
+def _rules(norms: Any, parts: Mapping[str, Any], head: str | None) -> Parts:
+    return frozenset(itertools.compress((NORMS, PROJECTIONS, MASKS), (norms, parts.get("projections"), head)))
 
 
 # -- patches of classes and of functions in Python modules -----------------------------------------
@@ -115,25 +135,19 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
     """
     model_types = list(model_types)
     for i, (module, row) in enumerate(rows_of(model_types, rows)):
+        # what stands for one function of stock: a norm's forward, a rope function
         yield from _of_slots(model_types[0], module, row, parts)
+        # forwards that go on calling these, with neighbouring steps joined
         yield from _of_steps(module, row, parts, head)
+        # a vision tower's own type has no head that a loss follows
         for name in row.heads if i == 0 and head and not row.fused else ():
-            if hasattr(module, name):
+            if hasattr(module, name):  # another version may not have the class
                 cls, keep = getattr(module, name), head == "logits"
-                yield Patch(cls, "forward", fused_head(original(cls, "forward"), keep), (HEADS[keep],), _head(keep))
+                yield Patch(cls, "forward", made(fused, original(cls, "forward"), keep), (HEADS[keep],), _head(keep))
 
 
-HEADS = ("fused head", "logits head")  # the labels of these patches: without logits, and with
-
-
-@functools.cache
 def _head(keep_logits: bool) -> Callable:
-    return functools.partial(fused, keep_logits=keep_logits)
-
-
-@functools.cache
-def _rematerialised(level: str) -> Callable | None:
-    return None if level == "off" else functools.partial(memory.rematerialised, level=level)
+    return lambda forward: fused(forward, keep_logits)
 
 
 def _of_slots(model_type: str, module: types.ModuleType, row: Family, parts: Mapping[str, Any]) -> Iterator[Patch]:
@@ -147,13 +161,13 @@ def _of_slots(model_type: str, module: types.ModuleType, row: Family, parts: Map
             continue
         stock = original(owner, attribute)
         if _is_foreign(stock):
-            once.warn(model_type, name, "other code has replaced it, so it is not patched")
+            warn_once(f"{model_type}: {name}: other code has replaced it, so it is not patched")
             continue
         if on and SLOT_OF[label] == "attention":
             # it does not read masks that are made when they are read
             makers = {maker: original(module, maker) for maker in makers_of(module)}
-            yield from (Patch(module, n, _lazily(f), (label,)) for n, f in makers.items() if not _is_foreign(f))
-        new = _variant(label, stock, tiles) if on else _tiled(stock, tiles)
+            yield from (Patch(module, n, made(lazily, f), (label,)) for n, f in makers.items() if not _is_foreign(f))
+        new = made(_variant, stock, label, tiles) if on else made(tiled, stock, tiles)
         yield Patch(owner, attribute, new, (_both(label if on else "", "tiled" if tiling else ""),))
 
 
@@ -174,12 +188,7 @@ def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], h
     plain MLPs in tiles."""
     tiles = parts.get("tiled_mlp", False)
     slots = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
-    choices = (
-        (rewrite.NORMS, "rms_norm" in slots),
-        (rewrite.PROJECTIONS, parts.get("projections")),
-        (rewrite.MASKS, head),
-    )
-    wanted = frozenset(part for part, on in choices if on)
+    wanted = _rules("rms_norm" in slots, parts, head)
     layers = _classes(module, GradientCheckpointingLayer)
     # these handle their linear layers themselves, or their flag is off
     done = {vars(module).get(name) for name in row.swapped} | set(layers)
@@ -188,30 +197,25 @@ def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], h
     classes = [c for c in _classes(module, nn.Module) if "forward" in c.__dict__ or c in layers]
     for cls in sorted(classes, key=lambda c: c in layers):
         stock = original(cls, "forward")
-        core = wrappers.core(stock)
+        inner, names, found, level = core(stock), _IN_OTHERS, frozenset[str](), "off"
         if cls in layers:
-            found = rewrite.parts_in(core, wanted)
+            names, found = _IN_LAYERS, rules.parts_in(inner, wanted)
             level = memory.level_of(parts.get("rematerialise")) if slots & CHEAP else "off"
-        elif cls in done or not isinstance(core, types.FunctionType):
-            found, level = frozenset(), "off"
-        else:  # norms of heads run together with their rotation, in a forward that rotates
-            found = rewrite.parts_in(core, wanted if ropes & set(core.__code__.co_names) else wanted - {rewrite.NORMS})
-            level = "off"
-        names = _IN_LAYERS if cls in layers else _ELSEWHERE
+        elif cls not in done and isinstance(inner, types.FunctionType):
+            # norms of heads run together with their rotation, in a forward that rotates
+            found = rules.parts_in(inner, wanted if ropes & set(inner.__code__.co_names) else wanted - {NORMS})
         label = _both(*(names[part] for part in names if part in found), f"rematerialised({level})" * (level != "off"))
-        new = _with_steps(stock, found, level) if found or level != "off" else stock
+        new = made(_with_steps, stock, found, level) if found or level != "off" else stock
         if cls in plain and not _is_foreign(stock):
-            new, label = _tiled(new, tiles), _both(label, "tiled")
+            new, label = made(tiled, new, tiles), _both(label, "tiled")
         if new is not stock:
-            yield Patch(cls, "forward", new, (label,), _rematerialised(level))
+            around = None if level == "off" else functools.partial(memory.rematerialised, level=level)
+            yield Patch(cls, "forward", new, (label,), around)
 
 
 def _classes(module: types.ModuleType, base: type) -> list[type]:
-    return [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
-    ]
+    own = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
+    return [c for c in own if issubclass(c, base)]
 
 
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
@@ -223,33 +227,23 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
     """
     modules = [module for module, _ in rows_of([model_type], rows)]
     own = {module.__name__ for module in modules}
-    found = [
-        p
-        for p in _patches([model_type], parts, head, rows)
-        if not isinstance(p.owner, type) or p.owner.__module__ in own
-    ]
+    every = _patches([model_type], parts, head, rows)
+    found = [p for p in every if not isinstance(p.owner, type) or p.owner.__module__ in own]
     found = _around_too(found, [cls for module in modules for cls in _callers_of_layers(module)], parts)
     if request := parts.get("fp8"):
-        models = [c for module in modules for c in _classes(module, PreTrainedModel)]
-        found += [
-            Patch(cls, "__init__", _converting(original(cls, "__init__"), request), (str(request),)) for cls in models
-        ]
-    return Patches(
-        dict.fromkeys([*found, *_ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})])
-    )
+        for cls in (c for module in modules for c in _classes(module, PreTrainedModel)):
+            new = made(fp8.converting, original(cls, "__init__"), request)
+            found.append(Patch(cls, "__init__", new, (str(request),)))
+    found += _ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})
+    return Patches(dict.fromkeys(found))
 
 
 def _callers_of_layers(module: types.ModuleType) -> list[type]:
     """The classes with lists of modules, which may be layers: only a live module shows whether
     they are."""
+    others = (c for c in _classes(module, nn.Module) if not issubclass(c, GradientCheckpointingLayer))
     names = lambda function: getattr(getattr(function, "__code__", None), "co_names", ())
-    return [
-        c
-        for c in _classes(module, nn.Module)
-        if "forward" in c.__dict__
-        and not issubclass(c, GradientCheckpointingLayer)
-        and "ModuleList" in names(c.__dict__.get("__init__"))
-    ]
+    return [c for c in others if "forward" in vars(c) and "ModuleList" in names(vars(c).get("__init__"))]
 
 
 def _around_too(found: list[Patch], owners: list[Any], parts: Mapping[str, Any]) -> list[Patch]:
@@ -259,7 +253,7 @@ def _around_too(found: list[Patch], owners: list[Any], parts: Mapping[str, Any])
     if not any(how):
         return found
     label = ", ".join(itertools.compress(("offloading", "keeping attention"), how))
-    around = lambda forward: _around_layers(forward, *how)
+    around = lambda forward: made(_around_layers, forward, *how)
     rest, result = {id(owner): owner for owner in owners}, []
     patched = set()
     for p in found:
@@ -276,7 +270,9 @@ def _around_too(found: list[Patch], owners: list[Any], parts: Mapping[str, Any])
     return result
 
 
-def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken: set[tuple[Any, str]]) -> list[Patch]:
+def _ropes_of_parts(
+    model_type: str, parts: Mapping[str, Any], rows: Rows, patched: set[tuple[Any, str]]
+) -> list[Patch]:
     """Patches of rope functions if only the types of parts in the same module know the form of
     the tables, and all of these agree."""
     found: dict[tuple[Any, str], set[Patch]] = {}
@@ -285,7 +281,7 @@ def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], rows: Rows, taken
         if t in CONFIG_MAPPING and CONFIG_MAPPING[t].__module__ == config.__module__:
             for p in _patches([t], {"rope": True}, None, rows):
                 found.setdefault((p.owner, p.attribute), set()).add(p)
-    return [p for at, (p, *others) in found.items() if at not in taken and not others]
+    return [p for at, (p, *others) in found.items() if at not in patched and not others]
 
 
 # -- patches of live modules -----------------------------------------------------------------------
@@ -298,23 +294,21 @@ def instance_patches(
     they are (PEFT wrappers, towers); nothing else changes.
 
     A function, such as a rope, belongs to a Python module, not to a model: methods that call it are
-    compiled again, with our function in its place. For example, in a Llama of one layer
+    compiled again, with our function in its place. In a Llama of one layer
 
         LlamaRMSNorm.forward <- rms_norm(...)       gives three patches, of the norms of this model
         modeling_llama.apply_rotary_pos_emb <- ...  gives one, of the forward of its attention
+        LlamaAttention.forward <- projections       gives none: the compiled forward does this, too
     """
+    # a model's configuration may have parts of other types than its own type's default has
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
     of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
     modules: dict[type, list[nn.Module]] = {}
     for m in model.modules():
         modules.setdefault(type(m), []).append(m)
-    choices = (
-        (rewrite.NORMS, parts.get("rms_norm")),
-        (rewrite.PROJECTIONS, parts.get("projections")),
-        (rewrite.MASKS, head),
-    )
-    fuse = frozenset(part for part, on in choices if on)
+    # if a class patch has replaced the function for everybody, its readers need nothing more
     functions = [p for p in of_all if isinstance(p.owner, types.ModuleType) and not p.applied]
+    fuse = _rules(parts.get("rms_norm"), parts, head)
     compiled = {(cls, name): patch for cls in modules for name, patch in _methods_seeing(cls, functions, fuse)}
     found: list[Patch] = []
     for p in (p for p in of_all if isinstance(p.owner, type)):
@@ -326,7 +320,7 @@ def instance_patches(
                     # The forward of a model both calls one of our functions and ends in the head: it
                     # is one attribute, so one patch does both.
                     del compiled[cls, p.attribute]
-                    both = fused_head(seeing.new, keep)
+                    both = made(fused, seeing.new, keep)
                     p_here = dataclasses.replace(p, new=both, labels=(*p.labels, *seeing.labels))
                 elif seeing and p.around is None:
                     continue  # the steps of this forward are fused in the compiled method, too
@@ -334,24 +328,19 @@ def instance_patches(
                     p_here = p
             elif is_head and not p.applied and _of_user(theirs):
                 # a subclass: its forward calls that of its base, or does everything itself
-                p_here = dataclasses.replace(p, new=fused_head(theirs, keep, known=False), around=None)
+                p_here = dataclasses.replace(p, new=made(fused, theirs, keep, False), around=None)
             else:
-                continue
+                continue  # another forward than the one that was recognised
             for m in modules[cls]:
                 for q in on_instance(m, p_here):  # around a forward of the module's own, the head alone
                     found.append(q if q.new is p_here.new else dataclasses.replace(q, labels=p.labels))
     found += [q for (cls, _), p in compiled.items() for m in modules[cls] for q in on_instance(m, p)]
     # not a layer that holds layers: its forward checkpoints only while it is its class's own
-    callers_of_layers = [
-        m for m in model.modules() if long_rows.layers_of(m) and not isinstance(m, GradientCheckpointingLayer)
-    ]
-    if parts.get("activation_offloading") and not callers_of_layers:
-        once.warn(
-            type(model).__name__,
-            "activation_offloading",
-            "it has no layers that can be checkpointed, so nothing is offloaded",
-        )
-    return Patches(_around_too(found, callers_of_layers, parts))
+    callers = [m for m in model.modules() if layers_of(m) and not isinstance(m, GradientCheckpointingLayer)]
+    if parts.get("activation_offloading") and not callers:
+        name = type(model).__name__
+        warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
+    return Patches(_around_too(found, callers, parts))
 
 
 def _methods_seeing(cls: type, functions: list[Patch], fuse: Parts) -> Iterator[tuple[str, Patch]]:
@@ -361,20 +350,19 @@ def _methods_seeing(cls: type, functions: list[Patch], fuse: Parts) -> Iterator[
     names = {p.owner.__name__ for p in functions}
     # bases elsewhere, such as nn.Module, have hundreds of methods, none of which is of these modules
     bases = [base for base in reversed(cls.__mro__) if base.__module__ in names and KEY not in vars(base)]
-    attributes = dict.fromkeys(attribute for base in bases for attribute in vars(base))
-    for attribute in attributes:
+    for attribute in dict.fromkeys(attribute for base in bases for attribute in vars(base)):
         method = original(cls, attribute)
-        core = wrappers.core(method)
-        for p in functions if isinstance(core, types.FunctionType) else ():
-            if core.__globals__ is p.owner.__dict__ and p.attribute in core.__code__.co_names:
+        inner = core(method)
+        for p in functions if isinstance(inner, types.FunctionType) else ():
+            if inner.__globals__ is p.owner.__dict__ and p.attribute in inner.__code__.co_names:
                 readers.setdefault((attribute, method), []).append(p)
     for (attribute, method), patches in readers.items():
         swaps = tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in patches)
         if (new := _seeing(method, swaps, fuse)) is not None:
             yield attribute, Patch(cls, attribute, new, tuple(dict.fromkeys(p.label for p in patches)))
         else:
-            unpatched = ", ".join(dict.fromkeys(p.attribute for p in patches))
-            once.warn(cls.__name__, attribute, f"its source cannot be read, so {unpatched} is not patched there")
+            names_of = ", ".join(dict.fromkeys(p.attribute for p in patches))
+            warn_once(f"{cls.__name__}: {attribute}: its source cannot be read, so {names_of} is not patched there")
 
 
 def on_instance(m: nn.Module, p: Patch) -> list[Patch]:
@@ -389,7 +377,7 @@ def on_instance(m: nn.Module, p: Patch) -> list[Patch]:
     there = m.__dict__.get(KEY, {}).get(place, m.__dict__.get(place))
     if there is None or p.attribute in methods_of(m) or is_method(m, place, p.attribute):
         return [dataclasses.replace(p, owner=m)]
-    new = exchange.of_experts(there, m, p.new)
+    new = _exchanging(there, m, p.new)
     if new is None and p.around is not None:
         bound = isinstance(there, types.MethodType) and there.__self__ is m
         new = ours(p.around(there.__func__ if bound else lambda self, *args, **kwargs: there(*args, **kwargs)))
@@ -404,12 +392,141 @@ def _of_class(cls: type, attribute: str) -> Any:
 def _is_foreign(function: Any) -> bool:
     """Whether other code put the function where it is: it comes from another module, even if
     ``functools.wraps`` gave it the name of the function inside."""
-    function = wrappers.core(function)
-    return isinstance(function, types.FunctionType) and not function.__globals__.get("__name__", "").startswith(
-        ("transformers.", "torch.", "kernels.")
-    )
+    function = core(function)
+    ships = ("transformers.", "torch.", "kernels.")
+    return isinstance(function, types.FunctionType) and not function.__globals__.get("__name__", "").startswith(ships)
 
 
 def _of_user(forward: Any) -> bool:
     """Whether a class's ``forward`` is a function that is not from transformers."""
     return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
+
+
+# -- experts that Transformers spreads over ranks --------------------------------------------------
+
+# Expert parallelism replaces the ``forward`` of each module of experts by a closure, which makes the
+# weights local and calls an ``EPImplementation``. That brings tokens to the ranks of their experts,
+# and calls ``experts_forward`` with local ids. It took ``experts_forward`` from the module when the
+# closure was made: a patch of a class before that is found there; for a live module, the closure is
+# made again around a copy of the implementation. So the exchange of tokens runs as it is.
+_EXCHANGE, _CELL = "transformers.distributed.expert_parallel", "implementation"
+# attribute of such a closure: our forward of experts -> what was made of both, as a patch must be
+# the same when it is found again
+_MADE = "_liger_exchanges"
+
+
+def _exchanging(there: Any, m: nn.Module, new: Callable) -> Callable | None:
+    """``there``, the forward in ``m`` itself, as a method that exchanges tokens for ``new``;
+    None if it is no exchange, or ``new`` no experts."""
+    if new not in OF_EXPERTS or not isinstance(there, types.FunctionType) or there.__module__ != _EXCHANGE:
+        return None
+    cells = dict(zip(there.__code__.co_freevars, there.__closure__ or ()))
+    exchanges: dict[Callable, Callable] = there.__dict__.setdefault(_MADE, {})
+    if new not in exchanges and _CELL in cells:
+        implementation = _with_experts(cells[_CELL].cell_contents, types.MethodType(new, m))
+        if implementation is None:
+            return None
+        closure = tuple((cells | {_CELL: types.CellType(implementation)}).values())
+        of = there.__code__, there.__globals__, there.__name__, there.__defaults__, closure
+        exchanged = types.FunctionType(*of)
+        exchanges[new] = ours(lambda self, *args, **kwargs: exchanged(*args, **kwargs))
+    return exchanges.get(new)
+
+
+def _with_experts(implementation: Any, experts_forward: Any) -> Any | None:
+    """A copy of Transformers' ``implementation``, and of those that it chooses among, that calls
+    these experts; None if it is not Transformers' own."""
+    if type(implementation).__module__ != _EXCHANGE:
+        return None
+    new = copy.copy(implementation)
+    new.experts_forward = experts_forward
+    for name, value in vars(new).items():
+        if hasattr(value, "experts_forward"):
+            if (inner := _with_experts(value, experts_forward)) is None:
+                return None
+            setattr(new, name, inner)
+    return new
+
+
+# -- what runs around the forward that calls a model's layers --------------------------------------
+
+
+def layers_of(m: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers in the lists of ``m`` itself, possibly inside wrappers: those that
+    checkpointing would recompute."""
+    layers = (layer for child in m.children() if isinstance(child, nn.ModuleList) for layer in child)
+    of_each = ((part for part in layer.modules() if isinstance(part, GradientCheckpointingLayer)) for layer in layers)
+    return [layer for parts in of_each if (layer := next(parts, None)) is not None]
+
+
+def _around_layers(forward: Callable, offloads: bool, keeps: bool) -> Callable:
+    """Wrap the ``forward`` of a module: offload what its layers save, and keep the outputs of
+    attention if they are checkpointed. It does nothing more for a module that calls no layers."""
+    inner = _keeping_attention(forward) if keeps else forward
+    outer = offloading.offloaded(inner) if offloads else inner
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Classes are patched before their modules exist, so only the call knows whether it has layers.
+        return (outer if layers_of(self) else forward)(self, *args, **kwargs)
+
+    return call
+
+
+def _keeping_attention(forward: Callable) -> Callable:
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Without gradients nothing is kept, and a compiled graph cannot exchange attributes of layers.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        with _checkpointed_with_attention(self):
+            return forward(self, *args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _checkpointed_with_attention(m: nn.Module) -> Iterator[None]:
+    """Meanwhile the layers' function for checkpointing keeps the outputs of attention. Only
+    their forward asks for it, not the one that the backward runs."""
+    before: list[tuple[Any, Any]] = []
+    layers: list[Any] = layers_of(m)
+    try:
+        for layer in layers:
+            function = getattr(layer, "_gradient_checkpointing_func", None)
+            # Transformers reads the function at each call, so exchanging the attribute is enough.
+            if layer.gradient_checkpointing and layer.training and _can_keep(function):
+                before.append((layer, function))
+                layer._gradient_checkpointing_func = functools.partial(function, context_fn=memory.keeping_attention)
+        if before and _runs_eager_attention(m):
+            _say("eager attention, which is no operator of its own")
+        yield
+    # Given back after every forward: the backward's own forward must not ask for it.
+    finally:
+        for layer, function in before:
+            layer._gradient_checkpointing_func = function
+
+
+def _runs_eager_attention(m: Any) -> bool:
+    """Whether attention is plain PyTorch operations, and none with sinks, which a kernel may
+    run."""
+    eager = getattr(getattr(m, "config", None), "_attn_implementation", None) == "eager"
+    return eager and not any(hasattr(part, "sinks") for part in m.modules())
+
+
+def _can_keep(function: Any) -> bool:
+    """Whether ``function`` is PyTorch's checkpoint of the kind that takes a ``context_fn``, and
+    has none."""
+    options = function.keywords if isinstance(function, functools.partial) and function.func is checkpoint else {}
+    if options.get("use_reentrant") is False and "context_fn" not in options:
+        return True
+    if options.get("context_fn") is not memory.keeping_attention:
+        another = "kind of checkpointing than PyTorch's with use_reentrant=False"
+        _say(f"another {'context_fn' if 'context_fn' in options else another}")
+    return False
+
+
+@functools.cache
+def _say(what: str) -> None:
+    text = f"keep_attention: it steps aside for {what}, so attention is computed again in the backward"
+    warnings.warn(f"liger_kernel: {text}", stacklevel=3)

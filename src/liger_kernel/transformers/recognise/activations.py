@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 
 from liger_kernel._private import unset_fake_temporarily
 from liger_kernel.ops.activations.glu import ACTS
-from liger_kernel.transformers.recognise.plain import unhooked
+from liger_kernel.transformers.recognise.variant import unhooked
 
 # Limits and slopes of a gated activation, by the attributes that hold them: options of our
 # operators, and values for stand-ins
@@ -64,7 +64,7 @@ def activation(fn: Any) -> str | None:
     """Return which of our activations a call of ``fn`` computes now; None if it computes another
     one, or if hooks observe its calls.
 
-    The class or function of PyTorch or Transformers decides. Equal values would also match a learnt
+    The class or function of PyTorch or Transformers decides. Equal values would also match a learned
     gain that begins at 1, or dropout in evaluation.
     """
     reads = _ACTIVATION_MODULES.get(type(fn))

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
 from liger_kernel.transformers.lazy_mask import LazyMask, VisibleKeys, known
-from liger_kernel.transformers.recognise.plain import plain
-from liger_kernel.transformers.recognise.stand_ins import stand_in
-from liger_kernel.transformers.recognise.variant import StandIns, Variant, are_numbers
+from liger_kernel.transformers.recognise.variant import StandIns, Variant, are_numbers, plain, stand_in
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")  # of the masks that a layer gets
 
@@ -85,20 +83,20 @@ class SinkAttention(Variant):
     def __call__(self, stock: Callable) -> Callable:
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
             # what a token sees, if the mask is one of ours
-            sinks, seen = getattr(module, "sinks", None), known(attention_mask)
+            sinks, keys = getattr(module, "sinks", None), known(attention_mask)
             more = (
                 dropout
                 or not are_numbers(scaling)
                 or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
             )
             if (
-                seen is not None
+                keys is not None
                 and not more
                 and _fits(query, key, value, attention_mask, sinks)
                 and not _watched(module)
             ):
                 out = sink_attention(
-                    query, key, value, sinks, window=seen.window, valid=seen.valid, first=seen.first, scale=scaling
+                    query, key, value, sinks, window=keys.window, valid=keys.valid, first=keys.first, scale=scaling
                 )
                 return out.transpose(1, 2), None
             # stock adds a mask of every pair of tokens
@@ -113,7 +111,7 @@ class SinkAttention(Variant):
         # rows of several lengths, one of them short
         valid = torch.arange(T) < torch.tensor([[T], [T - 3], [T - 7]])
         # all that masks of these families say, and each scale differs from 1 / sqrt(D)
-        for seen, scaling in (
+        for keys, scaling in (
             (VisibleKeys(), D**-0.5),
             (VisibleKeys(4), 0.5),
             (VisibleKeys(valid=valid), 0.3),
@@ -122,7 +120,7 @@ class SinkAttention(Variant):
             q, k, v = (torch.randn(B, heads, T, D) for heads in (H, H // groups, H // groups))
             attributes = dict(num_key_value_groups=groups, training=True, sinks=nn.Parameter(torch.randn(H)))
             module = lambda dtype, weights, attributes=attributes: stand_in(nn.Module, attributes).to(weights)
-            mask = lambda dtype, weights, seen=seen: LazyMask(seen, B, T, dtype, torch.device("cpu"))
+            mask = lambda dtype, weights, keys=keys: LazyMask(keys, B, T, dtype, torch.device("cpu"))
             yield dict(scaling=scaling), (module, q, k, v, mask)
 
 

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_kernel.ops._core import operator
 from liger_kernel.transformers.recognise.slots import Slot
-from liger_kernel.transformers.recognise.stand_ins import stand_in
-from liger_kernel.transformers.recognise.variant import Variant
+from liger_kernel.transformers.recognise.variant import Variant, stand_in
 
 
 @contextlib.contextmanager
@@ -49,8 +48,8 @@ def _run(
         if inspect.isfunction(each):
             return each(dtype, weight_dtype)
         table = at >= len(inputs) - variant.tables
-        of, learnt = (weight_dtype, False) if table else (dtype, learns)
-        cast = lambda t: t.detach().to(of).requires_grad_(learnt) if t.is_floating_point() else t
+        of, with_grad = (weight_dtype, False) if table else (dtype, learns)
+        cast = lambda t: t.detach().to(of).requires_grad_(with_grad) if t.is_floating_point() else t
         return tree_map(cast, each)
 
     arguments = [given(at, each) for at, each in enumerate(inputs)]

@@ -22,7 +22,6 @@ from liger_kernel.ops.projections.mlp import adapted_mlp, mlp
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp, count_of
 from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.transformers.recognise.activations import CLAMPED, activation
-from liger_kernel.transformers.recognise.plain import plain, runs_its_class, unhooked
 from liger_kernel.transformers.recognise.projections import (
     engine_runs,
     fitting,
@@ -32,8 +31,18 @@ from liger_kernel.transformers.recognise.projections import (
     shared,
     with_base,
 )
-from liger_kernel.transformers.recognise.stand_ins import Halve, InFp32, random_linear
-from liger_kernel.transformers.recognise.variant import LINEARS, StandIns, Variant, are_numbers
+from liger_kernel.transformers.recognise.variant import (
+    LINEARS,
+    Halve,
+    InFp32,
+    StandIns,
+    Variant,
+    are_numbers,
+    plain,
+    random_linear,
+    runs_its_class,
+    unhooked,
+)
 
 
 @dataclass(frozen=True)
@@ -137,16 +146,16 @@ def in_tiles(run: Callable, module: Any, x: Any, tiles: bool | int) -> Any:
     """``run(module, x)``, an MLP, in ``tiles`` of the tokens; in one piece if that is one tile,
     or if something must see all tokens at once."""
     count = _tiles_of(x, tiles)
-    # said at the call, because hooks come and go
+    # looked for at each call, because hooks come and go
     if count > 1 and not torch.compiler.is_compiling() and (why := _in_one_piece(module)):
         _say_in_one_piece(type(module).__name__, why)
         count = 1
     if count == 1:
         return run(module, x)
     # the projections read x: if x is recomputed, now is the time
-    memory.needed()
+    memory.readers_follow()
     y = apply_tiled_mlp(run, module, x, count)
-    memory.taken()
+    memory.readers_done()
     return y
 
 
@@ -216,11 +225,11 @@ class GLU(Variant):
             projections = [getattr(self, name) for name in (*inner, outer)]
             if not _whole(x, *projections):
                 return None
-            memory.needed()
+            memory.readers_follow()
             weights = [m.weight for m in projections]
             first, second, last = weights if up != gate else (weights[0], None, weights[1])
             y = mlp(x, first, second, last, act=name, recompute=memory.level() == "mlp", **form.options(self))
-            memory.taken()
+            memory.readers_done()
             return form.after(self, y)
 
         def adapted(self, x, name, count):
@@ -233,22 +242,22 @@ class GLU(Variant):
             if not _one_node(found, x, count, halves=up == gate):
                 return None
             *first, last = found
-            memory.needed()
+            memory.readers_follow()
             how = dict(recompute=memory.level() == "mlp", ends=form.after is GLUForm.after and memory.is_last(self))
             y = adapted_mlp(x, first, last, act=name, tiles=count, **how, **form.options(self))
-            memory.taken()
+            memory.readers_done()
             return form.after(self, with_base(y, last, projections[-1], x))
 
         def by_parts(self, name, x):
             """Run the projections, and the activation and the product as one operator."""
-            memory.needed()
+            memory.readers_follow()
             if name is None:
                 y = stock(self, x)
-                memory.taken()
+                memory.readers_done()
                 return y
             first = shared(x, *(getattr(self, name) for name in inner))
             g, u = first[0].chunk(2, -1) if up == gate else first
-            memory.taken()
+            memory.readers_done()
             # from here on as the model says: its own gate, fp32, and what stands around the product
             g = form.gate(self, g)
             dtype = g.dtype

@@ -20,8 +20,7 @@ from liger_kernel.ops.norms.gated_rms_norm import gated_rms_norm
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers.recognise.activations import activation, named
-from liger_kernel.transformers.recognise.stand_ins import random_weight
-from liger_kernel.transformers.recognise.variant import NORM_FORMS, StandIns, Variant, are_numbers
+from liger_kernel.transformers.recognise.variant import NORM_FORMS, StandIns, Variant, are_numbers, random_weight
 
 # attribute with the eps -> its value in stand-ins; all differ, so that no other attribute will do
 EPS = {"variance_epsilon": 0.03, "eps": 0.11, "rms_norm_eps": 0.4, "norm_eps": 0.23, "epsilon": 0.37}

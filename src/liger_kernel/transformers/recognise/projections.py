@@ -34,8 +34,7 @@ from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_g
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
-from liger_kernel.transformers.recognise.plain import plain, runs_its_class
-from liger_kernel.transformers.recognise.variant import are_numbers
+from liger_kernel.transformers.recognise.variant import are_numbers, plain, runs_its_class
 
 # As PyTorch has it: a patch of somebody else would be passed over by a node that multiplies by
 # itself
@@ -46,7 +45,7 @@ _FORWARD = nn.Linear.forward
 _FEW_ROWS = 64
 
 
-class Left(str):
+class Fallback(str):
     """The reason why a module runs as it is."""
 
     __slots__ = ()
@@ -75,26 +74,26 @@ def is_dense(m: Any) -> bool:
     return plain(m.weight) and (bias is None or plain(bias))
 
 
-def _weight(m: nn.Module, dtype: torch.dtype) -> Weight | Left:
+def _weight(m: nn.Module, dtype: torch.dtype) -> Weight | Fallback:
     # None: not of this storage. A reason: of this storage, but not to be multiplied now
     for read in STORAGES:
         if (found := read(m, dtype)) is not None:
             return found
-    return Left(f"a base of class {type(m).__name__}")
+    return Fallback(f"a base of class {type(m).__name__}")
 
 
-def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Left | None:
+def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Fallback | None:
     if type(m) is not nn.Linear:
         return None
     if not is_dense(m):
-        return Left("a base that is sharded, hooked or quantised, or has a forward of its own")
+        return Fallback("a base that is sharded, hooked or quantised, or has a forward of its own")
     # stock raises for this, or the base casts by itself
     if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
-        return Left(f"a weight of {m.weight.dtype} beside an input of {dtype}")
+        return Fallback(f"a weight of {m.weight.dtype} beside an input of {dtype}")
     return dense(m.weight)
 
 
-def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
+def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
     """The weight of a 4-bit layer (NF4 or FP4) of bitsandbytes."""
     # A package that nobody imported has no layers in this model, and importing it would take
     # seconds
@@ -106,28 +105,28 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Left | None:
         or state is None
         or getattr(state, "packing_format_for_cpu", False)
     ):
-        return Left("a hooked 4-bit base, one without its state, or packed for a CPU")
+        return Fallback("a hooked 4-bit base, one without its state, or packed for a CPU")
     # under autocast the product is in autocast's dtype, even after the cast of its input
     if m.compute_dtype not in (None, dtype) and not torch.is_autocast_enabled(m.weight.device.type):
-        return Left(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
+        return Fallback(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
     if hasattr(m.weight, "ds_id"):
-        return Left("a sharded base")
+        return Fallback("a sharded base")
     return four_bits(m.weight, state)
 
 
-def _float8(m: Any, dtype: torch.dtype) -> Weight | Left | None:
+def _float8(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
     """The weight of our frozen FP8 layers and of transformers' FP8 layers."""
     if type(m) is loaded("transformers.integrations.finegrained_fp8", "FP8Linear"):
-        return Left("a base in FP8 whose own forward casts its input by blocks")
+        return Fallback("a base in FP8 whose own forward casts its input by blocks")
     if type(m) is not LigerFloat8Linear:
         return None
     if not (runs_its_class(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
-        return Left("a sharded or hooked base in FP8")
+        return Fallback("a sharded or hooked base in FP8")
     # without gradients the copy for the backward need not be made
     return m.stored(backward=torch.is_grad_enabled())
 
 
-def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
+def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
     """The weight of our layers trained in FP8 and of torchao's."""
     recipe = None
     if type(m) is LigerFloat8TrainingLinear:
@@ -135,20 +134,20 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Left | None:
     elif type(m) is loaded("torchao.float8.float8_linear", "Float8Linear"):
         recipe = _recipe_of(m.config)
         if recipe is None or (m.config.emulate and m.weight.is_cuda) or not of_package(type(m), "torchao."):
-            return Left("a layer of torchao in FP8 by a config of its own")
+            return Fallback("a layer of torchao in FP8 by a config of its own")
         if m.in_features % 16 or m.out_features % 16 or lacking(m.weight.device):
-            return Left("a layer of torchao in FP8 of a shape, or on a device, that cannot multiply so")
+            return Fallback("a layer of torchao in FP8 of a shape, or on a device, that cannot multiply so")
     if recipe is None:
         return None
     if dtype not in DTYPES:
-        return Left(f"a layer in FP8 beside an input of {dtype}")
+        return Fallback(f"a layer in FP8 beside an input of {dtype}")
     w, bias = m.weight, m.bias
     # inside FSDP2 the weight may arrive as the FP8 values that were gathered
     gathered = type(w) is loaded("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
     if not (runs_its_class(m) and (plain(w) or gathered) and (bias is None or plain(bias))):
-        return Left("a layer in FP8 that is sharded or hooked")
+        return Fallback("a layer in FP8 that is sharded or hooked")
     if w.dtype != dtype and not torch.is_autocast_enabled(w.device.type):
-        return Left(f"a weight of {w.dtype} beside an input of {dtype}")
+        return Fallback(f"a weight of {w.dtype} beside an input of {dtype}")
     return float8_gathered(w, _gathered_cast) if gathered else trained(w, recipe)
 
 
@@ -185,7 +184,7 @@ def _recipe_of(config: Any) -> str | None:
     return next((recipe for recipe in RECIPES if not RECIPES[recipe].blocks and same(recipe)), None)
 
 
-STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Left | None]] = [
+STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Fallback | None]] = [
     _dense,
     _float8_trained,
     _four_bits,
@@ -204,29 +203,29 @@ def active_adapters(m: Any) -> list[str]:
     return [name for name in m.active_adapters if name in m.lora_A]
 
 
-def _adapter(m: Any, name: str) -> Adapter | Left:
+def _adapter(m: Any, name: str) -> Adapter | Fallback:
     parts = (
         m._modules
     )  # a module asks each other place before this one for an attribute, and these layers are read at each call
     a, b, dropout = (parts[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     if not (is_dense(a) and is_dense(b)) or a.bias is not None:
-        return Left(f"parts of adapter {name!r} are sharded, hooked or replaced")
+        return Fallback(f"parts of adapter {name!r} are sharded, hooked or replaced")
     p = 0.0
     # our node draws the mask of PyTorch's own dropout, and no other
     if type(dropout) not in (nn.Dropout, nn.Identity) or not runs_its_class(dropout):
-        return Left(f"the dropout of adapter {name!r} is hooked, or a {type(dropout).__name__}")
+        return Fallback(f"the dropout of adapter {name!r} is hooked, or a {type(dropout).__name__}")
     if type(dropout) is nn.Dropout and dropout.training:
         if not are_numbers(dropout.p):
-            return Left(f"the dropout of adapter {name!r} has a probability that is a tensor")
+            return Fallback(f"the dropout of adapter {name!r} has a probability that is a tensor")
         p = float(dropout.p)
     if p >= 1:
-        return Left(f"the dropout of adapter {name!r} drops everything")
+        return Fallback(f"the dropout of adapter {name!r} drops everything")
     wa, wb = a.weight, b.weight
     if wa.dtype != wb.dtype:
-        return Left(f"the two matrices of adapter {name!r} have different dtypes")
+        return Fallback(f"the two matrices of adapter {name!r} have different dtypes")
     # DoRA multiplies its norm by the scale, which must be one number there
     if not scales(scale := m.scaling[name], wb.shape[0] if name not in m.lora_variant else 1):
-        return Left(
+        return Fallback(
             f"adapter {name!r} has a scaling that is sharded, or of neither one element nor one for each output"
         )
     return Adapter.scaled(wa, wb, scale, p, b.bias)
@@ -245,30 +244,30 @@ def _sharded(m: nn.Module) -> bool:
     return any(is_sharded(t) or hasattr(t, "ds_id") for t in m.parameters() if t is not None)
 
 
-def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
+def _peft(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     if not runs_its_class(m):
-        return Left("hooks, or a forward of its own")
+        return Fallback("hooks, or a forward of its own")
     # PEFT takes merged adapters out of the weight at the next call: its forward must run
     if m.disable_adapters and m.merged:
-        return Left("merged adapters to be taken out")
+        return Fallback("merged adapters to be taken out")
     if getattr(m, "fan_in_fan_out", False):
-        return Left("a base whose weight lies the other way (Conv1D)")
+        return Fallback("a base whose weight lies the other way (Conv1D)")
     base, names = m.base_layer, active_adapters(m)
     weight = _weight(base, dtype)
     adapters, magnitude = [], None
     # in the order in which PEFT adds them, for the same rounding
     for name in names:
         adapter = _adapter(m, name)
-        if isinstance(adapter, Left):
+        if isinstance(adapter, Fallback):
             return adapter
         if name in m.lora_variant:
             magnitude = _magnitude(m, name, adapter, len(names))
-            if isinstance(magnitude, Left):
+            if isinstance(magnitude, Fallback):
                 return magnitude
         if not getattr(m, "cast_input_dtype_enabled", True) and adapter.a.dtype != dtype:
-            return Left("casts of the input that are turned off")
+            return Fallback("casts of the input that are turned off")
         adapters.append(adapter)
-    if not isinstance(weight, Left):
+    if not isinstance(weight, Fallback):
         return Projection(weight, base.bias, tuple(adapters), magnitude)
     # The base may run by itself, and the node adds the adapters; but DoRA needs the norm of the
     # weight, and ranks that gather a base must do it at the same time
@@ -279,24 +278,24 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Left:
     )
 
 
-def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Left:
+def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Fallback:
     """The magnitude of a DoRA adapter."""
     variant = m.lora_variant[name]
     if type(variant) is not loaded("peft.tuners.lora.variants", "DoraLinearVariant") or not of_package(
         loaded("peft.tuners.lora.dora", "DoraLinearLayer"), "peft."
     ):
-        return Left(f"adapter {name!r} is a {type(variant).__name__}")
+        return Fallback(f"adapter {name!r} is a {type(variant).__name__}")
     if active > 1:
-        return Left(f"adapter {name!r} has a magnitude, and is one of several")
+        return Fallback(f"adapter {name!r} has a magnitude, and is one of several")
     holder = m.lora_magnitude_vector[name]
     if not (runs_its_class(holder) and plain(holder.weight)):
-        return Left(f"the magnitude of adapter {name!r} is sharded or hooked")
+        return Fallback(f"the magnitude of adapter {name!r} is sharded or hooked")
     if adapter.dropout:
-        return Left(f"adapter {name!r} has a magnitude and dropout")
-    return Left(f"adapter {name!r} has a magnitude and a bias") if adapter.bias is not None else holder.weight
+        return Fallback(f"adapter {name!r} has a magnitude and dropout")
+    return Fallback(f"adapter {name!r} has a magnitude and a bias") if adapter.bias is not None else holder.weight
 
 
-def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
+def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the
     reason."""
     cls = type(m)
@@ -304,9 +303,9 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Left:
         return _peft(m, dtype)
     # an adapter of another method, such as LoHa or IA3
     if cls not in _ALONE and hasattr(m, "base_layer"):
-        return Left(f"a layer of class {cls.__module__}.{cls.__name__}")
+        return Fallback(f"a layer of class {cls.__module__}.{cls.__name__}")
     weight = _weight(m, dtype)
-    return weight if isinstance(weight, Left) else Projection(weight, m.bias)
+    return weight if isinstance(weight, Fallback) else Projection(weight, m.bias)
 
 
 # PEFT's layers with a forward that adds the output of each active adapter to the base's product.
@@ -340,7 +339,7 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
 
 
-def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
+def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Fallback | None:
     """PEFT's layer that trains some rows of a frozen weight W (``trainable_token_indices`` with a
     tied head); None if ``m`` is another module.
 
@@ -353,11 +352,11 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
     ):
         return None
     if not runs_its_class(m) or (m.disable_adapters and m.merged):
-        return Left("trained tokens with hooks or a forward of their own, or to be taken out")
+        return Fallback("trained tokens with hooks or a forward of their own, or to be taken out")
     # the whole weight as a matrix: rows are exchanged by a product of low rank
     w = _dense(m.base_layer, dtype)
     if not isinstance(w, Dense) or w.learnable is None or w.learnable.requires_grad:
-        return w if isinstance(w, Left) else Left("trained tokens of a weight that is no plain frozen one")
+        return w if isinstance(w, Fallback) else Fallback("trained tokens of a weight that is no plain frozen one")
     names = list(m.active_adapters)
     if m.disable_adapters or m.merged or not names:
         return Projection(w, m.base_layer.bias)
@@ -365,7 +364,7 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Left | None:
     m._check_overlapping_tokens(names)
     at = [i for name in names for i in m.token_indices[name]]
     if len(at) > w.shape[1] // 4:
-        return Left(f"{len(at)} trained tokens")  # with so many, the product costs more than a copy of W
+        return Fallback(f"{len(at)} trained tokens")  # with so many, the product costs more than a copy of W
     index = _on_device(tuple(at), w.learnable.device)
     rows = torch.cat([m.trainable_tokens_delta[name].to(w.learnable) for name in names])
     # E_i of the docstring
@@ -450,11 +449,11 @@ def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
         return tuple(m(x) for m in modules)
     if len(modules) > 1 and None in ours and any(a.dropout for p in ours if p is not None for a in p.adapters):
         return tuple(shared(x, m)[0] for m in modules)  # so that masks are drawn in the order of the modules
-    memory.needed()
+    memory.readers_follow()
     # in the order of the modules: those that stay stock run between the others
     ys = iter(linears(x, [p for p in ours if p is not None]))
     outputs = tuple(m(x) if p is None else with_base(next(ys), p, m, x) for p, m in zip(ours, modules))
-    memory.taken()
+    memory.readers_done()
     return outputs
 
 

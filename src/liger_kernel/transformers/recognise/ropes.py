@@ -96,33 +96,25 @@ class Rope(_OfTables):
         casting, layout = self.casting, self.layout
         angles = _angles(self.form, lambda x, table: stock(x, x, table, table))
 
-        def turn(q: Tensor, k: Any, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-            unsqueeze_dim = rest[-1]
-            memory.taken()  # the projections have read the value
+        # ``k`` and the tables have defaults, because some models call it with queries alone
+        def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+            memory.readers_done()  # the projections have read the value
             if k is None or k.ndim != 4 or not _fits(q, cos, unsqueeze_dim) or _learn(cos, sin):
-                return stock(q, k, cos, sin, *rest)
+                return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
             how: dict[str, Any] = dict(layout=PAIRS.get(layout, layout), unsqueeze_dim=unsqueeze_dim, casting=casting)
             turned = rope(q, k, angles(cos), angles(sin), **how)
             return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned
 
+        rotate: Callable = apply_rotary_pos_emb
         parameters = inspect.signature(stock).parameters
-        if parameters["k"].default is None:  # it may be called with queries alone
-
-            def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-                return turn(q, k, cos, sin, unsqueeze_dim)
-        elif "position_ids" in parameters:  # position_ids has no effect, and most models have removed it
-
-            def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-                return turn(q, k, cos, sin, position_ids, unsqueeze_dim)
-        else:
-
-            def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-                return turn(q, k, cos, sin, unsqueeze_dim)
-
+        if "position_ids" in parameters:  # it has no effect, and most models have removed it
+            rotate = lambda q, k, cos, sin, position_ids=None, unsqueeze_dim=1: apply_rotary_pos_emb(
+                q, k, cos, sin, unsqueeze_dim
+            )
         # norms of heads may join this rotation
         if layout != "apart" and parameters["unsqueeze_dim"].default == 1:
-            ROPE_FORMS[apply_rotary_pos_emb] = layout, angles, casting
-        return apply_rotary_pos_emb
+            ROPE_FORMS[rotate] = layout, angles, casting
+        return rotate
 
     def stand_ins(self) -> StandIns:
         return _stand_ins(self.form)

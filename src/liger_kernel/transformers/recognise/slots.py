@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from liger_kernel.transformers.recognise.attentions import SinkAttention, has_sinks
-from liger_kernel.transformers.recognise.experts import EXPERTS
+from liger_kernel.transformers.recognise.experts import EXPERTS, LoadBalancing
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
 from liger_kernel.transformers.recognise.ropes import (
@@ -34,7 +34,6 @@ from liger_kernel.transformers.recognise.ropes import (
     ROPES_OF_SECTIONS,
     SIN_FIRST,
 )
-from liger_kernel.transformers.recognise.routers import LoadBalancing
 from liger_kernel.transformers.recognise.variant import Variant
 
 

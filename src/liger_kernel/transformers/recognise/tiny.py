@@ -13,122 +13,41 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from liger_kernel.transformers.recognise.family import heads_of, modeling
+from liger_kernel.transformers.recognise.families import heads_of, modeling
 
 VOCAB = 257
 IMAGE = 16  # pixels on each side of an image; a patch has 4
 
-# one size a line would be long, and they belong together as they stand: hence fmt: skip, here and
-# below
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    max_position_embeddings=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    moe_intermediate_size=32,
-    shared_expert_intermediate_size=32,
-    moe_shared_expert_intermediate_size=32,
-    shared_intermediate_size=32,
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-    moe_num_experts=4,
-    moe_k=2,
-    moe_topk=2,
-    moe_num_shared_experts=1,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=16,
-    n_embd=64,
-    n_layer=2,
-    n_head=4,
-    n_positions=128,
-    n_inner=96,
-    d_model=64,
-    n_layers=2,
-    n_heads=4,
-    ffn_dim=96,
-    ffn_hidden_size=96,
-    word_embed_proj_dim=64,
-    mamba_d_state=8,
-    mamba_n_heads=8,
-    mamba_d_head=16,
-    mamba_d_ssm=128,
-    mamba_n_groups=1,
-    state_size=8,
-    sliding_window=8,
-    query_pre_attn_scalar=16,
-    rotary_dim=8,
-    dense_intermediate_size=96,
-    intermediate_size_mlp=96,
-    num_global_key_value_heads=2,
-    global_head_dim=16,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_ffn_dim=96,
-    decoder_ffn_dim=96,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    hidden_size_per_layer_input=16,
-    vocab_size_per_layer_input=VOCAB,
-    laurel_rank=8,
-    altup_num_inputs=2,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    index_n_heads=2,
-    index_head_dim=16,
-    index_topk=8,
-    swa_num_attention_heads=4,
-    swa_num_key_value_heads=2,
-    swa_head_dim=16,
-    swa_v_head_dim=16,
-    # sizes of vision towers and of the modules that connect them to the text model
-    image_size=IMAGE,
-    patch_size=4,
-    depth=2,
-    embed_dim=64,
-    num_heads=4,
-    out_hidden_size=64,
-    projection_dim=64,
-    num_channels=3,
-    vision_output_dim=64,
-    vision_use_head=False,
-    projector_input_dim=64,
-    projector_output_dim=64,
-    text_hidden_size=64,
-    mlp_dim=64,
-    qk_hidden_size=64,
-    mm_tokens_per_image=4,
-    num_global_layers=1,
-    image_grid_pinpoints=[[IMAGE, 2 * IMAGE]],
-    attention_heads=4,
-    pixel_shuffle_ratio=0.5,
-    scale_factor=2,
-    projector_hidden_size=64,
-    num_position_embeddings=64,
-    window_size=16,
-    in_hidden_size=64,
-    llm_hidden_size=64,
-    resampler_n_latents=4,
-    resampler_depth=1,
-    resampler_n_heads=4,
-    resampler_head_dim=16,
-    base_channels=32,
+# size -> its names in configurations, of text models, of vision towers and of what connects them
+_OF_SIZE = {
+    0: "pad_token_id",
+    1: "bos_token_id n_group topk_group first_k_dense_replace moe_num_shared_experts mamba_n_groups "
+    "num_global_layers resampler_depth",
+    2: "eos_token_id num_hidden_layers num_key_value_heads num_experts_per_tok moe_k moe_topk n_layer "
+    "n_layers num_global_key_value_heads encoder_layers decoder_layers altup_num_inputs "
+    "linear_num_key_heads index_n_heads swa_num_key_value_heads depth scale_factor",
+    3: "num_channels",
+    4: "num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts n_head n_heads "
+    "encoder_attention_heads decoder_attention_heads linear_num_value_heads swa_num_attention_heads "
+    "patch_size num_heads mm_tokens_per_image attention_heads resampler_n_latents resampler_n_heads",
+    8: "qk_rope_head_dim qk_nope_head_dim mamba_d_state mamba_n_heads state_size sliding_window rotary_dim "
+    "laurel_rank index_topk",
+    16: "head_dim q_lora_rank kv_lora_rank v_head_dim mamba_d_head query_pre_attn_scalar global_head_dim "
+    "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim index_head_dim swa_head_dim "
+    "swa_v_head_dim window_size resampler_head_dim",
+    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "shared_intermediate_size base_channels",
+    64: "hidden_size n_embd d_model word_embed_proj_dim embed_dim out_hidden_size projection_dim "
+    "vision_output_dim projector_input_dim projector_output_dim text_hidden_size mlp_dim qk_hidden_size "
+    "projector_hidden_size num_position_embeddings in_hidden_size llm_hidden_size",
+    96: "intermediate_size n_inner ffn_dim ffn_hidden_size dense_intermediate_size intermediate_size_mlp "
+    "encoder_ffn_dim decoder_ffn_dim",
+    128: "max_position_embeddings n_positions mamba_d_ssm",
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+}
+SIZES: dict[str, Any] = {name: size for size, names in _OF_SIZE.items() for name in names.split()}
+SIZES |= dict(
+    image_size=IMAGE, vision_use_head=False, image_grid_pinpoints=[[IMAGE, 2 * IMAGE]], pixel_shuffle_ratio=0.5
 )
 
 # Multipliers that are 1, or None, by default in at least one family
@@ -149,16 +68,8 @@ SCALES: dict[str, Any] = dict(
 
 
 # Sizes to set even if their default is None, which means that they follow from other sizes
-ALWAYS = {
-    "num_key_value_heads",
-    "head_dim",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "num_experts_per_tok",
-    "n_routed_experts",
-    "n_shared_experts",
-}
+_ALWAYS = "num_key_value_heads head_dim pad_token_id bos_token_id eos_token_id num_experts_per_tok n_routed_experts"
+ALWAYS = {*_ALWAYS.split(), "n_shared_experts"}
 
 # Sizes that no name implies: they must fit each other in the models of one type
 FITTING: dict[str, dict[str, Any]] = {
@@ -253,14 +164,8 @@ FITTING: dict[str, dict[str, Any]] = {
     ),
     "zaya": dict(num_experts_per_tok=1),
 }
-LAYER_KINDS = (
-    "layer_types",
-    "layers_block_type",
-    "mlp_layer_types",
-    "block_types",
-    "attn_layer_indices",
-    "hybrid_override_pattern",
-)
+_KINDS = "layer_types layers_block_type mlp_layer_types block_types attn_layer_indices hybrid_override_pattern"
+LAYER_KINDS = tuple(_KINDS.split())
 
 
 def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
@@ -277,11 +182,8 @@ def _tiny(
     cls: type[PretrainedConfig], more: dict[str, Any], default: PretrainedConfig | None = None, part: bool = False
 ) -> PretrainedConfig:
     default = default or cls()
-    known = (
-        set(inspect.signature(cls.__init__).parameters)
-        | set(getattr(cls, "__dataclass_fields__", {}))
-        | {k for k in SIZES if _get(default, k) is not None}
-    )
+    known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__dataclass_fields__", ())}
+    known |= {k for k in SIZES if _get(default, k) is not None}
     known -= {k for c in cls.__mro__ for k, v in vars(c).items() if isinstance(v, property) and v.fset is None}
     values = {
         k: _like(v, _get(default, k))
@@ -319,64 +221,47 @@ def _like(value: Any, default: Any) -> Any:
 def _layers(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     """One layer of each kind, at least two layers, with lists of values for each layer cut to
     that number."""
-    name = next(
-        (
-            n
-            for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
-            if isinstance(_get(default, n), int)
-        ),
-        None,
-    )
+    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
+    name = next((n for n in names if isinstance(_get(default, n), int)), None)
     if name is None:
         return {}
     count = _get(default, name)
-    lists = {
-        k: v for k in list(default.__dict__) if isinstance(v := default.__dict__[k], (list, tuple)) and len(v) == count
-    }
-    lists = {k: v for k, v in lists.items() if count > 2 or k in LAYER_KINDS}
+    own = {k: v for k, v in dict(default.__dict__).items() if count > 2 or k in LAYER_KINDS}
+    lists = {k: v for k, v in own.items() if isinstance(v, (list, tuple)) and len(v) == count}
     kinds = next((lists[k] for k in LAYER_KINDS if k in lists), None)
     chosen = [0, count - 1]
     if kinds:
         chosen = sorted({list(kinds).index(k) for k in dict.fromkeys(kinds)})[:4]
         chosen = chosen if len(chosen) > 1 else [0, count - 1]
     cut = {k: [v[i] for i in chosen] for k, v in lists.items()}
-    cut |= {
-        k: [values[k]] * len(chosen) for k in cut.keys() & values.keys() if not isinstance(values[k], (list, tuple))
-    }
+    single = [k for k in cut.keys() & values.keys() if not isinstance(values[k], (list, tuple))]
+    cut |= {k: [values[k]] * len(chosen) for k in single}
     return ({name: len(chosen)} if name in values or cut else {}) | cut
 
 
 def _sections(default: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Sections of multimodal rotary embeddings, cut to the width of the tiny heads."""
-    name = (
-        "rope_parameters" if hasattr(default, "rope_parameters") else "rope_scaling"
-    )  # the name before transformers 5
+    # the second is the name before transformers 5
+    name = "rope_parameters" if hasattr(default, "rope_parameters") else "rope_scaling"
     rope = _get(default, name) or {}
     sections = rope.get("mrope_section") or (16, 24, 24)
-    try:
-        named = "mrope_section" in inspect.getsource(
-            importlib.import_module(type(default).__module__.replace("configuration_", "modeling_"))
-        )
-    except ImportError:
-        named = False
+    named = False
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(type(default).__module__.replace("configuration_", "modeling_"))
+        named = "mrope_section" in inspect.getsource(module)
     if not named or "num_attention_heads" not in values or any(isinstance(v, dict) for v in rope.values()):
         return {}
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     width = int(width * (rope.get("partial_rotary_factor") or _get(default, "partial_rotary_factor") or 1.0)) // 2
     small = [max(1, width * n // sum(sections)) for n in sections[1:]]
-    return {
-        name: {"rope_type": "default", "rope_theta": 10000.0} | rope | {"mrope_section": [width - sum(small), *small]}
-    }
+    sections = [width - sum(small), *small]
+    return {name: {"rope_type": "default", "rope_theta": 10000.0} | rope | {"mrope_section": sections}}
 
 
 def _tokens(default: PretrainedConfig) -> dict[str, Any]:
     """Ids of special tokens, all different, that fit the vocabulary."""
-    given = {
-        k: v
-        for k in list(default.__dict__)
-        if k.endswith(("token_id", "token_index")) and isinstance(v := default.__dict__[k], int)
-    }
-    large = [k for k in sorted(given) if given[k] >= VOCAB - 20]
+    given = {k: v for k, v in default.__dict__.items() if k.endswith(("token_id", "token_index"))}
+    large = [k for k in sorted(given) if isinstance(given[k], int) and given[k] >= VOCAB - 20]
     return {k: VOCAB - 20 + i for i, k in enumerate(large)}
 
 
@@ -428,18 +313,10 @@ def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, T
     """Return ``batch`` (2 sequences) with an image in each; None if no form of images is
     understood."""
     configs = (model.config, getattr(model.config, "text_config", None))
-    token = next(
-        (t for c in configs for n in ("image_token_id", "image_token_index") if (t := getattr(c, n, None)) is not None),
-        None,
-    )
-    features = next(
-        (
-            f
-            for m in (model, getattr(model, "model", None))
-            if (f := getattr(m, "get_image_features", None)) is not None
-        ),
-        None,
-    )
+    tokens = [getattr(c, n, None) for c in configs for n in ("image_token_id", "image_token_index")]
+    token = next((t for t in tokens if t is not None), None)
+    features = getattr(model, "get_image_features", None)
+    features = features or getattr(getattr(model, "model", None), "get_image_features", None)
     if token is None or features is None:
         return _with_pictures(model, batch)
     for form in images(model):
@@ -447,11 +324,7 @@ def with_images(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, T
             found = features(**form)
             found = getattr(found, "pooler_output", found)
             found = getattr(found, "last_hidden_state", found)
-            rows = (
-                sum(t.shape[:-1].numel() for t in found)
-                if isinstance(found, (list, tuple))
-                else found.shape[:-1].numel()
-            )
+            rows = sum(t.shape[:-1].numel() for t in (found if isinstance(found, (list, tuple)) else [found]))
             if rows % 2 or not rows:
                 continue
             ids = torch.full((2, rows // 2), token, device=batch["input_ids"].device)

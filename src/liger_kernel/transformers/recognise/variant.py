@@ -1,16 +1,20 @@
 """A variant is a value: it makes the replacement of a stock function, and the stand-ins that
-show whether the replacement is right."""
+show whether the replacement is right. What all variants ask of tensors and modules is here, too."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from liger_kernel._private import FakeTensor
+from liger_kernel.ops._core.operator import intercepted
 
 # Attributes of a module (or options of a function), and inputs: tensors, or functions of (dtype,
 # dtype of weights) that make an input
@@ -61,25 +65,6 @@ def are_numbers(*values: Any) -> bool:
     return not any(isinstance(value, Tensor) for value in values)
 
 
-def named_as(function: Any, stock: Callable) -> Callable:
-    """``function`` with the parameter names of ``stock``, because callers may use them. The
-    names change in its code object, so calls cost nothing more.
-
-    For stock's ``forward(self, x)``, ``def forward(self, hidden_states)`` becomes
-    ``def forward(self, x)``; a local variable ``x`` of it becomes ``_x``.
-    """
-    code = function.__code__
-    theirs = [p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    ours = code.co_varnames[: code.co_argcount]
-    new = {old: name for old, name in zip(ours, theirs) if old != name}
-    # a closure's names cannot be renamed, nor can two parameters exchange their names
-    if len(theirs) >= code.co_argcount and not set(new.values()) & {*code.co_freevars, *ours}:
-        new |= {name: f"_{name}" for name in new.values()}
-        names = {part: tuple(new.get(n, n) for n in getattr(code, part)) for part in ("co_varnames", "co_cellvars")}
-        function.__code__ = code.replace(**names)
-    return function
-
-
 # Replacements register here, not by attributes: functools.wraps would copy an attribute to every
 # function that wraps them
 
@@ -94,3 +79,73 @@ LINEARS: weakref.WeakKeyDictionary[Callable, tuple[frozenset[str], Callable[[nn.
 )
 # the variant whose forward runs experts
 OF_EXPERTS: weakref.WeakKeyDictionary[Callable, Variant] = weakref.WeakKeyDictionary()
+
+
+class InFp32(nn.Linear):
+    """A projection for a stand-in. It stays in fp32 when the stand-in is cast."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> InFp32:
+        return self
+
+
+class Halve(nn.Module):
+    """An arbitrary module for a stand-in: it multiplies by 1/2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+def random_weight(n: int = 32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(n) * 0.3 + 0.5)
+
+
+def random_linear(n: int, out: int, cls: type[nn.Linear] = nn.Linear) -> nn.Module:
+    """An ``nn.Linear`` with random values, independent of replaced constructors and
+    initialisers."""
+    attributes = dict(in_features=n, out_features=out, weight=nn.Parameter((torch.rand(out, n) - 0.5) / n**0.5 * 2))
+    return stand_in(cls, attributes | dict(bias=nn.Parameter((torch.rand(out) - 0.5) / n**0.5 * 2)))
+
+
+def stand_in(cls: type, attributes: dict[str, Any]) -> nn.Module:
+    """A ``cls`` with these attributes and no others. Its constructor is not called, and
+    parameters are registered without hooks (accelerate)."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    for name, value in attributes.items():
+        if isinstance(value, nn.Parameter):
+            module._parameters[name] = value
+        else:
+            setattr(module, name, value)
+    return module
+
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+def unhooked(m: nn.Module) -> bool:
+    """Whether a call of ``m`` runs its forward and no hooks."""
+    own = m.__dict__
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or _has_any_global_hook()
+    )
+
+
+def runs_its_class(m: nn.Module) -> bool:
+    """Whether a call of ``m`` runs the forward of its class and no hooks."""
+    return "forward" not in m.__dict__ and unhooked(m)
+
+
+def of_a_subclass(t: Any) -> bool:
+    """Whether ``t`` is a tensor whose class decides what operations on it do, such as torchao's.
+    ZeRO's parameters and tensors of a warm-up are not."""
+    return isinstance(t, Tensor) and type(t) not in PLAIN and not isinstance(t, FakeTensor)
+
+
+def plain(t: Any) -> bool:
+    """Whether ``t`` is a whole tensor: not sharded, not quantised, without the attributes of
+    ZeRO; or a tensor that represents such a tensor in a warm-up."""
+    return (type(t) in PLAIN or (intercepted() and isinstance(t, FakeTensor))) and not hasattr(t, "ds_id")

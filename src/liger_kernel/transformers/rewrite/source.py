@@ -1,6 +1,21 @@
-"""Read the source of a forward, apply the rules, and compile the result.
+"""Python's syntax of a forward: read, matched and rebuilt by patterns, compiled again. This file
+knows no rule.
 
-The rest of the forward does not change, and a traceback shows the rewritten lines.
+    found = match("s = A + B; n = norm(s)", block, at)
+    block[at : at + 2] = build("s, n = add_norm(norm, A, B)", found)
+
+turns
+
+    hidden_states = residual + self.mlp(hidden_states)
+    normed = self.input_layernorm(hidden_states)
+
+into
+
+    hidden_states, normed = add_norm(self.input_layernorm, residual, self.mlp(hidden_states))
+
+In a pattern, ``self`` is ``self``, and every other name is a placeholder: a capital letter for any
+expression, a word of ``KINDS`` for a function of that kind, anything else for a name. A placeholder
+that occurs twice stands for the same name.
 """
 
 from __future__ import annotations
@@ -8,89 +23,122 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from liger_kernel.transformers.recognise.variant import LINEARS
-from liger_kernel.transformers.rewrite import fused_norms, known_masks, linear_calls
-from liger_kernel.transformers.rewrite.patterns import build, replace
-
-NORMS, PROJECTIONS, MASKS = "norms", "projections", "masks"  # the rules
-# what the source that they write calls
-_HELPERS: dict[str, Any] = fused_norms.HELPERS | linear_calls.HELPERS | known_masks.HELPERS
-
-Swap = tuple[str, Callable, Callable]  # a global's name, stock, ours
+Found = dict[str, Any]  # placeholder -> node
 
 
-# forward, rules -> what they make of it, and those of them that find something
-_FUSED: dict[tuple[Callable, frozenset[str]], tuple[types.FunctionType | None, frozenset[str]]] = {}
+def attribute_of_self(node: ast.AST) -> str:
+    """``name`` of ``self.name``; empty for anything else."""
+    match node:
+        case ast.Attribute(ast.Name("self"), name):
+            return name
+    return ""
 
 
-def fused(forward: types.FunctionType, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
-    """Return ``forward`` rewritten by the rules ``parts``; None if they find nothing, or if its
-    source is not what runs (a wrapper, a closure, a changed function)."""
-    return _fused(forward, parts)[0]
-
-
-def parts_in(forward: Any, parts: frozenset[str]) -> frozenset[str]:
-    """Those of the rules ``parts`` that find something in ``forward``."""
-    return _fused(forward, parts)[1] if isinstance(forward, types.FunctionType) else frozenset()
-
-
-def _fused(forward: types.FunctionType, parts: frozenset[str]) -> tuple[types.FunctionType | None, frozenset[str]]:
-    if (forward, parts) not in _FUSED:
-        tree = _tree(forward) if parts else None
-        found, linears = _rewrite(tree, parts, forward) if tree is not None else (frozenset(), frozenset())
-        new = _compiled(forward, tree, _HELPERS, linears) if tree is not None and found else None
-        # rules that find nothing change nothing: who asks for the others alone gets the same function
-        _FUSED[forward, parts] = _FUSED[forward, found] = new, found
-    return _FUSED[forward, parts]
+KINDS: dict[str, Callable[[ast.AST], bool]] = {
+    "module": lambda node: attribute_of_self(node) != "",
+    "norm": lambda node: "norm" in attribute_of_self(node).lower(),
+    "rope": lambda node: isinstance(node, ast.Name) and node.id.startswith("apply_rotary"),
+}
 
 
 @functools.cache
-def seeing(forward: types.FunctionType, swaps: tuple[Swap, ...], parts: frozenset[str]) -> types.FunctionType | None:
-    """Return ``forward``, rewritten by the rules ``parts``, that reads each global of ``swaps`` as
-    ours, while the module has stock under this name; None as for ``fused``.
-
-    It reads all other globals from the module at each call, so it sees later replacements.
-    """
-    tree = _tree(forward)
-    if tree is None:
-        return None
-    _, linears = _rewrite(tree, parts, forward)
-    values = dict(_HELPERS)
-    for name, stock, ours in swaps:
-        values |= {f"_liger_stock_{name}": stock, f"_liger_{name}": ours}
-    names = {name for name, *_ in swaps}
-
-    def chosen(node: ast.Name) -> ast.expr:
-        """``name`` becomes ``(ours if name is stock else name)``."""
-        if node.id not in names or not isinstance(node.ctx, ast.Load):
-            return node
-        of = {"name": node.id, "stock": f"_liger_stock_{node.id}", "ours": f"_liger_{node.id}"}
-        (statement,) = build("ours if name is stock else name", of)
-        return statement.value  # type: ignore[attr-defined]  # an expression as a statement
-
-    return _compiled(forward, replace(tree, ast.Name, chosen), values, linears)
+def _parsed(text: str) -> list[ast.stmt]:
+    return ast.parse(text).body
 
 
-def _rewrite(tree: ast.FunctionDef, parts: frozenset[str], forward: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Rewrite a function by these rules; returns the rules that found something, and the
-    attributes that are called as linear layers."""
-    masks = MASKS in parts and known_masks.rewrite(tree)
-    norms = NORMS in parts and fused_norms.rewrite(tree)
-    methods = _class_attributes(forward) if PROJECTIONS in parts else None
-    linears = frozenset() if methods is None else linear_calls.rewrite(tree, methods)
-    if norms:
-        fused_norms.mark_last(tree.body)  # after the linear layers, which must be found as they are written
-    found = {MASKS: masks, NORMS: norms, PROJECTIONS: bool(linears)}
-    return frozenset(part for part, some in found.items() if some), linears
+def match(pattern: str, block: list[ast.stmt], at: int = 0) -> Found | None:
+    """What the placeholders stand for, if the statements from ``at`` on are those of ``pattern``."""
+    wanted = _parsed(pattern)
+    found: Found = {}
+    return found if _alike(wanted, block[at : at + len(wanted)], found) else None
 
 
-def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
+def _alike(pattern: object, node: object, found: Found) -> bool:
+    if isinstance(pattern, ast.Name) and pattern.id != "self":
+        return isinstance(node, ast.expr) and _stands_for(pattern.id, node, found)
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, ast.AST):
+        for name in reversed(pattern._fields):  # an assignment's value first: targets are alike everywhere
+            # whether a name is read or written follows from its place
+            if name != "ctx" and not _alike(getattr(pattern, name), getattr(node, name), found):
+                return False
+        return True
+    if isinstance(pattern, list) and isinstance(node, list):
+        return len(pattern) == len(node) and all(map(_alike, pattern, node, itertools.repeat(found)))
+    return pattern == node
+
+
+def _stands_for(placeholder: str, node: ast.expr, found: Found) -> bool:
+    if placeholder in KINDS:
+        fits = KINDS[placeholder](node)
+    else:
+        known = found.get(placeholder)
+        fits = placeholder.isupper() or (
+            isinstance(node, ast.Name) and (known is None or (isinstance(known, ast.Name) and known.id == node.id))
+        )
+    if fits:
+        found[placeholder] = node
+    return fits
+
+
+def build(template: str, found: Mapping[str, Any]) -> list[ast.stmt]:
+    """The statements of ``template``, in which each placeholder is what was found for it. Names that
+    are no placeholders stay."""
+
+    def filled(name: ast.Name) -> ast.expr:
+        value = found.get(name.id, name)
+        if isinstance(value, ast.Name):
+            value = value.id
+        return ast.Name(value, name.ctx) if isinstance(value, str) else value
+
+    return [replace(statement, ast.Name, filled) for statement in ast.parse(template).body]
+
+
+def replace(tree: Any, kind: type[ast.AST], new: Callable[[Any], Any]) -> Any:
+    """Put ``new(node)`` in the place of each node of ``kind`` in ``tree``, those inside first."""
+    # The nodes are listed before any is replaced, so that no new node is replaced again
+    for parent in reversed(list(ast.walk(tree))):
+        for name, value in ast.iter_fields(parent):
+            if isinstance(value, kind):
+                setattr(parent, name, new(value))
+            elif isinstance(value, list):
+                for i, each in enumerate(value):
+                    if isinstance(each, kind):
+                        value[i] = new(each)
+    return tree
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The blocks inside a statement; a function or class defined there is not part of the forward."""
+    if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(inner := getattr(statement, part, None), list):
+                yield inner
+
+
+def each_statement(block: list[ast.stmt], rewrite: Callable[[list[ast.stmt], int], int]) -> None:
+    """Call ``rewrite(block, at)`` for each statement of ``block`` and of the blocks inside. It may
+    replace statements from ``at`` on, and returns where to go on."""
+    at = 0
+    while at < len(block):
+        for inner in _blocks(block[at]):
+            each_statement(inner, rewrite)
+        at = rewrite(block, at)
+
+
+def attributes_of_class(forward: types.FunctionType) -> frozenset[str] | None:
     """The names of all attributes of a method's class, such as methods and properties; None if
     the class cannot be found."""
     first, *rest = forward.__qualname__.split(".")[:-1] or [""]
@@ -100,7 +148,7 @@ def _class_attributes(forward: types.FunctionType) -> frozenset[str] | None:
     return frozenset(dir(owner)) if isinstance(owner, type) else None
 
 
-def _tree(forward: Any) -> ast.FunctionDef | None:
+def tree_of(forward: Any) -> ast.FunctionDef | None:
     """The source of ``forward`` without its decorators. None if it may not be the code that
     runs, or if it would mean something else outside its class."""
     if not inspect.isfunction(forward) or forward.__code__.co_freevars or hasattr(forward, "__wrapped__"):
@@ -123,11 +171,11 @@ def _tree(forward: Any) -> ast.FunctionDef | None:
     return tree
 
 
-def _compiled(
-    forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any], linears: frozenset[str]
+def compiled(
+    forward: types.FunctionType, tree: ast.FunctionDef, helpers: Mapping[str, Any], more: Mapping[str, Any]
 ) -> types.FunctionType:
-    """``tree`` compiled to a function like ``forward``. Its body sees ``values`` under their
-    names. Its globals are the model's own, without new names:
+    """``tree`` compiled to a function like ``forward``. Its body sees ``helpers`` and ``more``
+    under their names. Its globals are the model's own, without new names:
 
         def factory(_liger_add_norm, _liger_linear, ...):
             def forward(self, hidden_states, attention_mask=None):
@@ -142,18 +190,15 @@ def _compiled(
     # thing now
     of.defaults = [ast.Constant(None) for _ in of.defaults]
     of.kw_defaults = [d and ast.Constant(None) for d in of.kw_defaults]
-    factory: Any = ast.parse(f"def factory({', '.join(values)}):\n    return {tree.name}")
+    factory: Any = ast.parse(f"def factory({', '.join((*helpers, *more))}):\n    return {tree.name}")
     factory.body[0].body.insert(0, tree)
     text = ast.unparse(ast.fix_missing_locations(factory))
-    # the swaps are part of the name, as each has lines of its own for tracebacks
-    names = [f"{forward.__module__}.{forward.__qualname__}", *values.keys() - _HELPERS.keys()]
-    place = f"<liger_kernel: {', '.join(names)}>"
+    # what only this function sees is part of the name, as each has lines of its own for tracebacks
+    place = f"<liger_kernel: {', '.join((f'{forward.__module__}.{forward.__qualname__}', *more))}>"
     linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
     scope: dict[str, Any] = {}
     exec(compile(text, place, "exec"), forward.__globals__, scope)
-    new = scope["factory"](**values)
+    new = scope["factory"](**helpers, **more)
     for name in ("__defaults__", "__kwdefaults__", "__annotations__", "__module__", "__qualname__", "__doc__"):
         setattr(new, name, getattr(forward, name))
-    if linears:
-        LINEARS[new] = linears, lambda module: None
     return new

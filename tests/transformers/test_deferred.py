@@ -35,7 +35,7 @@ from liger_kernel.ops._core import operator as _op  # noqa: E402
 from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.head import forward as head_forward  # noqa: E402
-from liger_kernel.transformers.head.recipe import DeferredLogits, Loss, LossOptions  # noqa: E402
+from liger_kernel.transformers.head.recipe import DeferredLogits, LossOptions, LossRequest  # noqa: E402
 from liger_kernel.transformers.head.stand_in import Call, StandIn, deferred, place_of_head, standing, this_thread  # noqa: E402
 
 
@@ -54,11 +54,11 @@ def patched(model: nn.Module, head: str = "fused") -> nn.Module:
 B, T, H, V = 2, 5, 8, 11
 
 
-def recipe(loss: Loss | None = None, bias: bool = False):
+def recipe(loss: LossRequest | None = None, bias: bool = False):
     torch.manual_seed(0)
     head = nn.Linear(H, V, bias=bias, device=DEVICE)
     hidden = torch.randn(B, T, H, device=DEVICE, requires_grad=True)
-    return deferred(head, hidden, loss or Loss()), head(hidden), (hidden, head.weight)
+    return deferred(head, hidden, loss or LossRequest()), head(hidden), (hidden, head.weight)
 
 
 TARGET = torch.tensor([1, 4, -100, 7, 0, 10, -100, 2, 3, 5], device=DEVICE)
@@ -226,7 +226,7 @@ def test_a_head_multiplies_under_the_autocast_of_its_call():
     head, hidden = nn.Linear(H, V, device=DEVICE), torch.randn(B, T, H, device=DEVICE)
     fused_loss = lambda x: F.cross_entropy(x.float().view(-1, V), TARGET)
     with torch.autocast(DEVICE, torch.bfloat16):
-        x, logits = deferred(head, hidden, Loss()), head(hidden)
+        x, logits = deferred(head, hidden, LossRequest()), head(hidden)
         expected = fused_loss(x)
     assert x.dtype == torch.bfloat16
     assert torch.equal(fused_loss(x), expected)
@@ -236,7 +236,7 @@ def test_a_head_multiplies_under_the_autocast_of_its_call():
 
 def test_options_of_the_loss():
     options = dict(label_smoothing=0.1, z_loss=1e-2, token_scaling=True, accum_dtype=torch.float32)
-    loss = Loss(LossOptions(**options), statistics=True)
+    loss = LossRequest(LossOptions(**options), statistics=True)
     x, logits, _ = recipe(loss)
     found = F.cross_entropy((torch.tanh(x * 3) * 2).view(-1, V), TARGET)
     from liger_kernel.ops import cross_entropy
@@ -298,7 +298,7 @@ def test_every_head_computes_what_it_is(name, reduction):
     leaves = [x, *head.parameters()]
     truth = torch.autograd.grad(expected, leaves, g)
     stand_in = StandIn(head)
-    stand_in.calls[this_thread()] = [Call(nn.Module(), Loss())]
+    stand_in.calls[this_thread()] = [Call(nn.Module(), LossRequest())]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -16,7 +16,7 @@ from liger_kernel.ops.projections.float8 import lacking  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head import loss_functions  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
-from liger_kernel.transformers.head.linear import FP8  # noqa: E402
+from liger_kernel.transformers.head.weights import FP8  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8"

@@ -21,9 +21,9 @@ from test_token_scores import of_logits, of_scores  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
-from liger_kernel.transformers.head.linear import held  # noqa: E402
-from liger_kernel.transformers.head.recipe import Loss  # noqa: E402
+from liger_kernel.transformers.head.recipe import LossRequest  # noqa: E402
 from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
+from liger_kernel.transformers.head.weights import held  # noqa: E402
 from liger_kernel.transformers.recognise.projections import Fallback  # noqa: E402
 
 V = 263  # beside the hidden sizes of tiny models the largest of all
@@ -339,7 +339,7 @@ class Largest(TorchDispatchMode):
 
 
 def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, **options) -> Tensor:
-    return F.cross_entropy(deferred(head, x, Loss()), target, **options)
+    return F.cross_entropy(deferred(head, x, LossRequest()), target, **options)
 
 
 def lora_head(dtype=torch.float32, H=32, V=65, r=3, names=("one",), **config) -> nn.Module:

@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput  # noqa: E402
 
 from liger_kernel.transformers import instance_patches, restore  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
-from liger_kernel.transformers.head.recipe import Loss, Recipe  # noqa: E402
+from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest  # noqa: E402
 from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
 
 MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 60))
@@ -786,7 +786,7 @@ def test_whoever_looks_gets_a_tensor(kind):
 
 def test_a_recipe_below_autograd_raises():
     """What goes past ``__torch_function__`` would cut the graph."""
-    x = deferred(nn.Linear(4, 5, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), Loss())
-    assert isinstance(x, Recipe) and isinstance(x, torch.Tensor)
+    x = deferred(nn.Linear(4, 5, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), LossRequest())
+    assert isinstance(x, LogitsRecipe) and isinstance(x, torch.Tensor)
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match=r"give it logits.value\(\)"):
         torch.sum(x)

@@ -36,7 +36,6 @@ from liger_kernel import memory  # noqa: E402
 from liger_kernel.memory import offload as offloading  # noqa: E402
 from liger_kernel.ops.projections import tiled_mlp  # noqa: E402
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction  # noqa: E402
-from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.train import model as training  # noqa: E402
 from liger_kernel.train.config import TrainConfig, UserError, from_flags  # noqa: E402
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch  # noqa: E402
@@ -271,61 +270,6 @@ def test_nothing_to_offload():
         patch(model, activation_offloading=True)
 
 
-def test_hooks_as_those_of_trl(moved):
-    """TRL's and torchtune's offloading, which are classes like this one around the step."""
-
-    class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-        def __init__(self):
-            def unpack(t):
-                return t
-
-            unpack.__module__ = "trl.models.activation_offloading"
-            super().__init__(lambda t: t.detach(), unpack)
-
-    model = checkpointed(make("llama"), False)
-    expected = learned(model)
-    restore(model)
-    patch(model, activation_offloading=True)
-    with (
-        OffloadActivations(),
-        pytest.warns(
-            UserWarning, match=r"it steps aside for the hooks for saved tensors of trl\.models\.activation_offloading"
-        ),
-    ):
-        found = step(model)[1]
-    assert_same_bits(found, expected)
-    assert not moved
-
-
-def test_compiled_layers(moved):
-    learnt = []
-    for flags in ({}, {"activation_offloading": True}):
-        torch._dynamo.reset()
-        model = make("llama")
-        patch(model, **flags)
-        for layer in model.model.layers:
-            layer.compile(backend="aot_eager")
-        learnt.append(step(model)[1])
-    assert_same_bits(learnt[1], learnt[0])
-    assert moved
-
-
-def test_a_compiled_model(moved):
-    torch._dynamo.reset()
-    model = make("llama")
-    expected = learned(model)
-    restore(model)
-    patch(model, activation_offloading=True)
-    compiled = torch.compile(model, backend="aot_eager")
-    model.zero_grad()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        compiled(**tokens(), use_cache=False).loss.backward()
-    assert any("activation_offloading: it steps aside for torch.compile" in str(w.message) for w in said)
-    assert_same_learning({"loss": expected["loss"]} | {n: p.grad for n, p in model.named_parameters()}, expected)
-    assert not moved
-
-
 def test_fsdp2(moved):
     """Weights that FSDP gathers are parameters, too."""
     import torch.distributed as dist
@@ -475,36 +419,6 @@ def test_short_rows_are_in_one_piece(tiles):
     model = make("llama")
     assert_same_bits(learned(model, tiled_mlp=True), learned(model))
     assert not tiles
-
-
-def test_as_accurate_as_stock():
-    """In bf16, over many tiles, whose gradients are added."""
-
-    def run(dtype: torch.dtype, seed: int, **flags) -> dict[str, Tensor]:
-        model = make("llama", torch.bfloat16, seed).to(dtype)
-        return step(patched(model, **flags) if flags else model, tokens(4, 32, seed))[1]
-
-    def patched(model: nn.Module, **flags) -> nn.Module:
-        patch(model, **flags)
-        return model
-
-    pairs = [(run(torch.bfloat16, seed), run(torch.float64, seed)) for seed in range(4)]
-    assert_as_accurate(run(torch.bfloat16, 0, tiled_mlp=16), *pairs[0], *pairs[1:])
-
-
-def test_an_mlp_saves_its_input_alone():
-    def bytes_of(**flags) -> int:
-        model = make("llama", num_hidden_layers=1)
-        patch(model, rematerialise=False, **flags)
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            model(**tokens(), use_cache=False)
-        memory_of = lambda tensors: {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-        return sum(n for at, n in memory_of(saved).items() if at not in memory_of(model.parameters()))
-
-    config = make("llama").config
-    inner = 2 * 12 * 4 * config.intermediate_size
-    assert bytes_of() - bytes_of(tiled_mlp=3) >= 2 * inner  # gate and up at least
 
 
 def test_the_flag_of_the_mlp_is_off(tiles):

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from hf_models import DEVICE, served_by_kernels_or_references
 
-from liger_kernel.transformers.head.recipe import Loss
+from liger_kernel.transformers.head.recipe import LossRequest
 from liger_kernel.transformers.head.stand_in import deferred
 
 PROGRAMS, GROUP = int(os.environ.get("LIGER_TEST_PROGRAMS", 200)), 100
@@ -205,7 +205,7 @@ def test_a_program_sees_the_logits(group):
             compared += 1
             told = f"program {seed}: {[name for (name, *_), _, _ in program]}, losses of {losses}"
             try:
-                found = run(program, losses, deferred(head, hidden, Loss()), leaves)
+                found = run(program, losses, deferred(head, hidden, LossRequest()), leaves)
             except Exception as error:
                 raise AssertionError(told) from error
             for a, b in zip([*expected[0], *expected[1]], [*found[0], *found[1]], strict=True):

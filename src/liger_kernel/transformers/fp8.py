@@ -27,13 +27,18 @@ from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8Training
 from liger_kernel.ops.losses.float8_head import HEAD_RECIPES
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.patch_options import Filter
-from liger_kernel.transformers.head.linear import FP8
-from liger_kernel.transformers.quantize import HEADS_AND_ROUTERS, owners_of_heads, parts_of_adapters, parts_of_heads
+from liger_kernel.transformers.head.weights import FP8
+from liger_kernel.transformers.quantize import (
+    HEADS_AND_ROUTERS,
+    not_plain,
+    owners_of_heads,
+    parts_of_adapters,
+    parts_of_heads,
+)
 from liger_kernel.transformers.recognise.projections import is_dense
 
-SMALL = (
-    2**24
-)  # values of a weight below which its three products gain less than the casts, and the host, take (MEASURED.md)
+# values of a weight below which its three products gain less than the casts, and the host, take (MEASURED.md)
+SMALL = 2**24
 
 
 def train_in_fp8(model: nn.Module, recipe: str = "tensorwise", *, filter: Filter | None = None) -> dict[str, str]:
@@ -85,10 +90,8 @@ def request_of(flags: Mapping[str, Any]) -> Request | None:
         return None
     # Known to torchao's users, so it gets its own reason.
     if recipe == "blockwise":
-        raise ValueError(
-            "fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it "
-            f"must be {_RECIPES}"
-        )
+        why = "no kernel of ours or of PyTorch computes it faster than 16 bits"
+        raise ValueError(f"fp8: blockwise is refused, because {why}; it must be {_RECIPES}")
     if recipe not in RECIPES:
         near = did_you_mean(recipe, RECIPES) if isinstance(recipe, str) else ""
         raise ValueError(f"fp8: must be {_RECIPES}, or False, got {recipe!r}{near}")
@@ -105,9 +108,8 @@ def convert(model: nn.Module, request: Request) -> dict[str, str]:
     for left in request.filter if isinstance(request.filter, tuple) else ():
         if not any(f".{left}." in f".{name}." for name in names):
             there = sorted({part for name in names for part in name.split(".")})
-            raise ValueError(
-                f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{did_you_mean(left, there)}"
-            )
+            near = did_you_mean(left, there)
+            raise ValueError(f"fp8_filter: {type(model).__name__} has no linear layer {left!r}{near}")
     if request.head and not owners_of_heads(model):
         raise ValueError(f"fp8_head: {type(model).__name__} has no output head")
     reasons = _convert(model, request)
@@ -163,10 +165,7 @@ def reason(name: str, m: nn.Linear, is_head: bool, request: Request) -> str | No
     filter, multiple = request.filter, RECIPES[request.recipe].multiple
     # Types first: a filter by others' code must not be asked about layers that cannot be cast.
     if not is_dense(m):
-        return (
-            f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward "
-            "of its own"
-        )
+        return not_plain(m)
     if m.weight.dtype not in DTYPES:
         return f"a weight of {m.weight.dtype}"
     if callable(filter):
@@ -204,9 +203,7 @@ def converting(init: Callable, request: Request) -> Callable:
         if getattr(getattr(self, "config", None), "quantization_config", None) is None:
             _convert(self, request)
         else:
-            warnings.warn(
-                f"{type(self).__name__}: fp8={request.recipe!r} has no effect, because the model is quantised",
-                stacklevel=2,
-            )
+            name, why = type(self).__name__, "because the model is quantised"
+            warnings.warn(f"{name}: fp8={request.recipe!r} has no effect, {why}", stacklevel=2)
 
     return __init__

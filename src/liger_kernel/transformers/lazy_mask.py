@@ -30,15 +30,8 @@ except ImportError:  # transformers 4 does not say whether somebody wants the at
     _active_collector = None  # type: ignore[assignment]  # it is not there
 
 # Parts of Transformers' mask functions of which masks are made that ``VisibleKeys`` says all of
-_PARTS = {"causal_mask_function"} | {
-    f"{name}.<locals>.{inner}"
-    for name, inner in (
-        ("and_masks", "and_mask"),
-        ("sliding_window_overlay", "inner_mask"),
-        ("packed_sequence_mask_function", "inner_mask"),
-        ("remap_positions_for_packed_sequence", "inner_mask"),
-    )
-}
+_INNER = "sliding_window_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence"
+_PARTS = {"causal_mask_function", "and_masks.<locals>.and_mask", *(f"{name}.<locals>.inner_mask" for name in _INNER)}
 
 
 @dataclass(frozen=True)
@@ -61,23 +54,16 @@ def visible_keys(arguments: dict[str, Any]) -> VisibleKeys | None:
     lengths = [arguments.get(name) for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
     if not all(type(n) is int for n in lengths) or lengths[0] != lengths[1] or any(lengths[2:]):
         return None
-    window, valid, parts = (
-        arguments.get("local_size"),
-        arguments.get("attention_mask"),
-        list(_parts(arguments["mask_function"])),
-    )
+    window, valid = arguments.get("local_size"), arguments.get("attention_mask")
+    parts = list(_parts(arguments["mask_function"]))
     # Transformers hands the numbers of documents on only in the closure of its mask function
-    documents = [
-        inspect.getclosurevars(p).nonlocals["packed_sequence_mask"]
-        for p in parts
-        if p.__qualname__.startswith("packed_sequence_mask_function.")
-    ]
+    packed = [p for p in parts if p.__qualname__.startswith("packed_sequence_mask_function.")]
+    documents = [inspect.getclosurevars(p).nonlocals["packed_sequence_mask"] for p in packed]
     whole = all(t.shape == (arguments["batch_size"], lengths[0]) for t in (valid, *documents) if t is not None)
-    if not (whole and all(part.__qualname__ in _PARTS for part in parts)) or (
-        valid is not None and valid.dtype != torch.bool
-    ):
+    if not whole or not all(part.__qualname__ in _PARTS for part in parts):
         return None
-    if window is not None and window < 1:  # a token that does not see itself
+    # the last: a token that does not see itself
+    if (valid is not None and valid.dtype != torch.bool) or (window is not None and window < 1):
         return None
     return VisibleKeys(window, first_of(documents[0]) if documents else None, None if valid is None else valid.clone())
 
@@ -100,38 +86,15 @@ def _parts(function: Callable) -> Iterator[Callable]:
                 yield from _parts(part)
 
 
-def _getters(*names: str) -> set[Callable]:
-    return {getattr(Tensor, name).__get__ for name in names}
+def _getters(names: str) -> set[Callable]:
+    return {getattr(Tensor, name).__get__ for name in names.split()}
 
 
 # What a mask answers without being made. ``detach``, ``to`` and their like return another lazy
 # mask, or itself
-_LAZY = _getters(
-    "device",
-    "dtype",
-    "grad_fn",
-    "is_cuda",
-    "is_leaf",
-    "is_meta",
-    "is_nested",
-    "is_sparse",
-    "layout",
-    "ndim",
-    "requires_grad",
-    "shape",
-)
-_LAZY |= {
-    Tensor.contiguous,
-    Tensor.cpu,
-    Tensor.cuda,
-    Tensor.detach,
-    Tensor.dim,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.is_contiguous,
-    Tensor.numel,
-}
-_LAZY |= {Tensor.__hash__, Tensor.is_floating_point, torch.is_floating_point, Tensor.size, Tensor.stride, Tensor.to}
+_LAZY = _getters("device dtype grad_fn is_cuda is_leaf is_meta is_nested is_sparse layout ndim requires_grad shape")
+_METHODS = "contiguous cpu cuda detach dim element_size get_device is_contiguous numel is_floating_point size stride to"
+_LAZY |= {getattr(Tensor, name) for name in (*_METHODS.split(), "__hash__")} | {torch.is_floating_point}
 _UNCOUNTED = _getters("data")  # writes to it have another version than the tensor
 
 
@@ -152,15 +115,11 @@ class LazyMask(Tensor):
         """The mask itself. All layers share it, so all of them see what somebody writes to it."""
         if self.made is None:
             with torch.inference_mode(False):  # there, tensors do not count how often they are written
-                mask = visible(
-                    self.shape[0], self.shape[3], self.device, self.keys.window, self.keys.valid, self.keys.first
-                )
-                least = None if self.dtype == torch.bool else torch.finfo(self.dtype).min
-                self.made = (
-                    mask
-                    if least is None
-                    else torch.where(mask, torch.zeros((), dtype=self.dtype, device=self.device), least)
-                )
+                keys, (B, _, _, T) = self.keys, self.shape
+                self.made = visible(B, T, self.device, keys.window, keys.valid, keys.first)
+                if self.dtype != torch.bool:
+                    zero = torch.zeros((), dtype=self.dtype, device=self.device)
+                    self.made = torch.where(self.made, zero, torch.finfo(self.dtype).min)
         return self.made
 
     def __repr__(self, **_: Any) -> str:
@@ -209,20 +168,16 @@ def known(mask: Any) -> VisibleKeys | None:
     if not isinstance(mask, LazyMask):
         return None
     # Dynamo cannot guard on a version
-    changed = mask.made is not None and (
-        torch.compiler.is_compiling() or mask.made._version > 0 or mask.made.requires_grad
-    )
+    made, compiling = mask.made, torch.compiler.is_compiling()
+    changed = made is not None and (compiling or made._version > 0 or made.requires_grad)
     return None if changed else mask.keys
 
 
 def lazy(arguments: dict[str, Any], dtype: torch.dtype) -> LazyMask | None:
     """The mask of these arguments, with which Transformers makes masks; None if it must be made."""
-    keys = visible_keys(arguments)
-    return (
-        None
-        if keys is None
-        else LazyMask(keys, arguments["batch_size"], arguments["q_length"], dtype, arguments["device"])
-    )
+    if (keys := visible_keys(arguments)) is None:
+        return None
+    return LazyMask(keys, arguments["batch_size"], arguments["q_length"], dtype, arguments["device"])
 
 
 LAZILY_EAGER = "liger_lazily_eager"  # the name of masks for eager attention that are made when they are read

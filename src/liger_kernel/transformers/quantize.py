@@ -54,9 +54,8 @@ def quantize_base(
     for device in {p.device for p in model.parameters()}:
         if why := lacking(device):
             raise ValueError(f"quantize_base: {why}")
-    all_trained = all(
-        p.requires_grad for p in model.parameters() if p.is_floating_point()
-    )  # before the first one is replaced
+    # before the first one is replaced
+    all_trained = all(p.requires_grad for p in model.parameters() if p.is_floating_point())
     names, reasons = _sorted(model, skip, all_trained)
     experts, others = _sorted_experts(model, skip, all_trained)
     made: dict[int, LigerFloat8Linear] = {}  # a layer that is there twice stays one
@@ -88,16 +87,9 @@ def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple
         if id(m) in heads or _skipped(name, skip):
             reasons[name] = "a head, a router, or skipped by name"
         elif not is_dense(m):
-            reasons[name] = (
-                f"a {type(m).__name__} that is not a plain nn.Linear: sharded, hooked, quantised, or with a forward "
-                "of its own"
-            )
-        elif m.weight.requires_grad and not all_trained:
-            reasons[name] = "it is trained"
-        elif holders[id(m.weight)] > 1:
-            reasons[name] = "another module shares its weight"
-        elif m.weight.is_meta or m.weight.dtype not in DTYPES:
-            reasons[name] = f"a weight of {m.weight.dtype} on {m.weight.device}"
+            reasons[name] = not_plain(m)
+        elif why := _unfit(m.weight, all_trained, holders):
+            reasons[name] = why
         elif m.in_features % 16 or m.out_features % 16:
             reasons[name] = f"{m.out_features} x {m.in_features} are not multiples of 16"
         elif m.weight.numel() < SMALL:
@@ -105,6 +97,20 @@ def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple
         else:
             names.append(name)
     return names, reasons
+
+
+def not_plain(m: nn.Module) -> str:
+    what = "sharded, hooked, quantised, or with a forward of its own"
+    return f"a {type(m).__name__} that is not a plain nn.Linear: {what}"
+
+
+def _unfit(p: Tensor, all_trained: bool, holders: Counter[int]) -> str:
+    """Why a weight of any layer stays; empty if nothing is against it."""
+    if p.requires_grad and not all_trained:
+        return "it is trained"
+    if holders[id(p)] > 1:
+        return "another module shares it"
+    return f"a weight of {p.dtype} on {p.device}" if p.is_meta or p.dtype not in DTYPES else ""
 
 
 def _skipped(name: str, skip: tuple[str, ...]) -> bool:
@@ -132,30 +138,23 @@ def _sorted_experts(
             if _skipped(name, skip):
                 reasons[name] = "skipped by name"
             elif made_by is not None:
-                reasons[name] = (
-                    f"a {type(made_by).__name__} makes it when it is read: it is quantised already, or adapted"
-                )
+                made = "makes it when it is read: it is quantised already, or adapted"
+                reasons[name] = f"a {type(made_by).__name__} {made}"
             elif not plain(p):
                 reasons[name] = f"a {type(p).__name__} that is not a plain parameter: sharded or quantised"
             elif not unhooked(m):
                 reasons[name] = "its module has hooks"
-            elif p.requires_grad and not all_trained:
-                reasons[name] = "it is trained"
-            elif holders[id(p)] > 1:
-                reasons[name] = "another module shares it"
-            elif p.is_meta or p.dtype not in DTYPES:
-                reasons[name] = f"a weight of {p.dtype} on {p.device}"
+            elif why := _unfit(p, all_trained, holders):
+                reasons[name] = why
             elif (transposed := _transposed(packed)) is None:
-                reasons[name] = (
-                    f"experts of unknown layout: {', '.join(f'{each} {tuple(t.shape)}' for each, t in packed.items())}"
-                )
+                shapes = ", ".join(f"{each} {tuple(t.shape)}" for each, t in packed.items())
+                reasons[name] = f"experts of unknown layout: {shapes}"
             else:
                 found.append((m, parameter, transposed))
         for parameter, p in m._parameters.items():
             if p is not None and parameter not in packed and _seems_packed(m, p):
-                reasons[f"{module}.{parameter}".lstrip(".")] = (
-                    f"packed weights of another name than {GATE_UP} and {DOWN}, whose layout is unknown"
-                )
+                why = f"packed weights of another name than {GATE_UP} and {DOWN}, whose layout is unknown"
+                reasons[f"{module}.{parameter}".lstrip(".")] = why
     return found, reasons
 
 
@@ -209,6 +208,5 @@ def _head_of(model: Any) -> Any:
 def parts_of_adapters(model: nn.Module) -> set[int]:
     """``id`` of the modules that PEFT has put beside the layers that it wraps."""
     wrappers = [m for m in model.modules() if hasattr(m, "base_layer")]
-    return {
-        id(part) for m in wrappers for child, of in m.named_children() if child != "base_layer" for part in of.modules()
-    }
+    beside = [of for m in wrappers for child, of in m.named_children() if child != "base_layer"]
+    return {id(part) for of in beside for part in of.modules()}

@@ -8,7 +8,7 @@ receives the logits, which is slower and gives the same result. So the model's o
 its own loss function run.
 
 Deferred are ``nn.Linear``, also sharded, and LoRA on it. Every other head computes its logits when
-the model calls it (``linear.held`` says why), and their cross entropy is still our kernel's.
+the model calls it (``weights.held`` says why), and their cross entropy is still our kernel's.
 
 Outputs get two more fields, and hold no recipes.
 """
@@ -35,9 +35,15 @@ from transformers.utils import ModelOutput
 from liger_kernel.ops._core.operator import host_can_read, only_pytorch
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention, documents
-from liger_kernel.transformers.head.linear import FP8, may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
-from liger_kernel.transformers.head.recipe import IGNORE, Loss, LossOptions, Recipe, materialised, of_tensors
+from liger_kernel.transformers.head.recipe import (
+    IGNORE,
+    LogitsRecipe,
+    LossOptions,
+    LossRequest,
+    materialised,
+    of_tensors,
+)
 from liger_kernel.transformers.head.stand_in import (
     Call,
     StandIn,
@@ -48,6 +54,7 @@ from liger_kernel.transformers.head.stand_in import (
     uses_data,
     without_labels,
 )
+from liger_kernel.transformers.head.weights import FP8, may_be_linear
 
 
 def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> Callable:
@@ -103,7 +110,7 @@ def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> C
         if place is None:
             return run(self, *passed, **named)
         # What the loss will need to know, wherever the model computes it
-        loss = Loss(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions))
+        loss = LossRequest(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions))
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head
@@ -150,7 +157,7 @@ def _positional(forward: Callable) -> tuple[list[str], bool]:
     return names, any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def _warn_of_no_effect(model: nn.Module, loss: Loss, keywords: list[str]) -> None:
+def _warn_of_no_effect(model: nn.Module, loss: LossRequest, keywords: list[str]) -> None:
     """Say that the model has computed no loss of a recipe, so that what was wanted of it is left out."""
     why = "its loss is not one cross entropy of its logits"
     if keywords:
@@ -254,13 +261,15 @@ def settled(out: Any, skip: bool, token_accuracy: Tensor | None, predicted_token
     """Return ``out`` without recipes: skipped logits are omitted, all others are computed. A
     ``ModelOutput`` is rebuilt, because it is also a dict."""
     if isinstance(out, tuple):
-        drop = skip and isinstance(out[0], Tensor) and not isinstance(out[0], Recipe)  # the first value is the loss
-        kept = [materialised(x) for x in out if not (drop and isinstance(x, Recipe))]
+        drop = (
+            skip and isinstance(out[0], Tensor) and not isinstance(out[0], LogitsRecipe)
+        )  # the first value is the loss
+        kept = [materialised(x) for x in out if not (drop and isinstance(x, LogitsRecipe))]
         return tuple(kept + [x for x in (token_accuracy, predicted_tokens) if x is not None])
     if not isinstance(out, ModelOutput):
         return materialised(out)
     drop = skip and getattr(out, "loss", None) is not None
-    fields = {k: materialised(v) for k, v in out.items() if not (drop and isinstance(v, Recipe))}
+    fields = {k: materialised(v) for k, v in out.items() if not (drop and isinstance(v, LogitsRecipe))}
     # the outer output is new, the inner ones stay the objects that other code may hold
     _settle_parts(out, drop)
     return output_class(type(out))(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
@@ -279,7 +288,7 @@ def settled_in_place(out: Any, skip: bool, token_accuracy: Tensor | None, predic
 
 
 def _settle(out: ModelOutput, drop: bool) -> None:
-    recipes = {k: v for k, v in out.items() if isinstance(v, Recipe)}
+    recipes = {k: v for k, v in out.items() if isinstance(v, LogitsRecipe)}
     for name, recipe in recipes.items():
         if drop and name == "logits":
             # a ModelOutput refuses del; None keeps the attribute and takes the key away

@@ -19,8 +19,8 @@ from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.parallel import VocabularyParallel
 from liger_kernel.transformers.head import loss_functions
-from liger_kernel.transformers.head.linear import HeadWeights
-from liger_kernel.transformers.head.recipe import IGNORE, LOSSES, Loss, LossOptions, Recipe, materialised
+from liger_kernel.transformers.head.recipe import IGNORE, LOSSES, LogitsRecipe, LossOptions, LossRequest, materialised
+from liger_kernel.transformers.head.weights import HeadWeights
 
 # Keywords of a patched ``forward`` for its loss -> their names in the operators.
 LOSS_OPTIONS = {
@@ -45,7 +45,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """``F.cross_entropy`` of a recipe: logits (M, V), target (M,)."""
-    one_class_each = isinstance(input, Recipe) and input.ndim == 2 and target.ndim == 1
+    one_class_each = isinstance(input, LogitsRecipe) and input.ndim == 2 and target.ndim == 1
     if not one_class_each or size_average is not None or reduce is not None:
         args = (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         return F.cross_entropy(*map(materialised, args))
@@ -123,7 +123,7 @@ def _is_replaced(head: HeadWeights, options: LossOptions) -> bool:
 
 
 def _of_whole_batch(
-    logits: Recipe, target: Tensor, options: LossOptions, expected: bool
+    logits: LogitsRecipe, target: Tensor, options: LossOptions, expected: bool
 ) -> tuple[LossOptions, Kept | None, Tensor | None]:
     """The options with what was known when the forward began, if this is the loss that was
     ``expected`` then; the tokens that count, and the number by which the caller will divide."""
@@ -152,7 +152,7 @@ def _of_caller(found: Any, statistics: bool, n: Tensor | None, kept: Kept | None
 
 
 def _of_shards(
-    head: VocabularyParallel, x: Tensor, target: Tensor, wanted: Loss, options: LossOptions, expected: bool
+    head: VocabularyParallel, x: Tensor, target: Tensor, wanted: LossRequest, options: LossOptions, expected: bool
 ) -> Any:
     """The loss of a head that is sharded by vocabulary, without the tokens that are known not to
     count."""
@@ -172,14 +172,14 @@ def _of_shards(
     return _or_nan(loss, kept, target), z_loss, every
 
 
-def _is_expected(wanted: Loss, options: LossOptions) -> bool:
+def _is_expected(wanted: LossRequest, options: LossOptions) -> bool:
     """Whether this may be the loss that the model's forward expects: the first of its labels, by
     Transformers' function, as far as frames tell."""
     first = wanted.causal and not wanted.computed and options.ignore_index == IGNORE
     return first and (torch.compiler.is_compiling() or _inside(ForCausalLMLoss))
 
 
-def _kept(wanted: Loss, target: Tensor) -> Kept | None:
+def _kept(wanted: LossRequest, target: Tensor) -> Kept | None:
     """The tokens that count, if the forward has begun with as many labels as there are now."""
     return wanted.kept if wanted.kept is not None and wanted.kept.total == target.numel() else None
 
@@ -214,7 +214,7 @@ def _inside(function: Callable) -> bool:
     return False
 
 
-def _by_replaced(x: Tensor, w: Tensor, target: Tensor, wanted: Loss, options: LossOptions) -> Any:
+def _by_replaced(x: Tensor, w: Tensor, target: Tensor, wanted: LossRequest, options: LossOptions) -> Any:
     """The result of the function that replaces one of ours in ``loss_functions``; it may be
     reduced or not."""
     n = wanted.num_items if options.reduction == "sum" else None  # the number by which the caller divides

@@ -16,7 +16,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 from liger_kernel import _private
 from liger_kernel.ops._core.saved import saving_hooks, where_they_are
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.transformers.head.linear import HeadWeights
+from liger_kernel.transformers.head.weights import HeadWeights
 
 IGNORE = -100
 
@@ -58,7 +58,7 @@ DEFAULTS = LossOptions()
 
 
 @dataclass
-class Loss:
+class LossRequest:
     """What the caller of ``forward`` wants from the loss, and what the loss returned."""
 
     # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
@@ -70,7 +70,7 @@ class Loss:
     causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function
     kept: Kept | None = None  # tokens that count, counted when the forward began
     num_items: Any = None  # what the loss function will divide the sum by
-    recipes: list[weakref.ref[Recipe]] = field(default_factory=list)  # recipes that calls of the head made
+    recipes: list[weakref.ref[LogitsRecipe]] = field(default_factory=list)  # recipes that calls of the head made
 
 
 # A loss function -> the function that computes it from a recipe. These register themselves here, so
@@ -78,7 +78,7 @@ class Loss:
 LOSSES: dict[Callable, Callable[..., Any]] = {}
 
 
-class Recipe:
+class LogitsRecipe:
     """Logits of ``rows`` and ``thin`` by ``head``, or ``rows`` if there is no head, followed by
     ``tail``. They are computed when somebody reads them.
 
@@ -99,11 +99,11 @@ class Recipe:
         self,
         rows: Tensor,
         head: HeadWeights | None,
-        loss: Loss,
+        loss: LossRequest,
         *,
         thin: Tensor | None = None,
         tail: tuple[tuple[str, Any], ...] = (),
-        parent: Recipe | None = None,
+        parent: LogitsRecipe | None = None,
     ):
         self.rows, self.thin, self.head, self.loss, self.tail = rows, thin, head, loss, tail
         self.computed: Tensor | None = None
@@ -111,13 +111,13 @@ class Recipe:
         self.autocast: torch.dtype | None = _autocast(rows.device.type) if parent is None else parent.autocast
         self.saving: Any = saving_hooks()[0] if parent is None else parent.saving
         # the recipe of the head's call, from which this one was made; kept until the logits are computed
-        self.root: Recipe | None = None if parent is None else parent if parent.root is None else parent.root
+        self.root: LogitsRecipe | None = None if parent is None else parent if parent.root is None else parent.root
         self.make: Callable[[], Tensor] | None = None
         self.shared = parent is not None  # whether another recipe was made from it, or may share its memory
         self.without_gradient = False  # whether a loss was computed without the logits, so that these get no gradient
-        self.others: list[Callable[[], Recipe | None]] = []  # in a root: the live recipes that were made from it
+        self.others: list[Callable[[], LogitsRecipe | None]] = []  # in a root: the live recipes that were made from it
 
-    def family(self) -> list[Recipe]:
+    def family(self) -> list[LogitsRecipe]:
         """All live recipes of the same logits, parents before their children."""
         root = self if self.root is None else self.root
         return [recipe for recipe in (root, *(other() for other in root.others)) if recipe is not None]
@@ -164,7 +164,7 @@ class Recipe:
 
     def derived(
         self, op: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor] | None = None, tail: tuple = ()
-    ) -> Recipe:
+    ) -> LogitsRecipe:
         """The recipe of ``op(logits)``. ``op`` does ``rows`` to the tokens and ``tail`` to values."""
         self.needs_graph()
         x, thin = self.rows, self.thin
@@ -178,7 +178,7 @@ class Recipe:
         new.root.others.append((lambda: new) if torch.compiler.is_compiling() else weakref.ref(new))
         return new
 
-    def then(self, name: str, arg: Any = None) -> Recipe:
+    def then(self, name: str, arg: Any = None) -> LogitsRecipe:
         new = self.derived(lambda y: _apply(y, name, arg), tail=((name, arg),))
         new.shared = name == "to" and arg == self.dtype
         return new
@@ -340,7 +340,7 @@ class Recipe:
         if fn in _OF_GRADIENTS:
             inputs = kwargs.get("inputs", args[-1]) if fn is torch.autograd.grad else args[:1]
             for x in inputs:
-                if isinstance(x, Recipe):
+                if isinstance(x, LogitsRecipe):
                     x.gradient_wanted("grad" if fn.__name__ == "__get__" else fn.__name__)
         return fn(*of_tensors(args), **of_tensors(kwargs))
 
@@ -361,7 +361,7 @@ def _outside_inference() -> contextlib.AbstractContextManager:
 
 
 def materialised(x: Any) -> Any:
-    return x.value() if isinstance(x, Recipe) else x
+    return x.value() if isinstance(x, LogitsRecipe) else x
 
 
 def of_tensors(tree: Any) -> Any:
@@ -370,7 +370,7 @@ def of_tensors(tree: Any) -> Any:
 
 
 def _is_recipe(x: Any) -> bool:
-    return isinstance(x, Recipe)
+    return isinstance(x, LogitsRecipe)
 
 
 def _operator(name: str) -> Callable:
@@ -381,11 +381,11 @@ def _operator(name: str) -> Callable:
 _OPERATORS = "add radd sub rsub rtruediv floordiv rfloordiv mod rmod neg abs pow rpow matmul rmatmul "
 _OPERATORS += "iadd isub ipow ifloordiv imod iand ior eq ne lt le gt ge and or invert bool iter setitem"
 for _name in _OPERATORS.split():
-    setattr(Recipe, f"__{_name}__", _operator(f"__{_name}__"))
-Recipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # Python removes __hash__ from a class that defines __eq__
+    setattr(LogitsRecipe, f"__{_name}__", _operator(f"__{_name}__"))
+LogitsRecipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # Python removes __hash__ from a class that defines __eq__
 
 
-class DeferredLogits(Recipe, Tensor):
+class DeferredLogits(LogitsRecipe, Tensor):
     """A recipe that is a tensor for ``isinstance`` but has no memory of its own.
 
     Calls into PyTorch's C++ that go past ``__torch_function__`` see an empty leaf of the graph that
@@ -429,10 +429,10 @@ def _refused(_: Tensor) -> None:
     raise RuntimeError(f"torch.autograd.Function.apply: {_NO_TENSOR}")
 
 
-def new_recipe(*args: Any, **kwargs: Any) -> Recipe:
+def new_recipe(*args: Any, **kwargs: Any) -> LogitsRecipe:
     """Make a recipe that is a tensor; under ``torch.compile`` a plain object, which the compiler
     traces better."""
-    return (Recipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
+    return (LogitsRecipe if torch.compiler.is_compiling() else DeferredLogits)(*args, **kwargs)
 
 
 _GRAD: Any = Tensor.grad  # the descriptor of the class, not a value

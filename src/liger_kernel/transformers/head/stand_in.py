@@ -26,8 +26,8 @@ from torch.nn.modules import module as of_all
 from liger_kernel import _private, parallel
 from liger_kernel.parallel.heads import HOOKS
 from liger_kernel.transformers.head import loss as loss  # so that losses register before there are recipes
-from liger_kernel.transformers.head.linear import held
-from liger_kernel.transformers.head.recipe import Loss, Recipe, new_recipe
+from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest, new_recipe
+from liger_kernel.transformers.head.weights import held
 from liger_kernel.transformers.recognise.projections import Fallback, copy_in_use
 
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -39,7 +39,7 @@ class Call:
     if the caller asked for them; None if it need not."""
 
     model: nn.Module
-    loss: Loss
+    loss: LossRequest
     at_once: str | None = None
 
 
@@ -82,7 +82,7 @@ class StandIn(nn.Module):
                     return found
                 why = found
             logits = self.head(*args, **kwargs)
-        if isinstance(logits, Recipe) or not isinstance(logits, Tensor):
+        if isinstance(logits, LogitsRecipe) or not isinstance(logits, Tensor):
             return logits
         if why and not torch.compiler.is_compiling():
             _warn(self.head, why, logits)
@@ -120,7 +120,7 @@ for _name in ("state_dict", "named_modules", "apply", "train", "_apply", "requir
     setattr(StandIn, _name, _of_head(_name))
 
 
-def deferred(head: nn.Module, x: Tensor, loss: Loss) -> Recipe | Fallback:
+def deferred(head: nn.Module, x: Tensor, loss: LossRequest) -> LogitsRecipe | Fallback:
     """A recipe for ``head(x)``, or the reason why there is none."""
     found = held(head, x)
     if isinstance(found, Fallback):
@@ -214,7 +214,7 @@ _CASTS = {"float", "to", "torch", "float32", "bfloat16", "float16"}  # all names
 
 def has_hooks(head: nn.Module) -> bool:
     """Whether code sees calls of ``head`` or of its parts."""
-    # not the hooks of parallel modes, which ``linear.held`` knows
+    # not the hooks of parallel modes, which ``weights.held`` knows
     return of_all._has_any_global_hook() or any(True for m in head.modules() for _ in parallel.hooks_of_users(m))
 
 
@@ -263,22 +263,22 @@ def _in_the_way(head: nn.Module, inner: nn.Module) -> Iterator[str]:
     whose = dict.fromkeys((head, inner))
     backward: list[Any] = [of_all._global_backward_hooks, of_all._global_backward_pre_hooks]
     backward += [hooks for m in whose for hooks in (m._backward_hooks, m._backward_pre_hooks)]
-    yield from (_name(hook) for hooks in backward for hook in hooks.values())
+    yield from (_name_of(hook) for hooks in backward for hook in hooks.values())
     after: list[Any] = [(of_all._global_forward_hooks, of_all._global_forward_hooks_with_kwargs)]
     after += [(m._forward_hooks, m._forward_hooks_with_kwargs) for m in whose]
     for hooks, with_kwargs in after:
-        yield from (_name(hook) for number, hook in hooks.items() if not _leaves_result(hook, number in with_kwargs))
+        yield from (_name_of(hook) for number, hook in hooks.items() if not _leaves_result(hook, number in with_kwargs))
     # nobody calls the parts of an adapted head any more
-    yield from (_name(hook) for m in inner.modules() if m is not inner for hook in parallel.hooks_of_users(m))
+    yield from (_name_of(hook) for m in inner.modules() if m is not inner for hook in parallel.hooks_of_users(m))
 
 
 def _of_users(head: nn.Module) -> Iterator[str]:
     of_all_modules = (*of_all._global_forward_hooks.values(), *of_all._global_forward_pre_hooks.values())
-    yield from map(_name, of_all_modules)
-    yield from (_name(hook) for m in head.modules() for hook in parallel.hooks_of_users(m))
+    yield from map(_name_of, of_all_modules)
+    yield from (_name_of(hook) for m in head.modules() for hook in parallel.hooks_of_users(m))
 
 
-def _name(hook: Any) -> str:
+def _name_of(hook: Any) -> str:
     where = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", type(hook).__qualname__)
     return f"a hook that may use or change them: {'.'.join(where)}"
 

@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 from liger_kernel.ops._core.operator import on_gpu
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
 from liger_kernel.parallel import VocabularyParallel
-from liger_kernel.transformers.head.recipe import IGNORE, DeferredLogits, Loss
+from liger_kernel.transformers.head.recipe import IGNORE, DeferredLogits, LossRequest
 from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head, this_thread
 
 
@@ -71,7 +71,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         head = head.head if isinstance(head, StandIn) else head
         # name the head as the caller: a patched model that is called without labels turns off only
         # stand-ins for its own calls
-        stand_in = enter(parent, name, Call(head, Loss()))
+        stand_in = enter(parent, name, Call(head, LossRequest()))
         kept = Kept(torch.cat([t.flatten() for t in targets]), IGNORE)  # the GPU counts them while the model computes
         calls.append((targets, kept, functools.partial(leave, stand_in, parent, name)))
     return args, {k: v for k, v in kwargs.items() if k != "token_targets"}

@@ -138,7 +138,7 @@ def give_methods(m: nn.Module, methods: dict[str, Callable]) -> None:
     _change_class(m, _subclass(base, frozenset((own | methods).items())))
 
 
-def take_methods(m: nn.Module, names: frozenset[str] | None = None) -> None:
+def remove_methods(m: nn.Module, names: frozenset[str] | None = None) -> None:
     """Undo ``give_methods`` for these names, or for all."""
     _change_class(m, _without(type(m), names))
 
@@ -339,7 +339,7 @@ def _give_back(owner: Any, names: list[str]) -> None:
             text = "other code replaced it after the patch, so it is not restored"
             warnings.warn(f"{Patch(owner, name, None)}: {text}", stacklevel=3)
     if live:
-        take_methods(owner, frozenset(names))
+        remove_methods(owner, frozenset(names))
         if "forward" in names and is_ours(own.get(OLD_FORWARD)):
             owner._old_forward = kept.pop(OLD_FORWARD, types.MethodType(type(owner).forward, owner))
     if not kept:

@@ -21,7 +21,7 @@ from liger_kernel.ops.projections.weights import Elsewhere
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import fp8
-from liger_kernel.transformers.head.linear import FP8, left_out
+from liger_kernel.transformers.head.weights import FP8, left_out
 from liger_kernel.transformers.patching.apply import flags_of, options_of
 from liger_kernel.transformers.patching.patches import is_ours, methods_of
 from liger_kernel.transformers.patching.select import instance_patches

@@ -542,7 +542,7 @@ def seeing(
     if tree is None:
         return None
     _, linears = _rewrite(tree, parts, forward)
-    values = {}
+    values: dict[str, Any] = {}
     for name, stock, ours in swaps:
         values |= {f"_liger_stock_{name}": stock, f"_liger_{name}": ours}
     names = {name for name, *_ in swaps}

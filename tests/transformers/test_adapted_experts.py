@@ -32,12 +32,6 @@ BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 BATCH = dict(batch=1, length=6, ignored=2)
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    yield
-    restore()
-
-
 @pytest.fixture
 def ran(monkeypatch) -> list[tuple[int, int]]:
     """How many adapters gate_up and down had at each call of the node, from now on."""

@@ -17,7 +17,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import assert_same_bits, assert_same_learning, make, served_by_kernels_or_references, step, stock, tokens  # noqa: E402
+from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
@@ -25,12 +25,7 @@ from liger_kernel.transformers.patching import patches as patching  # noqa: E402
 from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
 from liger_kernel.transformers.recognise import families  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
-    liger.restore()
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 def patched(model: nn.Module, **flags) -> nn.Module:

@@ -15,27 +15,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import (  # noqa: E402
-    DEVICE,
-    assert_same_learning,
-    assert_untouched,
-    make,
-    served_by_kernels_or_references,
-    snapshot,
-    step,
-    tokens,
-)
+from hf_models import DEVICE, assert_same_learning, assert_untouched, make, snapshot, step, tokens  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
 from liger_kernel.transformers.patching.patches import is_ours, is_patched  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
-    liger.restore()
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 def llama(patch: bool = True, **options) -> nn.Module:

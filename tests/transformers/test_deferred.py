@@ -19,7 +19,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 from liger_kernel.nn import LigerCrossEntropyLoss, liger_cross_entropy  # noqa: E402
@@ -38,12 +38,7 @@ from liger_kernel.transformers.head import forward as head_forward  # noqa: E402
 from liger_kernel.transformers.head.recipe import DeferredLogits, LossOptions, LossRequest  # noqa: E402
 from liger_kernel.transformers.head.stand_in import Call, StandIn, deferred, place_of_head, standing, this_thread  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
-    restore()
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 def patched(model: nn.Module, head: str = "fused") -> nn.Module:

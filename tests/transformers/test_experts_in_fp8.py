@@ -43,12 +43,6 @@ LINEARS = ("lm_head", "q_proj", "k_proj", "v_proj", "o_proj")  # which cast thei
 
 
 @pytest.fixture(autouse=True)
-def _restored():
-    yield
-    restore()
-
-
-@pytest.fixture(autouse=True)
 def cast_by_pytorch(monkeypatch):
     """Casts have tests of their own; interpreted, they would take most of the time of these."""
     if DEVICE == "cpu":

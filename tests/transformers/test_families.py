@@ -25,7 +25,6 @@ from hf_models import (  # noqa: E402
     batch_of,
     everything_of,
     make,
-    served_by_kernels_or_references,
     snapshot,
     step,
     stock,
@@ -67,11 +66,7 @@ EVERYTHING = table.EVERYTHING
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
 
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
-    restore()
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 def patch(path: str, model: torch.nn.Module, model_type: str, parts: dict = EVERYTHING, head: str | None = "fused"):

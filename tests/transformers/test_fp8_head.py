@@ -10,7 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from hf_models import make, step, tokens  # noqa: E402
 
 from liger_kernel.ops.projections.float8 import lacking  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
@@ -18,15 +18,12 @@ from liger_kernel.transformers.head import loss_functions  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
 from liger_kernel.transformers.head.weights import FP8  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8"
-)
-
-
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("models_by_references"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and lacking(torch.device("cuda")) is not None, reason="this GPU has no FP8"
+    ),
+]
 
 
 @pytest.fixture

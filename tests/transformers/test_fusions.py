@@ -55,12 +55,6 @@ def turns(monkeypatch) -> list[dict]:
     return counted(monkeypatch, "qk_norm_rope", lambda _, options: options)
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    yield
-    restore()
-
-
 class Norm(nn.Module):
     """Of transformers' kind, with ours as its forward."""
 

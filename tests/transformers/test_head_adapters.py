@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
 from test_token_scores import of_logits, of_scores  # noqa: E402
 
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
-from liger_kernel.transformers import instance_patches, restore  # noqa: E402
+from liger_kernel.transformers import instance_patches  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head.recipe import LossRequest  # noqa: E402
 from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
@@ -29,11 +29,7 @@ from liger_kernel.transformers.recognise.projections import Fallback  # noqa: E4
 V = 263  # beside the hidden sizes of tiny models the largest of all
 
 
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
-    restore()
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 @pytest.fixture(autouse=True)

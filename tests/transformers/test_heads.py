@@ -18,14 +18,14 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
 from quick import further  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 from transformers.utils import ModelOutput  # noqa: E402
 
-from liger_kernel.transformers import instance_patches, restore  # noqa: E402
+from liger_kernel.transformers import instance_patches  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest  # noqa: E402
 from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
@@ -33,11 +33,7 @@ from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
 MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 60))
 
 
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
-    restore()
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 def llama(cls: type = LlamaForCausalLM) -> nn.Module:

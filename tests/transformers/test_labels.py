@@ -32,10 +32,7 @@ IGNORE = -100
 B, T = 2, 12
 
 
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 def patched(model: nn.Module) -> nn.Module:

@@ -39,12 +39,6 @@ ONLY = dict(
 BATCH = dict(batch=1, length=6, ignored=2)
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    yield
-    restore()
-
-
 @pytest.fixture
 def ran(monkeypatch) -> list[int]:
     return nodes_run(monkeypatch)

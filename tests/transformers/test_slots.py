@@ -20,18 +20,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import (  # noqa: E402
-    DEVICE,
-    KERNELS,
-    assert_same_bits,
-    assert_same_learning,
-    batch_of,
-    make,
-    recognised,
-    served_by_kernels_or_references,
-    step,
-    tokens,
-)
+from hf_models import DEVICE, KERNELS, assert_same_bits, assert_same_learning, batch_of, make, recognised, step, tokens  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
@@ -53,11 +42,7 @@ from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
 
-@pytest.fixture(autouse=True)
-def _served():
-    with served_by_kernels_or_references():
-        yield
-    restore()
+pytestmark = pytest.mark.usefixtures("models_by_references")
 
 
 def pair(family: str, dtype: torch.dtype = torch.float32, **more) -> tuple[nn.Module, nn.Module]:

@@ -19,19 +19,22 @@ from liger_kernel._private import unset_fake_temporarily
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.transformers.recognise.variant import unhooked
 
+
+def _clamped(limit: str, slope: str = "") -> tuple[Callable[[Any], dict[str, Any]], dict[str, float]]:
+    def options(module: Any) -> dict[str, Any]:
+        more = {"alpha": getattr(module, slope), "offset": 1.0} if slope else {}
+        return {"limit": getattr(module, limit)} | more
+
+    return options, ({slope: 1.7} if slope else {}) | {limit: 0.3}
+
+
 # Limits and slopes of a gated activation, by the attributes that hold them: options of our
 # operators, and values for stand-ins
 CLAMPED: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, float]]] = {
-    "limit": (lambda self: {"limit": self.limit}, {"limit": 0.3}),
-    "swiglu_limit": (lambda self: {"limit": self.swiglu_limit}, {"swiglu_limit": 0.3}),
-    "swiglu_alpha, swiglu_limit": (
-        lambda self: {"alpha": self.swiglu_alpha, "limit": self.swiglu_limit, "offset": 1.0},
-        {"swiglu_alpha": 1.7, "swiglu_limit": 0.3},
-    ),
-    "alpha, limit": (
-        lambda self: {"alpha": self.alpha, "limit": self.limit, "offset": 1.0},
-        {"alpha": 1.7, "limit": 0.3},
-    ),
+    "limit": _clamped("limit"),
+    "swiglu_limit": _clamped("swiglu_limit"),
+    "swiglu_alpha, swiglu_limit": _clamped("swiglu_limit", "swiglu_alpha"),
+    "alpha, limit": _clamped("limit", "alpha"),
 }
 
 _NAMED: dict[str, tuple[Any, Callable]] = {}
@@ -69,18 +72,12 @@ def activation(fn: Any) -> str | None:
     """
     reads = _ACTIVATION_MODULES.get(type(fn))
     if reads is None:
-        return (
-            _ACTIVATION_FUNCTIONS.get(fn) if isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)) else None
-        )
+        function = isinstance(fn, (types.FunctionType, types.BuiltinFunctionType))
+        return _ACTIVATION_FUNCTIONS.get(fn) if function else None
     if "forward" in fn.__dict__ or not unhooked(fn):
         return None
-    now = (
-        type(fn).forward,
-        fn.__dict__.get(reads),
-        F.silu,
-        F.gelu,
-        F.relu,
-    )  # everything that may have been changed since the last check
+    # everything that may have been changed since the last check
+    now = type(fn).forward, fn.__dict__.get(reads), F.silu, F.gelu, F.relu
     known = _ACTIVATIONS.get(fn)
     if known is None or known[0] != now:
         known = _ACTIVATIONS[fn] = now, _confirmed(fn, *now)

@@ -288,9 +288,9 @@ def test_autocast_casts_as_for_sdpa(calls):
 
 def test_compiled_layers(calls, dense_masks):
     packed, alone = batches()
-    expected = learnt(packing_model("llama", attends="sdpa"), alone)
+    expected = learnt(packing_model("llama", attends="sdpa", num_hidden_layers=1), alone)
     dense_masks.clear()
-    model = packing_model("llama")
+    model = packing_model("llama", num_hidden_layers=1)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     assert_same_learning(learnt(model, packed), expected)
@@ -382,7 +382,7 @@ def scalars_read(model, **batch) -> int:
     return seen.count
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", ["gemma3_text", *further(*(t for t in MODELS if t != "gemma3_text"))])
 def test_the_host_reads_no_scalar(model_type):
     """A batch that says nothing of positions has none to compare; one that does is as in stock."""
     stock, patched = packing_model(model_type, attends="sdpa"), packing_model(model_type, patched=True, attends="sdpa")
@@ -394,7 +394,7 @@ def test_the_host_reads_no_scalar(model_type):
     assert_same_bits(step(patched, of_length(7))[1], step(patched, counted)[1])
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", ["llama", *further(*(t for t in MODELS if t != "llama"))])
 def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
     """The bounds of documents say how many there are; with as many as rows, only positions say
     whether a row has several."""

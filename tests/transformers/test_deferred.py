@@ -423,48 +423,6 @@ def test_shift_labels_alone_and_not_contiguous():
     assert_same_learning(learned, expected)
 
 
-KEEP = {
-    "int": 3,
-    "positions": torch.tensor([2, 7, 4], device=DEVICE),
-    "own positions": torch.tensor([[2, 7], [4, 0]], device=DEVICE),
-    "mask": torch.arange(24, device=DEVICE).view(2, 12) % 3 == 0,
-}
-
-
-@pytest.mark.parametrize("keep", KEEP)
-def test_logits_to_keep(keep):
-    """Logits as stock; with labels the loss of the positions kept, which stock cannot do."""
-    if keep in ("own positions", "mask") and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
-        pytest.skip("two-dimensional logits_to_keep came with transformers 5.23")
-    model = make("llama", num_hidden_layers=1)
-    batch, kept = tokens(), KEEP[keep]
-    stock = model(input_ids=batch["input_ids"])
-    expected = model(input_ids=batch["input_ids"], logits_to_keep=kept).logits
-    ours = patched(model)
-    assert torch.equal(ours(input_ids=batch["input_ids"], logits_to_keep=kept).logits, expected)
-    targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    positions = torch.zeros(2, 12, dtype=torch.bool, device=DEVICE)
-    if keep == "mask":
-        positions = kept
-    else:
-        rows = (
-            kept
-            if keep == "own positions"
-            else torch.arange(9, 12, device=DEVICE).expand(2, -1)
-            if keep == "int"
-            else kept.expand(2, -1)
-        )
-        positions.scatter_(1, rows, True)
-    loss = F.cross_entropy(stock.logits[positions], targets[positions])
-    pad = batch["labels"].clamp(min=0)  # 0 where ignored
-    for skip in (None, False):
-        torch.testing.assert_close(
-            ours(**batch, logits_to_keep=kept, skip_logits=skip).loss, loss, rtol=1e-5, atol=1e-6
-        )
-        again = ours(batch["input_ids"], labels=pad, ignore_index=0, logits_to_keep=kept, skip_logits=skip).loss
-        torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
-
-
 def test_positional_arguments_and_tuples():
     model = make("llama", num_hidden_layers=1)
     ids, labels = tokens().values()

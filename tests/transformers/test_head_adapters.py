@@ -443,14 +443,6 @@ def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
     assert losses == [True] and rows == [2 * (12 - ignored)]
 
 
-def test_logits_of_the_last_tokens(losses):
-    """Of five, four say something about a token that is there."""
-    stock, ours = both()
-    expected = step(stock, tokens(ignored=8))[1]
-    assert_same_learning(step(ours, tokens(), logits_to_keep=5)[1], expected, 1e-5)
-    assert losses == [True]
-
-
 def test_logits_that_are_asked_for(losses, computed):
     stock, ours = both()
     expected, learned = step(stock)

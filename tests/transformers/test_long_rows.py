@@ -481,7 +481,7 @@ def test_generation(tiles):
 
 def test_compiled_with_tiles():
     torch._dynamo.reset()
-    model = make("llama")
+    model = make("llama", num_hidden_layers=1)
     expected = learned(model)
     restore(model)
     patch(model, tiled_mlp=3)

@@ -78,7 +78,7 @@ EACH_ONCE = list(zip(FAMILIES, BATCHES))
 def test_recognition_depends_on_no_draw():
     """Gradients of sinks in bf16 may be rounded to neighbours; that is no other attention."""
     module = modeling("gpt_oss")
-    for seed in range(4):
+    for seed in range(2):
         torch.manual_seed(seed)
         assert reproduces(SinkAttention(), module, module.eager_attention_forward), seed
 

@@ -572,7 +572,7 @@ def programs(count: int, seed: int) -> list[tuple]:
 
 @pytest.mark.parametrize(
     ("family", "dtypes", "attention"),
-    [pytest.param(*p, marks=[] if i < 24 else pytest.mark.families) for i, p in enumerate(programs(98, 0))],
+    [pytest.param(*p, marks=[] if i < 12 else pytest.mark.families) for i, p in enumerate(programs(98, 0))],
     ids=str,
 )
 def test_autocast(family, dtypes, attention):
@@ -695,99 +695,6 @@ def test_learnt_frequencies(family, monkeypatch):
 
 
 # -- parts replaced after the patch ----------------------------------------------------------
-
-
-def _projections(mlp: nn.Module) -> list[str]:
-    return [name for name, m in mlp.named_children() if isinstance(m, nn.Linear)]
-
-
-def _biased(mlp: nn.Module, draw: random.Random) -> None:
-    name = draw.choice(_projections(mlp))
-    old = getattr(mlp, name)
-    new = nn.Linear(old.in_features, old.out_features, device=DEVICE)
-    new.weight = old.weight
-    setattr(mlp, name, new)
-
-
-def _low_rank(mlp: nn.Module, draw: random.Random) -> None:
-    name = draw.choice(_projections(mlp))
-    old = getattr(mlp, name)
-    setattr(
-        mlp,
-        name,
-        nn.Sequential(nn.Linear(old.in_features, 4, device=DEVICE), nn.Linear(4, old.out_features, device=DEVICE)),
-    )
-
-
-def _parametrised(mlp: nn.Module, draw: random.Random) -> None:
-    nn.utils.parametrizations.weight_norm(getattr(mlp, draw.choice(_projections(mlp))))
-
-
-def _frozen(mlp: nn.Module, draw: random.Random) -> None:
-    getattr(mlp, draw.choice(_projections(mlp))).requires_grad_(False)
-
-
-def _activated(mlp: nn.Module, draw: random.Random) -> None:
-    mlp.act_fn = draw.choice((nn.SiLU, nn.Tanh, nn.GELU, Gained))()
-
-
-def _eps(norm: nn.Module, draw: random.Random) -> None:
-    for name in ("eps", "variance_epsilon"):
-        if name in norm.__dict__:
-            setattr(norm, name, draw.choice((1e-2, 0.3)))
-
-
-def _weight(norm: nn.Module, draw: random.Random) -> None:
-    norm.weight = nn.Parameter(
-        draw.choice((torch.full_like, lambda w, x: torch.rand_like(w) + x))(norm.weight.detach(), 0.7)
-    )
-
-
-def _scaled(norm: nn.Module, draw: random.Random) -> None:
-    norm.register_forward_hook(lambda m, args, y: 0.5 * y)
-
-
-def _of_torch(parent: nn.Module, name: str) -> None:
-    setattr(parent, name, nn.LayerNorm(getattr(parent, name).weight.shape[0], device=DEVICE))
-
-
-def _identity(parent: nn.Module, name: str) -> None:
-    setattr(parent, name, nn.Identity())
-
-
-def _new(parent: nn.Module, name: str) -> None:
-    """Another one of its class, which nobody has patched."""
-    old = getattr(parent, name)
-    setattr(parent, name, type(old)(old.weight.shape[0]).to(old.weight))
-
-
-def _change(model: nn.Module, draw: random.Random) -> None:
-    """One change of a random part."""
-    norms = [
-        (parent, name)
-        for parent in model.modules()
-        for name, m in parent.named_children()
-        if "norm" in name and type(m).__name__.endswith("Norm")
-    ]
-    mlps = [m for m in model.modules() if hasattr(m, "act_fn") and len(_projections(m)) > 1]
-    if draw.random() < 0.5:
-        change, mlp = draw.choice((_biased, _low_rank, _parametrised, _frozen, _activated)), draw.choice(mlps)
-        return change(mlp, draw)
-    parent, name = draw.choice(norms)
-    change = draw.choice((_eps, _weight, _scaled, _of_torch, _identity, _new))
-    change(*((getattr(parent, name), draw) if change in (_eps, _weight, _scaled) else (parent, name)))
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_parts_are_replaced_after_the_patch(family, seed):
-    models = pair(family)
-    for i in range(4):
-        for model in models:
-            torch.manual_seed(seed)
-            _change(model, random.Random(f"{family} {seed} {i}"))
-        theirs, ours = (step(m)[1] for m in models)
-        assert_same_learning(ours, theirs, TOLERANCE)
 
 
 def test_layers_of_the_hub_know_plain_norms_alone():

@@ -101,8 +101,10 @@ def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> C
             learns = False
         if not learns:
             return without_labels(run, self, args, kwargs) if standing else run(self, *args, **kwargs)
-        if variadic:
-            given = _aligned(given)
+        if variadic and (shifted := given.get("shift_labels")) is not None:
+            # contiguous, because loss functions call view on them
+            given["shift_labels"] = shifted.contiguous()
+            given["labels"] = shifted if given.get("labels") is None else given["labels"]
         passed = [given[n] for n in at] + list(args[len(at) :])
         named = {k: v for k, v in given.items() if k not in at}
         skip = not keep_logits and (self.training if skip_logits is None else skip_logits)
@@ -166,22 +168,6 @@ def _warn_of_no_effect(model: nn.Module, loss: LossRequest, keywords: list[str])
         warnings.warn(f"fp8_head: the head stays in 16 bits, because {why.replace('its', 'the', 1)}", stacklevel=3)
 
 
-def _aligned(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a model's ``forward`` with labels that fit the logits it keeps, and
-    ``labels`` where only ``shift_labels`` are given."""
-    labels, shift_labels, keep = (given.get(n) for n in ("labels", "shift_labels", "logits_to_keep"))
-    tokens = next((given[n].shape[:2] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), None)
-    if keep is not None and not (isinstance(keep, int) and keep == 0):
-        if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORE))[..., 1:]
-        if shift_labels.shape == tokens:
-            shift_labels = _kept(shift_labels, keep)
-    if shift_labels is None:
-        return given
-    # contiguous, because loss functions call view on them
-    return given | {"labels": shift_labels if labels is None else labels, "shift_labels": shift_labels.contiguous()}
-
-
 def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
     """The tokens that the causal loss will count; on a GPU they are counted while the model
     computes."""
@@ -191,14 +177,6 @@ def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
     if labels.device != head.weight.device or not host_can_read(labels):
         return None
     return Kept(labels, IGNORE)
-
-
-def _kept(t: Tensor, keep: int | Tensor) -> Tensor:
-    """The part of t (B, T) that ``logits_to_keep`` selects: the last positions, some positions,
-    or positions or a mask for each sequence."""
-    if isinstance(keep, Tensor) and keep.ndim == 2:
-        return t[keep] if keep.dtype == torch.bool else t.gather(1, keep)
-    return t[:, slice(-keep, None) if isinstance(keep, int) else keep]
 
 
 # -- outputs ---------------------------------------------------------------------------------------

@@ -189,7 +189,8 @@ def unmasked(forward: Callable) -> Callable:
         config = getattr(self, "config", None)
         if not (torch.compiler.is_compiling() and needs_no_mask(config, dict(zip(names[1:], args)) | kwargs)):
             return forward(self, *args, **kwargs)
-        # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see through it
+        # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see
+        # through it
         config._attn_implementation = CAUSAL
         try:
             return forward(self, *args, **kwargs)

@@ -40,7 +40,8 @@ def _patch_classes(
     name: str, config: PretrainedConfig, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Patch the classes of the configuration's family as the flags among ``kwargs`` say; return the
-    other ``kwargs``, and the flags for ``apply_rest``. An unknown family stays stock, with a warning.
+    other ``kwargs``, and the flags for ``apply_rest``. An unknown family stays stock, with a
+    warning.
 
     Flags of FP8 are not for the classes, because other models of this process may not want it.
     """

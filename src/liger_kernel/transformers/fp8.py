@@ -37,7 +37,8 @@ from liger_kernel.transformers.quantize import (
 )
 from liger_kernel.transformers.recognise.projections import is_dense
 
-# values of a weight below which its three products gain less than the casts, and the host, take (MEASURED.md)
+# values of a weight below which its three products gain less than the casts, and the host, take
+# (MEASURED.md)
 SMALL = 2**24
 
 

@@ -177,8 +177,8 @@ def stub() -> str:
         "",
         "def is_transformers_available() -> bool: ...",
     ]
-    # Most families share their flags, so each set of flags is one class, which a family's name is an
-    # instance of: a type checker then sees its parameters like those of a function.
+    # Most families share their flags, so each set of flags is one class, which a family's name is
+    # an instance of: a type checker then sees its parameters like those of a function.
     ours = ", ".join(f"{name}: {SWITCHES[name].type} = {default}" for name, default in OURS.items())
     by_flags: dict[str, list[str]] = {}
     for function in apply.MODEL_TYPE_TO_APPLY_LIGER_FN.values():

@@ -86,7 +86,8 @@ def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> C
         # what the caller wants of the loss, which Transformers' forward knows nothing of
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)
-        # The arguments by name, to look at them; those that came by position are passed on by position
+        # The arguments by name, to look at them; those that came by position are passed on by
+        # position
         takes = positional
         if more and args:  # a wrapper of other code takes *args: use the parameter names of the class
             of_class = _positional(type(self).forward)[0]
@@ -160,7 +161,8 @@ def _positional(forward: Callable) -> tuple[list[str], bool]:
 
 
 def _warn_of_no_effect(model: nn.Module, loss: LossRequest, keywords: list[str]) -> None:
-    """Say that the model has computed no loss of a recipe, so that what was wanted of it is left out."""
+    """Say that the model has computed no loss of a recipe, so that what was wanted of it is left
+    out."""
     why = "its loss is not one cross entropy of its logits"
     if keywords:
         warnings.warn(f"{type(model).__name__}: {why}, so these have no effect: {keywords}", stacklevel=3)

@@ -55,7 +55,8 @@ def _cross_entropy(
     options = wanted.options.but(ignore_index=ignore_index, reduction=reduction, stats=wanted.statistics)
     options = options if weight is None else options.but(class_weight=weight)
     options = options.but(label_smoothing=label_smoothing) if label_smoothing else options
-    # a no_grad between the head and this loss has cut the logits from the graph: the fused loss would mend it
+    # a no_grad between the head and this loss has cut the logits from the graph: the fused loss
+    # would mend it
     cut = torch.is_grad_enabled() and not logits.learns
     transform = None if cut or logits.computed is not None else logits.scale_and_cap()
     head, rows = logits.head, logits.rows
@@ -134,7 +135,8 @@ def _of_whole_batch(
     # tokens that do not count take part in no product
     if main and (kept := _kept(wanted, target)) is not None:
         options = options.but(compact=kept)
-    # the caller will divide this sum: dividing in the forward saves the backward a pass over the gradient of the head
+    # the caller will divide this sum: dividing in the forward saves the backward a pass over the
+    # gradient of the head
     if main and options.reduction == "sum" and (n := items(wanted.num_items, logits.rows)) is not None:
         n = n.where(n != 0, 1)  # without tokens, the caller divides by 0, as with logits
         options = options.but(reduction="mean", num_items=n)

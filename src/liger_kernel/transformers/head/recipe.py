@@ -110,7 +110,8 @@ class LogitsRecipe:
         self.learns: bool = torch.is_grad_enabled() and (parent is None or parent.learns)
         self.autocast: torch.dtype | None = _autocast(rows.device.type) if parent is None else parent.autocast
         self.saving: Any = saving_hooks()[0] if parent is None else parent.saving
-        # the recipe of the head's call, from which this one was made; kept until the logits are computed
+        # the recipe of the head's call, from which this one was made; kept until the logits are
+        # computed
         self.root: LogitsRecipe | None = None if parent is None else parent if parent.root is None else parent.root
         self.make: Callable[[], Tensor] | None = None
         self.shared = parent is not None  # whether another recipe was made from it, or may share its memory
@@ -165,7 +166,8 @@ class LogitsRecipe:
     def derived(
         self, op: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor] | None = None, tail: tuple = ()
     ) -> LogitsRecipe:
-        """The recipe of ``op(logits)``. ``op`` does ``rows`` to the tokens and ``tail`` to values."""
+        """The recipe of ``op(logits)``. ``op`` does ``rows`` to the tokens and ``tail`` to
+        values."""
         self.needs_graph()
         x, thin = self.rows, self.thin
         if rows is not None:

@@ -56,7 +56,8 @@ class StandIn(nn.Module):
             self.head = head
             self.calls: dict[int, list[Call | None]] = {}
         else:
-            # nothing of its own: whoever reads or changes parameters or hooks meanwhile gets those of the head
+            # nothing of its own: whoever reads or changes parameters or hooks meanwhile gets those
+            # of the head
             self.__dict__.update(head=head, calls={}, lock=threading.RLock())
 
     def call(self) -> Call | None:
@@ -238,7 +239,8 @@ def call_with_hooks(
         reasons.append(found)
         return inner.forward(*args, **kwargs)
 
-    # other code's forward runs as it is, and hooks that gather weights or spread rows need the whole call
+    # other code's forward runs as it is, and hooks that gather weights or spread rows need the
+    # whole call
     if "forward" in inner.__dict__ or parallel.is_sharded(head) or parallel.is_tensor_parallel(head):
         return head(*args, **kwargs), next(_of_users(head), "a forward of its own")
     logits = parallel.call_instead(head, inner, between_hooks, *args, **kwargs)

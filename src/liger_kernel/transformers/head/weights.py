@@ -161,7 +161,8 @@ def _version(t: Tensor) -> int:
 
 
 def _is_freed(t: Tensor) -> bool:
-    # the wrappers of torch.func have no storage, and other classes of tensors keep their values elsewhere
+    # the wrappers of torch.func have no storage, and other classes of tensors keep their values
+    # elsewhere
     if type(t) not in (Tensor, nn.Parameter) or not t.numel() or _private.transforms():
         return False
     return not t.untyped_storage().nbytes()

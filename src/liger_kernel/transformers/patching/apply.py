@@ -175,7 +175,8 @@ def _warn_without_effect(model_type: str, given: Mapping[str, Any], live: bool) 
         rows = rows_of([model_type], family)
         own = {module.__name__ for module, _ in rows}
         of_slot = [(m, name) for m, each in rows for name, label in each.swapped.items() if SLOT_OF[label] == slot]
-        # Functions, such as ropes, belong to their module under any name: only classes are borrowed.
+        # Functions, such as ropes, belong to their module under any name: only classes are
+        # borrowed.
         owners = [vars(m)[name] for m, name in of_slot if name in vars(m)]
         borrowed = [o for o in owners if isinstance(o, type) and o.__module__ not in own]
         if of_slot and all(name in TORCHS_OWN for _, name in of_slot):

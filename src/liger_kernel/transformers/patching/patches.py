@@ -192,7 +192,8 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Make:
-    """Makes the module of a copy, of ``cls``. Pickled, it is the function that makes a stock one."""
+    """Makes the module of a copy, of ``cls``. Pickled, it is the function that makes a stock
+    one."""
 
     def __init__(self, cls: type):
         self.cls = cls
@@ -240,7 +241,8 @@ def remembered(owner: Any) -> dict[str, Any]:
 
 
 def is_method(m: nn.Module, place: str, attribute: str) -> bool:
-    """Whether ``m`` itself has under ``place``, ours aside, the method ``attribute`` of its class."""
+    """Whether ``m`` itself has under ``place``, ours aside, the method ``attribute`` of its
+    class."""
     value = m.__dict__.get(KEY, {}).get(place, m.__dict__.get(place))
     bound = isinstance(value, types.MethodType) and value.__self__ is m
     return bound and value.__func__ is original(type(m), attribute, None)

@@ -44,7 +44,8 @@ from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS
 from liger_kernel.transformers.rewrite import rules
 from liger_kernel.transformers.rewrite.rules import MASKS, NORMS, PROJECTIONS
 
-# What patches of a forward are called, by the rules that rewrite it: in layers, and in other classes
+# What patches of a forward are called, by the rules that rewrite it: in layers, and in other
+# classes
 _IN_LAYERS = {NORMS: "add_norm", PROJECTIONS: "projections"}
 _IN_OTHERS = {NORMS: "norm_rope", PROJECTIONS: "projections", MASKS: "masks"}
 HEADS = ("fused head", "logits head")  # the labels of patches of a head: without logits, and with
@@ -154,7 +155,8 @@ def _of_slots(model_type: str, module: types.ModuleType, row: Family, parts: Map
     """Norms, MLPs, experts, attention with sinks and rope functions that a variant replaces."""
     tiles = parts.get("tiled_mlp", False)
     for name, label in row.swapped.items():
-        # The tiles of an MLP are a flag of their own: with its kernel off, its stock forward is tiled
+        # The tiles of an MLP are a flag of their own: with its kernel off, its stock forward is
+        # tiled
         on, tiling = parts.get(SLOT_OF[label]), bool(tiles) and isinstance(VARIANTS[label], GLU | MLP)
         owner, attribute = _place(module, name)
         if not (on or tiling) or not hasattr(owner, attribute):  # another version may not have the attribute
@@ -222,8 +224,9 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
     """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of
     PyTorch and of other families are not patched.
 
-    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, "fp8": a request,
-    and the flags for long rows. ``head``: "fused", "logits" (fused loss on real logits) or None.
+    ``parts``: slot -> whether to replace it, "rematerialise": a level of ``memory``, "fp8": a
+    request, and the flags for long rows. ``head``: "fused", "logits" (fused loss on real logits) or
+    None.
     """
     modules = [module for module, _ in rows_of([model_type], rows)]
     own = {module.__name__ for module in modules}
@@ -317,8 +320,8 @@ def instance_patches(
             theirs, seeing = original(cls, p.attribute), compiled.get((cls, p.attribute))
             if theirs is original(p.owner, p.attribute):
                 if seeing and is_head:
-                    # The forward of a model both calls one of our functions and ends in the head: it
-                    # is one attribute, so one patch does both.
+                    # The forward of a model both calls one of our functions and ends in the head:
+                    # it is one attribute, so one patch does both.
                     del compiled[cls, p.attribute]
                     both = made(fused, seeing.new, keep)
                     p_here = dataclasses.replace(p, new=both, labels=(*p.labels, *seeing.labels))
@@ -344,11 +347,12 @@ def instance_patches(
 
 
 def _methods_seeing(cls: type, functions: list[Patch], fuse: Parts) -> Iterator[tuple[str, Patch]]:
-    """The methods of ``cls`` that look up patched ``functions`` of Python modules, each with a patch
-    in which it reads ours."""
+    """The methods of ``cls`` that look up patched ``functions`` of Python modules, each with a
+    patch in which it reads ours."""
     readers: dict[tuple[str, types.FunctionType], list[Patch]] = {}
     names = {p.owner.__name__ for p in functions}
-    # bases elsewhere, such as nn.Module, have hundreds of methods, none of which is of these modules
+    # bases elsewhere, such as nn.Module, have hundreds of methods, none of which is of these
+    # modules
     bases = [base for base in reversed(cls.__mro__) if base.__module__ in names and KEY not in vars(base)]
     for attribute in dict.fromkeys(attribute for base in bases for attribute in vars(base)):
         method = original(cls, attribute)
@@ -366,7 +370,8 @@ def _methods_seeing(cls: type, functions: list[Patch], fuse: Parts) -> Iterator[
 
 
 def on_instance(m: nn.Module, p: Patch) -> list[Patch]:
-    """The patch ``p`` of a class for ``m``, a module of it; none if its class is patched so already.
+    """The patch ``p`` of a class for ``m``, a module of it; none if its class is patched so
+    already.
 
     If other code has replaced the function on this module, the patch is ``p.around`` that
     function; without ``around`` there is none.
@@ -404,11 +409,12 @@ def _of_user(forward: Any) -> bool:
 
 # -- experts that Transformers spreads over ranks --------------------------------------------------
 
-# Expert parallelism replaces the ``forward`` of each module of experts by a closure, which makes the
-# weights local and calls an ``EPImplementation``. That brings tokens to the ranks of their experts,
-# and calls ``experts_forward`` with local ids. It took ``experts_forward`` from the module when the
-# closure was made: a patch of a class before that is found there; for a live module, the closure is
-# made again around a copy of the implementation. So the exchange of tokens runs as it is.
+# Expert parallelism replaces the ``forward`` of each module of experts by a closure, which makes
+# the weights local and calls an ``EPImplementation``. That brings tokens to the ranks of their
+# experts, and calls ``experts_forward`` with local ids. It took ``experts_forward`` from the module
+# when the closure was made: a patch of a class before that is found there; for a live module, the
+# closure is made again around a copy of the implementation. So the exchange of tokens runs as it
+# is.
 _EXCHANGE, _CELL = "transformers.distributed.expert_parallel", "implementation"
 # attribute of such a closure: our forward of experts -> what was made of both, as a patch must be
 # the same when it is found again
@@ -467,7 +473,8 @@ def _around_layers(forward: Callable, offloads: bool, keeps: bool) -> Callable:
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Classes are patched before their modules exist, so only the call knows whether it has layers.
+        # Classes are patched before their modules exist, so only the call knows whether it has
+        # layers.
         return (outer if layers_of(self) else forward)(self, *args, **kwargs)
 
     return call
@@ -476,7 +483,8 @@ def _around_layers(forward: Callable, offloads: bool, keeps: bool) -> Callable:
 def _keeping_attention(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Without gradients nothing is kept, and a compiled graph cannot exchange attributes of layers.
+        # Without gradients nothing is kept, and a compiled graph cannot exchange attributes of
+        # layers.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         with _checkpointed_with_attention(self):

@@ -67,8 +67,8 @@ def activation(fn: Any) -> str | None:
     """Return which of our activations a call of ``fn`` computes now; None if it computes another
     one, or if hooks observe its calls.
 
-    The class or function of PyTorch or Transformers decides. Equal values would also match a learned
-    gain that begins at 1, or dropout in evaluation.
+    The class or function of PyTorch or Transformers decides. Equal values would also match a
+    learned gain that begins at 1, or dropout in evaluation.
     """
     reads = _ACTIVATION_MODULES.get(type(fn))
     if reads is None:

@@ -303,8 +303,9 @@ def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
     a, b, E = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
     a = a.reshape(E, -1, a.shape[1])
     b = b.reshape(b.shape[0], -1, E).permute(2, 0, 1)
-    # It says in which order PEFT takes the last two dims of the parameter for K and N. If PEFT is wrong
-    # about a parameter that is stored as (E, in, out), A belongs to the output. PEFT 0.17 never swaps
+    # It says in which order PEFT takes the last two dims of the parameter for K and N. If PEFT is
+    # wrong about a parameter that is stored as (E, in, out), A belongs to the output. PEFT 0.17
+    # never swaps
     return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 

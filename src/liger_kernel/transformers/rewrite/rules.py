@@ -179,7 +179,8 @@ def rewrite_norms(tree: ast.FunctionDef) -> bool:
     in_place = [node for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
     if not all(isinstance(node.value, ast.Tuple) for node in in_place):
         return False
-    # rotations first: a norm of heads may follow an assignment, too, and gains more with its rotation
+    # rotations first: a norm of heads may follow an assignment, too, and gains more with its
+    # rotation
     each_statement(tree.body, _with_rotation)
     each_statement(tree.body, _with_residual)
     return bool(names_in(tree) & {ADD_NORM, NORM_ROPE})
@@ -355,8 +356,8 @@ class _Linears:
         return found
 
     def leaves(self, statement: ast.stmt, name: str) -> bool:
-        """Whether ``statement`` leaves the tensor ``name`` as it is, passes it only to linear layers,
-        and draws no random numbers."""
+        """Whether ``statement`` leaves the tensor ``name`` as it is, passes it only to linear
+        layers, and draws no random numbers."""
         if not isinstance(statement, _STRAIGHT):
             return False
         nodes = list(ast.walk(statement))
@@ -484,8 +485,8 @@ def _answer() -> None:
     @functools.wraps(look)
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
         known = None if torch.compiler.is_compiling() else _documents.get()
-        # Only for these very positions, of which Transformers passes an expanded alias: another model
-        # that a hook calls meanwhile has its own
+        # Only for these very positions, of which Transformers passes an expanded alias: another
+        # model that a hook calls meanwhile has its own
         if known is None or not _private.is_alias_of(position_ids, known[1]):
             return look(position_ids)
         if known[0]:
@@ -524,7 +525,8 @@ def _fused(forward: Any, parts: frozenset[str]) -> tuple[types.FunctionType | No
         tree = tree_of(forward) if parts else None
         found, linears = _rewrite(tree, parts, forward) if tree is not None else (frozenset(), frozenset())
         new = _compiled(forward, tree, {}, linears) if tree is not None and found else None
-        # rules that find nothing change nothing: who asks for the others alone gets the same function
+        # rules that find nothing change nothing: who asks for the others alone gets the same
+        # function
         _FUSED[forward, parts] = _FUSED[forward, found] = new, found
     return _FUSED[forward, parts]
 

@@ -54,7 +54,8 @@ def _parsed(text: str) -> list[ast.stmt]:
 
 
 def match(pattern: str, block: list[ast.stmt], at: int = 0) -> Found | None:
-    """What the placeholders stand for, if the statements from ``at`` on are those of ``pattern``."""
+    """What the placeholders stand for, if the statements from ``at`` on are those of
+    ``pattern``."""
     wanted = _parsed(pattern)
     found: Found = {}
     return found if _alike(wanted, block[at : at + len(wanted)], found) else None
@@ -90,8 +91,8 @@ def _stands_for(placeholder: str, node: ast.expr, found: Found) -> bool:
 
 
 def build(template: str, found: Mapping[str, Any]) -> list[ast.stmt]:
-    """The statements of ``template``, in which each placeholder is what was found for it. Names that
-    are no placeholders stay."""
+    """The statements of ``template``, in which each placeholder is what was found for it. Names
+    that are no placeholders stay."""
 
     def filled(name: ast.Name) -> ast.expr:
         value = found.get(name.id, name)
@@ -121,7 +122,8 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The blocks inside a statement; a function or class defined there is not part of the forward."""
+    """The blocks inside a statement; a function or class defined there is not part of the
+    forward."""
     if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         for part in ("body", "orelse", "finalbody"):
             if isinstance(inner := getattr(statement, part, None), list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -80,12 +81,13 @@ def _cross_entropy(
             else:
                 options, kept, n = _of_whole_batch(logits, target, options, expected)
                 how = dict(xa=logits.thin, wb=head.wb) | options.given()
+                after = functools.partial(_of_caller, wanted.statistics, n, kept, target)
                 if head.module is None:
                     head.check()
-                    found = linear_cross_entropy(rows, head.w, target, head.bias, **how)
-                else:
-                    found = head.multiply(lambda x, w, bias: linear_cross_entropy(x, w, target, bias, **how), rows)
-                found = _of_caller(found, wanted.statistics, n, kept, target)
+                    found = after(linear_cross_entropy(rows, head.w, target, head.bias, **how))
+                else:  # all of it within the call of the head, whose hooks may cast what it returns
+                    call = lambda x, w, bias: after(linear_cross_entropy(x, w, target, bias, **how))
+                    found = head.multiply(call, rows)
         # from here on nobody can be given a gradient of these logits: there is none
         for recipe in logits.family():
             recipe.without_gradient = True
@@ -143,7 +145,7 @@ def _of_whole_batch(
     return options, kept, n
 
 
-def _of_caller(found: Any, statistics: bool, n: Tensor | None, kept: Kept | None, target: Tensor) -> Any:
+def _of_caller(statistics: bool, n: Tensor | None, kept: Kept | None, target: Tensor, found: Any) -> Any:
     """The loss that the caller wants of what was ``found`` with the options of ``_of_whole_batch``:
     not divided by n, and NaN if the model's forward counts other tokens than its labels said."""
     loss, *more = found if statistics else (found,)

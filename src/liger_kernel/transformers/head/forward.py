@@ -181,7 +181,7 @@ def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
     return Kept(labels, IGNORE)
 
 
-# -- outputs ---------------------------------------------------------------------------------------
+# -- outputs
 
 # made once for each class, so that the outputs of two models of it are of one class
 _OUTPUTS: dict[type, type] = {}

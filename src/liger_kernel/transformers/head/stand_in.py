@@ -208,7 +208,7 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str] | None:
     return next(((m, name) for m in model.modules() for name, child in m._modules.items() if child is head), None)
 
 
-# -- heads with hooks ------------------------------------------------------------------------------
+# -- heads with hooks
 
 _CASTS = {"float", "to", "torch", "float32", "bfloat16", "float16"}  # all names in a hook that only casts the result
 

@@ -29,7 +29,7 @@ from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
 from liger_kernel.transformers.recognise.variant import are_numbers
 from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 
-# -- flags and their defaults ----------------------------------------------------------------------
+# -- flags and their defaults
 
 _FLAGS = dict[str, bool | None]
 _OF_FP8 = [name for name in SWITCHES if name.startswith("fp8")]
@@ -108,7 +108,7 @@ def parameters_of(model_type: str) -> _FLAGS:
     return flags | {"model": None} | late
 
 
-# -- patches by flags ------------------------------------------------------------------------------
+# -- patches by flags
 
 
 def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -> Patches:
@@ -296,7 +296,7 @@ transformer_version = Version(transformers.__version__)
 MIN_SUPPORTED_TRANSFORMERS_VERSION = Version("4.57.0")
 IS_TRANSFORMERS_V5_OR_LATER = transformer_version.major >= 5
 
-# -- the Trainer that is patching a model ----------------------------------------------------------
+# -- the Trainer that is patching a model
 
 # Transformers' Trainer patches one model: the one that it trains. A reference policy beside it
 # (``ref_model`` in TRL's trainers for DPO, KTO, GRPO, ...) would keep stock norms, which add in
@@ -356,7 +356,7 @@ def compute_references_again(trainer: Any, flags: Mapping[str, Any]) -> None:
         trainer.eval_dataset = again(rest, "eval", size)
 
 
-# -- single modules, for frameworks that walk through a model themselves ---------------------------
+# -- single modules, for frameworks that walk through a model themselves
 
 
 def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:

@@ -37,7 +37,7 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=5)
 
 
-# -- Transformers' wrappers around a forward -------------------------------------------------------
+# -- Transformers' wrappers around a forward
 
 # Python modules whose wrappers call what they wrap with the same arguments, or renamed ones
 WRAPPING = ("transformers.", "torch.utils._contextlib")
@@ -92,7 +92,7 @@ def within(forward: Callable, change: Callable[[Any], Callable], *, of_class: bo
     return new
 
 
-# -- classes of patched modules --------------------------------------------------------------------
+# -- classes of patched modules
 
 # In a class of ours: attribute -> our function. In the __dict__ of a live module: attribute -> its
 # value before the patch, for attributes of the module itself, which hide those of its class
@@ -227,7 +227,7 @@ def _reduce(m: nn.Module, protocol: Any) -> Any:
     return make, args, *rest
 
 
-# -- patches ---------------------------------------------------------------------------------------
+# -- patches
 
 ABSENT = object()  # the value of an attribute that the owner did not have itself
 _STOCK: dict[Any, dict[str, Any]] = {}  # class or Python module -> attribute -> its value before the patch

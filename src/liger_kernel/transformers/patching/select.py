@@ -119,7 +119,7 @@ def _rules(norms: Any, parts: Mapping[str, Any], head: str | None) -> Parts:
     return frozenset(itertools.compress((NORMS, PROJECTIONS, MASKS), (norms, parts.get("projections"), head)))
 
 
-# -- patches of classes and of functions in Python modules -----------------------------------------
+# -- patches of classes and of functions in Python modules
 
 
 def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
@@ -287,7 +287,7 @@ def _ropes_of_parts(
     return [p for at, (p, *others) in found.items() if at not in patched and not others]
 
 
-# -- patches of live modules -----------------------------------------------------------------------
+# -- patches of live modules
 
 
 def instance_patches(
@@ -407,7 +407,7 @@ def _of_user(forward: Any) -> bool:
     return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("transformers.")
 
 
-# -- experts that Transformers spreads over ranks --------------------------------------------------
+# -- experts that Transformers spreads over ranks
 
 # Expert parallelism replaces the ``forward`` of each module of experts by a closure, which makes
 # the weights local and calls an ``EPImplementation``. That brings tokens to the ranks of their
@@ -454,7 +454,7 @@ def _with_experts(implementation: Any, experts_forward: Any) -> Any | None:
     return new
 
 
-# -- what runs around the forward that calls a model's layers --------------------------------------
+# -- what runs around the forward that calls a model's layers
 
 
 def layers_of(m: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -247,7 +247,7 @@ EXPERTS = [
 ]
 
 
-# -- adapters of experts ---------------------------------------------------------------------------
+# -- adapters of experts
 
 # A ``ParamWrapper`` of PEFT adapts one parameter of the module that it wraps; wrappers of several
 # parameters are nested. During a call, PEFT puts W + scale B A of all experts in the place of the
@@ -414,7 +414,7 @@ def experts(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weigh
     return found(rows.to(product_dtype(x)), index, weights).view(x.shape).to(x.dtype)
 
 
-# -- the load of experts ---------------------------------------------------------------------------
+# -- the load of experts
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ fused_add_rms_norm = LigerFusedAddRMSNormFunction.apply
 ADD_NORM, NORM_ROPE, LAST = "_liger_add_norm", "_liger_norm_rope", "_liger_last"
 
 
-# -- norms: what runs ------------------------------------------------------------------------------
+# -- norms: what runs
 
 
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
@@ -160,7 +160,7 @@ def norm_rope(
     return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, angles(cos), angles(sin), **options)
 
 
-# -- norms: where it runs --------------------------------------------------------------------------
+# -- norms: where it runs
 
 # s: the sum, or what is only kept; r: its other name; n: the normed rows. The longest come first
 _RESIDUAL = (
@@ -253,12 +253,13 @@ def _saves_nothing(statement: ast.stmt) -> bool:
     return all(isinstance(node, ast.Name | ast.Load | ast.Tuple) for part in parts for node in ast.walk(part))
 
 
-# -- linear layers ---------------------------------------------------------------------------------
+# -- linear layers
 
 LINEAR, SHARED, EXPERTS = "_liger_linear", "_liger_shared", "_liger_experts"
 # How models name linear layers. A wrong guess costs a function call: a module decides by what it is
 NAMED = re.compile(
-    r"proj|dense|linear|query|key|value|qkv|^[qc]_attn$|^[qkvow]\d?$|^w[qkvo]$|^wi_?\d?$|^wo$|^fc_?\w*$|^lin\d?$|^c_\w+$|^[WV][iqkvo]$"
+    r"proj|dense|linear|query|key|value|qkv|^[qc]_attn$|^[qkvow]\d?$|^w[qkvo]$|^wi_?\d?$|^wo$|^fc_?\w*$|^lin\d?$"
+    r"|^c_\w+$|^[WV][iqkvo]$"
 )
 NOT_NAMED = re.compile(r"norm|drop|conv|embed|^ln_|act$|act_")
 RANDOM = re.compile(r"drop|rand|noise")
@@ -388,7 +389,7 @@ class _Linears:
         return call
 
 
-# -- masks -----------------------------------------------------------------------------------------
+# -- masks
 
 INFORMED = "_liger_informed"
 _POSITIONS = {"position_ids", "text_position_ids", "cache_position"}
@@ -496,7 +497,7 @@ def _answer() -> None:
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
-# -- the rules -------------------------------------------------------------------------------------
+# -- the rules
 
 NORMS, PROJECTIONS, MASKS = "norms", "projections", "masks"
 # what the source that the rules write calls

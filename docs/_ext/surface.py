@@ -19,6 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+from refused_calls import REFUSED
+
 # The order says by which path an object is documented
 MODULES = [
     "liger_kernel.transformers",
@@ -170,9 +174,10 @@ def notes(value: Any, others: list[str]) -> Iterator[str]:
     if operator and operator.fn is value:
         for module in dict.fromkeys((value.__module__, FORMULAS.get(operator.name, value.__module__))):
             yield from ["", *rest(inspect.cleandoc(importlib.import_module(module).__doc__ or "")), ""]
-        if errors := list(dict.fromkeys(case.error for case in operator.cases if case.error)):
+        refused = REFUSED.get(operator.name, ())[1:]
+        if errors := [*(case.error for case in operator.cases if case.error), *(error for _, error in refused)]:
             yield from ["Raises ``ValueError``, with the operator's name before the text, for example:", ""]
-            yield from [f"- ``{error}``" for error in errors]
+            yield from [f"- ``{error}``" for error in dict.fromkeys(errors)]
             yield ""
     elif home_of(value).startswith(STATED) and value.__name__.endswith(("Loss", "Base", "loss", "GrpoLossFunction")):
         yield from ["", *rest(inspect.cleandoc(sys.modules[home_of(value)].__doc__ or "")), ""]

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from quick import further
+from refused_calls import REFUSED
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -87,9 +88,6 @@ runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and
 small = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.gpu))
 first = pytest.mark.parametrize(
     "op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _first(o)]
-)
-invalid = pytest.mark.parametrize(
-    "op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _cases(o) if c.error]
 )
 # nodes that are PyTorch's products above all; tests/ops/test_lora.py counts these
 NODES = {
@@ -610,11 +608,19 @@ def test_checkpoints(op, case, reentrant):
         )
 
 
-@invalid
-def test_says_what_is_wrong(op, case):
-    with pytest.raises(ValueError) as error:
-        op.fn(**case.make(torch.float32, DEVICE))
-    assert str(error.value) == f"{op.name}: {case.error.removeprefix(f'{op.name}: ')}"
+def _refused() -> list:
+    """Operators with the arguments and the error text of calls that they refuse."""
+    of_cases = [(o.name, c.args, c.error.removeprefix(f"{o.name}: ")) for o in OPS.values() for c in o.cases if c.error]
+    return of_cases + [
+        (op, base | changes, error) for op, (base, *calls) in REFUSED.items() for changes, error in calls
+    ]
+
+
+@pytest.mark.parametrize("name, args, error", [pytest.param(*call, id=f"{call[0]}-{call[2]}") for call in _refused()])
+def test_says_what_is_wrong(name, args, error):
+    with pytest.raises(ValueError) as raised:
+        OPS[name].fn(**_op.Case(name, args).make(torch.float32, DEVICE))
+    assert str(raised.value) == f"{name}: {error}"
 
 
 @functools.cache

@@ -352,15 +352,6 @@ def _tensors(num_groups: int, *shape: int) -> dict:
         Case("no-space", dict(_tensors(3, 5, 24), eps=1e-3)),
         Case("fp32-weight", dict(x=T((2, 4, 31)), num_groups=2, w=T((4,), dtype=torch.float32), b=T((4,)))),
         Case("long", dict(x=T((1, 6, 6000), draw=_shifted), num_groups=2, w=T((6,)), b=T((6,)))),
-        Case("bad-groups", _tensors(3, 2, 4, 5), error="num_groups must divide the 4 channels of x, got 3"),
-        Case("bad-weight", dict(_tensors(2, 2, 4, 5), w=T((5,))), error="w must have shape (4,), got (5,)"),
-        Case("bad-bias", dict(_tensors(2, 2, 4, 5), b=T((1, 4))), error="b must have shape (4,), got (1, 4)"),
-        Case("vector", dict(x=T((4,)), num_groups=2), error="x must have shape (B, C, ...), got (4,)"),
-        Case(
-            "integers",
-            dict(x=T((2, 4), dtype=torch.int64), num_groups=2),
-            error="x must be floating point, got torch.int64",
-        ),
     ],
     cost=lambda x, num_groups, w=None, b=None, **_: Cost(
         nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())

@@ -216,12 +216,6 @@ class LigerMHCPostResFunction(torch.autograd.Function):
     cases=[
         Case("streams-4", dict(x=T((2, 9, 4, 24)), h_pre=T((2, 9, 4), dtype=torch.float32))),
         Case("odd", dict(x=T((5, 3, 33)), h_pre=T((5, 3)))),
-        Case("bad-h", dict(x=T((5, 3, 8)), h_pre=T((5, 4))), error="h_pre must have shape (5, 3), got (5, 4)"),
-        Case(
-            "bad-x",
-            dict(x=T((5,)), h_pre=T((5,))),
-            error="x must be floating point of shape (..., H, C), got torch.float32 (5,)",
-        ),
     ],
     cost=lambda x, h_pre: Cost(
         nbytes(x, h_pre, x[..., 0, :]), nbytes(x, x, h_pre, h_pre, x[..., 0, :]), flops=(2 * x.numel(), 3 * x.numel())
@@ -252,16 +246,6 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
             ),
         ),
         Case("odd", dict(x=T((5, 3, 33)), f_out=T((5, 33)), h_post=T((5, 3)), h_res=T((5, 3, 3)))),
-        Case(
-            "bad-f",
-            dict(x=T((5, 3, 8)), f_out=T((5, 9)), h_post=T((5, 3)), h_res=T((5, 3, 3))),
-            error="f_out must have shape (5, 8), got (5, 9)",
-        ),
-        Case(
-            "bad-res",
-            dict(x=T((5, 3, 8)), f_out=T((5, 8)), h_post=T((5, 3)), h_res=T((5, 3))),
-            error="h_res must have shape (5, 3, 3), got (5, 3)",
-        ),
     ],
     cost=lambda x, f_out, h_post, h_res: Cost(
         nbytes(x, x, f_out, h_post, h_res),

@@ -225,8 +225,6 @@ class LigerSoftmaxFunction(torch.autograd.Function):
         Case("one-column", dict(x=T((5, 1)))),
         Case("long", dict(x=T((3, 33001)))),
         Case("longer", dict(x=T((2, 65552)))),
-        Case("bad-dim", dict(x=T((4, 8)), dim=2), error="dim must be in [-2, 1], got 2"),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(4 * x.numel(), 4 * x.numel())),
 )

@@ -191,8 +191,6 @@ class LigerSparsemaxFunction(torch.autograd.Function):
         Case("columns", dict(x=T((6, 9)), dim=0)),
         Case("one-column", dict(x=T((5, 1)))),
         Case("long", dict(x=T((3, 33001)))),
-        Case("bad-dim", dict(x=T((4, 8)), dim=-3), error="dim must be in [-2, 1], got -3"),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(4 * x.numel(), 3 * x.numel())),
 )

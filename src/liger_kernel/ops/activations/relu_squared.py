@@ -77,12 +77,7 @@ class LigerReLUSquaredFunction(torch.autograd.Function):
 
 @op(
     reference=reference,
-    cases=[
-        Case("nemotron", dict(x=T((2, 5, 72)))),
-        Case("odd", dict(x=T((3, 1, 701)))),
-        Case("one", dict(x=T((1,)))),
-        Case("integers", dict(x=T((2, 4), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
-    ],
+    cases=[Case("nemotron", dict(x=T((2, 5, 72)))), Case("odd", dict(x=T((3, 1, 701)))), Case("one", dict(x=T((1,))))],
     cost=lambda x: Cost(nbytes(x, x), nbytes(x, x, x), flops=(2 * x.numel(), 3 * x.numel())),
 )
 def relu_squared(x: Tensor) -> Tensor:

@@ -110,13 +110,6 @@ class LigerRMSNormFunction(torch.autograd.Function):
         Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
         Case("wide", dict(x=T((2, MAX_N + 77)), w=T((MAX_N + 77,)))),
-        Case("bad-weight", dict(x=T((4, 8)), w=T((4,))), error="w must have shape (8,), got (4,)"),
-        Case(
-            "bad-casting",
-            dict(x=T((4, 8)), w=T((8,)), casting="bf16"),
-            error="casting must be one of ('llama', 'gemma', 'none'), got 'bf16'",
-        ),
-        Case("integers", dict(x=T((4, 8), dtype=torch.int64)), error="x must be floating point, got torch.int64"),
     ],
     cost=lambda x, w=None, **_: Cost(nbytes(x, x, w), nbytes(x, x, x, w, w), flops=(4 * x.numel(), 10 * x.numel())),
 )

@@ -149,9 +149,6 @@ def _cost_mlp(x, **tensors) -> Cost:
     return _cost_of(x.numel() // x.shape[-1], _layers_of(tensors), (nbytes(x, x), nbytes(x, x, x)))
 
 
-_LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
-
-
 @op(
     reference=reference,
     cases=[
@@ -162,34 +159,6 @@ _LINEAR = dict(x=T((6, 8)), scale=0.5) | _layer(8, 12, 3)
         ),
         Case("fp32-adapter", dict(x=T((11, 24)), scale=0.5) | _layer(24, 20, 4, dtype=torch.float32)),
         Case("odd", dict(x=T((1, 7)), scale=-1.0) | _layer(7, 5, 2)),
-        Case(
-            "integers",
-            _LINEAR | dict(x=T((6, 8), dtype=torch.int64)),
-            error="lora_linear: x must be floating point, got torch.int64",
-        ),
-        Case(
-            "bad-weight",
-            _LINEAR | dict(weight=T((12, 9))),
-            error="lora_linear: weight must have shape (N, 8), got (12, 9)",
-        ),
-        Case(
-            "rank-0",
-            _LINEAR | dict(a=T((0, 8)), b=T((12, 0))),
-            error="lora_linear: a must have shape (r >= 1, 8), got (0, 8)",
-        ),
-        Case("bad-a", _LINEAR | dict(a=T((3, 9))), error="lora_linear: a must have shape (r >= 1, 8), got (3, 9)"),
-        Case("bad-b", _LINEAR | dict(b=T((12, 4))), error="lora_linear: b must have shape (12, 3), got (12, 4)"),
-        Case(
-            "mixed",
-            _LINEAR | dict(weight=T((12, 8), dtype=torch.float64)),
-            error="lora_linear: weight must have x's dtype, torch.float32, got torch.float64",
-        ),
-        Case("bad-bias", _LINEAR | dict(bias=T((11,))), error="lora_linear: bias must have shape (12,), got (11,)"),
-        Case(
-            "bad-magnitude",
-            _LINEAR | dict(magnitude=T((12, 1))),
-            error="lora_linear: magnitude must have shape (12,), got (12, 1)",
-        ),
     ],
     cost=_cost,
 )
@@ -223,23 +192,9 @@ def lora_linear(
     return linears(x, [Projection(dense(weight), bias, (Adapter.scaled(a, b, scale),), magnitude)])[0]
 
 
-_QKV = _qkv_args((6,), 8, 12, 4, 2)
-
-
 @op(
     reference=reference_qkv,
-    cases=[
-        Case("llama", _qkv_args((2, 9), 32, 48, 16, 4)),
-        Case("odd", _qkv_args((1,), 7, 5, 3, 2)),
-        Case(
-            "integers",
-            _QKV | dict(x=T((6, 8), dtype=torch.int64)),
-            error="lora_qkv: x must be floating point, got torch.int64",
-        ),
-        Case("bad-k", _QKV | dict(k=T((4, 7))), error="lora_qkv: k must have shape (N, 8), got (4, 7)"),
-        Case("bad-v-a", _QKV | dict(v_a=T((3, 7))), error="lora_qkv: v_a must have shape (r >= 1, 8), got (3, 7)"),
-        Case("bad-q-b", _QKV | dict(q_b=T((12, 1))), error="lora_qkv: q_b must have shape (12, 2), got (12, 1)"),
-    ],
+    cases=[Case("llama", _qkv_args((2, 9), 32, 48, 16, 4)), Case("odd", _qkv_args((1,), 7, 5, 3, 2))],
     cost=_cost_qkv,
 )
 def lora_qkv(
@@ -268,32 +223,12 @@ def lora_qkv(
     return y[0], y[1], y[2]
 
 
-_MLP = _mlp_args((6,), 8, 12, 2)
-
-
 @op(
     reference=reference_mlp,
     cases=[
         Case("llama", _mlp_args((2, 9), 32, 48, 4)),
         Case("gemma", _mlp_args((17,), 24, 40, 3) | dict(act="gelu_tanh")),
         Case("odd", _mlp_args((1,), 7, 5, 2)),
-        Case(
-            "integers",
-            _MLP | dict(x=T((6, 8), dtype=torch.int64)),
-            error="lora_mlp: x must be floating point, got torch.int64",
-        ),
-        Case("bad-up", _MLP | dict(up=T((11, 8))), error="lora_mlp: up must have shape (12, 8), got (11, 8)"),
-        Case("bad-down", _MLP | dict(down=T((8, 11))), error="lora_mlp: down must have shape (8, 12), got (8, 11)"),
-        Case(
-            "bad-down-a",
-            _MLP | dict(down_a=T((2, 8))),
-            error="lora_mlp: down_a must have shape (r >= 1, 12), got (2, 8)",
-        ),
-        Case(
-            "bad-act",
-            _MLP | dict(act="swish2"),
-            error="lora_mlp: act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'",
-        ),
     ],
     cost=_cost_mlp,
 )

@@ -82,9 +82,6 @@ def _sixes(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-1, 2, shape).to(dtype) * 24
 
 
-_LAST = _args(4, 2, 8, 8, 3, 2)
-
-
 @op(
     reference=reference,
     cases=[
@@ -104,31 +101,6 @@ _LAST = _args(4, 2, 8, 8, 3, 2)
             | dict(gate_up_bias=T((2, 48), _sixes), down_bias=T((2, 16)), **_GPT_OSS),
         ),
         Case("recomputed", _args(9, 2, 16, 24, 3, 4, grads="x w") | dict(recompute=True)),
-        Case("bad-x", _LAST | dict(x=T((1, 4, 8))), error="lora_moe: x must have shape (T, H), got (1, 4, 8)"),
-        Case(
-            "bad-down", _LAST | dict(down=T((3, 8, 9))), error="lora_moe: down must have shape (3, 8, 8), got (3, 8, 9)"
-        ),
-        Case("no-b", _LAST | dict(down_b=None), error="lora_moe: down_b must be given with down_a, got None"),
-        Case(
-            "bad-a",
-            _LAST | dict(down_a=T((3, 2, 9))),
-            error="lora_moe: down_a must have shape (3, r >= 1, 8), got (3, 2, 9)",
-        ),
-        Case(
-            "rank-0",
-            _LAST | dict(down_a=T((3, 0, 8)), down_b=T((3, 8, 0))),
-            error="lora_moe: down_a must have shape (3, r >= 1, 8), got (3, 0, 8)",
-        ),
-        Case(
-            "bad-b",
-            _LAST | dict(gate_up_b=T((3, 16, 3))),
-            error="lora_moe: gate_up_b must have shape (3, 16, 2), got (3, 16, 3)",
-        ),
-        Case(
-            "integers",
-            _LAST | dict(gate_up_a=T((3, 2, 8), dtype=torch.int64)),
-            error="lora_moe: gate_up_a must be floating point, got torch.int64",
-        ),
     ],
     cost=_cost,
 )

@@ -19,17 +19,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
 from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
     acc,
     launch,
     launcher,
-    nbytes,
     once_differentiable,
-    op,
     rows_of,
     shaped,
     tracing,
@@ -41,7 +36,7 @@ from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, 
 MAX_D = 8192  # columns of which one program holds five tensors in registers; the reference computes wider rows
 
 
-def reference(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) -> Tensor:
+def reference(v, w_query, w_norm, *, eps):
     f = v.to(acc(v.dtype))
     x = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
     scores = (x * (w_query.to(f.dtype) * w_norm.to(f.dtype))).sum(-1, keepdim=True)

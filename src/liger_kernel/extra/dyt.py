@@ -12,26 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, jit, load_row, load_tile, store_tile, tanh, tanh_slope, tl
 
 
-def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
+def reference(x, alpha, gamma, beta):
     dtype = acc(x.dtype)
     y = torch.tanh(alpha.to(dtype) * x.to(dtype)) * gamma.to(dtype)
     return (y if beta is None else y + beta.to(dtype)).to(x.dtype)
@@ -40,7 +27,7 @@ def reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = Non
 @jit
 def _fwd(
     x_ptr, alpha_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, x_stride,
-    HAS_BETA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -49,7 +36,7 @@ def _fwd(
     alpha = tl.load(alpha_ptr).to(tl.float32)
     x = load_tile(x_ptr, row, col, x_stride, mask)
     y = tanh(alpha * x) * load_row(gamma_ptr, col, N)[None, :]
-    if HAS_BETA:
+    if beta_ptr is not None:
         y += load_row(beta_ptr, col, N)[None, :]
     store_tile(y_ptr, row, col, N, y, mask)
 
@@ -100,7 +87,7 @@ def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Ten
     c = config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
     numbers = M, N, x.stride(0)
     tensors = x, alpha, gamma, beta, y
-    launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), *tensors, *numbers, HAS_BETA=beta is not None, **c.tile)
+    launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), *tensors, *numbers, **c.tile)
     return y
 
 

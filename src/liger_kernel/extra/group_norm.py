@@ -18,19 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, store_tile, tile_at, tl
 
@@ -39,9 +28,7 @@ SPLITS = 256  # most parts of a group, or of a channel in the backward
 BLOCK = 4096  # numbers of a part that a program reads at a time: 16 per thread, with a mean and a square for each
 
 
-def reference(
-    x: Tensor, num_groups: int, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5
-) -> Tensor:
+def reference(x, num_groups, w, b, *, eps):
     y = torch.group_norm(x.to(acc(x.dtype)), num_groups, eps=eps)
     per_channel = (-1, *[1] * (x.ndim - 2))
     if w is not None:
@@ -54,7 +41,7 @@ def reference(
 @jit
 def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, G, K, D, eps,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Whole groups: M = B G rows of N columns."""
     row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
@@ -69,9 +56,9 @@ def _fwd(
     within = ((col.to(tl.float32) + 0.5) / D).to(tl.int32)
     channel = (row % G)[:, None] * K + within[None, :]
     y = h * rstd[:, None]
-    if HAS_W:
+    if w_ptr is not None:
         y *= tl.load(w_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-    if HAS_B:
+    if b_ptr is not None:
         y += tl.load(b_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     store_tile(y_ptr, row, col, N, y, mask)
 
@@ -123,7 +110,7 @@ def _merge(x_ptr, parts_ptr, mean_ptr, rstd_ptr, N, splits, length, eps, SPLITS:
 @jit
 def _apply(
     x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, y_ptr, M, C, K, D,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Channels: M = B C rows of D columns."""
     blocks = tl.cdiv(D, BLOCK_N)
@@ -132,11 +119,11 @@ def _apply(
     mask = (row < M)[:, None] & (col < D)[None, :]
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
     factor = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)
-    if HAS_W:
+    if w_ptr is not None:
         factor *= tl.load(w_ptr + row % C, mask=row < M, other=0.0).to(tl.float32)
     x = load_tile(x_ptr, row, col, D, mask)
     y = (x - mean) * factor[:, None]
-    if HAS_B:
+    if b_ptr is not None:
         y += tl.load(b_ptr + row % C, mask=row < M, other=0.0).to(tl.float32)[:, None]
     store_tile(y_ptr, row, col, D, y, mask)
 
@@ -170,7 +157,7 @@ def _bwd_sums(
 
 
 @jit
-def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, splits, HAS_W: tl.constexpr, BLOCK_K: tl.constexpr):
+def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, splits, BLOCK_K: tl.constexpr):
     """The means over a group, of its N numbers, of w q and w p."""
     group = tl.program_id(0).to(tl.int64)
     q = tl.zeros((BLOCK_K,), tl.float32)
@@ -179,7 +166,7 @@ def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, splits, HAS_W: tl.cons
         i = start + tl.arange(0, BLOCK_K)
         channel = group % G * K + i % K
         at = (i // K * (M // G) + group // G) * 2 * C + channel
-        w = tl.load(w_ptr + channel, mask=i < K * splits, other=0.0).to(tl.float32) if HAS_W else 1.0
+        w = tl.load(w_ptr + channel, mask=i < K * splits, other=0.0).to(tl.float32) if w_ptr is not None else 1.0
         q += w * tl.load(sums_ptr + at, mask=i < K * splits, other=0.0)
         p += w * tl.load(sums_ptr + at + C, mask=i < K * splits, other=0.0)
     tl.store(means_ptr + group, tl.sum(q, axis=0) / N)
@@ -189,7 +176,7 @@ def _bwd_means(sums_ptr, w_ptr, means_ptr, M, C, G, K, N, splits, HAS_W: tl.cons
 @jit
 def _bwd_dx(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, M, C, K, D,
-    HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(D, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -200,7 +187,7 @@ def _bwd_dx(
     q_mean = tl.load(means_ptr + row // K, mask=row < M, other=0.0)[:, None]
     p_mean = tl.load(means_ptr + M // K + row // K, mask=row < M, other=0.0)[:, None]
     g = load_tile(dy_ptr, row, col, D, mask)
-    if HAS_W:
+    if w_ptr is not None:
         g *= tl.load(w_ptr + row % C, mask=row < M, other=0.0).to(tl.float32)[:, None]
     x = load_tile(x_ptr, row, col, D, mask)
     dx = (g - p_mean - (x - mean) * rstd * q_mean) * rstd
@@ -229,10 +216,9 @@ def group_norm_fwd(
     M = B * num_groups
     y = torch.empty_like(x)
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
-    affine = dict(HAS_W=w is not None, HAS_B=b is not None)
     if N <= MAX_N:
         c = config.tile("group_norm_fwd", N, x.itemsize, elements=4096)
-        launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, num_groups, K, D, eps, **affine, **c.tile)
+        launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, num_groups, K, D, eps, **c.tile)
     else:
         splits, length = _split(M, N, BLOCK)
         found = x.new_empty(M, splits, 2, dtype=torch.float32)
@@ -241,7 +227,7 @@ def group_norm_fwd(
         c = config.tile("group_norm_apply", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
         numbers = B * C, C, K, D
         tensors = x, w, b, mean, rstd, y
-        launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), *tensors, *numbers, **affine, **c.tile)
+        launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), *tensors, *numbers, **c.tile)
     return y, mean, rstd
 
 
@@ -277,24 +263,9 @@ def group_norm_bwd(
     if need_dx:
         means = x.new_empty(2, M, dtype=torch.float32)
         numbers = M, C, num_groups, K, N, splits
-        launch(_bwd_means, (M,), sums, w, means, *numbers, HAS_W=w is not None, BLOCK_K=128, num_warps=1)
-        launch(
-            _bwd_dx,
-            (cdiv(rows, c.block_m) * cdiv(D, c.block_n),),
-            dy,
-            x,
-            w,
-            mean,
-            rstd,
-            means,
-            dx,
-            rows,
-            C,
-            K,
-            D,
-            HAS_W=w is not None,
-            **c.tile,
-        )
+        launch(_bwd_means, (M,), sums, w, means, *numbers, BLOCK_K=128, num_warps=1)
+        grid = (cdiv(rows, c.block_m) * cdiv(D, c.block_n),)
+        launch(_bwd_dx, grid, dy, x, w, mean, rstd, means, dx, rows, C, K, D, **c.tile)
     if not (need_dw or need_db):
         return dx, x.new_empty(0, dtype=dtype)
     dwb = column_sum(sums, dtype)

@@ -26,17 +26,12 @@ import contextlib
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
 from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
     acc,
     launch,
     launcher,
-    nbytes,
     once_differentiable,
-    op,
     rows_of,
     shaped,
     tracing,

@@ -11,17 +11,12 @@ import torch
 from torch import Tensor
 
 from liger_kernel.extra.mhc import _check
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
 from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
     acc,
     launch,
     launcher,
-    nbytes,
     once_differentiable,
-    op,
     rows_of,
     shaped,
     tracing,
@@ -30,12 +25,12 @@ from liger_kernel.ops._core.operator import (
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, next_power_of_2, store_tile, tl
 
 
-def pre_reference(x: Tensor, h_pre: Tensor) -> Tensor:
+def pre_reference(x, h_pre):
     dtype = acc(x.dtype)
     return (h_pre.to(dtype)[..., None] * x.to(dtype)).sum(-2).to(x.dtype)
 
 
-def post_res_reference(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+def post_res_reference(x, f_out, h_post, h_res):
     dtype = acc(x.dtype)
     y = h_post.to(dtype)[..., None] * f_out.to(dtype)[..., None, :]
     for i in range(x.shape[-2]):
@@ -54,7 +49,7 @@ def _load_streams(x_ptr, row, i, col, x_stride, i_stride, mask):
 @jit
 def _mix_fwd(
     x_ptr, f_ptr, a_ptr, p_ptr, y_ptr, T, C, H, O, x_stride, i_stride, f_stride,
-    HAS_F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(C, BLOCK_C)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -63,12 +58,12 @@ def _mix_fwd(
     flat = (row < T)[:, None] & (col < C)[None, :]
     streams = (row < T)[:, None] & (i < H)[None, :]
     x = _load_streams(x_ptr, row, i, col, x_stride, i_stride, streams[:, :, None] & (col < C)[None, None, :])
-    if HAS_F:
+    if f_ptr is not None:
         f = load_tile(f_ptr, row, col, f_stride, flat)
     for o in range(O):
         a = tl.load(a_ptr + ((row * O + o) * H)[:, None] + i[None, :], mask=streams, other=0.0).to(tl.float32)
         y = tl.sum(x * a[:, :, None], axis=1)
-        if HAS_F:
+        if f_ptr is not None:
             y += tl.load(p_ptr + row * O + o, mask=row < T, other=0.0).to(tl.float32)[:, None] * f
         tl.store(y_ptr + ((row * O + o) * C)[:, None] + col[None, :], y.to(y_ptr.dtype.element_ty), mask=flat)
 
@@ -137,7 +132,7 @@ def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Ten
         tile = _mix_tile("mhc_mix_fwd", x, 32)
         grid = (cdiv(M, tile["BLOCK_T"]) * cdiv(C, tile["BLOCK_C"]),)
         numbers = M, C, H, outputs, x.stride(0), x.stride(1), 0 if f is None else f.stride(0)
-        launch(_mix_fwd, grid, x, f, a, p, y, *numbers, HAS_F=f is not None, **tile)
+        launch(_mix_fwd, grid, x, f, a, p, y, *numbers, **tile)
     return y
 
 

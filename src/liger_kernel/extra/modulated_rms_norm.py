@@ -23,21 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import CASTING
@@ -47,16 +34,7 @@ from liger_kernel.ops.norms.rms_kernels import CASTING
 MAX_N = 8192
 
 
-def reference(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None = None,
-    w: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor:
+def reference(x, scale, shift, w, *, eps, offset, casting):
     dtype, N = acc(x.dtype), x.shape[-1]
     h = x.to(dtype)
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
@@ -74,7 +52,7 @@ def reference(
 @jit
 def _fwd(
     x_ptr, w_ptr, scale_ptr, shift_ptr, y_ptr, rstd_ptr, M, N, R, x_stride, scale_stride, shift_stride, eps, offset,
-    HAS_W: tl.constexpr, HAS_SHIFT: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     sample = row // R
@@ -89,12 +67,12 @@ def _fwd(
     h = h * rstd[:, None]
     if CASTING != "gemma":
         h = h.to(x.dtype).to(tl.float32)
-    if HAS_W:
+    if w_ptr is not None:
         h = h * (load_row(w_ptr, col, N) + tl.cast(offset, tl.float32))[None, :]
     y = h * (
         1.0 + tl.load(scale_ptr + sample[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     )
-    if HAS_SHIFT:
+    if shift_ptr is not None:
         y += tl.load(shift_ptr + sample[:, None] * shift_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     store_tile(y_ptr, row, col, N, y, mask)
 
@@ -103,7 +81,7 @@ def _fwd(
 def _bwd(
     dy_ptr, x_ptr, w_ptr, scale_ptr, rstd_ptr, dx_ptr, a_ptr, b_ptr, dscale_ptr, dshift_ptr,
     R, N, programs, dy_stride, x_stride, scale_stride, offset,
-    HAS_W: tl.constexpr, PER_ROW: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    PER_ROW: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -115,11 +93,11 @@ def _bwd(
     """
     sample = (tl.program_id(0) // programs).to(tl.int64)
     col = tl.arange(0, BLOCK_N)
-    if HAS_W:
+    if w_ptr is not None:
         w = (load_row(w_ptr, col, N) + tl.cast(offset, tl.float32))[None, :]
     if not PER_ROW:
         factor = 1.0 + tl.load(scale_ptr + sample * scale_stride + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-        if HAS_W:
+        if w_ptr is not None:
             factor *= w
     a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -136,12 +114,12 @@ def _bwd(
             if NEED_DSHIFT:
                 tl.store(dshift_ptr + here, dy.to(dshift_ptr.dtype.element_ty), mask=mask)
             if NEED_DSCALE:
-                dscale = dy * x_hat * w if HAS_W else dy * x_hat
+                dscale = dy * x_hat * w if w_ptr is not None else dy * x_hat
                 tl.store(dscale_ptr + here, dscale.to(dscale_ptr.dtype.element_ty), mask=mask)
             g = dy * (1.0 + load_tile(scale_ptr, row, col, scale_stride, mask))
             if NEED_DW:
                 a += g * x_hat
-            if HAS_W:
+            if w_ptr is not None:
                 g *= w
         else:
             if NEED_DSHIFT:
@@ -162,7 +140,7 @@ def _bwd(
 @jit
 def _bwd_sample(
     a_ptr, b_ptr, w_ptr, scale_ptr, dscale_ptr, dshift_ptr, dw_ptr, N, programs, scale_stride, offset,
-    HAS_W: tl.constexpr, NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr,
+    NEED_DW: tl.constexpr, NEED_DSCALE: tl.constexpr, NEED_DSHIFT: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sums of a sample's programs: its dscale and dshift, and its share of dw."""
@@ -183,7 +161,7 @@ def _bwd_sample(
         tl.store(dshift_ptr + sample * N + col, tl.sum(b, axis=0).to(dshift_ptr.dtype.element_ty), mask=col < N)
     if NEED_DSCALE:
         dscale = total
-        if HAS_W:
+        if w_ptr is not None:
             dscale *= load_row(w_ptr, col, N) + tl.cast(offset, tl.float32)
         tl.store(dscale_ptr + sample * N + col, dscale.to(dscale_ptr.dtype.element_ty), mask=col < N)
     if NEED_DW:
@@ -211,8 +189,7 @@ def modulated_rms_norm_fwd(
         eps,
         offset,
     )
-    flags = dict(HAS_W=w is not None, HAS_SHIFT=shift is not None, CASTING=casting)
-    launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, *numbers, **flags, **c.tile)
+    launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, *numbers, CASTING=casting, **c.tile)
     return y, rstd
 
 
@@ -239,7 +216,7 @@ def modulated_rms_norm_bwd(
     sums = lambda need, rows: x.new_empty((rows, N) if need else 0, dtype=torch.float32)
     a = sums(need_dw or (need_dscale and not per_row), samples * programs)
     b = sums(need_dshift and not per_row, samples * programs)
-    needs = dict(HAS_W=w is not None, NEED_DW=need_dw, NEED_DSCALE=need_dscale, NEED_DSHIFT=need_dshift)
+    needs = dict(NEED_DW=need_dw, NEED_DSCALE=need_dscale, NEED_DSHIFT=need_dshift)
     numbers = R, N, programs, dy.stride(0), x.stride(0), scale.stride(0), offset
     flags = dict(PER_ROW=per_row, NEED_DX=need_dx, **needs, STAGES=c.stages)
     launch(_bwd, (samples * programs,), dy, x, w, scale, rstd, dx, a, b, dscale, dshift, *numbers, **flags, **c.tile)

@@ -19,17 +19,8 @@ from torch import Tensor
 from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference
 from liger_kernel.extra.sparsemax import sparsemax_bwd, sparsemax_fwd
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, nbytes, op
+from liger_kernel.ops._core.operator import launcher, once_differentiable, rows_of, use_kernels
 
 Size = int | tuple[int, int]
 

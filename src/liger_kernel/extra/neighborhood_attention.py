@@ -25,29 +25,15 @@ import math
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; the reference computes larger heads
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, *, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
-) -> Tensor:
+def reference(q, k, v, *, kernel_size, dilation, scale):
     dtype, length, reach = acc(q.dtype), q.shape[2], kernel_size // 2 * dilation
     at = torch.arange(length, device=q.device)[:, None] + torch.arange(-reach, reach + 1, dilation, device=q.device)
     inside = (at >= 0) & (at < length)

@@ -24,23 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.extra.softmax import check, launch_bwd, launch_fwd, load_part
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, nbytes, op
+from liger_kernel.ops._core.operator import acc, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import div, jit, load_tile, store_tile, tile_at, tl
 
 
-def reference(x: Tensor, *, dim: int = -1) -> Tensor:
+def reference(x, *, dim):
     """Sparsemax by sorting: the support is the k largest x, for the largest k with ``k x_k > sum
     of these - 1``."""
     if not x.numel():

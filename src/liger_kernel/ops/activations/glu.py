@@ -22,21 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, tl
 
 # what models name in many ways: `transformers/recognise` finds out which of these a model has

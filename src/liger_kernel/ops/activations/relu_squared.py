@@ -7,25 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 # values per program, 16 per thread: as in glu, memory bandwidth is the only limit
 BLOCK = 2048
 
 
-def reference(x: Tensor) -> Tensor:
+def reference(x):
     return F.relu(x.to(acc(x.dtype))).square().to(x.dtype)
 
 

@@ -36,20 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
@@ -57,10 +45,7 @@ from liger_kernel.ops.attention.heads import new_like, unit
 MAX_D = 256
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *,
-    window: int | None = None, valid: Tensor | None = None, first: Tensor | None = None, scale: float | None = None,
-) -> Tensor:  # fmt: skip
+def reference(q, k, v, sinks, *, window, valid, first, scale):
     (B, H, length, D), dtype = q.shape, acc(q.dtype)
     # heads of a group share keys and values: eager attention repeats them
     k, v = (t.repeat_interleave(H // max(t.shape[1], 1), 1) for t in (k, v))
@@ -119,34 +104,31 @@ def _columns(ptr, row, stride, col, T, D, EVEN_D: tl.constexpr):
 
 
 @jit
-def _seen(
-    t, j, T, window, first, valid_ptr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
-):  # fmt: skip
+def _seen(t, j, T, window, first_ptr, first, valid_ptr, MASKED: tl.constexpr):
     """Which keys j the tokens t see. ``MASKED``: some keys may lie behind a token, or behind all
     of them."""
     seen = t >= 0
     if MASKED:
         seen &= (j <= t) & (t < T)
-    if HAS_WINDOW:
+    if window is not None:
         seen &= t - j < window
-    if HAS_FIRST:
+    if first_ptr is not None:
         seen &= j >= first
-    if HAS_VALID:
+    if valid_ptr is not None:
         seen &= tl.load(valid_ptr + j, mask=j < T, other=0) != 0
     return seen
 
 
 @jit
-def _keys(first_ptr, start_t, t, T, window, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, BLOCK_N: tl.constexpr):
+def _keys(first_ptr, start_t, t, T, window, BLOCK_N: tl.constexpr):
     """For a block of tokens: the first block of keys that they see, the first whose keys are not
     before all of them, and the first key of each token."""
     begin = tl.minimum(start_t, 0)
-    if HAS_WINDOW:
+    if window is not None:
         begin = tl.maximum(begin, start_t - window + 1)
     first = t
     # the largest int32 for tokens that do not exist: they ask for no key
-    if HAS_FIRST:
+    if first_ptr is not None:
         first = tl.load(first_ptr + t, mask=t < T, other=2147483647)
         begin = tl.maximum(begin, tl.min(first, 0))
     begin = begin // BLOCK_N * BLOCK_N
@@ -164,9 +146,9 @@ def _sink(sink_ptr, h, PRECISE: tl.constexpr):
 
 @jit
 def _fwd_step(
-    q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
-    MASKED: tl.constexpr, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+    MASKED: tl.constexpr, EVEN_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: the largest score so far, the sum of exponentials, and the sum of
     values."""
@@ -174,8 +156,8 @@ def _fwd_step(
     col = tl.arange(0, BLOCK_D)
     k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
     s = tl.dot(q, k, input_precision=PRECISION) * unit
-    if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
-        seen = _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID)
+    if MASKED or window is not None or first_ptr is not None or valid_ptr is not None:
+        seen = _seen(t[:, None], j[None, :], T, window, first_ptr, first, valid_ptr, MASKED)
         s = tl.where(seen, s, -float("inf"))
     # relative to the largest score so far, so that no exponential overflows
     new = tl.maximum(top, tl.max(s, 1))
@@ -207,7 +189,7 @@ def _found(o, lost):
 def _fwd(
     q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, lost_ptr,
     T, R, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
-    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
@@ -221,10 +203,10 @@ def _fwd(
     k_ptr += b * kb + h // G * kh
     v_ptr += b * vb + h // G * vh
     q = _rows(q_ptr + b * qb + h * qh, t.to(tl.int64), qt, col, T, D, EVEN_D)
-    begin, whole, first = _keys(
-        first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N
-    )
-    if HAS_VALID:
+    if first_ptr is not None:
+        first_ptr += b * T
+    begin, whole, first = _keys(first_ptr, start_t, t, T, window, BLOCK_N)
+    if valid_ptr is not None:
         valid_ptr += b * T
     # the softmax begins with the sink as its only score: a sum of one
     top = tl.zeros((BLOCK_M,), tl.float32) + _sink(sink_ptr, h, PRECISE)
@@ -233,13 +215,13 @@ def _fwd(
     # keys before all of these tokens need no mask for the diagonal; the rest is a few blocks
     for start in range(begin, whole, BLOCK_N):
         top, total, o = _fwd_step(
-            q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
-            False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     for start in range(whole, tl.minimum(start_t + BLOCK_M, T), BLOCK_N):
         top, total, o = _fwd_step(
-            q, top, total, o, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
-            True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     # o is (B, T, H, D) in memory, which is what the projection after it reads
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
@@ -285,16 +267,16 @@ def _delta(
 
 @jit
 def _dq_step(
-    q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
-    MASKED: tl.constexpr, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+    MASKED: tl.constexpr, EVEN_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     j = start + tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_D)
     k = _columns(k_ptr, j.to(tl.int64), kt, col, T, D, EVEN_D)
     p = _p(tl.dot(q, k, input_precision=PRECISION) * unit, lse[:, None], share[:, None], q.dtype == tl.float32)
-    if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
-        seen = _seen(t[:, None], j[None, :], T, window, first, valid_ptr, MASKED, HAS_WINDOW, HAS_FIRST, HAS_VALID)
+    if MASKED or window is not None or first_ptr is not None or valid_ptr is not None:
+        seen = _seen(t[:, None], j[None, :], T, window, first_ptr, first, valid_ptr, MASKED)
         p = tl.where(seen, p, 0.0)
     v = _columns(v_ptr, j.to(tl.int64), vt, col, T, D, EVEN_D)
     ds = p * (tl.dot(do, v, input_precision=PRECISION) - delta[:, None])
@@ -305,7 +287,7 @@ def _dq_step(
 def _bwd_dq(
     do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, lse_ptr, share_ptr, delta_ptr, dq_ptr,
     T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window,
-    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Over the same keys as the forward."""
@@ -323,21 +305,21 @@ def _bwd_dq(
     if q_ptr.dtype.element_ty == tl.float32:
         share = tl.load(share_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
     delta = tl.load(delta_ptr + (b * H + h) * T + t, mask=t < T, other=0.0)
-    begin, whole, first = _keys(
-        first_ptr + b * T if HAS_FIRST else first_ptr, start_t, t, T, window, HAS_WINDOW, HAS_FIRST, BLOCK_N
-    )
-    if HAS_VALID:
+    if first_ptr is not None:
+        first_ptr += b * T
+    begin, whole, first = _keys(first_ptr, start_t, t, T, window, BLOCK_N)
+    if valid_ptr is not None:
         valid_ptr += b * T
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(begin, whole, BLOCK_N):
         dq = _dq_step(
-            q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
-            False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     for start in range(whole, tl.minimum(start_t + BLOCK_M, T), BLOCK_N):
         dq = _dq_step(
-            q, do, lse, share, delta, dq, start, t, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
-            True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, PRECISION, BLOCK_N, BLOCK_D,
+            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
     dq *= tl.cast(scale, tl.float32)
@@ -356,10 +338,10 @@ def _add_dot(total, a, b, lost, PRECISION: tl.constexpr):
 
 @jit
 def _dkv_step(
-    k, v, dk, dv, lost_k, lost_v, start, j, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr, T, D, qt,
-    gt, unit, window,
-    MASKED: tl.constexpr, EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr,
-    HAS_VALID: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr, do_ptr, first_ptr, lse_ptr, share_ptr, delta_ptr,
+    T, D, qt, gt, unit, window,
+    MASKED: tl.constexpr, EVEN_D: tl.constexpr,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One block of queries. All matrices of pairs are (keys, queries), so that products take
@@ -372,12 +354,12 @@ def _dkv_step(
     if q.dtype == tl.float32:
         share = tl.load(share_ptr + t, mask=t < T, other=0.0)
     p = _p(tl.dot(k, q, input_precision=PRECISION) * unit, lse[None, :], share[None, :], q.dtype == tl.float32)
-    if MASKED or HAS_WINDOW or HAS_FIRST or HAS_VALID:
+    if MASKED or window is not None or first_ptr is not None or valid_ptr is not None:
         first = t
-        if HAS_FIRST:
+        if first_ptr is not None:
             first = tl.load(first_ptr + t, mask=t < T, other=2147483647)
-        seen = _seen(t[None, :], j[:, None], T, window, first[None, :], first_ptr, MASKED, HAS_WINDOW, HAS_FIRST, False)
-        if HAS_VALID:
+        seen = _seen(t[None, :], j[:, None], T, window, first_ptr, first[None, :], None, MASKED)
+        if valid_ptr is not None:
             seen &= seen_j[:, None]
         p = tl.where(seen, p, 0.0)
     do = _rows(do_ptr, t.to(tl.int64), gt, col, T, D, EVEN_D)
@@ -394,7 +376,7 @@ def _dkv_step(
 def _bwd_dkv(
     do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, stop_ptr, lse_ptr, share_ptr, delta_ptr, dk_ptr, dv_ptr,
     T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window,
-    EVEN_D: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_VALID: tl.constexpr,
+    EVEN_D: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -411,12 +393,12 @@ def _bwd_dkv(
     k = _rows(k_ptr + b * kb + h * kh, j.to(tl.int64), kt, col, T, D, EVEN_D)
     v = _rows(v_ptr + b * vb + h * vh, j.to(tl.int64), vt, col, T, D, EVEN_D)
     seen_j = j < T
-    if HAS_VALID:
+    if valid_ptr is not None:
         seen_j = tl.load(valid_ptr + b * T + j, mask=j < T, other=0) != 0
     end = T
-    if HAS_WINDOW:
+    if window is not None:
         end = tl.minimum(end, start_j + BLOCK_N - 1 + window)
-    if HAS_FIRST:
+    if first_ptr is not None:
         end = tl.minimum(end, tl.load(stop_ptr + b * tl.cdiv(T, BLOCK_N) + tl.program_id(0) // R))
         first_ptr += b * T
     q_ptr += b * qb
@@ -434,18 +416,18 @@ def _bwd_dkv(
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh,
+            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
             do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
-            gt, unit, window, True, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
+            gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
             BLOCK_D,
         )  # fmt: skip
     steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
     for i in range(0, G * steps):
         head = h * G + i // steps
         dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, seen_j, q_ptr + head * qh,
+            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
             do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
-            gt, unit, window, False, EVEN_D, HAS_WINDOW, HAS_FIRST, HAS_VALID, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
+            gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
             BLOCK_D,
         )  # fmt: skip
     at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
@@ -502,10 +484,9 @@ def _held(kernel: str, m: int, n: int, stages: int) -> int:
 ROWS = 128
 
 
-def _flags(q: Tensor, window: int | None, first: Tensor | None, valid: Tensor | None) -> dict[str, bool]:
-    # loads of whole blocks of columns need no mask
-    even = q.shape[3] == max(16, next_power_of_2(q.shape[3]))
-    return dict(EVEN_D=even, HAS_WINDOW=window is not None, HAS_FIRST=first is not None, HAS_VALID=valid is not None)
+def _even(q: Tensor) -> bool:
+    """Whether loads of whole blocks of columns need no mask."""
+    return q.shape[3] == max(16, next_power_of_2(q.shape[3]))
 
 
 def _unit(q: Tensor, scale: float) -> float:
@@ -540,8 +521,26 @@ def sink_attention_fwd(
         tile = _tile("fwd", q, window)
         strides = [s for t in (q, k, v) for s in t.stride()[:3]]
         grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, H // k.shape[1], D)
-        how, flags = (_unit(q, scale), window or 0), _flags(q, window, first, valid)
-        launch(_fwd, grid, q, k, v, sinks, first, valid, o, lse, share, lost, *sizes, *strides, *how, **flags, **tile)
+        how = _unit(q, scale), window
+        launch(
+            _fwd,
+            grid,
+            q,
+            k,
+            v,
+            sinks,
+            first,
+            valid,
+            o,
+            lse,
+            share,
+            lost,
+            *sizes,
+            *strides,
+            *how,
+            EVEN_D=_even(q),
+            **tile,
+        )
     return o, lse, share, lost
 
 
@@ -564,7 +563,7 @@ def sink_attention_bwd(
         numbers = length, B * H, H, D, *do.stride()[:3]
         launch(_delta, (blocks * B * H,), do, o, sinks, lse, share, lost, delta, parts, *numbers, **tile)
         strides, saved = [s for t in (do, q, k, v) for s in t.stride()[:3]], (lse, share, delta)
-        how, flags = (_unit(q, scale), scale, window or 0), _flags(q, window, first, valid)
+        how, flags = (_unit(q, scale), scale, window), dict(EVEN_D=_even(q))
         if needed[0]:
             tile = _tile("dq", q, window)
             grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, G, D)

@@ -18,20 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.rms_kernels import CASTING, _bwd, _bwd_mean, _fwd, _fwd_wide
@@ -42,15 +30,7 @@ from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 FWD_N, BWD_N = 16384, 8192
 
 
-def reference(
-    x: Tensor,
-    residual: Tensor | None,
-    w: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+def reference(x, residual, w, *, eps, offset, casting):
     s = x if residual is None else x + residual
     return rms_norm_reference(s, w, eps=eps, offset=offset, casting=casting), s
 
@@ -72,8 +52,8 @@ def fused_add_rms_norm_fwd(
     c = config.tile("fused_add_rms_norm_fwd", N, s.itemsize, **sizes)
     # a stride for a tensor that is None: the kernel does not read it
     numbers = M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset
-    flags = dict(HAS_W=w is not None, HAS_R=residual is not None, CASTING=casting)
-    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, *numbers, **flags, **c.tile)
+    how = dict(CASTING=casting) | c.tile
+    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, *numbers, **how)
     return y, s, rstd
 
 
@@ -104,9 +84,9 @@ def fused_add_rms_norm_bwd(
     mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)
     if wide and need_dx:
         sums = M, N, dy.stride(0), s.stride(0), offset
-        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, *sums, HAS_W=w is not None, **c.tile)
+        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, *sums, **c.tile)
     numbers = M, N, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0), offset
-    flags = dict(HAS_W=w is not None, HAS_DS=ds is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw)
+    flags = dict(WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw)
     tensors = dy, ds, s, w, rstd, mean, dx, partials
     launch(_bwd, (programs, blocks), *tensors, *numbers, **flags, STAGES=c.stages, **c.tile)
     return dx, column_sum(partials, w.dtype) if need_dw else s.new_empty(0)

@@ -20,21 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
@@ -46,9 +33,7 @@ from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 MAX_N = 4096
 
 
-def reference(
-    x: Tensor, gate: Tensor, w: Tensor, *, eps: float = 1e-6, act: str = "silu", casting: str = "llama"
-) -> Tensor:
+def reference(x, gate, w, *, eps, act, casting):
     dtype = acc(torch.promote_types(x.dtype, gate.dtype))
     # "gemma" rounds nowhere, so its norm is not rounded before the product with the gate either
     inner = acc(x.dtype) if casting == "gemma" else x.dtype
@@ -67,7 +52,7 @@ def _fwd(
     h = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
-    h = scaled_rows(h, rstd, w_ptr, col, N, 0.0, x.dtype, True, CASTING)
+    h = scaled_rows(h, rstd, w_ptr, col, N, 0.0, x.dtype, CASTING)
     # with a weight of another dtype the promoted one is fp32, and stock rounds only at the end
     if CASTING != "gemma" and x.dtype == w_ptr.dtype.element_ty:
         h = h.to(x.dtype).to(tl.float32)

@@ -14,21 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
@@ -38,19 +25,19 @@ from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile
 FWD_N, BWD_N = 16384, 8192
 
 
-def reference(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+def reference(x, w, b, *, eps):
     h = acc(x.dtype)
     w, b = (p if p is None else p.to(h) for p in (w, b))
     return F.layer_norm(x.to(h), x.shape[-1:], w, b, eps).to(x.dtype)
 
 
 @jit
-def _affine(h, w_ptr, b_ptr, col, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
+def _affine(h, w_ptr, b_ptr, col, N):
     """``h * w + b`` for the columns ``col``."""
     # both in fp32, whatever their dtypes are
-    if HAS_W:
+    if w_ptr is not None:
         h = h * load_row(w_ptr, col, N)[None, :]
-    if HAS_B:
+    if b_ptr is not None:
         h = h + load_row(b_ptr, col, N)[None, :]
     return h
 
@@ -58,7 +45,7 @@ def _affine(h, w_ptr, b_ptr, col, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
 @jit
 def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     x = load_tile(x_ptr, row, col, x_stride, mask)
@@ -68,14 +55,14 @@ def _fwd(
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
-    y = _affine(h * rstd[:, None], w_ptr, b_ptr, col, N, HAS_W, HAS_B)
+    y = _affine(h * rstd[:, None], w_ptr, b_ptr, col, N)
     store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
 def _fwd_wide(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mean = tl.zeros((BLOCK_M,), tl.float32)
@@ -101,14 +88,14 @@ def _fwd_wide(
         col = start + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < N)[None, :]
         x = load_tile(x_ptr, row, col, x_stride, mask)
-        y = _affine((x - mean[:, None]) * rstd[:, None], w_ptr, b_ptr, col, N, HAS_W, HAS_B)
+        y = _affine((x - mean[:, None]) * rstd[:, None], w_ptr, b_ptr, col, N)
         store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
 def _bwd_means(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, M, N, dy_stride, x_stride,
-    HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The means over a row that dx needs, of g = dy w and of g x_hat, for rows wider than a
     block."""
@@ -122,7 +109,7 @@ def _bwd_means(
         mask = (row < M)[:, None] & (col < N)[None, :]
         g = load_tile(dy_ptr, row, col, dy_stride, mask)
         x = load_tile(x_ptr, row, col, x_stride, mask)
-        g = _affine(g, w_ptr, w_ptr, col, N, HAS_W, False)
+        g = _affine(g, w_ptr, None, col, N)
         g_sum += tl.sum(g, axis=1)
         gx_sum += tl.sum(g * ((x - mean) * rstd), axis=1)
     tl.store(means_ptr + row, g_sum / N, mask=row < M)
@@ -132,12 +119,12 @@ def _bwd_means(
 @jit
 def _bwd(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
-    HAS_W: tl.constexpr, WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if HAS_W:
+    if w_ptr is not None:
         w = load_row(w_ptr, col, N)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -157,7 +144,7 @@ def _bwd(
             if NEED_DW:
                 dw += dy * x_hat
             if NEED_DX:
-                g = dy * w[None, :] if HAS_W else dy
+                g = dy * w[None, :] if w_ptr is not None else dy
                 # a program that sees a part of a row cannot know its means: `_bwd_means` has been there
                 if WIDE:
                     g_mean = tl.load(means_ptr + row, mask=row < M, other=0.0)
@@ -184,8 +171,8 @@ def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) ->
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
     wide = N > FWD_N
     c = config.tile("layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N)
-    tensors, flags = (x, w, b, y, mean, rstd), dict(HAS_W=w is not None, HAS_B=b is not None)
-    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), *tensors, M, N, x.stride(0), eps, **flags, **c.tile)
+    tensors = x, w, b, y, mean, rstd
+    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), *tensors, M, N, x.stride(0), eps, **c.tile)
     return y, mean, rstd
 
 
@@ -211,8 +198,8 @@ def layer_norm_bwd(
     means = x.new_empty(2 * M if wide and need_dx else 0, dtype=torch.float32)
     tensors, numbers = (dy, x, w, mean, rstd), (M, N, dy.stride(0), x.stride(0))
     if wide and need_dx:
-        launch(_bwd_means, (cdiv(M, c.block_m),), *tensors, means, *numbers, HAS_W=w is not None, **c.tile)
-    flags = dict(HAS_W=w is not None, WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, STAGES=c.stages)
+        launch(_bwd_means, (cdiv(M, c.block_m),), *tensors, means, *numbers, **c.tile)
+    flags = dict(WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, STAGES=c.stages)
     launch(_bwd, (programs, blocks), *tensors, means, dx, partials, *numbers, **flags, **c.tile)
     return dx, column_sum(partials, dtype) if need_dw or need_db else x.new_empty(0, dtype=dtype)
 

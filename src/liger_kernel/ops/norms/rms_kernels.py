@@ -17,7 +17,6 @@ Shapes: x, residual, s, y (..., N), w (N,).  M = product of the leading dims.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc
 from liger_kernel.ops._core.tl import jit, load_row, load_tile, store_tile, tile_at, tl
@@ -25,9 +24,7 @@ from liger_kernel.ops._core.tl import jit, load_row, load_tile, store_tile, tile
 CASTING = ("llama", "gemma", "none")
 
 
-def reference(
-    x: Tensor, w: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
-) -> Tensor:
+def reference(x, w, *, eps, offset, casting):
     # the statistics in fp32 in every casting; what differs is where x_hat is rounded
     h = x.to(acc(x.dtype))
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
@@ -40,14 +37,14 @@ def reference(
 
 
 @jit
-def scaled_rows(h, rstd, w_ptr, col, N, offset, DTYPE: tl.constexpr, HAS_W: tl.constexpr, CASTING: tl.constexpr):
+def scaled_rows(h, rstd, w_ptr, col, N, offset, DTYPE: tl.constexpr, CASTING: tl.constexpr):
     """Rows h of fp32 values times 1/rms and weight, rounded where ``casting`` says so."""
     # rounding to DTYPE and back is not for show: the stock modules round there, and the result
     # must have their bits
     if CASTING == "none":
         rstd = rstd.to(DTYPE).to(tl.float32)
     h = h * rstd[:, None]
-    if HAS_W:
+    if w_ptr is not None:
         if CASTING != "gemma":
             h = h.to(DTYPE).to(tl.float32)
         w = tl.load(w_ptr + col, mask=col < N, other=0.0)
@@ -59,9 +56,9 @@ def scaled_rows(h, rstd, w_ptr, col, N, offset, DTYPE: tl.constexpr, HAS_W: tl.c
 
 
 @jit
-def _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE: tl.constexpr, HAS_R: tl.constexpr):
+def _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE: tl.constexpr):
     s = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
-    if HAS_R:
+    if r_ptr is not None:
         r = load_tile(r_ptr, row, col, r_stride, mask)
         s = (s.to(tl.float32) + r).to(DTYPE)
     return s
@@ -70,24 +67,24 @@ def _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE: tl.constexpr, 
 @jit
 def _fwd(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
-    HAS_W: tl.constexpr, HAS_R: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     # the next layer adds to s as it is stored: the norm, too, is of the rounded sum
-    s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, s_ptr.dtype.element_ty, HAS_R)
-    if HAS_R:
+    s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, s_ptr.dtype.element_ty)
+    if r_ptr is not None:
         tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
     h = s.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row < M)
-    h = scaled_rows(h, rstd, w_ptr, col, N, offset, s.dtype, HAS_W, CASTING)
+    h = scaled_rows(h, rstd, w_ptr, col, N, offset, s.dtype, CASTING)
     store_tile(y_ptr, row, col, N, h, mask)
 
 
 @jit
 def _fwd_wide(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
-    HAS_W: tl.constexpr, HAS_R: tl.constexpr, CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     DTYPE: tl.constexpr = s_ptr.dtype.element_ty
@@ -96,8 +93,8 @@ def _fwd_wide(
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE, HAS_R)
-        if HAS_R:
+        s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE)
+        if r_ptr is not None:
             tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
         h = s.to(tl.float32)
         square += tl.sum(h * h, axis=1)
@@ -108,15 +105,15 @@ def _fwd_wide(
     for i in range(0, blocks):
         col = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (row < M)[:, None] & (col < N)[None, :]
-        s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE, HAS_R)
-        h = scaled_rows(s.to(tl.float32), rstd, w_ptr, col, N, offset, s.dtype, HAS_W, CASTING)
+        s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE)
+        h = scaled_rows(s.to(tl.float32), rstd, w_ptr, col, N, offset, s.dtype, CASTING)
         store_tile(y_ptr, row, col, N, h, mask)
 
 
 @jit
 def _bwd_mean(
     dy_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, M, N, dy_stride, s_stride, offset,
-    HAS_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The mean of g s_hat, g = dy (w + offset), over a row wider than a block."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -127,7 +124,7 @@ def _bwd_mean(
         mask = (row < M)[:, None] & (col < N)[None, :]
         g = load_tile(dy_ptr, row, col, dy_stride, mask)
         s = load_tile(s_ptr, row, col, s_stride, mask)
-        if HAS_W:
+        if w_ptr is not None:
             g = g * (load_row(w_ptr, col, N) + tl.cast(offset, tl.float32))[None, :]
         total += tl.sum(g * (s * rstd), axis=1)
     tl.store(mean_ptr + row, total / N, mask=row < M)
@@ -136,13 +133,13 @@ def _bwd_mean(
 @jit
 def _bwd(
     dy_ptr, ds_ptr, s_ptr, w_ptr, rstd_ptr, mean_ptr, dx_ptr, dw_ptr, M, N, dy_stride, ds_stride, s_stride, offset,
-    HAS_W: tl.constexpr, HAS_DS: tl.constexpr, WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
+    WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     # only wide rows have a second axis of programs
     col = (tl.program_id(1) * BLOCK_N if WIDE else 0) + tl.arange(0, BLOCK_N)
-    if HAS_W:
+    if w_ptr is not None:
         w = load_row(w_ptr, col, N) + tl.cast(offset, tl.float32)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Programs are persistent: each sums dw over all its rows in registers and writes it once, so
@@ -158,7 +155,7 @@ def _bwd(
         if NEED_DW:
             dw += dy * s_hat
         if NEED_DX:
-            g = dy * w[None, :] if HAS_W else dy
+            g = dy * w[None, :] if w_ptr is not None else dy
             # a program that sees a part of a row cannot know its mean: `_bwd_mean` has been there
             if WIDE:
                 mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
@@ -166,7 +163,7 @@ def _bwd(
                 mean = tl.sum(g * s_hat, axis=1) / N
             dx = (g - s_hat * mean[:, None]) * rstd
             # the gradient that reaches s by the residual: added here, it needs no pass of its own
-            if HAS_DS:
+            if ds_ptr is not None:
                 dx += load_tile(ds_ptr, row, col, ds_stride, mask)
             store_tile(dx_ptr, row, col, N, dx, mask)
     if NEED_DW:

@@ -10,20 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv
@@ -46,7 +34,7 @@ def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting
     c = config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
     # without a residual there is no sum to store: its dtype is all that the kernel asks of it
     grid, numbers = (cdiv(M, c.block_m),), (M, N, x.stride(0), 0, eps, offset)
-    launch(_fwd, grid, x, None, w, y, x, rstd, *numbers, HAS_W=w is not None, HAS_R=False, CASTING=casting, **c.tile)
+    launch(_fwd, grid, x, None, w, y, x, rstd, *numbers, CASTING=casting, **c.tile)
     return y, rstd
 
 
@@ -67,7 +55,7 @@ def rms_norm_bwd(
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     numbers = M, N, dy.stride(0), 0, x.stride(0), offset
-    flags = dict(HAS_W=w is not None, HAS_DS=False, WIDE=False, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+    flags = dict(WIDE=False, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
     launch(_bwd, (programs,), dy, None, x, w, rstd, None, dx, partials, *numbers, **flags, **c.tile)
     return dx, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
 

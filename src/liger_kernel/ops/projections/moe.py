@@ -25,20 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
 from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
     acc,
     as_index,
     host_can_read,
     launch,
     launcher,
-    nbytes,
     on_gpu,
     once_differentiable,
-    op,
     rows_of,
     tracing,
     use_kernels,

@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import Case, Cost, launch, launcher, nbytes, once_differentiable, op
-from liger_kernel.ops._core.operator import T as T_  # T is the sequence length here
+from liger_kernel.ops._core import Case, Cost, config, nbytes, op  # T is the sequence length here
+from liger_kernel.ops._core import T as T_
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import jit, load_tile, next_power_of_2, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import CASTING
@@ -50,22 +50,7 @@ MAX_D = 1024
 
 
 # the two operators one after the other, which is what models do
-def reference(
-    q: Tensor,
-    k: Tensor,
-    wq: Tensor,
-    wk: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-    layout: str = "halves",
-    unsqueeze_dim: int = 1,
-    rope_casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:
+def reference(q, k, wq, wk, cos, sin, position_ids, *, eps, offset, casting, layout, unsqueeze_dim, rope_casting):
     q, k = (rms_norm_reference(x, w, eps=eps, offset=offset, casting=casting) for x, w in ((q, wq), (k, wk)))
     return rope_reference(
         q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=rope_casting
@@ -175,7 +160,7 @@ def _fwd(
     T, Hq, Hk, L, HALF, D, eps, offset, q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head,
     yk_batch, yk_time, yk_head, cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col,
     pos_batch, pos_time,
-    HAS_POS: tl.constexpr, BOTH: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr,
+    BOTH: tl.constexpr, CASTING: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr,
     ROUND: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +168,7 @@ def _fwd(
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
+        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_R)  # fmt: skip
     _fwd_heads(
         q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time,
         cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND,
@@ -202,7 +187,7 @@ def _bwd(
     tokens, T, H, L, HALF, D, eps, offset, dw_stride, dy_batch, dy_time, dy_head, x_batch, x_time, x_head, dx_batch,
     dx_time, dx_head, cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch,
     pos_time,
-    HAS_POS: tl.constexpr, BOTH: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, NEED_DX: tl.constexpr,
+    BOTH: tl.constexpr, PAIRS: tl.constexpr, PARTIAL: tl.constexpr, NEED_DX: tl.constexpr,
     NEED_DW: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +210,7 @@ def _bwd(
         dx_at = dx_ptr + batch * dx_batch + time * dx_time
         cos_a, sin_a, cos_b, sin_b = load_angles(
             cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-            sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
+            sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_R)  # fmt: skip
         a, b = load_pairs(x_at, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         c = _load_rest(x_at, h, x_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
         dy_a, dy_b = load_pairs(dy_at, h, dy_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
@@ -292,7 +277,7 @@ def qk_norm_rope_fwd(
     args = k, wq, wk, cos, sin, position_ids, yq, yk, T, Hq, Hk, cos.shape[1], half, D, eps, offset
     strides = [s for x in (q, k, yq, yk) for s in token_strides(x, heads_first)]
     strides += angle_strides(cos, sin, position_ids)
-    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs)
+    flags = dict(BOTH=cos.ndim == 4, CASTING=casting, PAIRS=pairs)
     flags |= dict(PARTIAL=2 * half < D, ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=block_rest, num_warps=c.num_warps)
     launch(_fwd, (B * T,), q, *args, *strides, **flags, **blocks)
@@ -333,7 +318,7 @@ def qk_norm_rope_bwd(
             numbers = B * T, T, H, cos.shape[1], half, D, eps, offset, partials.stride(0)
             strides = [s for t in (dy, x, dx) for s in token_strides(t, heads_first)]
             strides += angle_strides(cos, sin, position_ids)
-            flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, PAIRS=pairs, PARTIAL=2 * half < D)
+            flags = dict(BOTH=cos.ndim == 4, PAIRS=pairs, PARTIAL=2 * half < D)
             flags |= dict(NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages, num_warps=c.num_warps)
             blocks = dict(BLOCK_H=min(next_power_of_2(H), c.block_m), BLOCK_R=block_r, BLOCK_REST=block_rest)
             launch(_bwd, (programs,), *tensors, *numbers, *strides, **flags, **blocks)

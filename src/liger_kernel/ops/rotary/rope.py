@@ -24,20 +24,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.operator import (
-    KERNEL_DTYPES,
-    Case,
-    Cost,
-    acc,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    use_kernels,
-)
-from liger_kernel.ops._core.operator import T as T_  # T is the sequence length here
+from liger_kernel.ops._core import Case, Cost, config, nbytes, op  # T is the sequence length here
+from liger_kernel.ops._core import T as T_
+from liger_kernel.ops._core.operator import KERNEL_DTYPES, acc, launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
 
 # of Llama and most others; of Cohere, GLM and Llama 4
@@ -45,17 +34,7 @@ LAYOUTS = ("halves", "pairs")
 CASTING = ("none", "back", "fp32")
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None = None,
-    *,
-    layout: str = "halves",
-    unsqueeze_dim: int = 1,
-    casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:
+def reference(q, k, cos, sin, position_ids, *, layout, unsqueeze_dim, casting):
     if position_ids is not None:
         cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1])[position_ids] for t in (cos, sin))
     elif cos.ndim == 2:
@@ -128,7 +107,7 @@ def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
 def load_angles(
     cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF,
     cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, BOTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BOTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """cos and sin of the first, then of the second columns of one token's pairs.
 
@@ -137,7 +116,7 @@ def load_angles(
     r = tl.arange(0, BLOCK_R)
     mask = r < HALF
     # a table has no batch: each token reads the row that its position names
-    if HAS_POS:
+    if pos_ptr is not None:
         time = tl.load(pos_ptr + batch * pos_batch + time * pos_time).to(tl.int64)
         batch = batch * 0
         known = (time >= 0) & (time < L)
@@ -147,7 +126,7 @@ def load_angles(
     cos = tl.load(cos_ptr + r * cos_col, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + r * sin_col, mask=mask, other=0.0).to(tl.float32)
     # not only zero: a token at no known place must not look like one at the first
-    if HAS_POS:
+    if pos_ptr is not None:
         cos = tl.where(known, cos, float("nan"))
         sin = tl.where(known, sin, float("nan"))
     # two tables only where the columns of a pair turn by different angles
@@ -227,7 +206,7 @@ def _rope(
     q_ptr, k_ptr, cos_ptr, sin_ptr, pos_ptr, yq_ptr, yk_ptr, T, Hq, Hk, L, HALF, D,
     q_batch, q_time, q_head, k_batch, k_time, k_head, yq_batch, yq_time, yq_head, yk_batch, yk_time, yk_head,
     cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
-    HAS_POS: tl.constexpr, BOTH: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
+    BOTH: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     # one token a program, all of its heads: they turn by the same angles
@@ -235,7 +214,7 @@ def _rope(
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, HAS_POS, BOTH, BLOCK_R)  # fmt: skip
+        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_R)  # fmt: skip
     if INVERSE:
         # not a sign: of 0, a difference is +0 in every release of Triton
         sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a
@@ -317,7 +296,7 @@ def rope_turn(
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     strides = [s for x in (q, k, yq, yk) for s in token_strides(x, heads_first)]
     strides += angle_strides(cos, sin, position_ids)
-    flags = dict(HAS_POS=position_ids is not None, BOTH=cos.ndim == 4, INVERSE=inverse, PAIRS=pairs)
+    flags = dict(BOTH=cos.ndim == 4, INVERSE=inverse, PAIRS=pairs)
     # without rounding, fused products and sums are faster and more exact
     flags |= dict(ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)

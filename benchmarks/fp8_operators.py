@@ -78,8 +78,8 @@ def glu_and_tops_reference(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def glu_and_tops(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if not use_kernels(gate):
         return glu_and_tops_reference(gate, up)
-    h, tops = f8.glu_and_tops(gate, up, "silu", *Form())
-    return h, tops.amax()
+    h, maxima = f8.glu_and_maxima(gate, up, "silu", *Form())
+    return h, maxima.amax()
 
 
 def float8_product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:

@@ -139,14 +139,14 @@ def stored_weights() -> None:
                 amax = float8_training.amax_of(x, by_rows)
                 float8_training.casts(x, kind, amax, by_rows, rows=rows, columns=columns)
         for count in range(1, float8_training.MOST + 1):
-            float8_training.tops_of([x] * count)
+            float8_training.maxima_of([x] * count)
         amax = float8_training.amax_of(x, False)
         both = [float8_training.CastRequest(x, kind, amax, True, True) for kind in (float8.E4, float8.E5)]
         for other in (both[0]._replace(rows=False), both[0]._replace(columns=False)):
             for one in both:
                 float8_training.casts_together([one, other], False)
-        float8_training.glu_and_tops(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
-        glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, tops=_new(3, glu.TOPS))
+        float8_training.glu_and_maxima(x, x, "silu", 1.0, None, 1.0, 0.0, 1.0)
+        glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, maxima=_new(3, glu.MAXIMA))
         magnitude.column_sums(x, x)
         magnitude.scaled_columns(x, _new(28672))
         for sizes, scales in (

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.activations.glu import TOPS, Form, glu_bwd_, glu_fwd
+from liger_kernel.ops.activations.glu import MAXIMA, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.projections import float8_training as f8
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4, E5, lacking
@@ -92,7 +92,7 @@ def test_tensors_that_one_launch_searches():
     for count in range(1, f8.MOST + 1):
         for turned in range(count):
             chosen = [xs[(i + turned) % count] for i in range(count)]
-            for found, x in zip(f8.tops_of(chosen), chosen):
+            for found, x in zip(f8.maxima_of(chosen), chosen):
                 assert found.columns is None and found.rows.amax() == x.float().abs().nan_to_num(nan=0).max()
 
 
@@ -246,16 +246,16 @@ def test_largest_values_of_an_activation(packed, M, N):
     gate, up = whole.chunk(2, 1) if packed else (whole[:, :N].clone(), whole[:, N:].clone())
     up[0, 0], up[-1, -1], dh = float("inf"), float("nan"), drawn(M, N, seed=3)
     size = lambda t: t.float().abs().nan_to_num(posinf=0, nan=0).max()
-    h, tops = f8.glu_and_tops(gate, up, "silu", *Form())
+    h, maxima = f8.glu_and_maxima(gate, up, "silu", *Form())
     assert torch.equal(
         h.float().nan_to_num(), glu_fwd(gate, up, "silu", *Form()).float().nan_to_num()
-    ) and tops.max() == size(h)
+    ) and maxima.max() == size(h)
     torch.library.opcheck(
-        torch.ops.liger.glu_and_tops.default, (gate, up, "silu", *Form()), test_utils="test_faketensor"
+        torch.ops.liger.glu_and_maxima.default, (gate, up, "silu", *Form()), test_utils="test_faketensor"
     )
-    tops = torch.zeros(3, TOPS, device=DEVICE)
-    glu_bwd_(dh, gate, up, "silu", True, *Form(), tops=tops)
-    for found, t in zip(tops, (dh, gate, up)):
+    maxima = torch.zeros(3, MAXIMA, device=DEVICE)
+    glu_bwd_(dh, gate, up, "silu", True, *Form(), maxima=maxima)
+    for found, t in zip(maxima, (dh, gate, up)):
         assert found.max() == size(t)
 
 
@@ -304,9 +304,11 @@ def test_a_gated_mlp_of_two_recipes():
 def test_weights_are_searched_once_a_step(monkeypatch):
     """Over accumulation and checkpointing, too; and again after a step, a change in place, and
     ``forget``."""
-    made, tops_of = [], f8.tops_of
+    made, maxima_of = [], f8.maxima_of
     w = drawn(32, 16, seed=1).requires_grad_()
-    monkeypatch.setattr(f8, "tops_of", lambda xs: made.extend(t.data_ptr() == w.data_ptr() for t in xs) or tops_of(xs))
+    monkeypatch.setattr(
+        f8, "maxima_of", lambda xs: made.extend(t.data_ptr() == w.data_ptr() for t in xs) or maxima_of(xs)
+    )
     kept, x = f8.WeightCache(), drawn(32, 16, seed=2)
     optimizer = torch.optim.SGD([w], lr=1e-2)
 
@@ -354,7 +356,7 @@ def test_a_layer_starts_few_kernels(learns, monkeypatch):
     ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
     projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.WeightCache())) for w in ws]
     ys = linears(drawn(48, 32).requires_grad_(), projections)
-    assert started == ["_tops", "_casts", "_casts", "_casts"]
+    assert started == ["_maxima", "_casts", "_casts", "_casts"]
     started.clear()
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-    assert started == ["_tops", "_casts", "_casts", "_casts"]
+    assert started == ["_maxima", "_casts", "_casts", "_casts"]

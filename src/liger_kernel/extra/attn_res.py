@@ -19,19 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import (
-    acc,
-    launch,
-    launcher,
-    once_differentiable,
-    rows_of,
-    shaped,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, rsqrt, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, mask_of, rsqrt, store_tile, tile_at, tl
 
 MAX_D = 8192  # columns of which one program holds five tensors in registers; the reference computes wider rows
 
@@ -83,7 +74,7 @@ def _bwd(
     dw = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for tile in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (row < M)[:, None] & (col < D)[None, :]
+        mask = mask_of(row, M, col, D)
         dh = load_tile(dh_ptr, row, col, dh_stride, mask)
         top = tl.load(score_ptr + row * N, mask=row < M, other=0.0)
         for n in range(1, N):
@@ -121,7 +112,7 @@ def _bwd(
 
 
 @launcher("(Tensor v, Tensor w_query, Tensor w_norm, float eps) -> (Tensor h, Tensor rstd, Tensor score)")
-def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def attn_res_fwd(v, w_query, w_norm, eps) -> tuple[Tensor, Tensor, Tensor]:
     M, N, D = v.shape
     h = v.new_empty(M, D)
     rstd, score = stats = tuple(v.new_empty(M, N, dtype=torch.float32) for _ in range(2))
@@ -138,9 +129,7 @@ def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tupl
     "(Tensor dh, Tensor v, Tensor w_query, Tensor w_norm, Tensor[] stats, bool[] needed) -> (Tensor dv, Tensor "
     "dw_query, Tensor dw_norm)"
 )
-def attn_res_bwd(
-    dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: list[Tensor], needed: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+def attn_res_bwd(dh, v, w_query, w_norm, stats, needed) -> tuple[Tensor, Tensor, Tensor]:
     """dv, dw_query and dw_norm; gradients that are not needed are empty."""
     M, N, D = v.shape
     need_dv, need_dq, need_dn = needed

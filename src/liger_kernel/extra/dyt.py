@@ -12,10 +12,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import add_exactly, cdiv, jit, load_row, load_tile, store_tile, tanh, tanh_slope, tl
+from liger_kernel.ops._core.tl import (
+    add_exactly,
+    cdiv,
+    jit,
+    load_row,
+    load_tile,
+    mask_of,
+    store_tile,
+    tanh,
+    tanh_slope,
+    tl,
+)
 
 
 def reference(x, alpha, gamma, beta):
@@ -32,7 +43,7 @@ def _fwd(
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    mask = mask_of(row, M, col, N)
     alpha = tl.load(alpha_ptr).to(tl.float32)
     x = load_tile(x_ptr, row, col, x_stride, mask)
     y = tanh(alpha * x) * load_row(gamma_ptr, col, N)[None, :]
@@ -59,7 +70,7 @@ def _bwd(
     dbeta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // blocks, num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         if NEED_DBETA:
             dbeta += dy
@@ -81,7 +92,7 @@ def _bwd(
 
 
 @launcher("(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor")
-def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+def dyt_fwd(x, alpha, gamma, beta) -> Tensor:
     M, N = x.shape
     y = x.new_empty(M, N)
     c = config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
@@ -97,15 +108,7 @@ def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Ten
     "(Tensor dx, Tensor dalpha, Tensor dgamma, Tensor dbeta)"
 )
 def dyt_bwd(
-    dy: Tensor,
-    x: Tensor,
-    alpha: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    need_dx: bool,
-    need_dalpha: bool,
-    need_dgamma: bool,
-    need_dbeta: bool,
+    dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, need_dbeta
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients; gradients that are not needed are empty."""
     M, N = x.shape

@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, load_tile, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl
 
 MAX_N = 16384  # numbers of a group that one program holds in registers
 SPLITS = 256  # most parts of a group, or of a channel in the backward
@@ -116,7 +116,7 @@ def _apply(
     blocks = tl.cdiv(D, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < D)[None, :]
+    mask = mask_of(row, M, col, D)
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
     factor = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)
     if w_ptr is not None:
@@ -143,7 +143,7 @@ def _bwd_sums(
     p = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(part * length, tl.minimum(part * length + length, D), BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        mask = (row < M)[:, None] & (col < D)[None, :]
+        mask = mask_of(row, M, col, D)
         dy = load_tile(dy_ptr, row, col, D, mask)
         if NEED_P:
             p += dy
@@ -181,7 +181,7 @@ def _bwd_dx(
     blocks = tl.cdiv(D, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < D)[None, :]
+    mask = mask_of(row, M, col, D)
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)[:, None]
     q_mean = tl.load(means_ptr + row // K, mask=row < M, other=0.0)[:, None]
@@ -209,9 +209,7 @@ def _split(rows: int, n: int, block: int) -> tuple[int, int]:
 
 
 @launcher("(Tensor x, SymInt num_groups, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
-def group_norm_fwd(
-    x: Tensor, num_groups: int, w: Tensor | None, b: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def group_norm_fwd(x, num_groups, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
     B, C, K, D, N = _sizes(x, num_groups)
     M = B * num_groups
     y = torch.empty_like(x)
@@ -236,18 +234,7 @@ def group_norm_fwd(
     "need_db, ScalarType dtype) -> "
     "(Tensor dx, Tensor dwb)"
 )
-def group_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    num_groups: int,
-    w: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def group_norm_bwd(dy, x, num_groups, w, mean, rstd, need_dx, need_dw, need_db, dtype) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     B, C, K, D, N = _sizes(x, num_groups)
     M, rows, need_q, need_p = B * num_groups, B * C, need_dx or need_dw, need_dx or need_db

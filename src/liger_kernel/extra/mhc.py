@@ -26,19 +26,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import (
-    acc,
-    launch,
-    launcher,
-    once_differentiable,
-    rows_of,
-    shaped,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, next_power_of_2, rsqrt, tl
+from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
 
 # with more streams, phi has too many columns for a tile, and the reference computes the coefficients
 MAX_STREAMS = 8
@@ -102,8 +93,8 @@ def _project(
     lost = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_K, K, tl.num_programs(1) * BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=0.0)
-        phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=(k < K)[:, None] & (p < P)[None, :], other=0.0)
+        x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=mask_of(row, T, k, K), other=0.0)
+        phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=mask_of(k, K, p, P), other=0.0)
         wide = x.to(tl.float32)
         squares += wide * wide
         if x.dtype == phi.dtype and x.dtype != tl.float32:
@@ -115,7 +106,7 @@ def _project(
         mix, lost = add_exactly(mix, part, lost)
     at = (tl.program_id(1).to(tl.int64) * T + row) * (P + 1)
     tl.store(mix_ptr + at + P, tl.sum(squares, axis=1), mask=row < T)
-    tl.store(mix_ptr + at[:, None] + p[None, :], mix, mask=(row < T)[:, None] & (p < P)[None, :])
+    tl.store(mix_ptr + at[:, None] + p[None, :], mix, mask=mask_of(row, T, p, P))
 
 
 @jit
@@ -144,22 +135,22 @@ def _project_bwd(
     split = tl.program_id(1)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     p = tl.arange(0, BLOCK_P)
-    inside = (k < K)[:, None] & (p < P)[None, :]
+    inside = mask_of(k, K, p, P)
     if OF_PHI:
         dphi = tl.zeros((BLOCK_K, BLOCK_P), tl.float32)
     else:
         phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=inside, other=0.0)
     for tile in range(split, tl.cdiv(T, BLOCK_T), tl.num_programs(1)):
         row = tl.cast(tile, tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        mask = (row < T)[:, None] & (k < K)[None, :]
+        mask = mask_of(row, T, k, K)
         x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
-        dz = tl.load(dz_ptr + row[:, None] * P + p[None, :], mask=(row < T)[:, None] & (p < P)[None, :], other=0.0)
+        dz = tl.load(dz_ptr + row[:, None] * P + p[None, :], mask=mask_of(row, T, p, P), other=0.0)
         if OF_PHI:
             dphi = _product(tl.trans(x), dz, dphi, PRECISION)
         else:
             factor = tl.load(factor_ptr + row, mask=row < T, other=0.0)
             dx = _product(dz, tl.trans(phi), x.to(tl.float32) * factor[:, None], PRECISION)
-            tl.store(dx_ptr + row[:, None] * K + k[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            store_tile(dx_ptr, row, k, K, dx, mask)
     if OF_PHI:
         tl.store(dphi_ptr + (split.to(tl.int64) * K + k[:, None]) * P + p[None, :], dphi, mask=inside)
 
@@ -323,7 +314,7 @@ def _coeffs_bwd(
     tl.store(sums_ptr + one, tl.sum(db_pre, axis=0), mask=one < H)
     tl.store(sums_ptr + H + one, tl.sum(db_post, axis=0), mask=one < H)
     each = one[:, None] * H + one[None, :]
-    tl.store(sums_ptr + 2 * H + each, tl.sum(db_res, axis=0), mask=(one < H)[:, None] & (one < H)[None, :])
+    tl.store(sums_ptr + 2 * H + each, tl.sum(db_res, axis=0), mask=mask_of(one, H, one, H))
     tl.store(sums_ptr + P, tl.sum(da_pre))
     tl.store(sums_ptr + P + 1, tl.sum(da_post))
     tl.store(sums_ptr + P + 2, tl.sum(da_res))
@@ -478,19 +469,9 @@ class LigerMHCCoeffsFunction(torch.autograd.Function):
     ),
 )
 def mhc_coeffs(
-    x: Tensor,
-    phi: Tensor,
-    b: Tensor,
-    alpha_pre: Tensor,
-    alpha_post: Tensor,
-    alpha_res: Tensor,
-    *,
-    tmax: int = 20,
-    rms_eps: float = 1e-6,
-    pre_eps: float = 0.0,
-    sinkhorn_eps: float = 1e-6,
-    post_mult: float = 2.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, *,
+    tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The coefficients h_pre (..., H), h_post (..., H) and h_res (..., H, H) of streams x (...,
     H, C), in fp32, or fp64 if x is."""
     H, C = x.shape[-2:] if x.ndim > 1 else (0, 0)

@@ -11,18 +11,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.extra.mhc import _check
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import (
-    acc,
-    launch,
-    launcher,
-    once_differentiable,
-    rows_of,
-    shaped,
-    tracing,
-    use_kernels,
-)
-from liger_kernel.ops._core.tl import cdiv, jit, load_tile, next_power_of_2, store_tile, tl
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 
 
 def pre_reference(x, h_pre):
@@ -55,8 +46,8 @@ def _mix_fwd(
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     i = tl.arange(0, BLOCK_H)
-    flat = (row < T)[:, None] & (col < C)[None, :]
-    streams = (row < T)[:, None] & (i < H)[None, :]
+    flat = mask_of(row, T, col, C)
+    streams = mask_of(row, T, i, H)
     x = _load_streams(x_ptr, row, i, col, x_stride, i_stride, streams[:, :, None] & (col < C)[None, None, :])
     if f_ptr is not None:
         f = load_tile(f_ptr, row, col, f_stride, flat)
@@ -78,12 +69,12 @@ def _mix_bwd(
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tl.arange(0, BLOCK_H)
     outputs = tl.arange(0, BLOCK_O)
-    streams = (row < T)[:, None] & (i < H)[None, :]
+    streams = mask_of(row, T, i, H)
     da = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_H), tl.float32)
     dp = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     for start in range(0, C, BLOCK_C):
         col = start + tl.arange(0, BLOCK_C)
-        flat = (row < T)[:, None] & (col < C)[None, :]
+        flat = mask_of(row, T, col, C)
         full = streams[:, :, None] & (col < C)[None, None, :]
         if NEED_DA:
             x = _load_streams(x_ptr, row, i, col, x_stride, i_stride, full)
@@ -107,7 +98,7 @@ def _mix_bwd(
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=full)
         if NEED_DF:
             store_tile(df_ptr, row, col, C, df, flat)
-    known = (row < T)[:, None] & (outputs < O)[None, :]
+    known = mask_of(row, T, outputs, O)
     if NEED_DA:
         at = ((row * O)[:, None] + outputs[None, :])[:, :, None] * H + i[None, None, :]
         tl.store(da_ptr + at, da.to(da_ptr.dtype.element_ty), mask=known[:, :, None] & (i < H)[None, None, :])
@@ -125,7 +116,7 @@ def _mix_tile(kernel: str, x: Tensor, per_thread: int) -> dict[str, int]:
 
 
 @launcher("(Tensor x, Tensor a, Tensor? f, Tensor? p) -> Tensor")
-def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Tensor:
+def mhc_mix_fwd(x, a, f, p) -> Tensor:
     (M, H, C), outputs = x.shape, a.shape[1]
     y = x.new_empty(M, outputs, C)
     if not tracing(x):
@@ -140,9 +131,7 @@ def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Ten
     "(Tensor dy, Tensor x, Tensor a, Tensor? f, Tensor? p, bool[] needed) -> (Tensor dx, Tensor da, Tensor df, "
     "Tensor dp)"
 )
-def mhc_mix_bwd(
-    dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None, needed: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mhc_mix_bwd(dy, x, a, f, p, needed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, da, df and dp; gradients that are not needed are empty."""
     (M, H, C), outputs = x.shape, a.shape[1]
     dx, da, df, dp = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, tl, triton
+from liger_kernel.ops._core.tl import cdiv, jit, mask_of, tl, triton
 
 _A_BYTE = 4
 # for a few rows, which are bound by reading b, and for many; not measured
@@ -47,17 +47,11 @@ def _matmul(
     c = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, Q, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        w = tl.load(
-            packed_ptr + k[:, None].to(tl.int64) * N + col[None, :], mask=(k < Q)[:, None] & (col < N)[None, :], other=0
-        )
+        w = tl.load(packed_ptr + k[:, None].to(tl.int64) * N + col[None, :], mask=mask_of(k, Q, col, N), other=0)
         for i in tl.static_range(4):  # a byte is read once
-            a = tl.load(
-                a_ptr + row[:, None] * a_stride + i * Q + k[None, :],
-                mask=(row < M)[:, None] & (k < Q)[None, :],
-                other=0,
-            )
+            a = tl.load(a_ptr + row[:, None] * a_stride + i * Q + k[None, :], mask=mask_of(row, M, k, Q), other=0)
             c = tl.dot(a, ((w >> (2 * i)) & 3).to(tl.int8) - 1, c, out_dtype=tl.int32)
-    tl.store(c_ptr + row[:, None] * N + col[None, :], c, mask=(row < M)[:, None] & (col < N)[None, :])
+    tl.store(c_ptr + row[:, None] * N + col[None, :], c, mask=mask_of(row, M, col, N))
 
 
 @torch.compiler.disable

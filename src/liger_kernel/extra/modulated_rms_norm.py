@@ -23,10 +23,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import CASTING
 
 # columns of dy, x, two sums and the factors that the backward holds in registers; the reference
@@ -57,7 +57,7 @@ def _fwd(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     sample = row // R
     col = tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    mask = mask_of(row, M, col, N)
     x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
     h = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
@@ -69,11 +69,9 @@ def _fwd(
         h = h.to(x.dtype).to(tl.float32)
     if w_ptr is not None:
         h = h * (load_row(w_ptr, col, N) + tl.cast(offset, tl.float32))[None, :]
-    y = h * (
-        1.0 + tl.load(scale_ptr + sample[:, None] * scale_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    )
+    y = h * (1.0 + load_tile(scale_ptr, sample, col, scale_stride, mask))
     if shift_ptr is not None:
-        y += tl.load(shift_ptr + sample[:, None] * shift_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        y += load_tile(shift_ptr, sample, col, shift_stride, mask)
     store_tile(y_ptr, row, col, N, y, mask)
 
 
@@ -104,7 +102,7 @@ def _bwd(
     for tile in tl.range(tl.program_id(0) % programs, tl.cdiv(R, BLOCK_M), programs, num_stages=STAGES):
         of_sample = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row = sample * R + of_sample
-        mask = (of_sample < R)[:, None] & (col < N)[None, :]
+        mask = mask_of(of_sample, R, col, N)
         here = row[:, None] * N + col[None, :]
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         x = load_tile(x_ptr, row, col, x_stride, mask)
@@ -151,7 +149,7 @@ def _bwd_sample(
     for start in range(0, programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)
         partial = (sample * programs + program)[:, None] * N + col[None, :]
-        mask = (program < programs)[:, None] & (col < N)[None, :]
+        mask = mask_of(program, programs, col, N)
         if NEED_DW or NEED_DSCALE:
             a += tl.load(a_ptr + partial, mask=mask, other=0.0)
         if NEED_DSHIFT:
@@ -173,9 +171,7 @@ def _bwd_sample(
     "(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, str casting) -> (Tensor y, Tensor "
     "rstd)"
 )
-def modulated_rms_norm_fwd(
-    x: Tensor, w: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor]:
+def modulated_rms_norm_fwd(x, w, scale, shift, eps, offset, casting) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
@@ -303,15 +299,9 @@ def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
     ),
 )
 def modulated_rms_norm(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None = None,
-    w: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor:
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, w: Tensor | None = None, *,
+    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama",
+) -> Tensor:  # fmt: skip
     """``(1 + scale) * rms_norm(x, w) + shift`` over the last dim.
 
     x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. scale is (N,) or (1, N) for

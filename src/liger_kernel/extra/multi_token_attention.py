@@ -44,9 +44,8 @@ SCHEMA = (
 
 @launcher(f"{SCHEMA} -> (Tensor dscores, Tensor dweight, Tensor dbias)")
 def multi_token_attention_bwd(
-    dy: Tensor, p: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int],
-    groups: int, sparse: bool, needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy, p, weight, stride, padding, dilation, groups, sparse, needed
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of scores, weight and bias; gradients that are not needed are empty."""
     grads = torch.ops.aten.convolution_backward(
         dy.tril(), p, weight, weight.shape[:1], stride, padding, dilation, False, [0, 0], groups, needed
@@ -79,15 +78,9 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
 
 
 def _cost(
-    scores: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size = 0,
-    dilation: Size = 1,
-    **_,
-) -> Cost:
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    stride: Size = 1, padding: Size = 0, dilation: Size = 1, **_,
+) -> Cost:  # fmt: skip
     B, L = scores.shape[0], scores.shape[-1]
     out = [
         (L + 2 * p - d * (k - 1) - 1) // s + 1
@@ -120,16 +113,9 @@ def _cost(
     cost=_cost,
 )
 def multi_token_attention(
-    scores: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Size = 1,
-    padding: Size = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    sparse: bool = False,
-) -> Tensor:
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    stride: Size = 1, padding: Size = 0, dilation: Size = 1, groups: int = 1, sparse: bool = False,
+) -> Tensor:  # fmt: skip
     """Causal softmax, or sparsemax, of scores (B, C, L, L), then ``F.conv2d`` with weight (C', C /
     groups, kh, kw), then zero above the diagonal.
 

@@ -25,9 +25,9 @@ import math
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, store_tile, tl
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 MAX_D = 1024  # channels of which a program holds five tensors in registers; the reference computes larger heads
@@ -92,7 +92,7 @@ def _fwd(
         o = o * shrink[:, None] + e[:, None] * _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T)
         top = new
     total = tl.where(t < T, total, 1.0)
-    mask = (t < T)[:, None] & (col < D)[None, :]
+    mask = mask_of(t, T, col, D)
     store_tile(o_ptr + b * ob + h * oh, t, col, ot, o / total[:, None], mask)
     tl.store(top_ptr + (b * H + h) * T + t, top, mask=t < T)
     tl.store(share_ptr + (b * H + h) * T + t, 1.0 / total, mask=t < T)
@@ -130,7 +130,7 @@ def _bwd_dq(
             ds = p * (tl.sum(do * _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T), axis=1) - mean)
             dq += ds[:, None] * k
         dq *= scale
-        mask = (t < T)[:, None] & (col < D)[None, :]
+        mask = mask_of(t, T, col, D)
         store_tile(dq_ptr + b * ob + h * oh, t, col, ot, dq, mask)
 
 
@@ -162,7 +162,7 @@ def _bwd_dkv(
         if NEED_DK:
             mean = tl.load(mean_ptr + (b * H + h) * T + t, mask=inside, other=0.0)
             dk += (p * (tl.sum(do * v, axis=1) - mean))[:, None] * q
-    mask = (j < T)[:, None] & (col < D)[None, :]
+    mask = mask_of(j, T, col, D)
     if NEED_DK:
         store_tile(dk_ptr + b * ob + h * oh, j, col, ot, dk * scale, mask)
     if NEED_DV:
@@ -179,9 +179,7 @@ def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
 @launcher(
     "(Tensor q, Tensor k, Tensor v, int kernel_size, int dilation, float scale) -> (Tensor o, Tensor top, Tensor share)"
 )
-def neighborhood_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def neighborhood_attention_fwd(q, k, v, kernel_size, dilation, scale) -> tuple[Tensor, Tensor, Tensor]:
     o, (top, share) = new_like(q), (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     if not tracing(q):
         grid, tile = _grid("neighborhood_attention_fwd", q)
@@ -197,9 +195,8 @@ def neighborhood_attention_fwd(
     " -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 def neighborhood_attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, share: Tensor,
-    kernel_size: int, dilation: int, scale: float, needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do, q, k, v, top, share, kernel_size, dilation, scale, needed
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; gradients that are not needed are empty."""
     dq, dk, dv = (new_like(q, need) for need in needed)
     if not tracing(q):

@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 
 # Columns that a program holds in registers, with their powers, and in the backward also dy. A wider
 # row is read more than once, in blocks of columns
@@ -196,7 +196,7 @@ def _bwd(
     db = tl.zeros((BLOCK_M,), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         x = load_tile(x_ptr, row, col, x_stride, mask)
         inverse = tl.load(stats_ptr + row, mask=row < M, other=0.0)
@@ -229,7 +229,7 @@ def _bwd(
 
 
 @launcher("(Tensor x, Tensor w, Tensor b, float eps) -> (Tensor y, Tensor stats)")
-def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def poly_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor]:
     """y, and for each row 1/s, r_1, r_2 and r_3."""
     M, N = x.shape
     y, stats = x.new_empty(M, N), x.new_empty(4, M, dtype=torch.float32)
@@ -244,9 +244,7 @@ def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, 
 @launcher(
     "(Tensor dy, Tensor x, Tensor w, Tensor stats, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dwb)"
 )
-def poly_norm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool
-) -> tuple[Tensor, Tensor]:
+def poly_norm_bwd(dy, x, w, stats, need_dx, need_dw, need_db) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in fp32; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N

@@ -163,7 +163,7 @@ def launch_bwd(
 
 
 @launcher("(Tensor x, bool causal) -> Tensor")
-def softmax_fwd(x: Tensor, causal: bool) -> Tensor:
+def softmax_fwd(x, causal) -> Tensor:
     return launch_fwd(_fwd, _fwd_long, x, causal, "softmax_fwd", elements=4096)
 
 
@@ -174,7 +174,7 @@ def _sweep(N: int, itemsize: int) -> tuple[int, int]:
 
 
 @launcher("(Tensor dy, Tensor y) -> Tensor")
-def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
+def softmax_bwd(dy, y) -> Tensor:
     return launch_bwd(_bwd, _bwd_long, dy, y, "softmax_bwd", _sweep)
 
 

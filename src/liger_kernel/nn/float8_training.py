@@ -23,7 +23,7 @@ DTYPES = (
 
 
 def trained(weight: Tensor, recipe: str) -> Float8Trained:
-    """``weight`` as it is multiplied. Its largest values are kept over calls if it is learnt in one
+    """``weight`` as it is multiplied. Its largest values are kept over calls if it is trained in one
     process, else from a forward to its backward.
 
     Of several processes, some free and gather weights. A CUDA graph searches them, and from then on

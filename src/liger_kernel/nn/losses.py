@@ -87,14 +87,9 @@ class LigerFusedLinearCrossEntropyLoss(WithOptions):
     fp8: str | None = None
 
     def forward(
-        self,
-        lin_weight: Tensor,
-        _input: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        *,
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None, *,
         num_items: Tensor | float | None = None,
-    ) -> Tensor | CrossEntropyOutput:
+    ) -> Tensor | CrossEntropyOutput:  # fmt: skip
         return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, num_items=num_items, **self.options())
 
 
@@ -178,13 +173,9 @@ class LigerFusedLinearJSD(WithOptions):
             raise ValueError(f"LigerFusedLinearJSD: temperature must be positive, got {self.temperature}")
 
     def forward(
-        self,
-        student_input: Tensor,
-        student_weight: Tensor,
-        teacher_input: Tensor,
-        teacher_weight: Tensor,
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         return liger_fused_linear_jsd(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, **self.options()
         )

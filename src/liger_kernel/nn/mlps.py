@@ -311,15 +311,9 @@ class LigerExpertParallelFusedMoe(nn.Module):
         self.process_group = process_group
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        expert_indices: Tensor,
-        expert_weights: Tensor,
-        all_B: Tensor,
-        all_C: Tensor,
-        all_A: Tensor,
-        num_experts: int,
-    ) -> Tensor:
+        self, hidden_states: Tensor, expert_indices: Tensor, expert_weights: Tensor, all_B: Tensor, all_C: Tensor,
+        all_A: Tensor, num_experts: int,
+    ) -> Tensor:  # fmt: skip
         """hidden_states (M, H), expert_indices and expert_weights (M, K), all_B and all_C (E, I,
         H), all_A (E, H, I)."""
         if all_B.shape[0] != num_experts:

@@ -45,16 +45,9 @@ class LigerRMSNorm(nn.Module):
     "gemma" or "none"."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = True,
-        row_mode: bool | None = None,
-        elementwise_affine: bool = True,
-    ):
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+        init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None, elementwise_affine: bool = True,
+    ):  # fmt: skip
         super().__init__()
         if init_fn not in INIT:
             raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
@@ -82,15 +75,9 @@ class LigerRMSNormForGemma(LigerRMSNorm):
     """``LigerRMSNorm`` with offset 1, casting "gemma", and a weight that begins at zero."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "zeros",
-        in_place: bool = True,
-        row_mode: bool | None = None,
-    ):
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
+        init_fn: str = "zeros", in_place: bool = True, row_mode: bool | None = None,
+    ):  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
 
@@ -106,14 +93,9 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
     """``LigerRMSNormForGemma`` whose first argument is called ``dim``."""
 
     def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "zeros",
+        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros",
         in_place: bool = False,
-    ):
+    ):  # fmt: skip
         super().__init__(dim, eps, offset, casting_mode, init_fn)
 
 
@@ -121,15 +103,9 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     """``LigerRMSNorm`` with casting "gemma"; ``with_scale=False``: without a weight."""
 
     def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        with_scale: bool = True,
-    ):
+        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
+        in_place: bool = False, with_scale: bool = True,
+    ):  # fmt: skip
         super().__init__(dim, eps, offset, casting_mode, init_fn, elementwise_affine=with_scale)
 
 
@@ -137,15 +113,9 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
     """With ``with_scale=False`` there is no weight, and ``dim`` may be None."""
 
     def __init__(
-        self,
-        dim: int | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        with_scale: bool = True,
-    ):
+        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
+        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
+    ):  # fmt: skip
         if dim is None and with_scale:
             raise ValueError(f"{type(self).__name__}: dim must be the number of weights, got None")
         super().__init__(dim, eps, offset, casting_mode, init_fn, with_scale=with_scale)
@@ -168,14 +138,9 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
     """``(norm(s), s)`` of ``s = hidden_states + residual``, in one kernel."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = False,
-    ):
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+        init_fn: str = "ones", in_place: bool = False,
+    ):  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,17 +166,10 @@ class LigerLayerNorm(nn.Module):
     mode: str | None = None
 
     def __init__(
-        self,
-        hidden_size: int | Sequence[int],
-        eps: float = 1e-6,
-        bias: bool = False,
-        init_fn: str = "ones",
-        impl: str | None = None,
-        mode: str | None = None,
-        backend: str | None = None,
-        *,
+        self, hidden_size: int | Sequence[int], eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
+        impl: str | None = None, mode: str | None = None, backend: str | None = None, *,
         elementwise_affine: bool = True,
-    ):
+    ):  # fmt: skip
         super().__init__()
         if init_fn not in INIT:
             raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
@@ -266,15 +224,9 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
     diffusion transformers (AdaLN)."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = True,
-        elementwise_affine: bool = True,
-    ):
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+        init_fn: str = "ones", in_place: bool = True, elementwise_affine: bool = True,
+    ):  # fmt: skip
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, elementwise_affine=elementwise_affine)
 
     def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:

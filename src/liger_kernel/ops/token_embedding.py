@@ -31,7 +31,7 @@ from liger_kernel.ops._core.operator import (
     shaped,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 
 # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a
 # sixty-fourth of dy in bf16
@@ -50,7 +50,7 @@ def _fwd(index_ptr, w_ptr, y_ptr, M, V, N, w_stride, BLOCK_M: tl.constexpr, BLOC
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    mask = mask_of(row, M, col, N)
     # in 64 bits: a large table has more than 2^31 values
     index = tl.load(index_ptr + row, mask=row < M, other=-1).to(tl.int64)
     known = ((index >= 0) & (index < V))[:, None]
@@ -81,8 +81,8 @@ def _bwd(
         for start in range(0, count, BLOCK_M):
             of_piece = start + tl.arange(0, BLOCK_M)
             token = tl.load(token_ptr + at + of_piece, mask=of_piece < count, other=0)
-            mask = (of_piece < count)[:, None] & (col < N)[None, :]
-            total += tl.load(dy_ptr + token[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            mask = mask_of(of_piece, count, col, N)
+            total += load_tile(dy_ptr, token, col, dy_stride, mask)
         row = tl.sum(total, axis=0)
         # a whole run is a row of dw, rounded once; a piece of a cut one waits for the others in fp32
         if head & (cut == 0):
@@ -120,7 +120,7 @@ def _tile(N: int) -> tuple[int, dict[str, int]]:
 
 
 @launcher("(Tensor index, Tensor w) -> Tensor")
-def embedding_fwd(index: Tensor, w: Tensor) -> Tensor:
+def embedding_fwd(index, w) -> Tensor:
     (V, N), M = w.shape, index.shape[0]
     y = w.new_empty(M, N)
     blocks, tile = _tile(N)
@@ -129,7 +129,7 @@ def embedding_fwd(index: Tensor, w: Tensor) -> Tensor:
 
 
 @launcher("(Tensor dy, Tensor index, SymInt V, int? padding_idx) -> Tensor")
-def embedding_bwd(dy: Tensor, index: Tensor, V: int, padding_idx: int | None) -> Tensor:
+def embedding_bwd(dy, index, V, padding_idx) -> Tensor:
     M, N = dy.shape
     dw = dy.new_zeros(V, N)
     # tokens without a gradient get the key V, which sorts after all others

@@ -4,5 +4,6 @@ share. What a declaration needs is imported from here."""
 from liger_kernel.ops._core.operator import Case as Case
 from liger_kernel.ops._core.operator import Cost as Cost
 from liger_kernel.ops._core.operator import T as T
+from liger_kernel.ops._core.operator import acc as acc
 from liger_kernel.ops._core.operator import nbytes as nbytes
 from liger_kernel.ops._core.operator import op as op

@@ -49,7 +49,7 @@ def _scale(x_ptr, s_ptr, n, BLOCK: tl.constexpr):
 
 
 @launcher("(Tensor(a!) x, Tensor s) -> ()")
-def scale_(x: Tensor, s: Tensor) -> None:
+def scale_(x, s) -> None:
     """x *= s, but 0 stays 0 even if ``s`` is not finite: without contributing tokens there is no
     gradient, even if a sum was divided by 0 tokens."""
     if use_kernels(x):

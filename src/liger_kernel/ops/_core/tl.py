@@ -50,12 +50,18 @@ def cdiv(a: int, b: int) -> int:
 
 
 @jit
+def mask_of(row, M, col, N):
+    """Which places of a tile are inside of a matrix (M, N)."""
+    return (row < M)[:, None] & (col < N)[None, :]
+
+
+@jit
 def tile_at(i, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows, columns and mask of the ``i``th tile of whole rows."""
     # rows times a stride of a large tensor pass 2^31
     row = i.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
-    return row, col, (row < M)[:, None] & (col < N)[None, :]
+    return row, col, mask_of(row, M, col, N)
 
 
 @jit

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
-from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, tl
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, mask_of, tl
 
 # what models name in many ways: `transformers/recognise` finds out which of these a model has
 ACTS = {
@@ -105,30 +105,35 @@ def act_of(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
     return y
 
 
+# parts of a tensor with a largest value of their own
+MAXIMA = 16
+_MAXIMA = tl.constexpr(MAXIMA)
+
+
 @jit
-def _largest(x, tops_ptr, TOPS: tl.constexpr):
-    """Add the largest finite |x| of a tile to one of ``TOPS`` maxima: so many, because atomics
+def _largest(x, maxima_ptr):
+    """Add the largest finite |x| of a tile to one of ``MAXIMA`` maxima: so many, because atomics
     on one address wait for each other."""
     # a value that is infinite would make zeros of all others in FP8
     size = tl.abs(x)
     size = tl.where(size < float("inf"), size, 0.0)
-    tl.atomic_max(tops_ptr + tl.program_id(0) % TOPS, tl.max(tl.max(size, 1), 0), sem="relaxed")
+    tl.atomic_max(maxima_ptr + tl.program_id(0) % _MAXIMA, tl.max(tl.max(size, 1), 0), sem="relaxed")
 
 
 @jit
 def _fwd(
-    gate_ptr, up_ptr, y_ptr, tops_ptr,
+    gate_ptr, up_ptr, y_ptr, maxima_ptr,
     M, N, gate_stride, up_stride, y_stride, gate_multiplier, limit, alpha, offset, down_multiplier,
-    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``tops``: (TOPS,) zeros that get the largest values of y; with TOPS 0 they are not
+    """``maxima``: (MAXIMA,) zeros that get the largest values of y; without it they are not
     searched."""
     # one axis of programs: the second of a grid has at most 65535
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    mask = mask_of(row, M, col, N)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     up = load_tile(up_ptr, row, col, up_stride, mask)
     # gate keeps its dtype, to which act(gate) is rounded
@@ -146,29 +151,29 @@ def _fwd(
     else:
         y = act_of(g, ACT, PRECISE).to(gate.dtype).to(tl.float32) * up
     y = y.to(y_ptr.dtype.element_ty)
-    if TOPS:
-        _largest(tl.where(mask, y.to(tl.float32), 0.0), tops_ptr, TOPS)
+    if maxima_ptr is not None:
+        _largest(tl.where(mask, y.to(tl.float32), 0.0), maxima_ptr)
     tl.store(y_ptr + row[:, None] * y_stride + col[None, :], y, mask=mask)
 
 
 @jit
 def _bwd(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, tops_ptr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, maxima_ptr,
     M, N, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, gate_multiplier, limit, alpha, offset,
     down_multiplier,
     ACT: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr,
-    NEED_Y: tl.constexpr, TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEED_Y: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y, where needed, has dy's strides. Outputs may be what the inputs are: a program has loaded
     all of its tile before it stores.
 
-    ``tops``: (3, TOPS) zeros that get the largest values of y, dgate and dup; with TOPS 0 they are
+    ``maxima``: (3, MAXIMA) zeros that get those of y, dgate and dup; without it they are
     not searched.
     """
     blocks = tl.cdiv(N, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (col < N)[None, :]
+    mask = mask_of(row, M, col, N)
     dy = load_tile(dy_ptr, row, col, dy_stride, mask)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     g = gate.to(tl.float32)
@@ -197,8 +202,8 @@ def _bwd(
     if NEED_Y:
         whole = y.to(gate.dtype).to(tl.float32)
         whole = (whole * (up + offset) * down_multiplier if SCALED else whole * up).to(y_ptr.dtype.element_ty)
-        if TOPS:
-            _largest(tl.where(mask, whole.to(tl.float32), 0.0), tops_ptr, TOPS)
+        if maxima_ptr is not None:
+            _largest(tl.where(mask, whole.to(tl.float32), 0.0), maxima_ptr)
         tl.store(y_ptr + row[:, None] * dy_stride + col[None, :], whole, mask=mask)
     if NEED_DGATE:
         if SCALED:
@@ -208,21 +213,17 @@ def _bwd(
         if CLAMPED:
             dgate = tl.where(free_gate, dgate, 0.0)
         dgate = dgate.to(dgate_ptr.dtype.element_ty)
-        if TOPS:
-            _largest(tl.where(mask, dgate.to(tl.float32), 0.0), tops_ptr + TOPS, TOPS)
+        if maxima_ptr is not None:
+            _largest(tl.where(mask, dgate.to(tl.float32), 0.0), maxima_ptr + _MAXIMA)
         tl.store(dgate_ptr + row[:, None] * dgate_stride + col[None, :], dgate, mask=mask)
     if NEED_DUP:
         dup = dy * y
         if CLAMPED:
             dup = tl.where(free_up, dup, 0.0)
         dup = dup.to(dup_ptr.dtype.element_ty)
-        if TOPS:
-            _largest(tl.where(mask, dup.to(tl.float32), 0.0), tops_ptr + 2 * TOPS, TOPS)
+        if maxima_ptr is not None:
+            _largest(tl.where(mask, dup.to(tl.float32), 0.0), maxima_ptr + 2 * _MAXIMA)
         tl.store(dup_ptr + row[:, None] * dup_stride + col[None, :], dup, mask=mask)
-
-
-# parts of a tensor with a largest value of their own
-TOPS = 16
 
 
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
@@ -253,21 +254,19 @@ def _arguments(
 
 
 @launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> Tensor")
-def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
+def glu_fwd(gate, up, act, *form) -> Tensor:
     return glu_into(None, gate, up, act, *form)
 
 
-def glu_into(tops: Tensor | None, gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
-    """The forward for a launcher. ``tops`` (TOPS,), zeros in fp32, gets the largest finite sizes
+def glu_into(maxima: Tensor | None, gate: Tensor, up: Tensor, act: str, *form: Any) -> Tensor:
+    """The forward for a launcher. ``maxima`` (MAXIMA,), zeros in fp32, gets the largest finite sizes
     in parts of the output."""
     M, N = gate.shape
     y = gate.new_empty(M, N, dtype=torch.promote_types(gate.dtype, up.dtype))
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
-    # without a tensor for them, the largest values are not searched
-    many = 0 if tops is None else TOPS
     numbers = M, N, gate.stride(0), up.stride(0), N, *numbers
-    launch(_fwd, grid, gate, up, y, tops, *numbers, ACT=act, **flags, TOPS=many, **tile)
+    launch(_fwd, grid, gate, up, y, maxima, *numbers, ACT=act, **flags, **tile)
     return y
 
 
@@ -275,9 +274,7 @@ def glu_into(tops: Tensor | None, gate: Tensor, up: Tensor, act: str, *form: Any
     f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {FORM}) -> (Tensor "
     "dgate, Tensor dup)"
 )
-def glu_bwd(
-    dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Any
-) -> tuple[Tensor, Tensor]:
+def glu_bwd(dy, gate, up, act, packed, need_dgate, need_dup, *form) -> tuple[Tensor, Tensor]:
     """dgate and dup; those that are not needed are empty; ``packed``: both side by side in the
     first, the second empty."""
     M, N = gate.shape
@@ -289,26 +286,26 @@ def glu_bwd(
     numbers, flags = _arguments(*form)
     strides = dy.stride(0), gate.stride(0), up.stride(0), d0.stride(0), d1.stride(0)
     # a packed gradient is one tensor: both halves are written, or neither
-    needs = dict(NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False, TOPS=0)
+    needs = dict(NEED_DGATE=need_dgate or packed, NEED_DUP=need_dup or packed, NEED_Y=False)
     launch(_bwd, grid, dy, gate, up, d0, d1, None, None, M, N, *strides, *numbers, ACT=act, **flags, **needs, **tile)
     return dgate, dup
 
 
 def glu_bwd_(
-    dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any, tops: Tensor | None = None
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, need_y: bool, *form: Any, maxima: Tensor | None = None
 ) -> None:
     """Overwrite gate and up with dgate and dup and, if needed, dy with the output of the forward.
     The calling launcher must own all three.
 
-    ``tops`` (3, TOPS), zeros in fp32, gets the largest finite sizes in parts of that output, of
+    ``maxima`` (3, MAXIMA), zeros in fp32, gets the largest finite sizes in parts of that output, of
     dgate and of dup.
     """
     M, N = gate.shape
     grid, tile = _grid(M, N, gate.itemsize)
     numbers, flags = _arguments(*form)
     # a program has loaded all of its tile before it stores
-    args = gate, up, gate, up, dy if need_y else None, tops, M, N, dy.stride(0), *(gate.stride(0), up.stride(0)) * 2
-    needs = dict(NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y, TOPS=0 if tops is None else TOPS)
+    args = gate, up, gate, up, dy if need_y else None, maxima, M, N, dy.stride(0), *(gate.stride(0), up.stride(0)) * 2
+    needs = dict(NEED_DGATE=True, NEED_DUP=True, NEED_Y=need_y)
     launch(_bwd, grid, dy, *args, *numbers, ACT=act, **flags, **needs, **tile)
 
 
@@ -358,16 +355,10 @@ def _wide(*shape: int, dtype: torch.dtype) -> Tensor:
     ),
 )
 def glu(
-    gate: Tensor,
-    up: Tensor | None = None,
-    *,
-    act: str = "silu",
-    gate_multiplier: float = 1.0,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    offset: float = 0.0,
-    down_multiplier: float = 1.0,
-) -> Tensor:
+    gate: Tensor, up: Tensor | None = None, *,
+    act: str = "silu", gate_multiplier: float = 1.0, limit: float | None = None, alpha: float = 1.0,
+    offset: float = 0.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
     """``act(gate) * up``, with act silu, gelu (exact), gelu_tanh, relu2 or sigmoid.
 
     gate, up (..., I) in fp32, fp16, bf16 or fp64, any strides; or gate (..., 2 I) and no up, for

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 # values per program, 16 per thread: as in glu, memory bandwidth is the only limit
@@ -36,14 +36,14 @@ def _bwd(dy_ptr, x_ptr, dx_ptr, N, BLOCK: tl.constexpr):
 
 
 @launcher("(Tensor x) -> Tensor")
-def relu_squared_fwd(x: Tensor) -> Tensor:
+def relu_squared_fwd(x) -> Tensor:
     y = torch.empty_like(x)
     launch(_fwd, (cdiv(x.numel(), BLOCK),), x, y, x.numel(), BLOCK=BLOCK, num_warps=4)
     return y
 
 
 @launcher("(Tensor dy, Tensor x) -> Tensor")
-def relu_squared_bwd(dy: Tensor, x: Tensor) -> Tensor:
+def relu_squared_bwd(dy, x) -> Tensor:
     dx = torch.empty_like(x)
     launch(_bwd, (cdiv(x.numel(), BLOCK),), dy, x, dx, x.numel(), BLOCK=BLOCK, num_warps=4)
     return dx

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, tracing, use_kernels
-from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, next_power_of_2, tl
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, tracing, use_kernels
+from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 # columns of a head whose blocks fit into shared memory; the reference computes wider heads
@@ -92,7 +92,7 @@ def _rows(ptr, row, stride, col, T, D, EVEN_D: tl.constexpr):
     """Rows of a matrix, zero where there is no such row or column."""
     if EVEN_D:
         return tl.load(ptr + row[:, None] * stride + col[None, :], mask=(row < T)[:, None], other=0.0)
-    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=(row < T)[:, None] & (col < D)[None, :], other=0.0)
+    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=mask_of(row, T, col, D), other=0.0)
 
 
 @jit
@@ -226,7 +226,7 @@ def _fwd(
     # o is (B, T, H, D) in memory, which is what the projection after it reads
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
     o = o / total[:, None]
-    rounded, mask = o.to(o_ptr.dtype.element_ty), (t < T)[:, None] & (col < D)[None, :]
+    rounded, mask = o.to(o_ptr.dtype.element_ty), mask_of(t, T, col, D)
     tl.store(o_ptr + at, rounded, mask=mask)
     if PRECISE:
         tl.store(lse_ptr + (b * H + h) * T + t, top, mask=t < T)
@@ -248,7 +248,7 @@ def _delta(
     b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
     t = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
-    mask = (t < T)[:, None] & (col < D)[None, :]
+    mask = mask_of(t, T, col, D)
     do = tl.load(do_ptr + b * gb + h * gh + t[:, None] * gt + col[None, :], mask=mask, other=0.0).to(tl.float32)
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
     o = tl.load(o_ptr + at, mask=mask, other=0.0)
@@ -323,7 +323,7 @@ def _bwd_dq(
         )  # fmt: skip
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
     dq *= tl.cast(scale, tl.float32)
-    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=(t < T)[:, None] & (col < D)[None, :])
+    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=mask_of(t, T, col, D))
 
 
 @jit
@@ -431,7 +431,7 @@ def _bwd_dkv(
             BLOCK_D,
         )  # fmt: skip
     at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
-    mask = (j < T)[:, None] & (col < D)[None, :]
+    mask = mask_of(j, T, col, D)
     if NEED_DK:
         tl.store(dk_ptr + at, (dk * tl.cast(scale, tl.float32)).to(dk_ptr.dtype.element_ty), mask=mask)
     if NEED_DV:
@@ -506,10 +506,7 @@ def _stops(first: Tensor, block: int) -> Tensor:
     "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale) -> (Tensor "
     "o, Tensor lse, Tensor share, Tensor lost)"
 )
-def sink_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor,
-    window: int | None, first: Tensor | None, valid: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def sink_attention_fwd(q, k, v, sinks, window, first, valid, scale) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, and what the backward needs: ``lse`` (B, H, T); in fp32 ``share`` (B, H, T), in 16 bits
     ``lost`` of o's shape, and of these the other one is empty."""
     B, H, length, D = q.shape
@@ -550,9 +547,8 @@ def sink_attention_fwd(
     " float scale, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
 def sink_attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, o: Tensor, lse: Tensor, share: Tensor, lost: Tensor,
-    window: int | None, first: Tensor | None, valid: Tensor | None, scale: float, needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    do, q, k, v, sinks, o, lse, share, lost, window, first, valid, scale, needed
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients; those that are not ``needed`` are empty."""
     (B, H, length, D), G = q.shape, q.shape[1] // k.shape[1]
     (dq, dk, dv), blocks = (new_like(t, need) for t, need in zip((q, k, v), needed)), cdiv(length, ROWS)

@@ -38,9 +38,7 @@ def reference(x, residual, w, *, eps, offset, casting):
 @launcher(
     "(Tensor x, Tensor? residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)"
 )
-def fused_add_rms_norm_fwd(
-    x: Tensor, residual: Tensor | None, w: Tensor | None, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, s (empty without a residual), and 1/rms of s."""
     M, N = x.shape
     # without a residual, s is x, which no operator may return: empty
@@ -61,16 +59,7 @@ def fused_add_rms_norm_fwd(
     "(Tensor dy, Tensor? ds, Tensor s, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor "
     "dx, Tensor dw)"
 )
-def fused_add_rms_norm_bwd(
-    dy: Tensor,
-    ds: Tensor | None,
-    s: Tensor,
-    w: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm_bwd(dy, ds, s, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tensor]:
     """dx, which is dresidual, and dw; gradients that are not needed are empty."""
     M, N = s.shape
     wide = N > BWD_N
@@ -156,14 +145,9 @@ def _tensors(*shape: int) -> dict[str, T]:
     ),
 )
 def fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    w: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, w: Tensor | None = None, *,
+    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(rms_norm(s), s)`` with ``s = x + residual``, over the last dim. Without a residual, s is x
     itself.
 

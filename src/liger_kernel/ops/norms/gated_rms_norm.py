@@ -20,10 +20,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
 from liger_kernel.ops.norms.rms_kernels import CASTING, scaled_rows
 from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
@@ -72,7 +72,7 @@ def _bwd(
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         x = load_tile(x_ptr, row, col, x_stride, mask)
         # addresses of all outputs, before the loads: later, they take 14 registers more
@@ -99,7 +99,7 @@ def _bwd(
 
 
 @launcher("(Tensor x, Tensor gate, Tensor w, float eps, str act, str casting) -> (Tensor y, Tensor rstd)")
-def gated_rms_norm_fwd(x: Tensor, gate: Tensor, w: Tensor, eps: float, act: str, casting: str) -> tuple[Tensor, Tensor]:
+def gated_rms_norm_fwd(x, gate, w, eps, act, casting) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = config.tile("gated_rms_norm_fwd", N, x.itemsize, elements=4096)
@@ -112,10 +112,7 @@ def gated_rms_norm_fwd(x: Tensor, gate: Tensor, w: Tensor, eps: float, act: str,
     "(Tensor dy, Tensor x, Tensor gate, Tensor w, Tensor rstd, str act, bool need_dx, bool need_dgate, bool need_dw) "
     "-> (Tensor dx, Tensor dgate, Tensor dw)"
 )
-def gated_rms_norm_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, w: Tensor, rstd: Tensor, act: str,
-    need_dx: bool, need_dgate: bool, need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def gated_rms_norm_bwd(dy, x, gate, w, rstd, act, need_dx, need_dgate, need_dw) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dgate and dw; gradients that are not needed are empty."""
     M, N = x.shape
     # with 16 values per thread, some variants spill 150 bytes on sm80; with a pipeline, 110 on gfx942

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
-from liger_kernel.ops._core.operator import acc, launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 
 # Columns that a program holds. Forward: a row in fp32. Backward: a row of dy and x, the weight and
 # two sums, which fill a processor's registers
@@ -71,7 +71,7 @@ def _fwd_wide(
     square = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         x = load_tile(x_ptr, row, col, x_stride, mask)
         n = tl.minimum(N - start, BLOCK_N)
         block_mean = tl.sum(x, axis=1) / n
@@ -86,7 +86,7 @@ def _fwd_wide(
     # the second reading finds the row in the L2 cache
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         x = load_tile(x_ptr, row, col, x_stride, mask)
         y = _affine((x - mean[:, None]) * rstd[:, None], w_ptr, b_ptr, col, N)
         store_tile(y_ptr, row, col, N, y, mask)
@@ -106,7 +106,7 @@ def _bwd_means(
     gx_sum = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         g = load_tile(dy_ptr, row, col, dy_stride, mask)
         x = load_tile(x_ptr, row, col, x_stride, mask)
         g = _affine(g, w_ptr, None, col, N)
@@ -131,7 +131,7 @@ def _bwd(
     # Programs are persistent: each sums dw and db over all its rows in registers, and writes them once
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         if NEED_DB:
             db += dy
@@ -164,7 +164,7 @@ def _bwd(
 
 
 @launcher("(Tensor x, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
-def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
     M, N = x.shape
     y = x.new_empty(M, N)
     # saved in fp32: the backward divides by the same numbers
@@ -180,10 +180,7 @@ def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) ->
     "(Tensor dy, Tensor x, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool need_db, ScalarType "
     "dtype) -> (Tensor dx, Tensor dwb)"
 )
-def layer_norm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor, rstd: Tensor,
-    need_dx: bool, need_dw: bool, need_db: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def layer_norm_bwd(dy, x, w, mean, rstd, need_dx, need_dw, need_db, dtype) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N

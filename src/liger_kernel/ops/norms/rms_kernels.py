@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.ops._core.operator import acc
-from liger_kernel.ops._core.tl import jit, load_row, load_tile, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 
 CASTING = ("llama", "gemma", "none")
 
@@ -92,7 +92,7 @@ def _fwd_wide(
     # s is stored in this sweep and computed again in the next, from x and residual in the cache
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE)
         if r_ptr is not None:
             tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
@@ -104,7 +104,7 @@ def _fwd_wide(
     # back from where the first sweep ended: that end of the row is still in the L2 cache
     for i in range(0, blocks):
         col = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE)
         h = scaled_rows(s.to(tl.float32), rstd, w_ptr, col, N, offset, s.dtype, CASTING)
         store_tile(y_ptr, row, col, N, h, mask)
@@ -121,7 +121,7 @@ def _bwd_mean(
     total = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         g = load_tile(dy_ptr, row, col, dy_stride, mask)
         s = load_tile(s_ptr, row, col, s_stride, mask)
         if w_ptr is not None:
@@ -146,7 +146,7 @@ def _bwd(
     # that the second stage adds a few hundred rows, in an order that never changes
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (row < M)[:, None] & (col < N)[None, :]
+        mask = mask_of(row, M, col, N)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         s = load_tile(s_ptr, row, col, s_stride, mask)
         rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]

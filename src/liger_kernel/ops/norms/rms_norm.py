@@ -23,7 +23,7 @@ MAX_N = 32768
 
 
 @launcher("(Tensor x, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor rstd)")
-def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
+def rms_norm_fwd(x, w, eps, offset, casting) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     # rows that no program can hold
     if N > MAX_N:
@@ -41,9 +41,7 @@ def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting
 @launcher(
     "(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)"
 )
-def rms_norm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool
-) -> tuple[Tensor, Tensor]:
+def rms_norm_bwd(dy, x, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tensor]:
     """dx and dw; gradients that are not needed are empty."""
     M, N = x.shape
     if N > MAX_N:

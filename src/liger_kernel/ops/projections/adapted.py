@@ -205,14 +205,14 @@ class Projections:
         self.masks = [None] * len(self.As)
 
     def part(self, x: Tensor) -> Projections:
-        """The same projections of some of the rows, after their ``take(x)``. Call ``open``
+        """The same projections of some of the rows, after their ``apply_a(x)``. Call ``open``
         first."""
         # casts and weights are shared; only the thin products are those of the tile
         part = copy.copy(self)
         part.xas = [x.to(self.thin) @ a.t() for a in self.As]
         return part
 
-    def take(self, x: Tensor) -> None:
+    def apply_a(self, x: Tensor) -> None:
         """Cast the adapters, and compute the products of x (M, K) with the A's."""
         self._cast()
         self.xas, self.masks = [], []
@@ -224,7 +224,7 @@ class Projections:
 
     def outputs(self, rows: Operand, out: Tensor | None = None) -> list[Tensor]:
         """The y (M, N) of each projection of the rows x, in new memory, or in ``out`` if there
-        is only one. Call ``take`` first."""
+        is only one. Call ``apply_a`` first."""
         ys: list[Tensor] = []
         self.zs, self.norms = [], []
         # FP8: the largest values of all operands in one launch
@@ -297,16 +297,16 @@ class Projections:
 
         return again, [x if rows.stays else None, *tensors]
 
-    def taken(self) -> list[Tensor | None]:
-        """The results of ``take``, to be saved for the backward."""
+    def products_of_a(self) -> list[Tensor | None]:
+        """The results of ``apply_a``, to be saved for the backward."""
         return [*self.As, *self.bs, *self.xas, *self.masks]
 
     def kept(self) -> list[Tensor | None]:
-        """The results of ``take`` and ``outputs``, to be saved for the backward."""
-        return [*self.taken(), *self.zs, *self.norms]
+        """The results of ``apply_a`` and ``outputs``, to be saved for the backward."""
+        return [*self.products_of_a(), *self.zs, *self.norms]
 
     def restore(self, kept: Sequence[Tensor | None]) -> None:
-        """Put back what the forward saved: the tensors of ``kept()`` or of ``taken()``."""
+        """Put back what the forward saved: the tensors of ``kept()`` or of ``products_of_a()``."""
         kept, many = list(kept), len(self.stacks)
         first = lambda n: [kept.pop(0) for _ in range(n)]
         self.As, self.bs, self.xas, self.masks = (
@@ -422,13 +422,9 @@ class Projections:
         return flat
 
     def gradients_in_turn(
-        self,
-        dys: list[Operand],
-        x: Operand,
-        need: Sequence[Sequence[bool]],
-        need_x: bool,
+        self, dys: list[Operand], x: Operand, need: Sequence[Sequence[bool]], need_x: bool,
         totals: Sequence[Tensor | None] | None = None,
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
+    ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
         """dx and the gradients of all tensors, without adapters and magnitudes: nothing that was
         made of one dy is there while the next is used.
 

@@ -44,11 +44,12 @@ from liger_kernel.ops._core.operator import (
     shaped,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.weights import Operand, Weight, added
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-30  # an amax below it counts as this, so that TOP / amax and amax / TOP are normal numbers of fp32
+_LEAST = tl.constexpr(LEAST)
 
 
 def reference(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
@@ -71,14 +72,14 @@ def _size(x):
 
 
 @jit
-def _amax(x_ptr, tops_ptr, M, N, stride, programs, BLOCK: tl.constexpr):
+def _amax(x_ptr, maxima_ptr, M, N, stride, programs, BLOCK: tl.constexpr):
     program, tiles = tl.program_id(0), tl.cdiv(N, BLOCK)
     top = tl.zeros([BLOCK], tl.float32)
     for tile in tl.range(program, M * tiles, programs):
         col = (tile % tiles) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + (tile // tiles).to(tl.int64) * stride + col, mask=col < N, other=0.0).to(tl.float32)
         top = tl.maximum(top, _size(x))
-    tl.store(tops_ptr + program, tl.max(top, 0))
+    tl.store(maxima_ptr + program, tl.max(top, 0))
 
 
 @jit
@@ -108,12 +109,12 @@ def _quantized_t(x, factor, q_ptr):
 
 @jit
 def _cast(
-    x_ptr, tops_ptr, q_ptr, scale_ptr, M, N, stride, programs,
-    TOP: tl.constexpr, LEAST: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, maxima_ptr, q_ptr, scale_ptr, M, N, stride, programs,
+    TOP: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, tiles = tl.program_id(0), tl.cdiv(N, BLOCK)
     every = tl.arange(0, PROGRAMS)
-    amax = tl.maximum(tl.max(tl.load(tops_ptr + every, mask=every < programs, other=0.0), 0), LEAST)
+    amax = tl.maximum(tl.max(tl.load(maxima_ptr + every, mask=every < programs, other=0.0), 0), _LEAST)
     top = tl.full((), TOP, tl.float32)
     factor = tl.div_rn(top, amax)
     # all programs find the same scale; one stores it
@@ -134,7 +135,7 @@ def _values(x_ptr, by_ptr, col, N):
 @jit
 def _cast_rows(
     x_ptr, by_ptr, q_ptr, scale_ptr, N, stride,
-    TOP: tl.constexpr, LEAST: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    TOP: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
@@ -147,7 +148,7 @@ def _cast_rows(
         for start in tl.range(BLOCK, N, BLOCK):
             size = tl.maximum(size, _size(_values(x_ptr, by_ptr, start + col, N)))
     # a row of zeros has a scale, too
-    amax = tl.maximum(tl.max(size, 0), LEAST)
+    amax = tl.maximum(tl.max(size, 0), _LEAST)
     factor = tl.div_rn(top, amax)
     tl.store(scale_ptr + row, tl.div_rn(amax, top))
     tl.store(q_ptr + col, _quantized(x, factor, q_ptr), mask=col < N)
@@ -162,7 +163,7 @@ def _transpose(x_ptr, y_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
     # bytes: whole cache lines are read and written in both directions
     n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
-    mask = (n < N)[:, None] & (k < K)[None, :]
+    mask = mask_of(n, N, k, K)
     x = tl.load(x_ptr + n[:, None] * K + k[None, :], mask=mask, other=0)
     tl.store(y_ptr + k[:, None] * N + n[None, :], tl.trans(x), mask=tl.trans(mask))
 
@@ -173,7 +174,7 @@ _WHOLE, _PART = 16384, 4096
 
 
 @launcher("(Tensor x, Tensor? by, ScalarType dtype, bool per_row) -> (Tensor q, Tensor scale)")
-def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
+def float8_cast(x, by, dtype, per_row) -> tuple[Tensor, Tensor]:
     (M, N), top = x.shape, torch.finfo(dtype).max
     q = x.new_empty((M, N), dtype=dtype)
     scale = x.new_empty((M, 1) if per_row else (), dtype=torch.float32)
@@ -181,21 +182,21 @@ def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool)
         # a row that fits the registers is read once
         block = next_power_of_2(N) if N <= _WHOLE else _PART
         warps = min(max(block // 1024, 1), 4 if x.itemsize == 2 else 16)
-        how = dict(TOP=top, LEAST=LEAST, WHOLE=block >= N, BLOCK=block)
+        how = dict(TOP=top, WHOLE=block >= N, BLOCK=block)
         launch(_cast_rows, (M,), x, by, q, scale, N, x.stride(0), **how, num_warps=warps)
         return q, scale
     block = min(next_power_of_2(N), _BLOCK)
     # one more launch instead of atomics on one address
     programs = min(M * cdiv(N, block), _PROGRAMS)
-    tops = x.new_empty(programs, dtype=torch.float32)
-    launch(_amax, (programs,), x, tops, M, N, x.stride(0), programs, BLOCK=block, num_warps=4)
-    how = dict(TOP=top, LEAST=LEAST, PROGRAMS=_PROGRAMS, BLOCK=block, num_warps=4)
-    launch(_cast, (programs,), x, tops, q, scale, M, N, x.stride(0), programs, **how)
+    maxima = x.new_empty(programs, dtype=torch.float32)
+    launch(_amax, (programs,), x, maxima, M, N, x.stride(0), programs, BLOCK=block, num_warps=4)
+    how = dict(TOP=top, PROGRAMS=_PROGRAMS, BLOCK=block, num_warps=4)
+    launch(_cast, (programs,), x, maxima, q, scale, M, N, x.stride(0), programs, **how)
     return q, scale
 
 
 @launcher("(Tensor x) -> Tensor")
-def transpose_bytes(x: Tensor) -> Tensor:
+def transpose_bytes(x) -> Tensor:
     """The contiguous transpose (K, N) of a contiguous x (N, K) with 8-bit values."""
     (N, K), x = x.shape, x.view(torch.int8)
     y = x.new_empty(K, N)
@@ -243,15 +244,9 @@ def transposed(w: Tensor) -> Tensor:
 
 
 def product(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    dtype: torch.dtype,
-    *,
-    fast: bool = True,
-    out: Tensor | None = None,
-) -> Tensor:  # the operands, the result
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype, *,
+    fast: bool = True, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """a b^T (M, N) of a (M, K) and b (N, K) in FP8, times both scales: () and (), or (M, 1) and (N,
     1). ``fast``: the tensor cores' own accumulation.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import E4, cast
 from liger_kernel.ops.projections.weights import Dequantized
 
@@ -37,7 +37,7 @@ def _dense_experts(
     program, tiles = tl.program_id(0), tl.cdiv(cols, BLOCK_COLS)
     row = (program // tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = (program % tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    mask = mask_of(row, rows, col, cols)
     at = row.to(tl.int64)[:, None] * cols + col[None, :]
     q = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if BY_COLUMN:
@@ -51,7 +51,7 @@ _VALUES, _COLS = 4096, 1024  # values of a program, and the most columns of it
 
 
 @launcher("(Tensor q, Tensor scale, ScalarType dtype) -> Tensor")
-def dense_experts(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dense_experts(q, scale, dtype) -> Tensor:
     (E, A, B), y = q.shape, q.new_empty(q.shape, dtype=dtype)
     cols = min(next_power_of_2(B), _COLS)
     rows = _VALUES // cols

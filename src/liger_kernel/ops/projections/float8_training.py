@@ -38,9 +38,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
-from liger_kernel.ops.activations.glu import FORM, TOPS, glu_into
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
+from liger_kernel.ops.activations.glu import _MAXIMA, FORM, MAXIMA, glu_into
 from liger_kernel.ops.projections.float8 import (
+    _LEAST,
     CAPABILITY,
     E4,
     E5,
@@ -92,7 +93,7 @@ RECIPES = {
 
 
 class Amax(NamedTuple):
-    """The largest finite sizes, fp32: of each row (M,) and each column (N,), or of ``TOPS``
+    """The largest finite sizes, fp32: of each row (M,) and each column (N,), or of ``MAXIMA``
     parts of the tensor, without columns."""
 
     rows: Tensor
@@ -138,17 +139,17 @@ def reference(
 
 
 @jit
-def _factor(amax, TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr):
-    factor = tl.div_rn(tl.zeros_like(amax) + TOP, tl.maximum(amax, LEAST))
+def _factor(amax, TOP: tl.constexpr, POWERS_OF_2: tl.constexpr):
+    factor = tl.div_rn(tl.zeros_like(amax) + TOP, tl.maximum(amax, _LEAST))
     if POWERS_OF_2:
         factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return factor
 
 
 @jit
-def _scale(amax, factor, TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr):
+def _scale(amax, factor, TOP: tl.constexpr, POWERS_OF_2: tl.constexpr):
     one = tl.zeros_like(amax)
-    return tl.div_rn(one + 1.0, factor) if POWERS_OF_2 else tl.div_rn(tl.maximum(amax, LEAST), one + TOP)
+    return tl.div_rn(one + 1.0, factor) if POWERS_OF_2 else tl.div_rn(tl.maximum(amax, _LEAST), one + TOP)
 
 
 @jit
@@ -162,9 +163,7 @@ def _amax(
     of_columns = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS):
         row = ((tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        x = tl.load(
-            x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0
-        ).to(tl.float32)
+        x = load_tile(x_ptr, row, col, stride, mask_of(row, M, col, N))
         size = _size(x)
         # a maximum has no order, so that atomics do not change bits
         tl.atomic_max(rows_ptr + row, tl.max(size, 1), mask=row < M, sem="relaxed")
@@ -173,9 +172,9 @@ def _amax(
 
 
 @jit
-def _top(
-    x_ptr, tops_ptr, M, N, stride, part,
-    TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _maximum(
+    x_ptr, maxima_ptr, M, N, stride, part,
+    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The largest value of part number ``part`` of x, if x has so many: of STEPS tiles below
     each other."""
@@ -184,64 +183,62 @@ def _top(
     top = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS):
         row = (((part % high) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        x = tl.load(
-            x_ptr + row[:, None] * stride + col[None, :], mask=(row < M)[:, None] & (col < N)[None, :], other=0.0
-        ).to(tl.float32)
+        x = load_tile(x_ptr, row, col, stride, mask_of(row, M, col, N))
         top = tl.maximum(top, tl.max(_size(x), 0))
     # parts of their own for most programs, or all would wait for one address
-    tl.atomic_max(tops_ptr + part % TOPS, tl.max(top, 0), sem="relaxed")
+    tl.atomic_max(maxima_ptr + part % _MAXIMA, tl.max(top, 0), sem="relaxed")
 
 
 @jit
-def _tops(
-    x0_ptr, x1_ptr, x2_ptr, x3_ptr, tops_ptr, M0, M1, M2, M3, N0, N1, N2, N3, stride0, stride1, stride2, stride3,
-    COUNT: tl.constexpr, TOPS: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _maxima(
+    x0_ptr, x1_ptr, x2_ptr, x3_ptr, maxima_ptr, M0, M1, M2, M3, N0, N1, N2, N3, stride0, stride1, stride2, stride3,
+    COUNT: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of COUNT tensors, each in code of its own, which loads by what is known of its strides.
-    ``tops``: (COUNT, TOPS), zeros at first."""
+    ``maxima``: (COUNT), zeros at first."""
     part = tl.program_id(0)
     end0 = tl.cdiv(M0, BLOCK_M * STEPS) * tl.cdiv(N0, BLOCK_N)
     if part < end0:
-        _top(x0_ptr, tops_ptr, M0, N0, stride0, part, TOPS, STEPS, BLOCK_M, BLOCK_N)
+        _maximum(x0_ptr, maxima_ptr, M0, N0, stride0, part, STEPS, BLOCK_M, BLOCK_N)
     elif COUNT > 1:
         end1 = end0 + tl.cdiv(M1, BLOCK_M * STEPS) * tl.cdiv(N1, BLOCK_N)
         if part < end1:
-            _top(x1_ptr, tops_ptr + TOPS, M1, N1, stride1, part - end0, TOPS, STEPS, BLOCK_M, BLOCK_N)
+            _maximum(x1_ptr, maxima_ptr + _MAXIMA, M1, N1, stride1, part - end0, STEPS, BLOCK_M, BLOCK_N)
         elif COUNT > 2:
             end2 = end1 + tl.cdiv(M2, BLOCK_M * STEPS) * tl.cdiv(N2, BLOCK_N)
             if part < end2:
-                _top(x2_ptr, tops_ptr + 2 * TOPS, M2, N2, stride2, part - end1, TOPS, STEPS, BLOCK_M, BLOCK_N)
+                _maximum(x2_ptr, maxima_ptr + 2 * _MAXIMA, M2, N2, stride2, part - end1, STEPS, BLOCK_M, BLOCK_N)
             elif COUNT > 3:
-                _top(x3_ptr, tops_ptr + 3 * TOPS, M3, N3, stride3, part - end2, TOPS, STEPS, BLOCK_M, BLOCK_N)
+                _maximum(x3_ptr, maxima_ptr + 3 * _MAXIMA, M3, N3, stride3, part - end2, STEPS, BLOCK_M, BLOCK_N)
 
 
 @jit
 def _cast_tile(
     x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, part,
-    TOP: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr,
-    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOP: tl.constexpr, POWERS_OF_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of the tile number ``part``, counted down the columns of tiles. Without ``columns_ptr``, x has
-    one scale, and ``rows_ptr`` its largest values in TOPS parts."""
+    one scale, and ``rows_ptr`` its largest values in MAXIMA parts."""
     # known when the kernel is compiled: rows and columns have scales, or the tensor has one
     BY_ROWS: tl.constexpr = columns_ptr is not None
     stride_t = tl.cdiv(M, 16) * 16
     high, wide = part % tl.cdiv(stride_t, BLOCK_M), part // tl.cdiv(stride_t, BLOCK_M)
     row = (high * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     col = (wide * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    inside = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = mask_of(row, M, col, N)
+    x = load_tile(x_ptr, row, col, stride, inside)
     if not BY_ROWS:
-        amax = tl.max(tl.load(rows_ptr + tl.arange(0, TOPS)), 0)
+        amax = tl.max(tl.load(rows_ptr + tl.arange(0, _MAXIMA)), 0)
     if q_ptr is not None:
         if BY_ROWS:
             of_rows = tl.load(rows_ptr + row, mask=row < M, other=0.0)
         else:
             of_rows = tl.zeros([BLOCK_M], tl.float32) + amax
-        factor = _factor(of_rows, TOP, LEAST, POWERS_OF_2)
+        factor = _factor(of_rows, TOP, POWERS_OF_2)
         # every tile of a row finds its scale; the first one stores it
         if wide == 0:
-            scale = _scale(of_rows, factor, TOP, LEAST, POWERS_OF_2)
+            scale = _scale(of_rows, factor, TOP, POWERS_OF_2)
             tl.store(scale_ptr + (row if BY_ROWS else row * 0), scale, mask=(row < M) if BY_ROWS else (row == 0))
         tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=inside)
     if qt_ptr is not None:
@@ -249,12 +246,12 @@ def _cast_tile(
             of_columns = tl.load(columns_ptr + col, mask=col < N, other=0.0)
         else:
             of_columns = tl.zeros([BLOCK_N], tl.float32) + amax
-        factor = _factor(of_columns, TOP, LEAST, POWERS_OF_2)
+        factor = _factor(of_columns, TOP, POWERS_OF_2)
         if high == 0:
-            scale = _scale(of_columns, factor, TOP, LEAST, POWERS_OF_2)
+            scale = _scale(of_columns, factor, TOP, POWERS_OF_2)
             tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
         q, at = _quantized_t(x, factor[None, :], qt_ptr), col[:, None] * stride_t + row[None, :]
-        tl.store(qt_ptr + at, q, mask=(col < N)[:, None] & (row < stride_t)[None, :])
+        tl.store(qt_ptr + at, q, mask=mask_of(col, N, row, stride_t))
 
 
 @jit
@@ -262,8 +259,8 @@ def _casts(
     x0_ptr, rows0_ptr, columns0_ptr, q0_ptr, scale0_ptr, qt0_ptr, scale_t0_ptr,
     x1_ptr, rows1_ptr, columns1_ptr, q1_ptr, scale1_ptr, qt1_ptr, scale_t1_ptr,
     M0, N0, stride0, M1, N1, stride1,
-    TOP0: tl.constexpr, TOP1: tl.constexpr, LEAST: tl.constexpr, POWERS_OF_2: tl.constexpr,
-    TOPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOP0: tl.constexpr, TOP1: tl.constexpr, POWERS_OF_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Of a tensor, or of two one after another."""
     part = tl.program_id(0)
@@ -271,19 +268,19 @@ def _casts(
     if part < end:
         _cast_tile(
             x0_ptr, rows0_ptr, columns0_ptr, q0_ptr, scale0_ptr, qt0_ptr, scale_t0_ptr, M0, N0, stride0, part,
-            TOP0, LEAST, POWERS_OF_2, TOPS, BLOCK_M, BLOCK_N,
+            TOP0, POWERS_OF_2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     elif x1_ptr is not None:
         _cast_tile(
             x1_ptr, rows1_ptr, columns1_ptr, q1_ptr, scale1_ptr, qt1_ptr, scale_t1_ptr, M1, N1, stride1, part - end,
-            TOP1, LEAST, POWERS_OF_2, TOPS, BLOCK_M, BLOCK_N,
+            TOP1, POWERS_OF_2, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 
 def amax_of(x: Tensor, by_rows: bool) -> Amax:
     """The largest values of x (M, N) from which ``casts`` computes its scales."""
     if not by_rows:
-        return tops_of([x])[0]
+        return maxima_of([x])[0]
     if not use_kernels(x, fusible=True):
         size = _finite_size(x)
         return Amax(size.amax(1), size.amax(0))
@@ -309,7 +306,7 @@ def _finite_size(x: Tensor) -> Tensor:
 MOST = 4  # tensors that one launch searches
 
 
-def tops_of(xs: Sequence[Tensor]) -> list[Amax]:
+def maxima_of(xs: Sequence[Tensor]) -> list[Amax]:
     """The largest values of up to ``MOST`` tensors (M, N) of one dtype and device, each with one
     scale: a launch takes the host as long as that of one."""
     first, count = xs[0], len(xs)
@@ -319,33 +316,33 @@ def tops_of(xs: Sequence[Tensor]) -> list[Amax]:
     # H200, 8192 x 14336 bf16: 8 steps 68 us, 16 67; 16 x 256 275, 32 x 128 150: fewer threads a row
     block = min(next_power_of_2(max(x.shape[1] for x in xs)), 1024)
     high = 4096 // block * 8
-    tops = first.new_zeros(count, TOPS, dtype=torch.float32)
+    maxima = first.new_zeros(count, MAXIMA, dtype=torch.float32)
     # the kernel is compiled for as many tensors as there are
     missing = (None,) * (MOST - count)
     sizes = [x.shape for x in xs]
     parts = sum(cdiv(M, high) * cdiv(N, block) for M, N in sizes)
     numbers = *(M for M, _ in sizes), *missing, *(N for _, N in sizes), *missing, *(x.stride(0) for x in xs), *missing
-    how = dict(COUNT=count, TOPS=TOPS, STEPS=8, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4)
-    launch(_tops, (parts,), *xs, *missing, tops, *numbers, **how)
-    return [Amax(t, None) for t in tops.unbind()]
+    how = dict(COUNT=count, STEPS=8, BLOCK_M=4096 // block, BLOCK_N=block, num_warps=4)
+    launch(_maxima, (parts,), *xs, *missing, maxima, *numbers, **how)
+    return [Amax(t, None) for t in maxima.unbind()]
 
 
-@launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> (Tensor h, Tensor tops)")
-def glu_and_tops(gate: Tensor, up: Tensor, act: str, *form: Any) -> tuple[Tensor, Tensor]:
-    """``glu``, and the largest finite sizes in ``TOPS`` parts of it."""
-    tops = gate.new_zeros(TOPS, dtype=torch.float32)
-    return glu_into(tops, gate, up, act, *form), tops
+@launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> (Tensor h, Tensor maxima)")
+def glu_and_maxima(gate, up, act, *form) -> tuple[Tensor, Tensor]:
+    """``glu``, and the largest finite sizes in ``MAXIMA`` parts of it."""
+    maxima = gate.new_zeros(MAXIMA, dtype=torch.float32)
+    return glu_into(maxima, gate, up, act, *form), maxima
 
 
-def known_amax(tops: Tensor) -> dict[Hashable, Amax]:
-    """For ``Operand``: the largest values in ``TOPS`` parts, which the kernel found that made the
+def known_amax(maxima: Tensor) -> dict[Hashable, Amax]:
+    """For ``Operand``: the largest values in ``MAXIMA`` parts, which the kernel found that made the
     rows."""
-    return {_WHOLE: Amax(tops, None)}
+    return {_WHOLE: Amax(maxima, None)}
 
 
 def whole_amax(amax: Tensor) -> Amax:
     """The largest values of a tensor of which only the largest of all is known, or is to count."""
-    return Amax(amax.expand(TOPS).contiguous(), None)
+    return Amax(amax.expand(MAXIMA).contiguous(), None)
 
 
 class CastRequest(NamedTuple):
@@ -400,22 +397,16 @@ def casts_together(
     missing = 2 - len(requests)
     # H200, 8192 x 14336 bf16, both casts, one scale / of rows and columns: 2 warps 142 / 150 us, 4
     # warps 170 / 134, 64 x 128 with 8 warps 196 / 148
-    how = dict(TOP0=TOP[first.dtype], TOP1=TOP[requests[-1].dtype], LEAST=LEAST, POWERS_OF_2=powers_of_2, TOPS=TOPS)
+    how = dict(TOP0=TOP[first.dtype], TOP1=TOP[requests[-1].dtype], POWERS_OF_2=powers_of_2)
     how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
     launch(_casts, (parts,), *tensors, *[None] * 7 * missing, *sizes, *[None] * 3 * missing, **how)  # type: ignore[arg-type]  # the first of the tensors is x
     return found
 
 
 def casts(
-    x: Tensor,
-    dtype: torch.dtype,
-    amax: Amax,
-    powers_of_2: bool,
-    *,
-    rows: bool,
-    columns: bool,
-    memory: Tensor | None = None,
-) -> tuple[Cast | None, Cast | None]:
+    x: Tensor, dtype: torch.dtype, amax: Amax, powers_of_2: bool, *,
+    rows: bool, columns: bool, memory: Tensor | None = None,
+) -> tuple[Cast | None, Cast | None]:  # fmt: skip
     """``casts_together`` of one tensor."""
     return casts_together([CastRequest(x, dtype, amax, rows, columns)], powers_of_2, memory)[0]
 
@@ -664,7 +655,7 @@ def search(products: Iterable[tuple[Weight, Operand | None]]) -> None:
     # a single tensor is searched where it is cast
     if len(xs) < 2:
         return
-    found = [amax for i in range(0, len(xs), MOST) for amax in tops_of(xs[i : i + MOST])]
+    found = [amax for i in range(0, len(xs), MOST) for amax in maxima_of(xs[i : i + MOST])]
     for rows, amax in zip(of_rows, found):
         rows.remade(_WHOLE, amax)
     for (kept, w), amax in zip(of_weights, found[len(of_rows) :]):

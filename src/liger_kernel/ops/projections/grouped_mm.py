@@ -189,7 +189,7 @@ def span_of(a: Tensor, K: int, tile: dict) -> dict:
 
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
-def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def grouped_mm(a, b, offs) -> Tensor:
     (M, K), (E, _, N) = a.shape, b.shape
     if tracing(a):
         return a.new_empty(M, N)
@@ -208,7 +208,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
-def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def grouped_outer(a, b, offs) -> Tensor:
     (_, N), (_, Q), E = a.shape, b.shape, offs.shape[0]
     if tracing(a):
         return a.new_empty(E, N, Q)
@@ -224,7 +224,7 @@ def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 @launcher("(Tensor a, Tensor? scale, Tensor offs) -> Tensor")
-def grouped_sum(a: Tensor, scale: Tensor | None, offs: Tensor) -> Tensor:
+def grouped_sum(a, scale, offs) -> Tensor:
     E, N = offs.shape[0], a.shape[1]
     y = a.new_empty(E, N)
     launch(_sum, (E, cdiv(N, 64)), a, scale, y, offs, N, BLOCK_M=64, BLOCK_N=64, num_warps=4)

@@ -122,7 +122,7 @@ def _launch_rows(
 
 
 @launcher("(Tensor rows, Tensor? order, SymInt top_k, Tensor a, Tensor offs, float scale) -> Tensor")
-def thin_rows(rows: Tensor, order: Tensor | None, top_k: int, a: Tensor, offs: Tensor, scale: float) -> Tensor:
+def thin_rows(rows, order, top_k, a, offs, scale) -> Tensor:
     # a thin product may leave the range of fp16
     dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
     y = rows.new_empty(rows.shape[0] if order is None else order.shape[0], a.shape[1], dtype=dtype)
@@ -131,14 +131,12 @@ def thin_rows(rows: Tensor, order: Tensor | None, top_k: int, a: Tensor, offs: T
 
 
 @launcher("(Tensor(a!) y, Tensor t, Tensor b, Tensor offs, float scale) -> ()")
-def add_thin_(y: Tensor, t: Tensor, b: Tensor, offs: Tensor, scale: float) -> None:
+def add_thin_(y, t, b, offs, scale) -> None:
     _launch_rows(t, None, 1, b, y, offs, scale, True)
 
 
 @launcher("(Tensor t, Tensor rows, Tensor? order, SymInt top_k, Tensor offs, float scale, ScalarType dtype) -> Tensor")
-def thin_outer(
-    t: Tensor, rows: Tensor, order: Tensor | None, top_k: int, offs: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
+def thin_outer(t, rows, order, top_k, offs, scale, dtype) -> Tensor:
     (M, r), N, E = t.shape, rows.shape[1], offs.shape[0]
     y = t.new_empty(E, r, N, dtype=dtype)
     if tracing(t):

@@ -146,14 +146,9 @@ def supported(a: Tensor, b: Tensor) -> bool:
 
 
 def product(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    y: Tensor,
-    h: Tensor | None = None,
-    bias: Tensor | None = None,
+    a: Tensor, b: Tensor, offs: Tensor, y: Tensor, h: Tensor | None = None, bias: Tensor | None = None,
     form: Form | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a b[e] to y (M, N), all contiguous or b transposed; or, with a ``form``, its activation
     to y (M, N / 2), and a b[e] to h, if h is given.
 

@@ -80,7 +80,7 @@ class LinearsFunction(torch.autograd.Function):
         with without_autocast(x.device.type):
             node = Projections(projections, x.dtype, thin)
             rows = Operand(rows_of(x), learns=any(ctx.needs_input_grad), stays=stays(x))
-            node.take(rows.rows)
+            node.apply_a(rows.rows)
             ys = node.outputs(rows)
             ctx.rows_again, of_x = node.input_kept(rows, x)
         # where x ends and what the node kept begins

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, nbytes, op
-from liger_kernel.ops._core.operator import acc, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
+from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Adapter, Projection
@@ -71,9 +71,9 @@ def _check(op: str, x: Tensor, shape: tuple[int | None, int], *given: tuple[str,
     # a decides the rank; b must have it
     rank = a.shape[0] if a.ndim else 0
     for (name, t), wanted in zip(given, ((N, K), (max(rank, 1), K), (N, rank))):
-        said = f"({'N' if t is weight and shape[0] is None else 'r >= 1' if t is a else wanted[0]}, {wanted[1]})"
+        shown = f"({'N' if t is weight and shape[0] is None else 'r >= 1' if t is a else wanted[0]}, {wanted[1]})"
         if tuple(t.shape) != wanted:
-            raise ValueError(f"{op}: {name} must have shape {said}, got {tuple(t.shape)}")
+            raise ValueError(f"{op}: {name} must have shape {shown}, got {tuple(t.shape)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {t.device}")
         if not t.is_floating_point():
@@ -164,15 +164,9 @@ def _cost_mlp(x, **tensors) -> Cost:
     cost=_cost,
 )
 def lora_linear(
-    x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    bias: Tensor | None = None,
-    magnitude: Tensor | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *,
+    bias: Tensor | None = None, magnitude: Tensor | None = None, scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """A linear layer with a LoRA adapter, or with ``magnitude`` a DoRA adapter. Differentiable in
     every tensor. Returns (..., N).
 
@@ -199,19 +193,10 @@ def lora_linear(
     cost=_cost_qkv,
 )
 def lora_qkv(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_a: Tensor,
-    q_b: Tensor,
-    k_a: Tensor,
-    k_b: Tensor,
-    v_a: Tensor,
-    v_b: Tensor,
-    *,
+    x: Tensor, q: Tensor, k: Tensor, v: Tensor, q_a: Tensor, q_b: Tensor, k_a: Tensor, k_b: Tensor, v_a: Tensor,
+    v_b: Tensor, *,
     scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values of one input: three ``lora_linear`` as one node, which reads x
     once for all adapters. Their N and ranks may differ."""
     _check_input("lora_qkv", x)
@@ -234,20 +219,10 @@ def lora_qkv(
     cost=_cost_mlp,
 )
 def lora_mlp(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate_a: Tensor,
-    gate_b: Tensor,
-    up_a: Tensor,
-    up_b: Tensor,
-    down_a: Tensor,
-    down_b: Tensor,
-    *,
-    act: str = "silu",
-    scale: float = 1.0,
-) -> Tensor:
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gate_a: Tensor, gate_b: Tensor, up_a: Tensor, up_b: Tensor,
+    down_a: Tensor, down_b: Tensor, *,
+    act: str = "silu", scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """A gated MLP of three ``lora_linear`` as one node. It saves x, the outputs of gate and up, and
     thin matrices for the backward.
 

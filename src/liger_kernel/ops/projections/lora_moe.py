@@ -34,15 +34,6 @@ from liger_kernel.ops.projections.moe import (
 from liger_kernel.ops.projections.moe import _cost as _moe_cost
 
 
-def reference(
-    x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *,
-    scale, gate_up_bias, down_bias, act, interleaved, alpha, limit, offset, **how,
-):  # fmt: skip
-    adapters, biases = (gate_up_a, gate_up_b, down_a, down_b), dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
-    form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
-    return experts_in_torch(x, gate_up, down, topk_index, topk_weight, *adapters, scale=scale, **biases, **form)
-
-
 def _cost(
     x, gate_up, down, topk_index, topk_weight, gate_up_a=None, gate_up_b=None, down_a=None, down_b=None, **more
 ) -> Cost:
@@ -84,7 +75,7 @@ def _sixes(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @op(
-    reference=reference,
+    reference=experts_in_torch,
     cases=[
         Case("qwen3", _args(20, 2, 40, 24, 3, 4, weight=torch.float32, grads="x w")),
         Case("fp32-adapters", _args(9, 2, 16, 16, 3, 8, dtype=torch.float32)),
@@ -106,26 +97,12 @@ def _sixes(*shape: int, dtype: torch.dtype) -> Tensor:
     cost=_cost,
 )
 def lora_moe(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_index: Tensor,
-    topk_weight: Tensor,
-    gate_up_a: Tensor | None = None,
-    gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    act: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
+    x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None, down_a: Tensor | None = None, down_b: Tensor | None = None, *,
+    scale: float = 1.0, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: str = "silu",
+    interleaved: bool = False, alpha: float = 1.0, limit: float | None = None, offset: float = 0.0,
     recompute: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``moe`` with a LoRA adapter for each expert's gate_up, down, or both. Differentiable in
     everything but the index. Returns (T, H) in x's dtype.
 
@@ -160,12 +137,9 @@ def lora_moe(
     form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
     if use_kernels(x):
-        form["recompute"] = recompute
-        return adapted_moe(
-            x.to(dtype), gate_up, down, topk_index, topk_weight, adapters[0], adapters[1], **biases, **form
-        )
+        given = x.to(dtype), gate_up, down, topk_index, topk_weight, *adapters
+        return adapted_moe(*given, **biases, **form, recompute=recompute)
     # what autocast would do: the reference has plain products
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     biases = {name: b if b is None else b.to(dtype) for name, b in biases.items()}
-    how = dict(scale=scale) | named | biases | form
-    return reference(x, gate_up, down, topk_index, topk_weight, **how)
+    return experts_in_torch(x, gate_up, down, topk_index, topk_weight, **named, scale=scale, **biases, **form)

@@ -60,7 +60,7 @@ def _row_norms(
 
 
 @launcher("(Tensor w, Tensor a, Tensor b, float scale) -> Tensor")
-def norms_of_rows(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def norms_of_rows(w, a, b, scale) -> Tensor:
     """``row_norms`` in fp32; a and b in one dtype."""
     (N, K), rank, norms = w.shape, a.shape[0], w.new_empty(w.shape[0], dtype=torch.float32)
     block = max(16, next_power_of_2(rank))
@@ -88,7 +88,7 @@ def row_norms(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 @launcher("(Tensor x, Tensor scale) -> Tensor")
-def scaled_columns(x: Tensor, scale: Tensor) -> Tensor:
+def scaled_columns(x, scale) -> Tensor:
     """``x * scale`` in x's dtype; x (M, N) with contiguous rows, scale (N,)."""
     (M, N), y = x.shape, x.new_empty(x.shape)
     launch(_times_columns, (cdiv(N, 512), cdiv(M, 16)), x, scale, y, M, N, x.stride(0), ROWS=16, BLOCK=512, num_warps=4)
@@ -96,7 +96,7 @@ def scaled_columns(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @launcher("(Tensor a, Tensor b) -> Tensor")
-def column_sums(a: Tensor, b: Tensor) -> Tensor:
+def column_sums(a, b) -> Tensor:
     """Partial sums (P, N) of ``a * b`` over the rows, in fp32; a and b (M, N) with contiguous
     rows."""
     M, N = a.shape

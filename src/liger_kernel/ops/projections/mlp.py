@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, nbytes, op
-from liger_kernel.ops._core.operator import acc, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
+from liger_kernel.ops._core.operator import launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
-from liger_kernel.ops.activations.glu import ACTS, TOPS, Form, glu_bwd_, glu_fwd
+from liger_kernel.ops.activations.glu import ACTS, MAXIMA, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
-from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_tops, known_amax, search
+from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_maxima, known_amax, search
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
 from liger_kernel.ops.projections.tiled_mlp import TILE
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Operand, as_dtype
@@ -164,16 +164,9 @@ def _cost(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, **_: object)
     cost=_cost,
 )
 def mlp(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    *,
-    act: str = "silu",
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    recompute: bool = False,
-) -> Tensor:
+    x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *,
+    act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0, recompute: bool = False,
+) -> Tensor:  # fmt: skip
     """A gated MLP that saves two of its three intermediates for the backward, or none with
     ``recompute``.
 
@@ -237,20 +230,20 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form, ctx.tiles), [], []
             else:
                 # thin products of the adapters first: the large ones add to them
-                gate_up.take(rows.rows)
+                gate_up.apply_a(rows.rows)
                 search([*((p.weight, rows) for p in first), (down.weight, None)])
                 projected = gate_up.outputs(rows)
                 if not recompute:
                     ctx.rows_again, of_x = gate_up.input_kept(rows, x)
                 scaled = len(gate_up.zs) == len(first)  # the saved z gives the output after the magnitude
-                kept = gate_up.taken() if recompute else [*(() if scaled else projected), *gate_up.kept()]
+                kept = gate_up.products_of_a() if recompute else [*(() if scaled else projected), *gate_up.kept()]
                 # not saved: the backward makes it again while it differentiates it
                 h = _activated(projected, ctx.form, down)
-                last.take(h.rows)
+                last.apply_a(h.rows)
                 if checkpointed and down.magnitude is None:
                     # as in LigerMLPFunction: a recomputation ends here, before the product that
                     # nobody needs
-                    saved = *of_x, *tensors, *kept, *last.taken()
+                    saved = *of_x, *tensors, *kept, *last.products_of_a()
                     ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
                 (y,) = last.outputs(h)  # the backward computes h again
                 of_last = last.kept()
@@ -336,15 +329,9 @@ def _tiled_outputs(gate_up: Projections, last: Projections, x: Tensor, form: tup
 
 
 def _tiled_gradients(
-    gate_up: Projections,
-    last: Projections,
-    x: Tensor,
-    dy: Tensor,
-    need_x: bool,
-    needs: list[list[bool]],
-    form: tuple,
+    gate_up: Projections, last: Projections, x: Tensor, dy: Tensor, need_x: bool, needs: list[list[bool]], form: tuple,
     tiles: list[slice],
-) -> tuple[Tensor | None, list[Tensor | None]]:
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
     """``_gradients``, tile by tile, from projections that are computed again: no tensor as wide as
     gate x is ever stored for all tokens.
 
@@ -382,8 +369,8 @@ def _activated(projected: list[Tensor], form: tuple, down: Projection) -> Operan
     halves = _halves(*_pair(projected))
     if not _cast_as_a_whole(down):
         return Operand(glu_fwd(*halves, *form), learns=False)
-    h, tops = glu_and_tops(*halves, *form)
-    return Operand(h, learns=False, made=known_amax(tops))
+    h, maxima = glu_and_maxima(*halves, *form)
+    return Operand(h, learns=False, made=known_amax(maxima))
 
 
 def _cast_as_a_whole(*projections: Projection) -> bool:
@@ -393,17 +380,9 @@ def _cast_as_a_whole(*projections: Projection) -> bool:
 
 
 def _gradients(
-    gate_up: Projections,
-    last: Projections,
-    projected: list[Tensor],
-    x: Operand,
-    dy: Tensor,
-    need_x: bool,
-    needs: list[list[bool]],
-    form: tuple,
-    out: Tensor | None = None,
-    sums: list[Tensor | None] | None = None,
-) -> tuple[Tensor | None, list[Tensor | None]]:
+    gate_up: Projections, last: Projections, projected: list[Tensor], x: Operand, dy: Tensor, need_x: bool,
+    needs: list[list[bool]], form: tuple, out: Tensor | None = None, sums: list[Tensor | None] | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
     """The gradients of x, in ``out`` if it is given, and of all tensors of the projections.
     Overwrites ``projected``.
 
@@ -414,10 +393,10 @@ def _gradients(
     last.thin_gradients([Operand(dy)], needs[-1:])
     h = last.input_gradient()
     cast_whole = _cast_as_a_whole(*gate_up.projections, *last.projections)
-    tops = h.new_zeros(3, TOPS, dtype=torch.float32) if cast_whole else None
+    maxima = h.new_zeros(3, MAXIMA, dtype=torch.float32) if cast_whole else None
     # now h holds the activation, and ``projected`` holds its gradients
-    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], tops=tops)
-    known = [{}] * 3 if tops is None else [known_amax(t) for t in (tops[0], tops[1], tops[2])]
+    glu_bwd_(h, *_halves(*_pair(projected)), form[0], any(needs[-1]), *form[1:], maxima=maxima)
+    known = [{}] * 3 if maxima is None else [known_amax(t) for t in (maxima[0], maxima[1], maxima[2])]
     activation = Operand(h, made=known[0], ours=True)
     del h
     # while the activation exists
@@ -425,7 +404,9 @@ def _gradients(
     del activation
     if len(projected) == 1:
         dys = [
-            Operand(projected[0], made={} if tops is None else known_amax(torch.maximum(tops[1], tops[2])), ours=True)
+            Operand(
+                projected[0], made={} if maxima is None else known_amax(torch.maximum(maxima[1], maxima[2])), ours=True
+            )
         ]
     else:
         dys = [Operand(d, made=made, ours=True) for d, made in zip(projected, known[1:])]
@@ -449,17 +430,10 @@ def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def adapted_mlp(
-    x: Tensor,
-    first: Sequence[Projection],
-    down: Projection,
-    *,
-    act: str = "silu",
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    recompute: bool = False,
-    ends: bool = False,
-    tiles: int = 1,
-) -> Tensor:
+    x: Tensor, first: Sequence[Projection], down: Projection, *,
+    act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0, recompute: bool = False,
+    ends: bool = False, tiles: int = 1,
+) -> Tensor:  # fmt: skip
     """``mlp`` for projections with any storage and with adapters: gate and up, or one that is both
     side by side, and down.
 

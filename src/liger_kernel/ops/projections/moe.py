@@ -19,15 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
 from liger_kernel.ops._core.operator import (
-    acc,
     as_index,
     host_can_read,
     launch,
@@ -39,7 +37,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.adapted import Adapter
@@ -51,10 +49,10 @@ ROUTED = 512  # assignments that one program sorts
 
 
 def experts_in_torch(
-    x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, *adapters: Tensor | None,
-    scale: float, gate_up_bias: Tensor | None, down_bias: Tensor | None, **form: Any,
-) -> Tensor:  # fmt: skip
-    """The weighted sum of experts with ``adapters`` a and b of gate_up and of down."""
+    x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *,
+    scale, gate_up_bias, down_bias, act, interleaved, alpha, limit, offset, **how,
+):  # fmt: skip
+    """The reference of ``lora_moe``, whose experts may have adapters."""
 
     def product(rows: Tensor, e: int, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None):
         if a is None or b is None:
@@ -67,8 +65,8 @@ def experts_in_torch(
         return z if bias is None else z + bias[e]
 
     def expert(e: int, rows: Tensor) -> Tensor:
-        h = activation(product(rows, e, gate_up, gate_up_bias, *adapters[:2]), **form)
-        return product(h, e, down, down_bias, *adapters[2:])
+        z = product(rows, e, gate_up, gate_up_bias, gate_up_a, gate_up_b)
+        return product(activation(z, act, interleaved, alpha, limit, offset), e, down, down_bias, down_a, down_b)
 
     return of_experts(expert, gate_up.shape[0], x, topk_index, topk_weight)
 
@@ -77,11 +75,11 @@ def reference(
     x, gate_up, down, topk_index, topk_weight, *,
     gate_up_bias, down_bias, act, interleaved, alpha, limit, offset, **how,
 ):  # fmt: skip
-    # experts without adapters are a special case
-    form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
-    biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+    given = dict(gate_up_bias=gate_up_bias, down_bias=down_bias, act=act, interleaved=interleaved, alpha=alpha)
     none = (None,) * 4
-    return experts_in_torch(x, gate_up, down, topk_index, topk_weight, *none, scale=1.0, **biases, **form)
+    return experts_in_torch(
+        x, gate_up, down, topk_index, topk_weight, *none, scale=1.0, limit=limit, offset=offset, **given
+    )
 
 
 def of_experts(
@@ -159,15 +157,11 @@ def _spread(
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.load(offs_ptr + E - 1)
-    x = tl.load(
-        x_ptr + token[:, None] * x_stride + col[None, :],
-        mask=(token < n_tokens)[:, None] & (col < H)[None, :],
-        other=0.0,
-    )
+    x = tl.load(x_ptr + token[:, None] * x_stride + col[None, :], mask=mask_of(token, n_tokens, col, H), other=0.0)
     # one read, K writes: a gather would read each row K times
     for k in tl.static_range(K):
         row = tl.load(position_ptr + token * K + k, mask=token < n_tokens, other=2147483647).to(tl.int64)
-        tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=(row < n)[:, None] & (col < H)[None, :])
+        tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=mask_of(row, n, col, H))
 
 
 @jit
@@ -187,9 +181,7 @@ def _gather(
         x = tl.load(x_ptr + (i // K).to(tl.int64)[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
         tl.store(y_ptr + row[:, None] * H + col[None, :], x, mask=mask)
         # the product with the bias, whose router weight needs it, in the same pass
-        dot += x.to(tl.float32) * tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        dot += x.to(tl.float32) * load_tile(bias_ptr, expert, col, H, mask)
     tl.store(dot_ptr + row, tl.sum(dot, axis=1), mask=here)
 
 
@@ -206,20 +198,16 @@ def _combine(
     for k in tl.static_range(K):
         i = token * K + k
         row = tl.load(position_ptr + i, mask=token < n_tokens, other=n).to(tl.int64)
-        mask = (row < n)[:, None] & (col < H)[None, :]
+        mask = mask_of(row, n, col, H)
         # rows of no expert are masked, and add nothing
-        y = tl.load(y_ptr + row[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = load_tile(y_ptr, row, col, H, mask)
         if bias_ptr is not None:
             expert = tl.load(index_ptr + i, mask=row < n, other=0).to(tl.int64)
-            y += tl.load(bias_ptr + expert[:, None] * H + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            y += load_tile(bias_ptr, expert, col, H, mask)
         if w_ptr is not None:
             y *= tl.load(w_ptr + i, mask=row < n, other=0.0).to(tl.float32)[:, None]
         total += y
-    tl.store(
-        out_ptr + token[:, None] * H + col[None, :],
-        total.to(out_ptr.dtype.element_ty),
-        mask=(token < n_tokens)[:, None] & (col < H)[None, :],
-    )
+    store_tile(out_ptr, token, col, H, total, mask_of(token, n_tokens, col, H))
 
 
 @jit
@@ -227,11 +215,11 @@ def _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, INTERLEAVED: tl.constex
     """gate and up in fp32, and where they lie in rows of h."""
     # two layouts of the packed projection
     gate_col, up_col = (2 * col, 2 * col + 1) if INTERLEAVED else (col, n + col)
-    gate = tl.load(h_ptr + row[:, None] * (2 * n) + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + row[:, None] * (2 * n) + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = load_tile(h_ptr, row, gate_col, 2 * n, mask)
+    up = load_tile(h_ptr, row, up_col, 2 * n, mask)
     if bias_ptr is not None:
-        gate += tl.load(bias_ptr + expert[:, None] * (2 * n) + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + expert[:, None] * (2 * n) + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate += load_tile(bias_ptr, expert, gate_col, 2 * n, mask)
+        up += load_tile(bias_ptr, expert, up_col, 2 * n, mask)
     return gate, up, gate_col, up_col
 
 
@@ -249,7 +237,7 @@ def _glu(
         expert = tl.load(index_ptr + tl.load(order_ptr + row, mask=here, other=0), mask=here, other=0).to(tl.int64)
     gate, up, _, _ = _gate_up(h_ptr, bias_ptr, row, col, expert, mask, n, INTERLEAVED)
     y = grouped_tma.gated(gate, up, alpha, limit, offset, ACT, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row[:, None] * n + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_tile(y_ptr, row, col, n, y, mask)
 
 
 @jit
@@ -279,7 +267,7 @@ def _glu_bwd(
     for start in range(0, n, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         mask = here[:, None] & (col < n)[None, :]
-        inside = (row < M)[:, None] & (col < n)[None, :]
+        inside = mask_of(row, M, col, n)
         gate, up, gate_col, up_col = _gate_up(h_ptr, bias_ptr, row, col, expert, inside, n, INTERLEAVED)
         if limit is not None:
             gate_out, up_out = gate > limit, tl.abs(up) > limit
@@ -290,17 +278,17 @@ def _glu_bwd(
         a /= alpha
         up += tl.cast(offset, tl.float32)
         if dh_ptr is not None or dw_ptr is not None:
-            dy = tl.load(dy_ptr + row[:, None] * n + col[None, :], mask=inside, other=0.0).to(tl.float32)
+            dy = load_tile(dy_ptr, row, col, n, inside)
             dw += dy * a * up
         if wy_ptr is not None:
-            tl.store(wy_ptr + row[:, None] * n + col[None, :], (w * a * up).to(wy_ptr.dtype.element_ty), mask=mask)
+            store_tile(wy_ptr, row, col, n, w * a * up, mask)
         if dh_ptr is not None:
             # the router's weight is applied here and not in a pass of its own
             dgate, dup = w * dy * up * da, w * dy * a
             if limit is not None:
                 dgate, dup = tl.where(gate_out, 0.0, dgate), tl.where(up_out, 0.0, dup)
-            tl.store(dh_ptr + row[:, None] * (2 * n) + gate_col[None, :], dgate.to(dh_ptr.dtype.element_ty), mask=mask)
-            tl.store(dh_ptr + row[:, None] * (2 * n) + up_col[None, :], dup.to(dh_ptr.dtype.element_ty), mask=mask)
+            store_tile(dh_ptr, row, gate_col, 2 * n, dgate, mask)
+            store_tile(dh_ptr, row, up_col, 2 * n, dup, mask)
     if dw_ptr is not None:  # zero for the rows of no expert
         dw = tl.where(here, tl.sum(dw, axis=1), 0.0)
         if dot_ptr is not None:
@@ -309,7 +297,7 @@ def _glu_bwd(
 
 
 @launcher("(Tensor index, int E) -> (Tensor order, Tensor position, Tensor offs)")
-def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+def moe_route(index, E) -> tuple[Tensor, Tensor, Tensor]:
     """The assignments, stably sorted by expert; the place of each assignment in that order; and
     the end of each expert's rows."""
     M, block_m = index.numel(), ROUTED if on_gpu(index) else 32
@@ -553,23 +541,11 @@ def _joined(adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None, 
 
 
 def adapted_moe(
-    x: Tensor,
-    gate_up: Tensor | Weight,
-    down: Tensor | Weight,
-    topk_index: Tensor,
-    topk_weight: Tensor,
-    gate_up_adapters: Sequence[Adapter] = (),
-    down_adapters: Sequence[Adapter] = (),
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    act: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
-    recompute: bool = False,
-) -> Tensor:
+    x: Tensor, gate_up: Tensor | Weight, down: Tensor | Weight, topk_index: Tensor, topk_weight: Tensor,
+    gate_up_adapters: Sequence[Adapter] = (), down_adapters: Sequence[Adapter] = (), *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: str = "silu", interleaved: bool = False,
+    alpha: float = 1.0, limit: float | None = None, offset: float = 0.0, recompute: bool = False,
+) -> Tensor:  # fmt: skip
     """``moe`` by kernels, for weights (E, N, K) with any storage and any number of adapters: a (E,
     r, K), b (E, N, r), without dropout and bias.
 
@@ -628,16 +604,9 @@ def _shares(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _routed(
-    tokens: int,
-    K: int,
-    H: int,
-    I: int,
-    E: int,
-    *,
-    used: int | None = None,
-    weight: torch.dtype | None = None,
-    grads: str = "x w1 w2 w",
-) -> dict:
+    tokens: int, K: int, H: int, I: int, E: int, *,
+    used: int | None = None, weight: torch.dtype | None = None, grads: str = "x w1 w2 w",
+) -> dict:  # fmt: skip
     """Arguments of ``moe``. Each token chooses K different experts among the first ``used``."""
 
     def choices(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -667,18 +636,9 @@ _GPT_OSS = dict(interleaved=True, alpha=1.702, limit=7.0, offset=1.0)
 
 
 def check(
-    op: str,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_index: Tensor,
-    topk_weight: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    act: str,
-    alpha: float,
-    limit: float | None,
-) -> torch.dtype:
+    op: str, x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, alpha: float, limit: float | None,
+) -> torch.dtype:  # fmt: skip
     """Check the arguments of the operator ``op``. Returns the dtype of the products: autocast's
     if it is on, else x's."""
     if not x.is_floating_point():
@@ -749,21 +709,10 @@ def check(
     cost=_cost,
 )
 def moe(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_index: Tensor,
-    topk_weight: Tensor,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    act: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    offset: float = 0.0,
-    recompute: bool = False,
-) -> Tensor:
+    x: Tensor, gate_up: Tensor, down: Tensor, topk_index: Tensor, topk_weight: Tensor, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: str = "silu", interleaved: bool = False,
+    alpha: float = 1.0, limit: float | None = None, offset: float = 0.0, recompute: bool = False,
+) -> Tensor:  # fmt: skip
     """The weighted sum of the K experts of each token. Differentiable in everything but the index.
     Returns (T, H) in x's dtype.
 

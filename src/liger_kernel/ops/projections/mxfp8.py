@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, tl
 from liger_kernel.ops.projections.float8 import E4, _quantized, _quantized_t, _size
 
 E8 = torch.float8_e8m0fnu
@@ -86,8 +86,8 @@ def _casts(
     """32 rows and BLOCK_N columns. Programs beyond x write the exponents that no value has."""
     row = (tl.program_id(0) * 32 + tl.arange(0, 32)).to(tl.int64)
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    inside = (row < M)[:, None] & (col < N)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = mask_of(row, M, col, N)
+    x = load_tile(x_ptr, row, col, stride, inside)
     if q_ptr is not None:
         BLOCKS: tl.constexpr = BLOCK_N // 32
         blocks = tl.reshape(x, (32, BLOCKS, 32))
@@ -101,9 +101,7 @@ def _casts(
         exponent, factor = _exponent_and_factor(tl.max(_size(x), 0))
         tl.store(scale_t_ptr + _place(col, tl.program_id(0).to(tl.int64), stride_t // 32), exponent.to(tl.uint8))
         q = _quantized_t(x, factor[None, :], qt_ptr)
-        tl.store(
-            qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=(col < N)[:, None] & (row < stride_t)[None, :]
-        )
+        tl.store(qt_ptr + col[:, None] * stride_t + row[None, :], q, mask=mask_of(col, N, row, stride_t))
 
 
 def _scales(x: Tensor, rows: int, values: int) -> Tensor:

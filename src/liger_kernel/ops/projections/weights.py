@@ -55,14 +55,9 @@ class Operand:
     """
 
     def __init__(
-        self,
-        rows: Tensor,
-        learns: bool = True,
-        stays: bool = False,
-        made: dict[Hashable, Any] | None = None,
-        memory: Tensor | None = None,
-        ours: bool = False,
-    ):
+        self, rows: Tensor, learns: bool = True, stays: bool = False, made: dict[Hashable, Any] | None = None,
+        memory: Tensor | None = None, ours: bool = False,
+    ):  # fmt: skip
         self.rows, self.dtype, self.learns, self.stays = rows, rows.dtype, learns, stays
         self.memory, self.ours = memory, ours
         self._made = dict(made or {})

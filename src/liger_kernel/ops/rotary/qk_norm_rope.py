@@ -22,7 +22,7 @@ from liger_kernel.ops._core import Case, Cost, config, nbytes, op  # T is the se
 from liger_kernel.ops._core import T as T_
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import jit, load_tile, next_power_of_2, store_tile, tl
+from liger_kernel.ops._core.tl import jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import CASTING
 from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 from liger_kernel.ops.rotary.rope import CASTING as ROPE_CASTING
@@ -87,14 +87,14 @@ def _load_rest(x_ptr, h, x_head, H, HALF, D, PARTIAL: tl.constexpr, BLOCK_H: tl.
     # zeros without a rest: sums over it then need no case of their own
     x = tl.zeros((BLOCK_H, BLOCK_REST), tl.float32)
     if PARTIAL:
-        x = load_tile(x_ptr, h, rest, x_head, (h < H)[:, None] & (rest < D)[None, :])
+        x = load_tile(x_ptr, h, rest, x_head, mask_of(h, H, rest, D))
     return x
 
 
 @jit
 def _store_rest(y_ptr, y, h, y_head, H, HALF, D, BLOCK_REST: tl.constexpr):
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    store_tile(y_ptr, h, rest, y_head, y, (h < H)[:, None] & (rest < D)[None, :])
+    store_tile(y_ptr, h, rest, y_head, y, mask_of(h, H, rest, D))
 
 
 @jit
@@ -400,21 +400,10 @@ def _qk(
     ),
 )
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    wq: Tensor,
-    wk: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-    layout: str = "halves",
-    unsqueeze_dim: int = 1,
+    q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+    eps: float = 1e-6, offset: float = 0.0, casting: str = "llama", layout: str = "halves", unsqueeze_dim: int = 1,
     rope_casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of each head, then rotation: ``rope(rms_norm(q, wq), rms_norm(k, wk), cos, sin)``;
     new tensors of their shapes, dtypes and layout in memory.
 

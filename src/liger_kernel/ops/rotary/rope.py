@@ -24,10 +24,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, config, nbytes, op  # T is the sequence length here
+from liger_kernel.ops._core import Case, Cost, acc, config, nbytes, op  # T is the sequence length here
 from liger_kernel.ops._core import T as T_
-from liger_kernel.ops._core.operator import KERNEL_DTYPES, acc, launch, launcher, once_differentiable, use_kernels
-from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
+from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, launcher, once_differentiable, use_kernels
+from liger_kernel.ops._core.tl import jit, mask_of, next_power_of_2, store_tile, tl
 
 # of Llama and most others; of Cohere, GLM and Llama 4
 LAYOUTS = ("halves", "pairs")
@@ -149,7 +149,7 @@ def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.const
         a, b = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_H, BLOCK_R, 2)))
     else:
         r = tl.arange(0, BLOCK_R)
-        mask = (h < H)[:, None] & (r < HALF)[None, :]
+        mask = mask_of(h, H, r, HALF)
         x_ptr += h[:, None] * x_head + r[None, :]
         a = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -164,7 +164,7 @@ def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: t
         tl.store(y_ptr + h[:, None] * y_head + col[None, :], y, mask=(h < H)[:, None] & (col < 2 * HALF)[None, :])
     else:
         r = tl.arange(0, BLOCK_R)
-        mask = (h < H)[:, None] & (r < HALF)[None, :]
+        mask = mask_of(h, H, r, HALF)
         y_ptr += h[:, None] * y_head + r[None, :]
         tl.store(y_ptr, a.to(y_ptr.dtype.element_ty), mask=mask)
         tl.store(y_ptr + HALF, b.to(y_ptr.dtype.element_ty), mask=mask)
@@ -196,9 +196,9 @@ def _turn(
         # the columns that pass through: copied, since the result is a new tensor
         if BLOCK_REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-            mask = (h < H)[:, None] & (rest < D)[None, :]
+            mask = mask_of(h, H, rest, D)
             x = tl.load(x_ptr + h[:, None] * x_head + rest[None, :], mask=mask, other=0.0)
-            tl.store(y_ptr + h[:, None] * y_head + rest[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
+            store_tile(y_ptr, h, rest, y_head, x, mask)
 
 
 @jit
@@ -338,15 +338,9 @@ def in_place_of(q: Tensor, k: Tensor, cos: Tensor) -> str:
 
 
 def checked_tables(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    layout: str,
+    name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, layout: str,
     unsqueeze_dim: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """cos, sin and position_ids in the form for launchers. Raises ``ValueError`` if an argument
     of operator ``name`` is wrong."""
     if layout not in LAYOUTS:
@@ -462,16 +456,9 @@ _IDS = T_((2, 5), _ids, dtype=torch.int64)
     ),
 )
 def rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None = None,
-    *,
-    layout: str = "halves",
-    unsqueeze_dim: int = 1,
-    casting: str = "fp32",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+    layout: str = "halves", unsqueeze_dim: int = 1, casting: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate queries and keys by the angles of their positions. Returns new tensors with their
     shapes, in the dtypes that ``casting`` defines.
 

@@ -7,6 +7,20 @@ import torch
 
 from liger_kernel.ops._core.operator import T
 
+_EXPERTS = dict(
+    x=T((4, 8)),
+    gate_up=T((3, 16, 8)),
+    down=T((3, 8, 8)),
+    topk_index=T((4, 2), dtype=torch.int64),
+    topk_weight=T((4, 2)),
+)
+
+
+def _layer(name: str, N: int, K: int, r: int = 2) -> dict[str, T]:
+    """A linear layer with an adapter."""
+    return {name: T((N, K)), f"{name}_a": T((r, K)), f"{name}_b": T((N, r))}
+
+
 REFUSED = {
     "glu": (
         dict(gate=T((2, 4)), up=T((2, 4))),
@@ -94,38 +108,14 @@ REFUSED = {
         (dict(magnitude=T((12, 1))), "magnitude must have shape (12,), got (12, 1)"),
     ),
     "lora_qkv": (
-        dict(
-            x=T((6, 8)),
-            scale=0.5,
-            q=T((12, 8)),
-            q_a=T((2, 8)),
-            q_b=T((12, 2)),
-            k=T((4, 8)),
-            k_a=T((2, 8)),
-            k_b=T((4, 2)),
-            v=T((4, 8)),
-            v_a=T((3, 8)),
-            v_b=T((4, 3)),
-        ),
+        dict(x=T((6, 8)), scale=0.5) | _layer("q", 12, 8) | _layer("k", 4, 8) | _layer("v", 4, 8, 3),
         (dict(x=T((6, 8), dtype=torch.int64)), "x must be floating point, got torch.int64"),
         (dict(k=T((4, 7))), "k must have shape (N, 8), got (4, 7)"),
         (dict(v_a=T((3, 7))), "v_a must have shape (r >= 1, 8), got (3, 7)"),
         (dict(q_b=T((12, 1))), "q_b must have shape (12, 2), got (12, 1)"),
     ),
     "lora_mlp": (
-        dict(
-            x=T((6, 8)),
-            scale=0.5,
-            gate=T((12, 8)),
-            gate_a=T((2, 8)),
-            gate_b=T((12, 2)),
-            up=T((12, 8)),
-            up_a=T((2, 8)),
-            up_b=T((12, 2)),
-            down=T((8, 12)),
-            down_a=T((2, 12)),
-            down_b=T((8, 2)),
-        ),
+        dict(x=T((6, 8)), scale=0.5) | _layer("gate", 12, 8) | _layer("up", 12, 8) | _layer("down", 8, 12),
         (dict(x=T((6, 8), dtype=torch.int64)), "x must be floating point, got torch.int64"),
         (dict(up=T((11, 8))), "up must have shape (12, 8), got (11, 8)"),
         (dict(down=T((8, 11))), "down must have shape (8, 12), got (8, 11)"),
@@ -133,13 +123,7 @@ REFUSED = {
         (dict(act="swish2"), "act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
     ),
     "moe": (
-        dict(
-            x=T((4, 8)),
-            gate_up=T((3, 16, 8)),
-            down=T((3, 8, 8)),
-            topk_index=T((4, 2), dtype=torch.int64),
-            topk_weight=T((4, 2)),
-        ),
+        _EXPERTS,
         (dict(x=T((4, 8), dtype=torch.int64)), "x must be floating point, got torch.int64"),
         (dict(x=T((1, 4, 8))), "x must have shape (T, H), got (1, 4, 8)"),
         (dict(gate_up=T((3, 16, 9))), "gate_up must have shape (E, 2 I, 8), got (3, 16, 9)"),
@@ -153,18 +137,7 @@ REFUSED = {
         (dict(act="swish2"), "act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish2'"),
     ),
     "lora_moe": (
-        dict(
-            x=T((4, 8)),
-            gate_up=T((3, 16, 8)),
-            down=T((3, 8, 8)),
-            topk_index=T((4, 2), dtype=torch.int64),
-            topk_weight=T((4, 2)),
-            gate_up_a=T((3, 2, 8)),
-            gate_up_b=T((3, 16, 2)),
-            down_a=T((3, 2, 8)),
-            down_b=T((3, 8, 2)),
-            scale=0.5,
-        ),
+        _EXPERTS | dict(gate_up_a=T((3, 2, 8)), gate_up_b=T((3, 16, 2)), down_a=T((3, 2, 8)), down_b=T((3, 8, 2))),
         (dict(x=T((1, 4, 8))), "x must have shape (T, H), got (1, 4, 8)"),
         (dict(down=T((3, 8, 9))), "down must have shape (3, 8, 8), got (3, 8, 9)"),
         (dict(down_b=None), "down_b must be given with down_a, got None"),

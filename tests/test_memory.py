@@ -4,6 +4,7 @@ change or free what it works with."""
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +27,6 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.attention.sink_attention import sink_attention
 from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference
 from liger_kernel.ops.norms.rms_norm import rms_norm
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Kept(TorchDispatchMode):
@@ -96,6 +96,15 @@ class Layer(nn.Module):
 
 class Rematerialised(Layer):
     forward = memory.rematerialised(Layer.body)
+
+
+def both(body, *unused: str) -> list[Layer]:
+    """Layers with this forward, stock and rematerialised, without their ``unused`` parts."""
+    layers = [type("Other", (Layer,), {"forward": forward})() for forward in (body, memory.rematerialised(body))]
+    for layer in layers:
+        for name in unused:
+            delattr(layer, name)
+    return layers
 
 
 def twice(y: Tensor) -> Tensor:
@@ -238,18 +247,15 @@ def test_steps_aside_under_checkpointing(calls, reentrant):
 
 
 def test_checkpointing_inside():
-    class Inside(Layer):
-        def body(self, x):
-            y = memory.cheap(norm, x, self.w)
-            a = self.q(y)
-            b = checkpoint(lambda y: self.down(memory.cheap(gated, self.gate(y), self.up(y))), y, use_reentrant=False)
-            return b + F.pad(a[..., :8], (0, 8)) + self.k(y).sum()
+    def body(self, x):
+        y = memory.cheap(norm, x, self.w)
+        a = self.q(y)
+        b = checkpoint(lambda y: self.down(memory.cheap(gated, self.gate(y), self.up(y))), y, use_reentrant=False)
+        return b + F.pad(a[..., :8], (0, 8)) + self.k(y).sum()
 
-    class Ours(Inside):
-        forward = memory.rematerialised(Inside.body)
-
-    assert held(Ours(), x_of())[0] < held(Inside(), x_of())[0]
-    assert_equal(learn(Ours()), learn(Inside()))
+    stock, ours = both(body)
+    assert held(ours, x_of())[0] < held(stock, x_of())[0]
+    assert_equal(learn(ours), learn(stock))
 
 
 def test_steps_aside_for_hooks_of_others():
@@ -272,23 +278,15 @@ def test_steps_aside_for_hooks_of_others():
 def test_hooks_pushed_inside_are_left_alone():
     """Hooks that somebody pushes and pops while ours are in place, over the end of our stretch."""
 
-    class Inside(Layer):
-        def body(self, x):
-            y = memory.cheap(norm, x, self.w)
-            with torch.autograd.graph.save_on_cpu():
-                a = self.q(y)
-                memory.readers_done()
-                b = self.k(y)
-            return self.down(a * b)
+    def body(self, x):
+        y = memory.cheap(norm, x, self.w)
+        with torch.autograd.graph.save_on_cpu():
+            a = self.q(y)
+            memory.readers_done()
+            b = self.k(y)
+        return self.down(a * b)
 
-    class Ours(Inside):
-        forward = memory.rematerialised(Inside.body)
-
-    learned = []
-    for layer in (Inside(), Ours()):
-        del layer.gate, layer.up
-        learned.append(learn(layer))
-    assert_equal(*learned)
+    assert_equal(*map(learn, both(body, "gate", "up")))
     assert offloading.top_hooks() is None
 
 
@@ -325,51 +323,30 @@ def test_a_changed_output_is_saved_as_it_is(between):
 
 
 def test_views_of_an_output():
-    class Inside(Layer):
-        def body(self, x):
-            y = memory.cheap(norm, x, self.w)
-            return (
-                self.q(y[1:]).sum(0)
-                + self.k(y.transpose(0, 1)[::2].flatten(0, 1)).sum(0)
-                + self.gate(y[..., 4:].repeat(1, 1, 2)[..., :16]).sum((0, 1))
-            )
+    def body(self, x):
+        y = memory.cheap(norm, x, self.w)
+        a, b = self.q(y[1:]).sum(0), self.k(y.transpose(0, 1)[::2].flatten(0, 1)).sum(0)
+        return a + b + self.gate(y[..., 4:].repeat(1, 1, 2)[..., :16]).sum((0, 1))
 
-        def forward(self, x):
-            return self.body(x)
-
-    class Ours(Inside):
-        forward = memory.rematerialised(Inside.body)
-
-    learned = []
-    for layer in (Inside(), Ours()):
-        del layer.up, layer.down
-        learned.append(learn(layer))
-    assert_equal(*learned)
+    assert_equal(*map(learn, both(body, "up", "down")))
 
 
 def test_an_output_changed_after_it_was_saved():
     """Stock raises; here the gradient is that of the value that was there."""
 
-    class Late(Layer):
-        def body(self, x):
-            y = memory.cheap(norm, x, self.w)
-            a = self.q(y)
-            with torch.no_grad():
-                y.zero_()
-            return a
+    def body(self, x):
+        y = memory.cheap(norm, x, self.w)
+        a = self.q(y)
+        with torch.no_grad():
+            y.zero_()
+        return a
 
-        def forward(self, x):
-            return self.body(x)
-
-    class Ours(Late):
-        forward = memory.rematerialised(Late.body)
-
+    stock, ours = both(body)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        Late()(x_of()).sum().backward()
-    layer = Ours()
-    layer(x_of()).sum().backward()
-    expected = norm(x_of(), layer.w, eps=1e-6).detach().sum((0, 1)).expand(24, 16)
-    torch.testing.assert_close(layer.q.weight.grad, expected)
+        stock(x_of()).sum().backward()
+    ours(x_of()).sum().backward()
+    expected = norm(x_of(), ours.w, eps=1e-6).detach().sum((0, 1)).expand(24, 16)
+    torch.testing.assert_close(ours.q.weight.grad, expected)
 
 
 @pytest.mark.parametrize("what", ["input", "weight", "other"])
@@ -868,69 +845,60 @@ def test_saved_bytes_of_a_layer_in_fp8(recipe):
         assert -casts <= more < 0.06 - casts  # scales, and the largest values of weights
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_models(reentrant):
-    model = make("llama")
+class Rounded(torch.autograd.Function):
+    """A product with a quantised weight that saves its input by itself."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.round(decimals=2).t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w.round(decimals=2), dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class RoundedLinear(nn.Linear):
+    def forward(self, x):
+        return Rounded.apply(x, self.weight)
+
+
+def checkpointed(model: nn.Module, reentrant: bool) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    _, expected = step(patched(model, False))
-    for level in (True, "mlp"):
-        assert_same_bits(step(patched(model, level))[1], expected)
 
 
-@pytest.mark.parametrize("level", [True, "mlp"])
-def test_autocast_models(level):
-    model = make("llama")
-
-    def run(level):
-        patched(model, level)
-        with torch.autocast(DEVICE, torch.bfloat16):
-            return step(model)[1]
-
-    assert_same_bits(run(level), run(False))
-
-
-@pytest.mark.parametrize("level", [True, "mlp"])
-def test_lora(level):
-    peft = pytest.importorskip("peft")
-    model = make("llama")
-    lora = peft.LoraConfig(
-        r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, lora).train()
-    inner = model.base_model.model
-    _, expected = step(patched(inner, False))
-    assert any("lora_A" in name for name in expected)
-    assert_same_bits(step(patched(inner, level))[1], expected)
-
-
-def test_quantised_linear():
-    """A Linear that saves its input in a Function of its own."""
-
-    class Quantised(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w.round(decimals=2).t()
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, w = ctx.saved_tensors
-            return dy @ w.round(decimals=2), dy.flatten(0, -2).t() @ x.flatten(0, -2)
-
-    class QuantisedLinear(nn.Linear):
-        def forward(self, x):
-            return Quantised.apply(x, self.weight)
-
-    model = make("llama")
+def quantised(model: nn.Module) -> None:
     for layer in layers_of(model):
-        for module in (layer.self_attn, layer.mlp):
-            for child in list(module.children()):
-                if isinstance(child, nn.Linear):
-                    child.__class__ = QuantisedLinear
-    _, expected = step(patched(model, False))
-    for level in (True, "mlp"):
-        assert_same_bits(step(patched(model, level))[1], expected)
+        for child in (*layer.self_attn.children(), *layer.mlp.children()):
+            if isinstance(child, nn.Linear):
+                child.__class__ = RoundedLinear
+
+
+def with_adapters(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    how = dict(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    peft.get_peft_model(model, peft.LoraConfig(r=4, **how)).train()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [functools.partial(checkpointed, reentrant=False), functools.partial(checkpointed, reentrant=True), quantised,
+     with_adapters, None],
+    ids=["checkpointed", "reentrant", "quantised", "adapters", "autocast"],
+)  # fmt: skip
+def test_models_of_others(change):
+    """A Linear that saves its input in a Function of its own, dropout, checkpoints, autocast."""
+    model, found = make("llama"), []
+    if change:
+        change(model)
+    for level in (False, True, "mlp"):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=change is None):
+            found.append(step(patched(model, level))[1])
+    assert any("lora_A" in name for name in found[0]) == (change is with_adapters)
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0])
 
 
 @pytest.mark.parametrize("alone", [False, True])

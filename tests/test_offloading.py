@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from devices import DEVICE
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from liger_kernel import memory
 from liger_kernel.memory import offload as offloading
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Log = list[tuple[str, int]]
 
 

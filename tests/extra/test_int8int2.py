@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from devices import DEVICE
 
 from liger_kernel.extra.mm_int8int2 import matmul, pack_weights, unpack_weights
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def operands(M: int, K: int, N: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from devices import DEVICE
 
 from liger_kernel.extra.softmax import softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax
 from liger_kernel.extra.sparsemax import sparsemax_fwd
 from liger_kernel.nn import LigerMultiTokenAttention
 from liger_kernel.transformers.functional import liger_multi_token_attention
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(

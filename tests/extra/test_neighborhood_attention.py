@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 
 from liger_kernel.nn import LigerFusedNeighborhoodAttentionConfig, LigerFusedNeighborhoodAttentionLayer
 from liger_kernel.ops import OPS, LigerFusedNeighborhoodAttentionFunction
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 from liger_kernel.transformers.functional import liger_fused_neighborhood_attention
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def qkv(*shape: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE, needs_kernels
 
 from liger_kernel.extra.group_norm import group_norm
 from liger_kernel.extra.group_norm import reference as group_norm_reference
@@ -29,10 +30,6 @@ from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.testing import assert_as_accurate, like, run
 
 group, poly = (sys.modules[f"liger_kernel.extra.{name}"] for name in ("group_norm", "poly_norm"))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])

@@ -3,6 +3,7 @@ cannot say."""
 
 import pytest
 import torch
+from devices import DEVICE
 from torch import nn
 
 from liger_kernel.extra.attn_res import reference as attn_res_reference
@@ -25,8 +26,6 @@ from liger_kernel.transformers.functional import (
     liger_mhc_post_res,
     liger_mhc_pre,
 )
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_attn_res_of_blocks_first_or_a_list():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import DEVICE
 
 from liger_kernel.extra.dyt import reference as dyt_reference
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference
@@ -10,7 +11,6 @@ from liger_kernel.ops import dyt, softmax, sparsemax
 from liger_kernel.testing import assert_as_accurate, like, run
 from liger_kernel.transformers import functional
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
 LENGTHS = (40, 40000)  # in registers, and in sweeps
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE
 
 pytest.importorskip("triton")
 
 from liger_kernel.ops._core import tl as _tl
 from liger_kernel.ops._core.tl import cdiv, jit, tl
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @jit

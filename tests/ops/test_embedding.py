@@ -7,19 +7,15 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE, needs_kernels
 
 from liger_kernel.nn import LigerEmbedding
 from liger_kernel.ops import LigerEmbeddingFunction
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.token_embedding import embedding, reference
 from liger_kernel.transformers import experimental
 
 module = sys.modules["liger_kernel.ops.token_embedding"]
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 @needs_kernels

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE, drawn, needs_kernels
 
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import adapted, float8
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4, E5, Float8LinearFunction, cast, reference
@@ -14,18 +14,10 @@ from liger_kernel.ops.projections.mlp import adapted_mlp
 from liger_kernel.ops.projections.weights import Dense, dense
 from liger_kernel.testing import assert_as_accurate
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
 )
 RECIPES = {"tensor": False, "row": True}
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def stored(N: int, K: int, per_row: bool, seed: int = 0, keep: bool = True) -> float8.Float8:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE, needs_kernels
 
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.float8_experts import cast_experts, dense, float8_experts, reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE, drawn, needs_kernels
 from quick import further
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.activations.glu import MAXIMA, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.projections import float8_training as f8
 from liger_kernel.ops.projections.adapted import Adapter, Projection
@@ -18,10 +18,6 @@ from liger_kernel.ops.projections.linear import linears
 from liger_kernel.ops.projections.mlp import adapted_mlp
 from liger_kernel.ops.projections.weights import dense
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 RECIPES = [
     r for r in f8.RECIPES.values() if not (r.blocks and lacking(torch.device(DEVICE), r.capability))
 ]  # those that this machine can run
@@ -48,10 +44,6 @@ def of_torchao(weight: torch.Tensor, recipe: f8.Recipe) -> nn.Linear:
     config = Float8LinearConfig.from_recipe_name(recipe.name)
     object.__setattr__(config, "emulate", True)
     return Float8Linear.from_float(layer, config)
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 @needs_kernels

@@ -7,11 +7,11 @@ import importlib
 
 import pytest
 import torch
+from devices import DEVICE, needs_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from liger_kernel.ops import OPS, lora_linear
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.projections import lora
 from liger_kernel.ops.projections.adapted import Adapter, Projection
@@ -22,11 +22,6 @@ from liger_kernel.ops.projections.magnitude import dot_columns, row_norms, times
 from liger_kernel.ops.projections.mlp import adapted_mlp
 from liger_kernel.ops.projections.weights import Dequantized, Weight, dense
 from liger_kernel.testing import assert_as_accurate, differentiable, like, run
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 class Products(TorchDispatchMode):

@@ -3,26 +3,21 @@ products run, what is saved, autocast."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
+from devices import DEVICE, needs_kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import grouped_mm as _grouped_mm
 from liger_kernel.ops.projections import moe as moe_module
 from liger_kernel.ops.projections.adapted import Adapter
-from liger_kernel.ops.projections.lora_moe import _args, lora_moe, reference
+from liger_kernel.ops.projections.lora_moe import _args, lora_moe
 from liger_kernel.ops.projections.moe import adapted_moe
+from liger_kernel.ops.projections.moe import experts_in_torch as reference
 from liger_kernel.ops.projections.weights import Dequantized
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run, upstream
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 WEIGHTS = ("gate_up", "down")
 
@@ -95,51 +90,23 @@ def test_products_that_leave_what_is_empty(monkeypatch):
     assert_right(args)
 
 
-def of_adapters(
-    x,
-    gate_up,
-    down,
-    topk_index,
-    topk_weight,
-    gate_up_a,
-    gate_up_b,
-    down_a,
-    down_b,
-    *,
-    scale,
-    parts=(2, 3),
-    scales=(0.5, -2.0),
-    **form,
-):
+PARTS, SCALES = [2, 3], (0.5, -2.0)
+
+
+def of_adapters(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale):
     """``lora_moe`` with each adapter cut into several of these ranks and scales."""
-    cut = lambda a, b: [
-        Adapter(one, two, s) for one, two, s in zip(a.split(list(parts), 1), b.split(list(parts), 2), scales)
-    ]
-    return adapted_moe(
-        x, gate_up, down, topk_index, topk_weight, cut(gate_up_a, gate_up_b), cut(down_a, down_b), **form
-    )
+    cut = lambda a, b: [Adapter(*each) for each in zip(a.split(PARTS, 1), b.split(PARTS, 2), SCALES)]
+    pairs = cut(gate_up_a, gate_up_b), cut(down_a, down_b)
+    return adapted_moe(x, gate_up, down, topk_index, topk_weight, *pairs)
 
 
-def of_weights(
-    x,
-    gate_up,
-    down,
-    topk_index,
-    topk_weight,
-    gate_up_a,
-    gate_up_b,
-    down_a,
-    down_b,
-    *,
-    scale,
-    parts=(2, 3),
-    scales=(0.5, -2.0),
-):
+def of_weights(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale):
     """What ``of_adapters`` means, by W + scale B A."""
-    one = functools.partial(torch.repeat_interleave, repeats=torch.tensor(parts, device=x.device), dim=0)
-    s = one(torch.tensor(scales, dtype=x.dtype, device=x.device))
+    scales = torch.tensor(SCALES, dtype=x.dtype, device=x.device)
+    s = scales.repeat_interleave(torch.tensor(PARTS, device=x.device))
     total = lambda w, a, b: w + (b * s) @ a
-    return reference(x, total(gate_up, gate_up_a, gate_up_b), total(down, down_a, down_b), topk_index, topk_weight)
+    weights = total(gate_up, gate_up_a, gate_up_b), total(down, down_a, down_b)
+    return reference(x, *weights, topk_index, topk_weight)
 
 
 @needs_kernels

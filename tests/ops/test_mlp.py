@@ -8,19 +8,15 @@ import weakref
 
 import pytest
 import torch
+from devices import DEVICE, needs_kernels
 
 from liger_kernel.nn import LigerFalconH1MLP, LigerMLP, LigerSwiGLUMLP
 from liger_kernel.ops import LigerMLPFunction
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections.mlp import mlp
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = types.SimpleNamespace(
     hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 0.75)
-)
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
 )
 
 

@@ -7,23 +7,18 @@ import types
 
 import pytest
 import torch
+from devices import DEVICE, needs_kernels
 from quick import further
 
 from liger_kernel.compile.launches import distinct, launches
 from liger_kernel.compile.targets import compiling_for
 from liger_kernel.nn import LigerExperts
 from liger_kernel.ops import LigerFusedMoEFunction
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import grouped_mm as _grouped_mm
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.lora_moe import lora_moe
 from liger_kernel.ops.projections.moe import moe, moe_route, reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 def arguments(

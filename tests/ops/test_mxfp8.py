@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE, needs_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_kernel.nn import LigerFloat8TrainingLinear
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8, mxfp8
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 def drawn(M: int, N: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:

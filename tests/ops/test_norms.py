@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE, needs_kernels
 
 from liger_kernel.nn import (
     LigerFusedAddRMSNorm,
@@ -33,10 +34,6 @@ from liger_kernel.testing import assert_as_accurate, like, run
 
 # the package has the function under this name
 fused = sys.modules["liger_kernel.ops.fused_add_rms_norm"]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])

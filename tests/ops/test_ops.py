@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from devices import DEVICE, needs_kernels
 from quick import further
 from refused_calls import REFUSED
 from torch import Tensor
@@ -41,7 +42,6 @@ from liger_kernel.testing import (
 )
 
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 SUMS = ("expert_load",)  # their results are sums over rows
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -95,9 +95,6 @@ NODES = {
     "lora_qkv": "LinearsFunctionBackward",
     "lora_mlp": "AdaptedMLPFunctionBackward",
 }
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 def ones(outs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 from torch import Tensor
 
 from liger_kernel import ops
@@ -13,7 +14,6 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops._core.operator import OPS
 
 pytestmark = pytest.mark.skipif(not (_op.INTERPRET or torch.cuda.is_available()), reason="no kernels here")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TARGET = torch.tensor([0, 3, -100, 10, 7, 7], device=DEVICE)
 
 

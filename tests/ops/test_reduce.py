@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from devices import DEVICE
 
 from liger_kernel import ops
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops._core.reduce import column_sum, scale_
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE, needs_kernels
 from torch import Tensor
 
 from liger_kernel import nn as lnn
@@ -23,10 +24,6 @@ from liger_kernel.ops.rotary.rope import LAYOUTS
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, backward, forward, like, run
 
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 in_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 
 

@@ -4,12 +4,12 @@ rows without padding."""
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 from torch import Tensor
 
 from liger_kernel.ops import OPS, sink_attention
 from liger_kernel.testing import assert_as_accurate, like, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 reference = OPS["sink_attention"].reference
 
 

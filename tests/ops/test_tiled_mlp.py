@@ -9,18 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from devices import DEVICE, needs_kernels
 from torch import nn
 
 from liger_kernel.nn import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.ops import LigerTiledMLPFunction, apply_tiled_mlp
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.mlp import adapted_mlp
 from liger_kernel.ops.projections.tiled_mlp import tiles_of
 from liger_kernel.ops.projections.weights import Dequantized, dense
 from liger_kernel.testing import assert_as_accurate, assert_same_bits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = SimpleNamespace(hidden_size=32, intermediate_size=64, hidden_act="silu")
 
 
@@ -288,11 +287,6 @@ def by_node(
     learnt = [t for p in (*first, down) for t in p.tensors() if t is not None and t.requires_grad]
     assert all(t.grad.dtype == t.dtype for t in learnt)
     return {"out0": y.detach(), "dx": x.grad} | {f"d{i}": t.grad for i, t in enumerate(learnt)}
-
-
-needs_kernels = pytest.mark.skipif(
-    not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
-)
 
 
 @needs_kernels

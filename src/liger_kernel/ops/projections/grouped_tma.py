@@ -21,7 +21,7 @@ from liger_kernel.ops._core.operator import descriptor, intercepted, launch, on_
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import act_of
 
-Form = tuple[str, bool, float, "float | None", float]  # act, interleaved, alpha, limit and offset, as in ``moe``
+ExpertForm = tuple[str, bool, float, "float | None", float]  # act, interleaved, alpha, limit and offset, as in ``moe``
 
 
 @jit
@@ -147,7 +147,7 @@ def supported(a: Tensor, b: Tensor) -> bool:
 
 def product(
     a: Tensor, b: Tensor, offs: Tensor, y: Tensor, h: Tensor | None = None, bias: Tensor | None = None,
-    form: Form | None = None,
+    form: ExpertForm | None = None,
 ) -> None:  # fmt: skip
     """Write a b[e] to y (M, N), all contiguous or b transposed; or, with a ``form``, its activation
     to y (M, N / 2), and a b[e] to h, if h is given.

@@ -107,6 +107,7 @@ def _columns(ptr, row, stride, col, T, D, EVEN_D: tl.constexpr):
 def _seen(t, j, T, window, first_ptr, first, valid_ptr, MASKED: tl.constexpr):
     """Which keys j the tokens t see. ``MASKED``: some keys may lie behind a token, or behind all
     of them."""
+    # arguments that are None are known when the kernel is compiled: a mask costs what it needs
     seen = t >= 0
     if MASKED:
         seen &= (j <= t) & (t < T)
@@ -131,6 +132,7 @@ def _keys(first_ptr, start_t, t, T, window, BLOCK_N: tl.constexpr):
     if first_ptr is not None:
         first = tl.load(first_ptr + t, mask=t < T, other=2147483647)
         begin = tl.maximum(begin, tl.min(first, 0))
+    # both loops of a kernel go by whole blocks, and meet between two of them
     begin = begin // BLOCK_N * BLOCK_N
     return begin, tl.maximum(start_t // BLOCK_N * BLOCK_N, begin), first[:, None]
 
@@ -411,6 +413,7 @@ def _bwd_dkv(
     whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    # what rounding lost of the sums so far: nothing
     lost_k, lost_v = dk, dv
     steps = tl.cdiv(tl.minimum(whole, end) - begin, BLOCK_M)
     for i in range(0, G * steps):

@@ -137,8 +137,10 @@ def lora_moe(
     form = dict(act=act, interleaved=interleaved, alpha=alpha, limit=limit, offset=offset)
     biases = dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
     if use_kernels(x):
-        given = x.to(dtype), gate_up, down, topk_index, topk_weight, *adapters
-        return adapted_moe(*given, **biases, **form, recompute=recompute)
+        form["recompute"] = recompute
+        return adapted_moe(
+            x.to(dtype), gate_up, down, topk_index, topk_weight, adapters[0], adapters[1], **biases, **form
+        )
     # what autocast would do: the reference has plain products
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     biases = {name: b if b is None else b.to(dtype) for name, b in biases.items()}

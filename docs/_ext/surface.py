@@ -12,6 +12,7 @@ import importlib
 import inspect
 import itertools
 import re
+import runpy
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-
-from refused_calls import REFUSED
+# Calls that operators refuse, which tests make: operator -> arguments, then changes of these and
+# the errors
+REFUSED: dict[str, tuple] = {}
+for table in sorted((Path(__file__).parents[2] / "tests").glob("refused_*.py")):
+    REFUSED |= runpy.run_path(str(table))["REFUSED"]
 
 # The order says by which path an object is documented
 MODULES = [

@@ -20,7 +20,7 @@ from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference
 from liger_kernel.extra.sparsemax import sparsemax_bwd, sparsemax_fwd
 from liger_kernel.ops._core import Case, Cost, T, nbytes, op
-from liger_kernel.ops._core.operator import launcher, once_differentiable, rows_of, use_kernels
+from liger_kernel.ops._core.operator import autocast_dtype, launcher, once_differentiable, rows_of, use_kernels
 
 Size = int | tuple[int, int]
 
@@ -123,9 +123,7 @@ def multi_token_attention(
     """
     if scores.ndim != 4 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"multi_token_attention: scores must have shape (B, C, L, L), got {tuple(scores.shape)}")
-    device = scores.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and scores.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(scores)) is not None:
         scores, weight, bias = scores.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if weight.ndim != 4 or weight.shape[1] * groups != scores.shape[1]:
         raise ValueError(

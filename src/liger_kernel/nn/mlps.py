@@ -69,6 +69,11 @@ GELU = {
 }
 
 
+def _silu(owner: nn.Module, config: Any) -> str:
+    """The activation of an MLP that has only one."""
+    return _activation(owner, _of(owner, config, "hidden_act"), SILU)
+
+
 class _GatedMLP(nn.Module):
     def __init__(self, config: Any, act: str, bias: bool, intermediate_size: int | None = None):
         super().__init__()
@@ -92,12 +97,7 @@ class LigerSwiGLUMLP(_GatedMLP):
     hidden_act, and may have mlp_bias."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
-        super().__init__(
-            config,
-            _activation(self, _of(self, config, "hidden_act"), SILU),
-            getattr(config, "mlp_bias", False),
-            intermediate_size,
-        )
+        super().__init__(config, _silu(self, config), getattr(config, "mlp_bias", False), intermediate_size)
 
     def forward(
         self, x: Tensor
@@ -184,14 +184,14 @@ class LigerQwen3MoeSwiGLUMLP(_GatedMLP):
     """``LigerSwiGLUMLP`` without biases, with ``intermediate_size`` if it is given."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None):
-        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), False, intermediate_size)
+        super().__init__(config, _silu(self, config), False, intermediate_size)
 
 
 class LigerHunyuanV1SwiGLUMLP(_GatedMLP):
     """``LigerSwiGLUMLP`` without biases; ``layer_idx`` becomes an attribute."""
 
     def __init__(self, config: Any, layer_idx: int | None = None, is_shared_mlp: bool = False):
-        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), False)
+        super().__init__(config, _silu(self, config), False)
         self.layer_idx = layer_idx
 
 
@@ -200,9 +200,7 @@ class LigerFalconH1SwiGLUMLP(_GatedMLP):
     config.mlp_multipliers``."""
 
     def __init__(self, config: Any):
-        super().__init__(
-            config, _activation(self, _of(self, config, "hidden_act"), SILU), _of(self, config, "mlp_bias")
-        )
+        super().__init__(config, _silu(self, config), _of(self, config, "mlp_bias"))
         self.gate_multiplier, self.down_multiplier = _of(self, config, "mlp_multipliers")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,7 +213,7 @@ class LigerMLP(_GatedMLP):
     backward pass."""
 
     def __init__(self, config: Any):
-        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU), False)
+        super().__init__(config, _silu(self, config), False)
         self.gate_multiplier, self.down_multiplier = 1.0, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,7 +236,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.config, self.act = config, _activation(self, _of(self, config, "hidden_act"), SILU)
+        self.config, self.act = config, _silu(self, config)
         self.ffn_dim, self.hidden_dim = _of(self, config, "intermediate_size"), _of(self, config, "hidden_size")
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
@@ -274,7 +272,7 @@ class LigerPhi3SwiGLUMLP(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.config, self.act = config, _activation(self, _of(self, config, "hidden_act"), SILU)
+        self.config, self.act = config, _silu(self, config)
         hidden_size, intermediate_size = _of(self, config, "hidden_size"), _of(self, config, "intermediate_size")
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)

@@ -40,6 +40,14 @@ __all__ = [
 INIT = {"ones": torch.ones, "zeros": torch.zeros}
 
 
+def _register_weight(owner: nn.Module, init_fn: str, size: Any, affine: bool = True) -> None:
+    """Give ``owner`` a weight that begins as ``init_fn`` says, or None if it is not ``affine``."""
+    if init_fn not in INIT:
+        raise ValueError(f"{type(owner).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
+    # without a weight its size may be None
+    owner.register_parameter("weight", nn.Parameter(INIT[init_fn](size)) if affine else None)
+
+
 class LigerRMSNorm(nn.Module):
     """``rms_norm`` with a weight: ``x / rms(x) * (weight + offset)``. ``casting_mode``: "llama",
     "gemma" or "none"."""
@@ -49,9 +57,7 @@ class LigerRMSNorm(nn.Module):
         init_fn: str = "ones", in_place: bool = True, row_mode: bool | None = None, elementwise_affine: bool = True,
     ):  # fmt: skip
         super().__init__()
-        if init_fn not in INIT:
-            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
-        self.register_parameter("weight", nn.Parameter(INIT[init_fn](hidden_size)) if elementwise_affine else None)
+        _register_weight(self, init_fn, hidden_size, elementwise_affine)
         self.hidden_size, self.variance_epsilon, self.offset, self.casting_mode = hidden_size, eps, offset, casting_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -171,14 +177,12 @@ class LigerLayerNorm(nn.Module):
         elementwise_affine: bool = True,
     ):  # fmt: skip
         super().__init__()
-        if init_fn not in INIT:
-            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
         self.impl, self.mode = impl or backend, mode
         shape = (hidden_size,) if isinstance(hidden_size, int) else tuple(hidden_size)
         if len(shape) != 1:
             raise ValueError(f"{type(self).__name__}: hidden_size must be one dim, got {shape}")
         self.hidden_size, self.variance_epsilon = shape[0], eps
-        self.register_parameter("weight", nn.Parameter(INIT[init_fn](shape)) if elementwise_affine else None)
+        _register_weight(self, init_fn, shape, elementwise_affine)
         self.register_parameter("bias", nn.Parameter(torch.zeros(shape)) if elementwise_affine else None)
 
     @property
@@ -249,14 +253,12 @@ class LigerGroupNorm(nn.Module):
         self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
     ):
         super().__init__()
-        if init_fn not in INIT:
-            raise ValueError(f"{type(self).__name__}: init_fn must be one of {tuple(INIT)}, got {init_fn!r}")
         if num_groups < 1 or num_channels % num_groups:
             raise ValueError(
                 f"{type(self).__name__}: num_groups must divide the {num_channels} channels, got {num_groups}"
             )
         self.num_channels, self.num_groups, self.variance_epsilon = num_channels, num_groups, eps
-        self.weight = nn.Parameter(INIT[init_fn](num_channels))
+        _register_weight(self, init_fn, num_channels)
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, hidden_states: Tensor) -> Tensor:

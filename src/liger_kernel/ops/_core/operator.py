@@ -502,6 +502,15 @@ def leaves(node: Any, beyond: Iterable[Any] = ()) -> Iterator[Tensor]:
         todo += [edge for edge, _ in node.next_functions]
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts the operands of a product with ``x``; None if it is off."""
+    device = x.device.type
+    # "meta" has no autocast, and asking for it raises
+    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def acc(dtype: torch.dtype) -> torch.dtype:
     """The accumulation dtype: fp32 for 16 bits, otherwise unchanged, so that references also run
     in fp64."""

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, tracing, use_kernels
+from liger_kernel.ops._core.operator import autocast_dtype, launch, launcher, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
@@ -661,9 +661,8 @@ def sink_attention(
     if q.ndim != 4 or not q.is_floating_point():
         raise ValueError(f"{name}: q must have shape (B, H, T, D), got {q.dtype} {tuple(q.shape)}")
     B, H, length, D = q.shape
-    device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+    if (dtype := autocast_dtype(q)) is not None:
+        q, k, v = (t.to(dtype) for t in (q, k, v))
     if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (B, length, D) or k.dtype != q.dtype:
         raise ValueError(
             f"{name}: k must have shape ({B}, H / G, {length}, {D}) and dtype {q.dtype}, got {k.dtype} {tuple(k.shape)}"

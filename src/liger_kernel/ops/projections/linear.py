@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import memory
-from liger_kernel.ops._core.operator import once_differentiable, refuse_graphs, rows_of, shaped
+from liger_kernel.ops._core.operator import autocast_dtype, once_differentiable, refuse_graphs, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Projection, Projections
 from liger_kernel.ops.projections.weights import Operand, as_dtype
 
@@ -43,9 +43,7 @@ def dtypes_of(x: Tensor, projections: Sequence[Projection]) -> tuple[torch.dtype
     """The dtype of the products with the weights, and the dtype of the products with the
     adapters."""
     # autocast casts x, weights and adapters alike
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(x)) is not None:
         return dtype, dtype
     thin = x.dtype
     for p in projections:

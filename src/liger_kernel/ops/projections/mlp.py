@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
-from liger_kernel.ops._core.operator import launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import autocast_dtype, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.activations.glu import ACTS, MAXIMA, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
@@ -185,9 +185,7 @@ def mlp(
         raise ValueError(f"mlp: gate must have shape (2 I, {H}) where up is None, got {tuple(gate.shape)}")
     if act not in ACTS:
         raise ValueError(f"mlp: act must be one of {sorted(ACTS)}, got {act!r}")
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(x)) is not None:
         x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]  # only up may be None
     I = gate.shape[0] // 2 if up is None else gate.shape[0]
     for name, p, shape in (("gate", gate, gate.shape), ("up", up, gate.shape), ("down", down, (H, I))):

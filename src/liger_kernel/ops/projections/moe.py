@@ -27,6 +27,7 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
 from liger_kernel.ops._core.operator import (
     as_index,
+    autocast_dtype,
     host_can_read,
     launch,
     launcher,
@@ -670,9 +671,8 @@ def check(
         raise ValueError(f"{op}: limit must be positive or None, got {limit}")
     if not alpha > 0:
         raise ValueError(f"{op}: alpha must be positive, got {alpha}")
-    device = x.device.type
     # under autocast, weights of any dtype are cast
-    casts = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    autocast = autocast_dtype(x)
     given = {
         "gate_up": (gate_up, (E, 2 * n, H)),
         "down": (down, (E, H, n)),
@@ -682,9 +682,9 @@ def check(
     for name, (p, shape) in given.items():
         if p is not None and p.shape != shape:
             raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(p.shape)}")
-        if p is not None and p.dtype != x.dtype and not casts:
+        if p is not None and p.dtype != x.dtype and autocast is None:
             raise ValueError(f"{op}: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
-    return torch.get_autocast_dtype(device) if casts else x.dtype
+    return x.dtype if autocast is None else autocast
 
 
 @op(

@@ -11,7 +11,7 @@ from typing import Any
 
 from liger_kernel import _legacy, _others
 
-__version__ = "0.8.90+independent"  # what it says: CONTRIBUTING.md, Versions
+__version__ = "0.8.90+independent"  # what it says: docs/development/checks-and-releases.md
 
 _legacy.install()
 if _beside := _others.warning(__version__, __path__[0]):

@@ -7,7 +7,7 @@ Only this package knows how FSDP, ZeRO and DTensor work. It does not need Transf
 """
 
 from liger_kernel.parallel.gradients import by_sharding, clip_grad_norm_, grad_norm, in_blocks, plain_parts
-from liger_kernel.parallel.heads import (
+from liger_kernel.parallel.sharded_head import (
     VocabularyParallel,
     bare,
     call_instead,

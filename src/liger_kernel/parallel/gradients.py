@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel.parallel.distributed import DTensor, FullyShardedDataParallel, assembled
-from liger_kernel.parallel.heads import classes_of_ranks
+from liger_kernel.parallel.sharded_head import classes_of_ranks
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:

@@ -89,11 +89,11 @@ class _Rows:
     documents: bool
 
 
-class _Local(threading.local):
+class _Batch(threading.local):
     rows: _Rows | None = None
 
 
-_local = _Local()
+_batch = _Batch()
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _Layer:
 _layers: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
-class _View:
+class _WithOthers:
     """An object with other values of some attributes."""
 
     sinks: Tensor
@@ -208,9 +208,9 @@ def attention(
     if "position_ids" in kwargs:
         kwargs["position_ids"] = attention_mask.positions
     # the function asks the module for its attention's name and its groups, which are others here
-    own = _View(
+    own = _WithOthers(
         module,
-        config=_View(module.config, _attn_implementation=layer.wrapped),
+        config=_WithOthers(module.config, _attn_implementation=layer.wrapped),
         num_key_value_groups=query.shape[1] // key.shape[1],
     )
     if kwargs.get("s_aux") is not None:  # sinks: one for each head
@@ -251,7 +251,7 @@ def _tensors(function: Callable) -> Iterator[Tensor]:
 def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
     """The mask of whole rows that the model's own attention takes: ``mask_function`` speaks of
     causality and windows, the batch of documents and padding."""
-    rows = _local.rows
+    rows = _batch.rows
     if rows is None:
         raise RuntimeError("ulysses: masks are made in calls of the model that parallelize was given, not of its parts")
     if any(True for _ in _tensors(mask_function)):
@@ -271,7 +271,7 @@ def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
     made = (
         None
         if maker is None
-        else maker(config=_View(config, _attn_implementation=wrapped), mask_function=mask_function, **arguments)
+        else maker(config=_WithOthers(config, _attn_implementation=wrapped), mask_function=mask_function, **arguments)
     )
     return Whole(made, rows.positions, rows.T)
 
@@ -295,11 +295,11 @@ class _Cut:
         if args:
             raise ValueError("ulysses: a model must be called with keyword arguments, got positional ones")
         rows, given = self.cut(given)
-        _local.rows = rows
+        _batch.rows = rows
         return args, given
 
     def after(self, model: nn.Module, args: tuple, given: dict[str, Any], out: Any) -> Any:
-        _local.rows = None
+        _batch.rows = None
         # a loss of the ranks' own tokens was divided by the number of all tokens: the sum is the loss of whole rows
         if out is None or given.get("labels") is None:  # None: the call has failed
             return out

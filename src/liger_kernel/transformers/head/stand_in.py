@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from liger_kernel import _private, parallel
-from liger_kernel.parallel.heads import HOOKS
+from liger_kernel.parallel.sharded_head import HOOKS
 from liger_kernel.transformers.head import loss as loss  # so that losses register before there are recipes
 from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest, new_recipe
 from liger_kernel.transformers.head.weights import held

@@ -151,7 +151,7 @@ def of_distributed(folder: Path) -> dict[str, Any]:
         "data_ranks": 1,
         "sequence_ranks": 1,
         "device": DEVICE,
-        "learnt_tokens": 2 * 31 * 2,
+        "counted_tokens": 2 * 31 * 2,
     }
     return names | {"batches": [{"input_ids": names["ids"], "labels": names["labels"]}] * 2}
 

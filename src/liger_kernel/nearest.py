@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-MANY = 40  # names that a message lists at most
+MANY = 60  # names that a message lists at most: all operators, and not all families
 
 # Our flag -> what transformers, TRL, axolotl, LLaMA-Factory and others call it. A comma: the second
 # name is that of other commands.

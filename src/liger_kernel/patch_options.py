@@ -134,8 +134,9 @@ class PatchOptions:
     def parts(self) -> dict[str, Any]:
         """The slots, and the switches that change what replaces them: what the functions that
         select patches take."""
-        names = ("projections", "rematerialise", "activation_offloading", "keep_attention", "tiled_mlp")
-        return self.slots | {name: getattr(self, name) for name in names}
+        # The head and FP8 are requests of their own; both kinds of gated MLP are one slot
+        apart = {*HEADS, "fp8", "fp8_filter", "fp8_head", "swiglu", "geglu"}
+        return {name: getattr(self, name) for name in SWITCHES if name not in apart} | self.slots
 
 
 SWITCHES = {field.name: field for field in dataclasses.fields(PatchOptions)}

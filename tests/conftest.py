@@ -7,6 +7,7 @@ import json
 import os
 
 import interpreted  # noqa: F401
+import processes
 import pytest
 from skipped import Skips
 
@@ -68,6 +69,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # of what every test file imports nothing goes away: collections need not look through it
+
+
+def pytest_sessionfinish() -> None:
+    processes.stop_forkserver()
 
 
 def pytest_configure(config: pytest.Config) -> None:

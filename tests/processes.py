@@ -43,6 +43,13 @@ def forkserver() -> multiprocessing.context.BaseContext:
     return context
 
 
+def stop_forkserver() -> None:
+    """Wait for the server, as it waits for its processes: their CPU time is then this process's."""
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nothing public ends it
+
+
 def free_port() -> int:
     """A port that nothing listens on. The system's own choice may be gone before it is used: it
     hands the same ones to every connection."""

@@ -40,14 +40,8 @@ PAGES = {
 }
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 SAID = re.compile(r"^print\(.*\)  # (True.*|False.*|None|torch\.Size.*|tensor.*|Liger\w+|\d[\d.]*)$", re.M)
-TINY = dict(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+SIZES = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=128, **SIZES)
 IDS = {
     name
     for text in PAGES.values()
@@ -62,8 +56,7 @@ def blocks(page: str, *languages: str) -> list[str]:
     return [code for _, language, code in FENCE.findall(PAGES[page]) if language in languages]
 
 
-# -- Python
-# ---------------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# -- Python --------------------------------------------------------------------------------
 
 
 def tiny(folder: Path) -> Path:
@@ -71,7 +64,7 @@ def tiny(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     if not folder.exists():
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(folder)
+        llama().save_pretrained(folder)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokens = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|end|>"])}, []))
         tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -95,29 +88,31 @@ def offline(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(loop, "train", lambda config: train(dataclasses.replace(config, **sizes)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    chat = {
-        "messages": [
-            {"role": "user", "content": "Name a prime."},
-            {"role": "assistant", "content": "Seven is a prime number."},
-        ]
-    }
+    said = {"user": "Name a prime.", "assistant": "Seven is a prime number."}
+    chat = {"messages": [{"role": role, "content": text} for role, text in said.items()]}
     Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 16)
     return tmp_path
 
 
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).to(DEVICE).train()
+
+
 def common(folder: Path) -> dict[str, Any]:
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).to(DEVICE).train()
     ids = torch.randint(0, 512, (2, 32), device=DEVICE)
-    names = {"torch": torch, "model": model, "ids": ids, "name": folder / "checkpoint", "labels": ids.clone()}
-    names |= {
+    return {
+        "__name__": "page",
+        "torch": torch,
+        "TrainingArguments": transformers.TrainingArguments,
         "apply_liger_kernel_to_llama": apply_liger_kernel_to_llama,
         "AutoLigerKernelForCausalLM": AutoLigerKernelForCausalLM,
-    }
-    names |= {
+        "name": folder / "checkpoint",
+        "model": llama(),
+        "ids": ids,
+        "labels": ids.clone(),
         "rows": [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))],
         "positions": torch.arange(32, device=DEVICE)[None],
     }
-    return names | {"TrainingArguments": transformers.TrainingArguments, "__name__": "page"}
 
 
 def of_readme(folder: Path) -> dict[str, Any]:
@@ -128,32 +123,19 @@ def of_readme(folder: Path) -> dict[str, Any]:
 
 
 def of_losses(folder: Path) -> dict[str, Any]:
-    make = lambda *shape: torch.randn(*shape, device=DEVICE)
     labels = torch.randint(0, 512, (4, 8), device=DEVICE)
     labels[:, :3] = -100
-    head, reference = (torch.nn.Linear(16, 512, device=DEVICE) for _ in range(2))
-    return {
-        "head": head,
-        "hidden": make(4, 8, 16).requires_grad_(),
-        "labels": labels,
-        "ref_hidden": make(4, 8, 16),
-        "ref_head": reference,
-    }
+    hidden, ref_hidden = (torch.randn(4, 8, 16, device=DEVICE) for _ in range(2))
+    head, ref_head = (torch.nn.Linear(16, 512, device=DEVICE) for _ in range(2))
+    names = {"head": head, "hidden": hidden.requires_grad_(), "labels": labels}
+    return names | {"ref_hidden": ref_hidden, "ref_head": ref_head}
 
 
 def of_distributed(folder: Path) -> dict[str, Any]:
     """One rank."""
-    names = common(folder)
-    names |= {
-        "F": torch.nn.functional,
-        "rank": 0,
-        "ranks": 1,
-        "data_ranks": 1,
-        "sequence_ranks": 1,
-        "device": DEVICE,
-        "counted_tokens": 2 * 31 * 2,
-    }
-    return names | {"batches": [{"input_ids": names["ids"], "labels": names["labels"]}] * 2}
+    names = common(folder) | dict(rank=0, ranks=1, data_ranks=1, sequence_ranks=1, counted_tokens=2 * 31 * 2)
+    batches = [{"input_ids": names["ids"], "labels": names["labels"]}] * 2
+    return names | {"F": torch.nn.functional, "device": DEVICE, "batches": batches}
 
 
 def of_troubleshooting(folder: Path) -> dict[str, Any]:
@@ -166,12 +148,8 @@ def of_training(folder: Path) -> dict[str, Any]:
     """Adapters, as ``liger train --lora`` saves them."""
     import peft
 
+    peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear")).save_pretrained(folder / "tuned")
     names = common(folder)
-    adapted = peft.get_peft_model(
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)),
-        peft.LoraConfig(r=2, target_modules="all-linear"),
-    )
-    adapted.save_pretrained(folder / "tuned")
     names["model"].requires_grad_(False)
     return names
 
@@ -254,8 +232,7 @@ def test_every_reason_has_its_block():
     assert [line for line in NOT_RUN if not any(line in block for block in code)] == []
 
 
-# -- commands
-# -----------------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# -- commands ------------------------------------------------------------------------------
 
 # Commands that take minutes, a GPU or a cluster: their arguments are parsed
 PARSED = {
@@ -268,22 +245,12 @@ PARSED = {
 }
 SMALL = (
     "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 "
-    "--limit 8 --warmup 0"
+    "--limit 8 --warmup 0 --eval-fraction 0 --eval-every 0"
 )
-SMALL += " --eval-fraction 0 --eval-every 0"
-# Options that need several processes, packages or services; tests/train and tests/integrations run
-# them
-ELSEWHERE = (
-    "--nproc",
-    "--nnodes",
-    "--trainer",
-    "--report",
-    "--metrics-port",
-    "--quantize",
-    "--model",
-    "--config",
-    "--data",
-)
+# Options that need several processes, packages or services, or whose processes take long; tests/train
+# and tests/integrations run them
+ELSEWHERE = ["--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "--quantize"]
+ELSEWHERE += ["--model", "--config", "--data", "--stream"]
 # Other programs, and why they do not run here
 PROGRAMS = {
     "git": "needs the repository's address",
@@ -293,37 +260,25 @@ PROGRAMS = {
     "pytest": "these are the tests",
     "make": "makes environments",
     "docker": "needs a registry",
-    **dict.fromkeys(
-        ("kubectl", "helm", "kustomize", "curl", "flyte", "pyflyte", "promtool", "torchrun", "mlflow", "tensorboard"),
-        "needs a cluster or a server",
-    ),
+    **dict.fromkeys(("kubectl", "helm", "kustomize", "flyte", "pyflyte", "torchrun"), "needs a cluster"),
+    **dict.fromkeys(("curl", "promtool", "mlflow", "tensorboard"), "needs a server"),
 }
-EXTRAS = set(
-    re.findall(
-        r"^([\w-]+) = \[",
-        (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0],
-        re.M,
-    )
-)
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+OPTIONAL = PYPROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+EXTRAS = set(re.findall(r"^([\w-]+) = \[", OPTIONAL, re.M))
 WORD = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*({'|'.join(['liger', *PROGRAMS])})\b")
 
 
 def commands(page: str) -> list[str]:
     """Lines of shell blocks, and indented lines that begin with a program; continued lines are
     one."""
-    text = FENCE.sub("", PAGES[page])
-    shown = [line.strip() for line in re.sub(r"\\\n +", "", text).splitlines() if re.match(r"^ {4}\S", line)]
-    indented = [
-        re.split(r" {3,}", line)[0] for line in shown if WORD.match(line)
-    ]  # what follows says what a command does
-    fenced = [
-        line
-        for block in blocks(page, "bash", "console", "sh", "shell")
-        for line in re.sub(r"\\\n\s*", "", block).splitlines()
-    ]
-    return [
-        line.removeprefix("$ ").strip() for line in [*fenced, *indented] if line.strip() and not line.startswith("#")
-    ]
+    text = re.sub(r"\\\n +", "", FENCE.sub("", PAGES[page]))
+    shown = [line.strip() for line in text.splitlines() if re.match(r"^ {4}\S", line)]
+    # what follows three spaces says what a command does
+    indented = [re.split(r" {3,}", line)[0] for line in shown if WORD.match(line)]
+    shells = "\n".join(blocks(page, "bash", "console", "sh", "shell"))
+    found = [*re.sub(r"\\\n\s*", "", shells).splitlines(), *indented]
+    return [line.removeprefix("$ ").strip() for line in found if line.strip() and not line.startswith("#")]
 
 
 EVERY = [(page, line) for page in PAGES for line in dict.fromkeys(commands(page))]
@@ -339,22 +294,18 @@ def parts(line: str) -> list[list[str]]:
             found.append([])
         elif found[-1] or not re.match(r"^[A-Z_]+=", word):
             found[-1].append(word)
-    return [
-        part[: next((i for i, word in enumerate(part) if word in (">", ">>", "<")), len(part))]
-        for part in found
-        if part
-    ]
+    ends = [next((i for i, word in enumerate(part) if word in (">", ">>", "<")), len(part)) for part in found]
+    return [part[:end] for part, end in zip(found, ends) if part]
 
 
 def described(page: str, line: str) -> str:
     """The name of a command's test: what the command is, and why it does not run."""
-    first = parts(line)[0] if parts(line) else [""]
-    elsewhere = [word for word in first if word.partition("=")[0] in ELSEWHERE]
-    why = PROGRAMS.get(first[0]) or next(
-        (PARSED[name] for name in (" ".join(first[1:3]), first[-1] if len(first) < 2 else first[1]) if name in PARSED),
-        "",
-    )
-    why = why or (f"{elsewhere[0]} has tests of its own" if elsewhere and first[:2] == ["liger", "train"] else "")
+    program, *words = (parts(line) or [[""]])[0]
+    why = PROGRAMS.get(program)
+    if program == "liger" and words:
+        why = PARSED.get(" ".join(words[:2])) or PARSED.get(words[0])
+    if words[:1] == ["train"]:
+        why = next((f"{word} has tests of its own" for word in words if word.partition("=")[0] in ELSEWHERE), None)
     return f"{page}: {line[:60].strip()}" + (f"; not run: {why}" if why else "")
 
 
@@ -376,11 +327,8 @@ def test_commands(page, line, offline, capsys):
 def run(words: list[str]) -> None:
     """A command of ours, at a tiny size; or, where that is no matter of seconds, its arguments
     alone."""
-    name = (
-        " ".join(words[:2])
-        if words[0] in ("deploy", "bench") and len(words) > 1 and not words[1].startswith("-")
-        else words[0]
-    )
+    two = words[0] in ("deploy", "bench") and not "".join(words[1:2]).startswith("-")
+    name = " ".join(words[: 1 + two])
     assert words[0] in cli.COMMANDS, words
     words = ["rms_norm" if word in ("OP", "NAME") else "llama" if word == "MODEL_TYPE" else word for word in words]
     if "..." in words or "COMMAND" in words or any(re.fullmatch(r"\[.*", word) for word in words):
@@ -394,7 +342,8 @@ def run(words: list[str]) -> None:
         if "--config" not in words:
             from_flags(words[1:])
         if not any(word.partition("=")[0] in ELSEWHERE for word in words):
-            with served_by_kernels_or_references():  # as a user's does on this machine
+            # as a user's does on this machine; optimizers of torchao would compile their steps, for seconds
+            with served_by_kernels_or_references(), torch.compiler.set_stance("force_eager"):
                 assert cli.main([*words, *SMALL.split()]) == 0
     else:
         for job in (ROOT / "deploy" / "jobs").glob("*.yaml"):

@@ -30,7 +30,8 @@ MADE = {
 def keys(tree: ast.Module) -> list[ast.expr]:
     """What ``os.environ`` is asked for in a module: subscripts that are read, ``get``,
     ``setdefault``, ``in``."""
-    of_environ = lambda node: ast.unparse(node) == "os.environ"
+    # of its end alone at first, as unparsing every node of the source takes seconds
+    of_environ = lambda node: getattr(node, "attr", "") == "environ" and ast.unparse(node) == "os.environ"
     found: list[ast.expr] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and of_environ(node.value) and isinstance(node.ctx, ast.Load):

@@ -136,8 +136,9 @@ def of_linkedin(tmp_path: Path) -> list[tuple[list[Path], str]]:
 
 
 def test_another_package_of_our_name_is_reported_once(tmp_path):
+    more = ".transformers.functional, liger_kernel.train"  # of one, as importing them takes seconds
     for path, name in of_linkedin(tmp_path):
-        done = run(path, "import liger_kernel.transformers.functional, liger_kernel.train")
+        done, more = run(path, f"import liger_kernel{more}"), ""
         assert (
             done.stderr.count("UserWarning") == 1
             and f"is loaded from {SRC / 'liger_kernel'}, but there is also {name};" in done.stderr
@@ -240,7 +241,7 @@ def test_importing_is_instant(module):
 
 
 def test_the_check_above_sees_what_is_loaded():
-    assert "torch" in loaded_by("import torch")
+    assert "numpy" in loaded_by("import numpy")
 
 
 def test_the_console_script_exists():

@@ -1,12 +1,11 @@
 """Frameworks and other versions of transformers and PyTorch: environments over the one at hand,
 which brings PyTorch and everything else.
 
-python tests/integrations/environments.py              all of them, one after the other
+python tests/integrations/environments.py                       all of them, one after the other
 python tests/integrations/environments.py trl-1.12 frameworks -k dpo
-python tests/integrations/environments.py every-run -m smoke    what .ci/run tries with each change; .ci/nightly tries all of every environment
-python tests/integrations/environments.py transformers-4.57 -m smoke       some families on the oldest transformers
-python tests/integrations/environments.py torch-2.11 torch-2.15            the oldest and the newest PyTorch, of the wheels for CUDA, without a GPU
-"""  # noqa: E501
+python tests/integrations/environments.py changed -m smoke      what .ci/run tries: where a change can show
+python tests/integrations/environments.py torch-2.11 torch-2.15    of the wheels for CUDA, without a GPU
+"""
 
 from __future__ import annotations
 
@@ -15,7 +14,10 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import stand_ins
@@ -116,7 +118,47 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     ),
 }
 
-GROUPS = {"every-run": ["dist", "transformers-4.57", "k8s", "trl"]}
+# environment -> files (fnmatch, whose * crosses folders) whose changes show there first: a change runs these
+# environments' smoke tests, the night all tests of all environments
+SHOWS = {
+    "dist": """pyproject.toml README.md LICENSE src/liger_kernel/__init__.py src/liger_kernel/env_report.py
+        src/*.json src/*.pyi src/*.typed tests/integrations/test_distributions.py""",
+    "transformers-4.57": "src/liger_kernel/transformers/* constraints.txt tests/transformers/test_families.py",
+    "k8s": """src/liger_kernel/deploy/* src/liger_kernel/train/config.py deploy/* tests/hostile_jobs.py
+        tests/integrations/strict.py tests/integrations/test_k8s.py tests/integrations/test_monitoring.py""",
+    "trl": """src/liger_kernel/chunked_loss/* src/liger_kernel/transformers/head/*
+        src/liger_kernel/transformers/orpo_trainer.py src/liger_kernel/transformers/patching/reference.py
+        constraints.txt examples/frameworks/trl* tests/integrations/test_trl*.py""",
+}
+WITHOUT_HISTORY = ["dist", "transformers-4.57"]
+
+
+def _git(*args: str) -> str | None:
+    try:
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def changed_files(base: str | None = os.environ.get("BASE")) -> set[str] | None:
+    """Files that differ from ``base``: by default where this branch left the remote's first branch,
+    and on that branch itself its last commit. None where a shallow clone, or none, does not know."""
+    if not base:
+        base = (_git("merge-base", "HEAD", "origin/HEAD") or "").strip()
+        if base in ("", (_git("rev-parse", "HEAD") or "").strip()):
+            base = "HEAD~1"
+    differ = _git("diff", "--name-only", base)  # what is not committed counts as well
+    new = _git("ls-files", "--others", "--exclude-standard")
+    return None if differ is None or new is None else {*differ.splitlines(), *new.splitlines()}
+
+
+def shown_by(files: Iterable[str] | None) -> list[str]:
+    """The environments in which a change of these files shows first."""
+    if files is None:
+        return WITHOUT_HISTORY
+    every = ["tests/integrations/environments.py"]
+    shows = {name: [*places.split(), *every] for name, places in SHOWS.items()}
+    return [name for name in shows if any(fnmatch(file, place) for file in files for place in shows[name])]
 
 
 def made(name: str) -> Path:
@@ -129,16 +171,12 @@ def made(name: str) -> Path:
         venv.create(folder, with_pip=True, clear=True)
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "over.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
-        builds = (
-            ["setuptools>=77"] if alone else []
-        )  # newer than what Python brings, to build what there is only as source
+        # newer than what Python brings, to build what there is only as source
+        builds = ["setuptools>=77"] if alone else []
         for packages, how in ((whole, []), (builds, []), (alone, ["--no-deps", "--no-build-isolation"])):
             if packages:
-                subprocess.run(
-                    [python, "-m", "pip", "install", "-q", *how, *packages],
-                    check=True,
-                    env=os.environ | {"DS_BUILD_OPS": "0"},
-                )
+                command = [python, "-m", "pip", "install", "-q", "--no-compile", *how, *packages]
+                subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
         if name.startswith("torch-"):
             stand_ins.make(site)
         ready.write_text(repr((whole, alone)))
@@ -147,19 +185,27 @@ def made(name: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=", ".join([*GROUPS, *ENVIRONMENTS]))
+    parser.add_argument("names", nargs="*", help=", ".join(["changed", *ENVIRONMENTS]))
     args, more = parser.parse_known_args()
-    unknown = set(args.names) - ENVIRONMENTS.keys() - GROUPS.keys()
-    if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join([*GROUPS, *ENVIRONMENTS])}")
+    if unknown := set(args.names) - ENVIRONMENTS.keys() - {"changed"}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(['changed', *ENVIRONMENTS])}")
+    names = list(args.names or ENVIRONMENTS)
+    if "changed" in names:
+        files = changed_files()
+        names = shown_by(files)
+        known = "no history to compare with" if files is None else f"{len(files)} files changed"
+        print(f"{known}: {' '.join(names) or 'no environment'}", flush=True)
     failed = []
-    for name in [name for asked in args.names for name in GROUPS.get(asked, [asked])] or ENVIRONMENTS:
+    for name in names:
         tests = [str(next(HERE.parent.rglob(f"test_{test}.py"))) for test in ENVIRONMENTS[name][0]]
         print(f"== {name}", flush=True)
-        if subprocess.run(
-            [made(name), "-m", "pytest", "-q", "--show-capture=no", *tests, *more], cwd=ROOT, check=False
-        ).returncode:
+        begin = time.monotonic()
+        python = made(name)
+        installed = time.monotonic()
+        command = [python, "-m", "pytest", "-q", "--show-capture=no", *tests, *more]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(name)
+        print(f"time: {name}: {installed - begin:.0f} s installed, {time.monotonic() - installed:.0f} s tested")
     print("failed:", *failed) if failed else print("all passed")
     return len(failed)
 

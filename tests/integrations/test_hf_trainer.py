@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 from hf_models import DEVICE, make, tokens
+from quick import further
 from torch import nn
 
 import liger_kernel.transformers as liger
 from liger_kernel.transformers.patching.patches import is_patched
 from liger_kernel.transformers.recognise.tiny import VOCAB
 
+FLAGS = dict(rope=False, swiglu=None, geglu=True, cross_entropy=True, fused_linear_cross_entropy=False, unheard_of=1)
 LOGGED = "loss", "eval_loss", "grad_norm", "eval_accuracy"
 
 
@@ -100,26 +102,19 @@ def halved(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
     "more",
     [
         {},
-        {"gradient_accumulation_steps": 1, "max_steps": 3, "weight_decay": 0.1},
         {"prediction_loss_only": True},
-        {"compute_metrics": accuracy},
         {"compute_metrics": accuracy, "label_smoothing_factor": 0.1},
-        {"label_smoothing_factor": 0.1, "prediction_loss_only": True},
         {"compute_loss_func": halved},
-        {"gradient_checkpointing": True},
-        {"times": 2},
         {"bf16": True},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1},
-        {
-            "liger_kernel_config": {
-                "rope": False,
-                "swiglu": None,
-                "cross_entropy": True,
-                "fused_linear_cross_entropy": False,
-                "geglu": True,
-                "unheard_of": 1,
-            }
-        },
+        {"liger_kernel_config": FLAGS},
+        *further(
+            {"gradient_accumulation_steps": 1, "max_steps": 3, "weight_decay": 0.1},
+            {"compute_metrics": accuracy},
+            {"label_smoothing_factor": 0.1, "prediction_loss_only": True},
+            {"gradient_checkpointing": True},
+            {"times": 2},
+            {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1},
+        ),
     ],
     ids=lambda more: ",".join(more) or "plain",
 )

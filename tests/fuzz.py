@@ -52,66 +52,13 @@ SECONDS, WHOLE = 20, 90  # for a case, and for a whole run
 MEMORY = 2 << 30  # bytes beyond what the process has
 BATCH = 100  # cases of a process
 ELSEWHERE = ("/etc/passwd", "/dev/zero", "../../../elsewhere", "..")
-VALUES: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        10**9,
-        2**31,
-        2**63,
-        10**30,
-        -(10**30),
-        10**400,
-        0.5,
-        -0.0,
-        1e308,
-        math.nan,
-        math.inf,
-    ),
-    *(
-        "",
-        "x",
-        "0",
-        "-1",
-        "\0",
-        "\ud800",
-        "é" * 50,
-        "a" * 10_000,
-        *ELSEWHERE,
-        "step-99999999",
-        "../x",
-        "~",
-        "{{ x }}",
-        "${PATH}",
-    ),
-    "!!python/object/apply:os.system [id]",
-    *([], {}, [[]], [1, 2], [None], {"a": 1}, {"": {}}, [[1, [0, 0, 0], True]]),
-]
-PIECES = [
-    b"\0",
-    b"\xff",
-    b"\xef\xbb\xbf",
-    b"\n",
-    b'"',
-    b"{",
-    b"[" * 50_000,
-    b"9" * 500,
-    b"\\ud800",
-    b"NaN",
-    b"*a",
-    b"&a ",
-    b"/dev/zero",
-    b"../",
-    b"1e999",
-    b"}",
-    b",",
-    b": ",
-]
+LARGE = [10**9, 2**31, 2**63, 10**30, -(10**30), 10**400]
+NUMBERS = [None, True, False, 0, -1, 1, 2, *LARGE, 0.5, -0.0, 1e308, math.nan, math.inf]
+TEXTS = ["", "x", "0", "-1", "\0", "\ud800", "é" * 50, "a" * 10_000, *ELSEWHERE, "step-99999999", "../x", "~"]
+TEXTS += ["{{ x }}", "${PATH}", "!!python/object/apply:os.system [id]"]
+VALUES: list[Any] = [*NUMBERS, *TEXTS, [], {}, [[]], [1, 2], [None], {"a": 1}, {"": {}}, [[1, [0, 0, 0], True]]]
+PIECES = [b"\0", b"\xff", b"\xef\xbb\xbf", b"\n", b'"', b"{", b"}", b",", b": ", b"[" * 50_000, b"9" * 500, b"\\ud800"]
+PIECES += [b"NaN", b"1e999", b"*a", b"&a ", b"/dev/zero", b"../"]
 
 
 def changed(value: Any, rng: random.Random) -> Any:
@@ -181,15 +128,8 @@ def of_pickle(content: bytes, rng: random.Random) -> bytes:
     """Metadata with one of its objects changed."""
     metadata = pickle.loads(content)
     for _ in range(rng.choice([1, 1, 3])):
-        place = rng.choice(
-            [
-                metadata,
-                *metadata.state_dict_metadata.values(),
-                *metadata.storage_data.values(),
-                *metadata.storage_data,
-                metadata.storage_meta,
-            ]
-        )
+        parts = [*metadata.state_dict_metadata.values(), *metadata.storage_data.values(), *metadata.storage_data]
+        place = rng.choice([metadata, metadata.storage_meta, *parts])
         if (fields := getattr(place, "__dict__", None)) and rng.random() < 0.9:
             name = rng.choice(list(fields))
             value = rng.choice([*VALUES, torch.float8_e4m3fn, torch.Size([10**9]), metadata, (1,), *fields.values()])
@@ -230,14 +170,8 @@ class Kind:
         match rng.random():
             case x if x < 0.02:
                 path.unlink()
-                rng.choice(
-                    [
-                        path.mkdir,
-                        lambda: os.mkfifo(path),
-                        lambda: path.symlink_to(rng.choice(ELSEWHERE[:2])),
-                        lambda: None,
-                    ]
-                )()
+                link = lambda: path.symlink_to(rng.choice(ELSEWHERE[:2]))
+                rng.choice([path.mkdir, lambda: os.mkfifo(path), link, lambda: None])()
             case x if x < 0.6:
                 path.write_bytes(self.change(content, rng))
             case _:
@@ -247,20 +181,8 @@ class Kind:
 # -- what reads ------------------------------------------------------------------------------
 
 
-SIZES = dict(
-    hidden=16,
-    layers=1,
-    heads=2,
-    vocab=300,
-    length=16,
-    batch=2,
-    steps=2,
-    warmup=1,
-    eval_fraction=0.0,
-    log_every=1,
-    device="cpu",
-    kernels="off",
-)
+SIZES = dict(hidden=16, layers=1, heads=2, vocab=300, length=16, batch=2, steps=2, warmup=1)
+SIZES |= dict(eval_fraction=0.0, log_every=1, device="cpu", kernels="off")
 
 
 class Readers:
@@ -269,10 +191,9 @@ class Readers:
     def __init__(self, work: Path):
         self.data = work / "data.jsonl"
         texts = [{"text": f"hello world, this is text number {i} of a small file"} for i in range(30)]
-        chat = [
-            {"messages": [{"role": "user", "content": f"is it {i}?"}, {"role": "assistant", "content": "it is"}]}
-            for i in range(5)
-        ]
+        said = [{"role": "user", "content": "is it so?"}, {"role": "assistant", "content": "it is"}]
+        row = {"op": "x", "case": "y", "dtype": "bf16", "mode": "full", "variant": "z", "device_ms": 1.0}
+        paths = {name: f"/x/{name}" for name in ("kernel.cubin", "kernel.ttir")}
         self.data.write_text("".join(json.dumps(record) + "\n" for record in texts))
         self.config = TrainConfig(data=str(self.data), out=str(work / "run"), checkpoint_every=1, **SIZES)
         made: list[Any] = []
@@ -287,23 +208,14 @@ class Readers:
         files.mkdir()
         for name, content in {
             "text.jsonl": self.data.read_bytes(),
-            "chat.jsonl": "".join(json.dumps(record) + "\n" for record in chat),
+            "chat.jsonl": f"{json.dumps({'messages': said})}\n" * 5,
             "train.json": json.dumps(self.config.shown()),
             "train.yaml": yaml.safe_dump(self.config.shown()),
             "job.yaml": yaml.safe_dump(JOB),
             "job.json": json.dumps(JOB),
-            "result.json": json.dumps(
-                {
-                    "meta": {"torch": "2"},
-                    "rows": [
-                        {"op": "x", "case": "y", "dtype": "bf16", "mode": "full", "variant": "z", "device_ms": 1.0}
-                    ],
-                }
-            ),
+            "result.json": json.dumps({"meta": {"torch": "2"}, "rows": [row]}),
             "result.csv": "op,case,dtype,mode,variant,device_ms,torch\nx,y,bf16,full,z,1.0,2\n",
-            "__grp__kernel.json": json.dumps(
-                {"child_paths": {"kernel.cubin": "/x/kernel.cubin", "kernel.ttir": "/x/kernel.ttir"}}
-            ),
+            "__grp__kernel.json": json.dumps({"child_paths": paths}),
             "kernel.cubin": "x",
             "kernel.ttir": "x",
             "config.json": json.dumps(self.model.config.to_dict()),
@@ -316,11 +228,8 @@ class Readers:
         for name in ("ids", "labels", "lengths"):
             (files / "draft" / name).write_bytes(bytes(32))
         found = TokenRows.read(cache / "rows.safetensors")
-        save_file(
-            found.tensors(),
-            files / "part-000000.safetensors",
-            {"part": json.dumps([len(found), [30, 0, 30], True, found.digest()])},
-        )
+        part = json.dumps([len(found), [30, 0, 30], True, found.digest()])
+        save_file(found.tensors(), files / "part-000000.safetensors", {"part": part})
         (run / "checkpoints" / "identity.json").write_text(json.dumps({"seed": 0, "length": 16, "global_batch": 2}))
         step, read = "checkpoints/step-00000002", self.checkpoints
         self.kinds = {
@@ -361,20 +270,19 @@ class Readers:
     def checkpoints(self, place: Path, rng: random.Random) -> None:
         step = place / "checkpoints" / "step-00000002"
         folder.check(self.of(place))
-        if (
-            rng.random() < 0.7 and (step / "sums-0.json").is_file() and not (step / "sums-0.json").is_symlink()
-        ):  # a stranger can write checksums, too
+        there = lambda path: path.is_file() and not path.is_symlink()
+        if rng.random() < 0.7 and there(step / "sums-0.json"):  # a stranger can write checksums, too
             with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
                 sums = json.loads((step / "sums-0.json").read_bytes())
                 for name in sums:
-                    if checkpoint.FILE.fullmatch(name) and (step / name).is_file() and not (step / name).is_symlink():
+                    if checkpoint.FILE.fullmatch(name) and there(step / name):
                         sums[name] = checkpoint.digest(step / name)
                 (step / "sums-0.json").write_text(json.dumps(sums))
         found = checkpoint.Checkpoints(place / "checkpoints", self.ranks, 2)
         while path := found.latest():
-            there = checkpoint.read_object(path / "state.json")["identity"]
+            identity = checkpoint.read_object(path / "state.json")["identity"]
             with contextlib.suppress(UserError):
-                session.refuse_other(path, there, {"seed": 0})
+                session.refuse_other(path, identity, {"seed": 0})
             if found.load(path, self.model, self.optimizer) is not None:
                 break
 
@@ -420,14 +328,12 @@ class Readers:
 
     def whole(self, place: Path, rng: random.Random) -> None:
         """A run that goes on from a folder with one file that was changed."""
-        kind = self.kinds[
-            rng.choice([name for name, kind in self.kinds.items() if kind.template == Path(self.config.out)])
-        ]
+        of_runs = [kind for kind in self.kinds.values() if kind.template == Path(self.config.out)]
+        kind = rng.choice(of_runs)
         kind.make(place, rng)
         flags = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        cli.main(
-            ["train", *flags, "--steps", "3", "--checkpoint-every", "1", "--data", str(self.data), "--out", str(place)]
-        )
+        flags += ["--steps", "3", "--checkpoint-every", "1", "--data", str(self.data), "--out", str(place)]
+        cli.main(["train", *flags])
 
     def join(self) -> None:
         """The group of the one process."""
@@ -450,20 +356,10 @@ def _noted(made: list[Any], init: Callable[..., None]) -> Callable[..., None]:
     return noting
 
 
-JOB = {
-    "name": "a",
-    "image": "registry/a:1",
-    "nodes": 2,
-    "gpus": 1,
-    "volume": "claim",
-    "labels": {"team": "x"},
-    "environment": {"A": "b"},
-    "tolerations": [{"key": "a", "operator": "Exists"}],
-    "resources": {"rdma/ib": "8"},
-    "extra_volumes": [{"name": "x", "emptyDir": {}}],
-    "extra_mounts": [{"name": "x", "mountPath": "/x"}],
-    "train": {"steps": 3, "data": "stdlib", "checkpoint_every": 5, "parallel": "ddp"},
-}
+JOB = {"name": "a", "image": "registry/a:1", "nodes": 2, "gpus": 1, "volume": "claim", "labels": {"team": "x"}}
+JOB |= {"environment": {"A": "b"}, "tolerations": [{"key": "a", "operator": "Exists"}], "resources": {"rdma/ib": "8"}}
+JOB |= {"extra_volumes": [{"name": "x", "emptyDir": {}}], "extra_mounts": [{"name": "x", "mountPath": "/x"}]}
+JOB |= {"train": {"steps": 3, "data": "stdlib", "checkpoint_every": 5, "parallel": "ddp"}}
 
 
 # -- what is watched -------------------------------------------------------------------------
@@ -476,36 +372,24 @@ class Strayed(BaseException):
 def watched(place: list[Path]) -> None:
     """From now on nothing is written outside of ``place[0]``, and nothing that files name is
     read."""
-    writes = {
-        "os.rename": 1,
-        "os.remove": 0,
-        "os.mkdir": 0,
-        "os.rmdir": 0,
-        "os.symlink": 1,
-        "os.link": 1,
-        "os.truncate": 0,
-        "shutil.rmtree": 0,
-    }
+    writes = dict.fromkeys(("os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"), 1)
+    writes |= dict.fromkeys(("os.rename", "os.symlink", "os.link"), 2)  # arguments that are paths
 
     def inside(path: Any) -> bool:
         text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
-        return (
-            not text
-            or text in ("/dev/null", "/proc/self/clear_refs")
-            or os.path.realpath(text).startswith(f"{place[0]}/")
-            or os.path.realpath(text) == str(place[0])
-        )
+        if text in ("", "/dev/null", "/proc/self/clear_refs"):
+            return True
+        return Path(os.path.realpath(text)).is_relative_to(place[0])
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if not place:
             return
         if event == "open":
             path, mode, flags = args
-            writing = (
-                flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-                if isinstance(flags, int)
-                else any(c in (mode or "") for c in "wax+")
-            )
+            if isinstance(flags, int):
+                writing = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+            else:
+                writing = any(c in (mode or "") for c in "wax+")
             text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
             # a link in the folder of a model or tokenizer may lead to a file
             named = os.path.realpath(text) in ("/etc/passwd", "/dev/zero") and (
@@ -513,12 +397,9 @@ def watched(place: list[Path]) -> None:
             )
             if named or (writing and not inside(path)):
                 raise Strayed(f"{'wrote' if writing else 'read'} {path!r}")
-        elif (
-            event in writes
-            and not all(inside(path) for path in args[: writes[event] + 1])
-            and not isinstance(args[-1], int)
-        ):
-            raise Strayed(f"{event} {args!r}")
+        elif event in writes:
+            if not isinstance(args[-1], int) and not all(inside(path) for path in args[: writes[event]]):
+                raise Strayed(f"{event} {args!r}")
         elif event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen"):
             raise Strayed(f"ran {args!r}")
 
@@ -545,10 +426,8 @@ def child(readers: Readers, name: str, cases: range, seed: int, work: Path, said
         try:
             with contextlib.ExitStack() as entered:
                 if not show:
-                    (
-                        entered.enter_context(contextlib.redirect_stdout(out)),
-                        entered.enter_context(contextlib.redirect_stderr(out)),
-                    )
+                    entered.enter_context(contextlib.redirect_stdout(out))
+                    entered.enter_context(contextlib.redirect_stderr(out))
                 readers.whole(here, rng) if name == "whole" else readers.kinds[name].read(here, rng)
         except UserError as error:
             wrong = f"a message of {len(str(error))} characters" if len(str(error)) > 2000 else ""
@@ -586,9 +465,8 @@ def batch(
                 os._exit(0)
         os.close(mouth)
         text, case, last = b"", cases.start, time.monotonic()
-        while select.select([ear], [], [], max(0.0, last + (WHOLE if name == "whole" else SECONDS) - time.monotonic()))[
-            0
-        ]:
+        wait = WHOLE if name == "whole" else SECONDS
+        while select.select([ear], [], [], max(0.0, last + wait - time.monotonic()))[0]:
             more = os.read(ear, 1 << 16)
             if not more:
                 break

@@ -82,6 +82,26 @@ def patched(model_type: str = "llama", **more: Any) -> nn.Module:
     return model
 
 
+def trained(run: nn.Module, given: dict[str, Any] | None = None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The output of a step on the batch of all ranks, and its loss and whole gradients."""
+    out = run(**(given or batch()), **options)
+    out.loss.backward()
+    return out, {"loss": out.loss.detach()} | gradients(run)
+
+
+def by_layers(model: nn.Module, own: nn.Module | None = None) -> nn.Module:
+    """Under FSDP2, its decoder layers, and ``own``, units by themselves."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for module in [*causal.model.layers, *([own] if own else [])]:
+        fully_shard(module, mesh=mesh())
+    return fully_shard(model, mesh=mesh())
+
+
+def checkpointed(model: nn.Module, use_reentrant: bool = False) -> nn.Module:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return model
+
+
 def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
@@ -91,7 +111,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            for extra in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
+            for extra in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module."):
                 name = name.replace(extra, "")
             found[name] = whole(p.grad).clone()
     return found
@@ -148,39 +168,17 @@ class Collectives(TorchDispatchMode):
 
 CHECKS: dict[str, Callable[[], None]] = {}
 # further forms of a way whose other checks every run makes
-FURTHER = (
-    set()
-    if GPUS
-    else {
-        *(
-            "ddp_static_graph",
-            "ddp_unused_parameters",
-            "fsdp2_head_with_the_norm",
-            "fsdp2_tied_in_one_group",
-            "fsdp1_layers",
-            "fsdp1_accumulates",
-        ),
-        *(
-            "lora_ddp",
-            "lora_fsdp1",
-            "fp8_accumulates",
-            "fp8_fsdp2_every_linear",
-            "fp8_fsdp2_checkpointed",
-            "fp8_fsdp2_steps",
-            "fp8_fsdp1",
-        ),
-        *("tp_compiled", "tp_compiled_with_logits", "tp_sequence_parallel_compiled"),
-        *("ulysses_compiled_layers_of_two_kinds", "experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
-    }
-)
-# interpreted; whole models would take minutes so
-BY_KERNELS = {
-    "norms_of_dtensors",
-    "a_sharded_head_by_kernels",
-    "lora_by_the_engine",
-    "lora_on_experts",
-    "fp8_of_torchao_gathered_in_fp8",
+FURTHER = {
+    *("ddp_static_graph", "ddp_unused_parameters", "fsdp2_head_with_the_norm", "fsdp2_tied_in_one_group"),
+    *("fsdp1_layers", "fsdp1_accumulates", "lora_ddp", "lora_fsdp1", "fp8_accumulates", "fp8_fsdp2_every_linear"),
+    *("fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1", "tp_compiled", "tp_compiled_with_logits"),
+    *("tp_sequence_parallel_compiled", "ulysses_compiled_layers_of_two_kinds", "ulysses_compiled"),
+    *("experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
 }
+FURTHER = set() if GPUS else FURTHER
+# interpreted; whole models would take minutes so
+BY_KERNELS = {"norms_of_dtensors", "a_sharded_head_by_kernels", "lora_by_the_engine", "lora_on_experts"}
+BY_KERNELS |= {"fp8_of_torchao_gathered_in_fp8"}
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -201,6 +199,18 @@ def calls_of_heads() -> Iterator[list[str]]:
         yield said
     finally:
         head_loss.linear_cross_entropy, head_loss.cross_entropy, VocabularyParallel.cross_entropy = fused, plain, sliced
+
+
+@contextlib.contextmanager
+def counted(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments of every call of a function of ``owner``."""
+    calls: list[tuple[Any, ...]] = []
+    function = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: (calls.append(args), function(*args, **kwargs))[1])
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, function)
 
 
 def same(run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fused", **kwargs: Any) -> None:
@@ -300,9 +310,7 @@ def fsdp2_accumulates() -> None:
 
 @check
 def fsdp2_checkpointed() -> None:
-    model = patched()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    same(parallelize(model, "fsdp2", own_head=True).model)
+    same(parallelize(checkpointed(patched()), "fsdp2", own_head=True).model)
 
 
 @check
@@ -411,13 +419,14 @@ def logits_stay(seen: Collectives) -> None:
 @check
 def tp_by_plan() -> None:
     for more in (WIDE, WIDE | dict(tie_word_embeddings=True)):
-        p = parallelize(patched(**more), "tp")
+        model = parallelize(patched(**more), "tp").model
         with Collectives() as seen:
-            out = p.model(**batch(), use_cache=False)
+            out = model(**batch(), use_cache=False)
             out.loss.backward()
         logits_stay(seen)
         assert out.logits is None
-        assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), expected(**more), TOLERANCE)
+        learnt = {"loss": out.loss.detach()} | gradients(model)
+        assert_same_learning(learnt, expected(**more), TOLERANCE)
 
 
 @check
@@ -436,20 +445,15 @@ def tp_options_of_the_loss() -> None:
     """Labels smoothed, z-loss, statistics, and what needs whole logits, of which there is then
     one chunk at a time."""
     run, one = parallelize(patched(), "tp").model, patched()
-    for options, head in (
-        (
-            dict(label_smoothing=0.1, lse_square_scale=1e-2, return_token_accuracy=True, return_predicted_tokens=True),
-            {"sliced"},
-        ),
-        (dict(use_token_scaling=True), {"called"}),
-    ):
+    smoothed = dict(label_smoothing=0.1, lse_square_scale=1e-2)
+    smoothed |= dict(return_token_accuracy=True, return_predicted_tokens=True)
+    for options, head in ((smoothed, {"sliced"}), (dict(use_token_scaling=True), {"called"})):
         run.zero_grad()
-        truth, learnt = step(one, batch(), **options)
+        truth, wanted = step(one, batch(), **options)
         with calls_of_heads() as said:
-            out = run(**batch(), use_cache=False, **options)
-            out.loss.backward()
+            out, learnt = trained(run, use_cache=False, **options)
         assert set(said) == head
-        assert_same_learning({"loss": out.loss.detach()} | gradients(run), learnt, TOLERANCE)
+        assert_same_learning(learnt, wanted, TOLERANCE)
         if "return_predicted_tokens" in options:
             assert torch.equal(out.predicted_tokens, truth.predicted_tokens)
             torch.testing.assert_close(out.token_accuracy, truth.token_accuracy)
@@ -466,11 +470,8 @@ def tp_evaluates() -> None:
 def tp_default_head() -> None:
     """``ColwiseParallel()`` without a thought about its output: this rank's logits, of which the
     stock loss would be wrong."""
-    for style in (
-        ColwiseParallel(),
-        ColwiseParallel(use_local_output=False),
-        ColwiseParallel(output_layouts=Replicate()),
-    ):
+    local, replicated = dict(use_local_output=False), dict(output_layouts=Replicate())
+    for style in (ColwiseParallel(), ColwiseParallel(**local), ColwiseParallel(**replicated)):
         model = patched(**WIDE)
         parallelize_module(model, mesh(), {"lm_head": style})
         seen = Collectives()
@@ -485,12 +486,9 @@ def learns_compiled(model: nn.Module, **kwargs: Any) -> None:
     placements = []
     for run in (model, torch.compile(model, backend="aot_eager")):
         model.zero_grad()
-        out = run(**batch(), use_cache=False, **kwargs)
-        out.loss.backward()
-        assert_same_learning({"loss": out.loss.detach()} | gradients(model), expected(**ONE_LAYER), TOLERANCE)
-        placements.append(
-            {name: p.grad.placements for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
-        )
+        assert_same_learning(trained(run, use_cache=False, **kwargs)[1], expected(**ONE_LAYER), TOLERANCE)
+        of = [(name, p.grad.placements) for name, p in model.named_parameters() if isinstance(p.grad, DTensor)]
+        placements.append(dict(of))
     assert placements[0] == placements[1] and placements[0]["lm_head.weight"] == (Shard(0),), placements
 
 
@@ -589,9 +587,8 @@ def logits_sharded_by_classes() -> None:
     _apply_liger_kernel_to_instance(model=model, cross_entropy=True, fused_linear_cross_entropy=False)
     parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(use_local_output=False)})
     with loss_parallel():
-        out = model(**batch(), use_cache=False)
-        out.loss.backward()
-    assert_same_learning({"loss": out.loss.detach()} | gradients(model), expected(), TOLERANCE)
+        learnt = trained(model, use_cache=False)[1]
+    assert_same_learning(learnt, expected(), TOLERANCE)
     z, target = torch.randn(5, 2 * RANKS, device=model.device), torch.arange(5, device=model.device) % RANKS
     dist.broadcast(z, 0)
     split = distribute_tensor(z, mesh(), [Shard(1)])
@@ -605,23 +602,18 @@ def tp_sequence_parallel() -> None:
     model = by_sequence(patched(**WIDE))
     seen = Collectives()
     # positions: models count them on the embedding, of which each rank would see its part
-    same(
-        model,
-        expected(**WIDE),
-        head="sliced",
-        ranks=1,
-        seen=seen,
-        position_ids=torch.arange(LENGTH, device=model.device)[None],
-    )
+    positions = torch.arange(LENGTH, device=model.device)[None]
+    same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen, position_ids=positions)
     logits_stay(seen)
 
 
 def by_sequence(model: nn.Module) -> nn.Module:
     sequence = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    scattered = dict(output_layouts=Shard(1), use_local_output=False)
+    hidden = lambda layout: {"hidden_states": layout}
+    gathered = dict(input_kwarg_layouts=hidden(Shard(1)), desired_input_kwarg_layouts=hidden(Replicate()))
     plan = {
-        "model.embed_tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-        ),
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **scattered),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1)),
     }
@@ -630,15 +622,12 @@ def by_sequence(model: nn.Module) -> nn.Module:
         plan |= {
             at + "input_layernorm": SequenceParallel(),
             at + "post_attention_layernorm": SequenceParallel(),
-            at + "self_attn": PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": Shard(1)},
-                desired_input_kwarg_layouts={"hidden_states": Replicate()},
-            ),
+            at + "self_attn": PrepareModuleInput(**gathered),
             at + "mlp": PrepareModuleInput(**sequence),
             **{at + f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
             **{at + f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")},
-            at + "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-            at + "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            at + "self_attn.o_proj": RowwiseParallel(**scattered),
+            at + "mlp.down_proj": RowwiseParallel(**scattered),
         }
     return parallelize_module(model, mesh(), plan)
 
@@ -663,13 +652,8 @@ def norms_of_dtensors() -> None:
         truth.square().sum().backward()
         for placement in (Shard(1), Shard(0), Replicate()):
             kernels.clear()
-            mine = [
-                DTensor.from_local(x.clone(), group, [Replicate()])
-                .redistribute(placements=[placement])
-                .detach()
-                .requires_grad_()
-            ]
-            mine += [DTensor.from_local(t.clone(), group, [Replicate()]).requires_grad_() for t in weights]
+            whole_x, *mine = (DTensor.from_local(t.clone(), group, [Replicate()]) for t in (x, *weights))
+            mine = [t.requires_grad_() for t in (whole_x.redistribute(placements=[placement]).detach(), *mine)]
             with Collectives() as seen:
                 y = fn(*mine)
                 y.to_local().square().sum().backward()
@@ -678,22 +662,14 @@ def norms_of_dtensors() -> None:
             for ours, theirs in zip((y, *(t.grad for t in mine)), (truth, *(t.grad for t in one))):
                 torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
     _op._start = launch
-    late = DTensor.from_local(
-        x.chunk(RANKS, -1)[dist.get_rank()].contiguous(), group, [Shard(2)]
-    )  # still on its way when the kernel is asked for
-    torch.testing.assert_close(
-        rms_norm(late.redistribute(placements=[Replicate()], async_op=True)).to_local(), rms_norm(x)
-    )
-    columns = DTensor.from_local(
-        x.chunk(RANKS, -1)[dist.get_rank()], group, [Shard(2)]
-    )  # rows in pieces: by PyTorch's own operators
-    torch.testing.assert_close(
-        rms_norm(columns, DTensor.from_local(w, group, [Replicate()])).full_tensor(),
-        rms_norm(x, w),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    torch.testing.assert_close(glu(columns, columns).full_tensor(), glu(x, x), rtol=1e-5, atol=1e-5)
+    part = x.chunk(RANKS, -1)[dist.get_rank()].contiguous()
+    columns = DTensor.from_local(part, group, [Shard(2)])
+    late = columns.redistribute(placements=[Replicate()], async_op=True)  # on its way when the kernel is asked for
+    torch.testing.assert_close(rms_norm(late).to_local(), rms_norm(x))
+    near = dict(rtol=1e-5, atol=1e-5)  # rows in pieces: by PyTorch's own operators
+    found = rms_norm(columns, DTensor.from_local(w, group, [Replicate()])).full_tensor()
+    torch.testing.assert_close(found, rms_norm(x, w), **near)
+    torch.testing.assert_close(glu(columns, columns).full_tensor(), glu(x, x), **near)
 
 
 @check
@@ -705,10 +681,8 @@ def a_sharded_head_by_kernels() -> None:
     torch.manual_seed(6)
     one = nn.Linear(16, 71).to(group.device_type)
     head = parallelize_module(copy.deepcopy(one), group, ColwiseParallel(input_layouts=Shard(1)))
-    x, target = (
-        torch.randn(2, 3 * RANKS, 16).to(group.device_type),
-        torch.randint(0, 71, (6 * RANKS,)).to(group.device_type),
-    )
+    x = torch.randn(2, 3 * RANKS, 16).to(group.device_type)
+    target = torch.randint(0, 71, (6 * RANKS,)).to(group.device_type)
     target[3] = -100
     all_x, own_x = x.clone().requires_grad_(), x.chunk(RANKS, 1)[dist.get_rank()].clone().requires_grad_()
     truth = nn.functional.cross_entropy(one(all_x).flatten(0, 1), target)
@@ -770,17 +744,12 @@ def context_parallel() -> None:
     def attention(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
-        k, v = (
-            all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD).repeat_interleave(
-                module.num_key_value_groups, 1
-            )
-            for t in (k, v)
-        )
+        gathered = (all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
+        k, v = (t.repeat_interleave(module.num_key_value_groups, 1) for t in gathered)
         first = dist.get_rank() * q.shape[2]
         causal = torch.arange(k.shape[2], device=q.device) <= first + torch.arange(q.shape[2], device=q.device)[:, None]
-        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling).transpose(
-            1, 2
-        ), None
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling)
+        return y.transpose(1, 2), None
 
     AttentionInterface.register("gathered", attention)
     model = patched()
@@ -788,18 +757,13 @@ def context_parallel() -> None:
     whole_batch = batch()
     shifted = nn.functional.pad(whole_batch["labels"], (0, 1), value=-100)[:, 1:]
     cut = lambda t: t.chunk(RANKS, 1)[dist.get_rank()].contiguous()
+    given: dict[str, Any] = dict(
+        input_ids=cut(whole_batch["input_ids"]), attention_mask=None, shift_labels=cut(shifted)
+    )
+    given |= dict(position_ids=cut(torch.arange(LENGTH, device=model.device)[None]), use_cache=False)
     with calls_of_heads() as said:
-        out = model(
-            input_ids=cut(whole_batch["input_ids"]),
-            position_ids=cut(torch.arange(LENGTH, device=model.device)[None]),
-            shift_labels=cut(shifted),
-            attention_mask=None,
-            num_items_in_batch=(shifted != -100).sum(),
-            use_cache=False,
-        )
-        out.loss.backward()
+        out, found = trained(model, given, num_items_in_batch=(shifted != -100).sum())
     assert said == ["fused"] and out.logits is None
-    found = {"loss": out.loss.detach()} | gradients(model)
     for t in found.values():
         dist.all_reduce(t)
     assert_same_learning(found, expected(), TOLERANCE)
@@ -831,17 +795,13 @@ def pipeline_stages() -> None:
         assert said == ["fused"] and out.logits is None
         dist.send(hidden.grad, 0)
     found = gradients(model)
-    truth = {k: v for k, v in expected().items() if k != "loss"}
     if rank == 1:
-        found = {
-            k.replace(f"layers.{k.split('.')[2]}", f"layers.{int(k.split('.')[2]) + half}") if ".layers." in k else k: v
-            for k, v in found.items()
-        }
-        found["loss"] = out.loss.detach()
+        later = lambda name: re.sub(r"(?<=layers\.)\d+", lambda i: str(int(i[0]) + half), name)
+        found = {later(name): gradient for name, gradient in found.items()} | {"loss": out.loss.detach()}
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, {k: v.cpu() for k, v in found.items()})
     together = {k: v for part in everyone for k, v in part.items()}
-    assert_same_learning(together, {k: v.cpu() for k, v in (truth | {"loss": expected()["loss"]}).items()}, TOLERANCE)
+    assert_same_learning(together, {k: v.cpu() for k, v in expected().items()}, TOLERANCE)
 
 
 # -- Ulysses -------------------------------------------------------------------------------
@@ -852,15 +812,10 @@ def documents(length: int = LENGTH) -> dict[str, Tensor]:
     ranks does."""
     found = tokens(ROWS, length, ignored=IGNORED)
     at = torch.arange(length, device=found["labels"].device).expand(ROWS, -1)
-    begins = (
-        (at == 0) | (at == (length + 1) // 2) | ((at == 4) & (torch.arange(ROWS, device=at.device) % 2 == 1)[:, None])
-    )
+    odd = (torch.arange(ROWS, device=at.device) % 2 == 1)[:, None]
+    begins = (at == 0) | (at == (length + 1) // 2) | ((at == 4) & odd)
     positions = at - torch.where(begins, at, 0).cummax(1).values
-    return {
-        "input_ids": found["input_ids"],
-        "labels": found["labels"].masked_fill(begins, -100),
-        "position_ids": positions,
-    }
+    return found | {"labels": found["labels"].masked_fill(begins, -100), "position_ids": positions}
 
 
 def padded(length: int = LENGTH, left: bool = False) -> dict[str, Tensor]:
@@ -877,7 +832,7 @@ def same_rows(
     attention: str = "sdpa",
     change: Callable = lambda model: None,
     **more: Any,
-) -> Parallel:
+) -> None:
     """Every rank is given the whole batch, and has the loss and the gradients of one process."""
 
     def build(flags: dict[str, Any] | None) -> nn.Module:
@@ -892,11 +847,9 @@ def same_rows(
     change(model)
     p = parallelize(model, mode)
     with calls_of_heads() as said:
-        out = p.model(**given)
-        out.loss.backward()
+        out, learnt = trained(p.model, given)
     assert said == ["fused"] and out.logits is None
-    assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), truth, TOLERANCE)
-    return p
+    assert_same_learning(learnt, truth, TOLERANCE)
 
 
 @check
@@ -909,9 +862,8 @@ def ulysses_families() -> None:
     same_rows("gemma2", "ulysses", tokens(ROWS, LENGTH), "eager", sliding_window=4)
     same_rows("gemma3_text", "ulysses-fsdp2", tokens(ROWS, LENGTH - 1), sliding_window=4)
     same_rows("mixtral", "ulysses", tokens(ROWS, LENGTH), output_router_logits=False)
-    same_rows(
-        "gpt_oss", "ulysses", documents(), "eager", output_router_logits=False, sliding_window=4
-    )  # stock's masks know no documents
+    one = dict(output_router_logits=False, sliding_window=4)
+    same_rows("gpt_oss", "ulysses", documents(), "eager", **one)  # stock's masks know no documents
     same_rows("deepseek_v3", "ulysses", tokens(ROWS, LENGTH))  # values of another width than keys
 
 
@@ -924,31 +876,19 @@ def ulysses_documents_and_padding() -> None:
             ("gemma3_text", "sdpa"),
             ("llama4_text", "sdpa"),
         ):
-            same_rows(
-                model_type,
-                "ulysses",
-                documents(length),
-                attention,
-                **({"sliding_window": 4} if "gemma" in model_type else {}),
-            )
+            more = {"sliding_window": 4} if "gemma" in model_type else {}
+            same_rows(model_type, "ulysses", documents(length), attention, **more)
             same_rows(model_type, "ulysses", padded(length, left=length > LENGTH), attention)
     bounds = (documents()["position_ids"].flatten() == 0).nonzero().flatten().int()
     bounds = torch.cat((bounds, bounds.new_tensor([ROWS * LENGTH])))
     import liger_kernel.transformers.attention  # noqa: F401  "liger_varlen"
 
-    same_rows(
-        "llama",
-        "ulysses",
-        documents() | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8},
-        "liger_varlen",
-    )
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
+    same_rows("llama", "ulysses", documents() | packed, "liger_varlen")
 
 
 @check
 def ulysses_beside_what_saves_memory() -> None:
-    def checkpointed(model: nn.Module, use_reentrant: bool = False) -> None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-
     def with_flags(change: Callable = lambda model: None, **flags: Any) -> Callable:
         change = functools.partial(change)
         change.flags = flags  # type: ignore[attr-defined]  # for same_rows
@@ -1027,9 +967,8 @@ def ulysses_beside_other_ranks() -> None:
     for mode in ("ulysses", "ulysses-fsdp2"):
         for shape in dict.fromkeys([(1, RANKS), (RANKS, 1), (RANKS // 2, 2)]):
             p = parallelize(patched(), mode, mesh=init_device_mesh(device, shape, mesh_dim_names=("data", "sequence")))
-            assert (p.data_ranks, p.sequence_ranks) == shape and p.data_rank * shape[
-                1
-            ] + p.sequence_rank == dist.get_rank()
+            assert (p.data_ranks, p.sequence_ranks) == shape
+            assert p.data_rank * shape[1] + p.sequence_rank == dist.get_rank()
             mine = {k: v.chunk(p.data_ranks)[p.data_rank] for k, v in batch().items()}
             items, total = p.items((mine["labels"][:, 1:] != -100).sum()), torch.zeros((), device=device)
             for i in range(2):
@@ -1037,9 +976,8 @@ def ulysses_beside_other_ranks() -> None:
                     loss = p.model(**{k: v.chunk(2)[i] for k, v in mine.items()}, num_items_in_batch=items).loss
                     loss.backward()
                     total += loss.detach()
-            assert_same_learning(
-                {"loss": (p.total(total) / p.data_ranks).float()} | gradients(p.module), expected(), TOLERANCE
-            )
+            loss = (p.total(total) / p.data_ranks).float()
+            assert_same_learning({"loss": loss} | gradients(p.module), expected(), TOLERANCE)
             torch.testing.assert_close(p.clip_grad_norm_(None), norm, rtol=1e-5, atol=1e-6)
             if mode == "ulysses-fsdp2":  # as a step in the backward has it
                 squares = sum(w.grad.to_local().square().sum() for w in p.module.parameters() if w.grad is not None)
@@ -1049,17 +987,13 @@ def ulysses_beside_other_ranks() -> None:
 @check
 def ulysses_stock_and_lora() -> None:
     p = parallelize(make("qwen3"), "ulysses-fsdp2")
-    out = p.model(**batch())
-    out.loss.backward()
+    out, learnt = trained(p.model)
     assert out.logits.shape[:2] == (ROWS, LENGTH // RANKS)
-    assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), expected("qwen3"), TOLERANCE)
+    assert_same_learning(learnt, expected("qwen3"), TOLERANCE)
     assert "ulysses" not in p.module.config.to_json_string()
     with torch.no_grad():
         torch.testing.assert_close(p.model.eval()(**batch()).loss, out.loss.detach())
-    p = parallelize(adapted_alike(), "ulysses")
-    out = p.model(**batch())
-    out.loss.backward()
-    assert_same_learning({"loss": out.loss.detach()} | gradients(p.module), adapted_learning(), TOLERANCE)
+    assert_same_learning(trained(parallelize(adapted_alike(), "ulysses").model)[1], adapted_learning(), TOLERANCE)
 
 
 @check
@@ -1073,30 +1007,24 @@ def ulysses_refuses() -> None:
             raise AssertionError(f"not refused: {why}")
 
     meeting = "layers in which tokens meet without Transformers' attention interface"
+    counts = "counts positions by its attention mask or its tokens"
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}
     for model_type, more, why in (
         ("qwen3_next", {}, meeting),
         ("rwkv", {}, meeting),
-        ("opt", {}, "counts positions by its attention mask or its tokens"),
-        ("roberta", {"is_decoder": True}, "counts positions by its attention mask or its tokens"),
+        ("opt", {}, counts),
+        ("roberta", {"is_decoder": True}, counts),
         ("bert", {}, "is not causal"),
         ("mixtral", {"output_router_logits": True}, "set output_router_logits to False"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rotary embeddings dynamic",
-        ),
-        (
-            "llama",
-            {"num_attention_heads": 1, "num_key_value_heads": 1},
-            f"must be a multiple of the {RANKS} ranks that share rows, got 1",
-        ),
+        ("llama", dynamic, "rotary embeddings dynamic"),
+        ("llama", one_head, f"must be a multiple of the {RANKS} ranks that share rows, got 1"),
     ):
         before = make(model_type, **more)
         name, hooks = before.config._attn_implementation, len(before._forward_pre_hooks)
         refused(functools.partial(parallelize, before, "ulysses"), why)
-        assert (
-            before.config._attn_implementation == name and len(before._forward_pre_hooks) == hooks and before.training
-        )
+        assert before.config._attn_implementation == name and before.training
+        assert len(before._forward_pre_hooks) == hooks
     refused(lambda: parallelize(nn.Linear(2, 2), "ulysses"), "is no model of Transformers")
     refused(lambda: parallelize(make("llama").to("meta"), "ulysses", mesh=mesh()), "has no weights yet")
     p = parallelize(patched(), "ulysses")
@@ -1106,10 +1034,8 @@ def ulysses_refuses() -> None:
     refused(lambda: p.model(**given, use_cache=True), "use_cache must be left out")
     refused(lambda: p.model(**given, logits_to_keep=1), "logits_to_keep must be left out")
     refused(lambda: p.model(**given, pixel_values=given["labels"]), "no tensors but")
-    refused(
-        lambda: p.model(**given, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH, device=p.module.device)),
-        "attention_mask must be a tensor (B, T)",
-    )
+    mask = torch.ones(ROWS, 1, LENGTH, LENGTH, device=p.module.device)
+    refused(lambda: p.model(**given, attention_mask=mask), "attention_mask must be a tensor (B, T)")
     bounds = torch.tensor([0, ROWS * (LENGTH - 1)], dtype=torch.int32, device=p.module.device)
     short = {name: value[:, 1:] for name, value in given.items()}
     refused(lambda: p.model(**short, cu_seq_lens_q=bounds), f"must have a multiple of {RANKS} tokens, got {LENGTH - 1}")
@@ -1120,27 +1046,29 @@ def ulysses_refuses() -> None:
 # -- adapters ------------------------------------------------------------------------------
 
 
-def adapted(use: bool, **more: Any) -> nn.Module:
-    """With adapters in attention and on the head."""
+def adapted(
+    use: bool, model_type: str = "llama", targets: tuple[str, ...] = ("q_proj", "lm_head"), **flags: Any
+) -> nn.Module:
+    """With adapters of the same draw, by default in attention and on the head."""
     import peft
 
-    model = peft.get_peft_model(
-        make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, **more)
-    )
+    torch.manual_seed(4)
+    experts = [name for name in targets if "experts" in name]
+    layers = [name for name in targets if name not in experts]
+    of = dict(target_modules=layers) | (dict(target_parameters=experts) if experts else {})
+    model = peft.get_peft_model(make(model_type), peft.LoraConfig(r=4, init_lora_weights=False, **of))
     if use:
-        _apply_liger_kernel_to_instance(model=model.get_base_model())
+        _apply_liger_kernel_to_instance(model=model.get_base_model(), **flags)
     return model
+
+
+def adapted_alike() -> nn.Module:
+    return adapted(True)
 
 
 @functools.cache
 def adapted_learning() -> dict[str, Tensor]:
-    torch.manual_seed(4)
     return step(adapted(False), batch())[1]
-
-
-def adapted_alike() -> nn.Module:
-    torch.manual_seed(4)
-    return adapted(True)
 
 
 @check
@@ -1152,100 +1080,55 @@ def lora_ddp() -> None:
 def lora_fsdp2() -> None:
     for own_head in (False, True):
         model = adapted_alike()
-        for layer in model.base_model.model.model.layers:
-            fully_shard(layer, mesh=mesh())
-        if own_head:
-            fully_shard(model.base_model.model.lm_head, mesh=mesh())
-        same(fully_shard(model, mesh=mesh()), adapted_learning(), head="called" if own_head else "fused")
+        head = model.get_base_model().lm_head if own_head else None
+        same(by_layers(model, head), adapted_learning(), head="called" if own_head else "fused")
+
+
+def learnt_by_adapters(ours: bool, mode: str, *how: Any) -> dict[str, Tensor]:
+    """What the adapters that ``adapted`` makes of ``how`` learn in a mode, the engine on or off."""
+    off = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
+    model = adapted(ours, *how, **off)
+    if mode == "ddp":
+        return learn_any(parallelize(model, "ddp").model)
+    if mode == "fsdp1":
+        run = fsdp1(model, (type(model.get_base_model().model.layers[0]),), True)
+        loss = learn_any(run)["loss"]
+        with FullyShardedDataParallel.summon_full_params(run, with_grads=True):  # zeros for what is frozen
+            return {"loss": loss} | {name: g for name, g in gradients(run).items() if "lora_" in name}
+    if mode == "checkpointed":
+        checkpointed(model).enable_input_require_grads()
+    return learn_any(by_layers(model))
 
 
 @check
 def lora_by_the_engine() -> None:
     """Linear layers of DDP, of FSDP, which gathers them, and of checkpointed layers under it,
     are nodes of the engine, and learn what stock's learn."""
-    import peft
-
     from liger_kernel.transformers.recognise import mlps, projections
 
-    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    nodes: list[str] = []
-    linears, adapted_mlp = projections.linears, mlps.adapted_mlp
-    projections.linears = lambda *a, **k: (nodes.append("linears"), linears(*a, **k))[1]  # type: ignore[assignment]
-    mlps.adapted_mlp = lambda *a, **k: (nodes.append("mlp"), adapted_mlp(*a, **k))[1]  # type: ignore[assignment]
-
-    def wrapped(ours: bool, mode: str) -> dict[str, Tensor]:
-        torch.manual_seed(4)
-        model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=every, init_lora_weights=False))
-        if ours:
-            off = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
-            _apply_liger_kernel_to_instance(model=model.get_base_model(), **off)
-        if mode == "checkpointed":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        if mode == "ddp":
-            return learn_any(parallelize(model, "ddp").model)
-        if mode == "fsdp1":
-            run = fsdp1(model, (type(model.base_model.model.model.layers[0]),), True)
-            loss = learn_any(run)["loss"]
-            with FullyShardedDataParallel.summon_full_params(run, with_grads=True):
-                return {"loss": loss} | {
-                    name: g for name, g in gradients(run).items() if "lora_" in name
-                }  # zeros for what is frozen
-        for layer in model.base_model.model.model.layers:
-            fully_shard(layer, mesh=mesh())
-        return learn_any(fully_shard(model, mesh=mesh()))
-
-    try:
-        truth = wrapped(False, "ddp")
-        assert not nodes
+    how = "llama", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    truth = learnt_by_adapters(False, "ddp", *how)
+    with counted(projections, "linears") as linears, counted(mlps, "adapted_mlp") as nodes:
         for mode in ("ddp", "fsdp1", "fsdp2", "checkpointed"):
-            nodes.clear()
-            assert_same_learning(wrapped(True, mode), truth, TOLERANCE)
+            linears.clear(), nodes.clear()
+            assert_same_learning(learnt_by_adapters(True, mode, *how), truth, TOLERANCE)
             layers = 4 if mode == "checkpointed" else 2
-            assert (nodes.count("linears"), nodes.count("mlp")) == (2 * layers, layers), (mode, nodes)
-    finally:
-        projections.linears, mlps.adapted_mlp = linears, adapted_mlp
+            assert (len(linears), len(nodes)) == (2 * layers, layers), (mode, linears, nodes)
 
 
 @check
 def lora_on_experts() -> None:
     """Experts with adapters of DDP, and of FSDP2 with and without checkpoints, which gathers
     their weights, are nodes, and learn what stock's learn."""
-    import peft
-
     from liger_kernel.transformers.recognise import experts
 
-    nodes: list[int] = []
-    node = experts.adapted_moe
-    experts.adapted_moe = lambda *a, **k: (nodes.append(1), node(*a, **k))[1]  # type: ignore[assignment]
-
-    def wrapped(ours: bool, mode: str) -> dict[str, Tensor]:
-        torch.manual_seed(4)
-        of = ["experts.gate_up_proj", "experts.down_proj"]
-        model = peft.get_peft_model(
-            make("qwen3_moe"), peft.LoraConfig(r=4, target_modules=[], target_parameters=of, init_lora_weights=False)
-        )
-        if ours:
-            off = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
-            _apply_liger_kernel_to_instance(model=model.get_base_model(), **off)
-        if mode == "checkpointed":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        if mode == "ddp":
-            return learn_any(parallelize(model, "ddp").model)
-        for layer in model.base_model.model.model.layers:
-            fully_shard(layer, mesh=mesh())
-        return learn_any(fully_shard(model, mesh=mesh()))
-
-    try:
-        truth = wrapped(False, "ddp")
-        assert not nodes
+    how = "qwen3_moe", ("experts.gate_up_proj", "experts.down_proj")
+    truth = learnt_by_adapters(False, "ddp", *how)
+    with counted(adapted_experts, "adapted_moe") as nodes:
         for mode in ("ddp", "fsdp2", "checkpointed"):
             nodes.clear()
-            assert_same_learning(wrapped(True, mode), truth, TOLERANCE)
+            assert_same_learning(learnt_by_adapters(True, mode, *how), truth, TOLERANCE)
             assert len(nodes) == (4 if mode == "checkpointed" else 2), (mode, nodes)
-    finally:
-        experts.adapted_moe = node
 
 
 @check
@@ -1259,16 +1142,10 @@ def lora_fsdp1() -> None:
 @check
 def lora_on_a_head_of_tp() -> None:
     """The adapter is whole on every rank; logits are those that the layers give."""
-    torch.manual_seed(4)
-    import peft
-
-    config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
-    truth = step(peft.get_peft_model(make("llama"), config), batch())[1]
-    torch.manual_seed(4)
-    model = peft.get_peft_model(make("llama"), config)
-    parallelize_module(
-        model, mesh(), {"base_model.model.lm_head.base_layer": ColwiseParallel(output_layouts=Replicate())}
-    )
+    truth = step(adapted(False, "llama", ("lm_head",)), batch())[1]
+    model = adapted(False, "llama", ("lm_head",))
+    replicated = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh(), {"base_model.model.lm_head.base_layer": replicated})
     _apply_liger_kernel_to_instance(model=model.get_base_model())
     assert_same_learning(learn(model, ranks=1), truth, TOLERANCE)
 
@@ -1279,6 +1156,10 @@ def lora_on_a_head_of_tp() -> None:
 def recipes() -> list[str]:
     """Those that this machine can run."""
     return [name for name, recipe in RECIPES.items() if not lacking(torch.device(hf_models.DEVICE), recipe.capability)]
+
+
+def running(model: nn.Module) -> list[str]:
+    return [layer.reason for layer in projections_report(model).layers if layer.runs]
 
 
 def in_fp8(recipe: str = "tensorwise") -> nn.Module:
@@ -1318,9 +1199,7 @@ def fp8_fsdp2() -> None:
     for recipe in recipes():
         p = parallelize(in_fp8(recipe), "fsdp2", own_head=True)
         same_in_fp8(learn(p.model), recipe)
-        assert [layer.reason for layer in projections_report(p.module).layers if layer.runs] == [
-            f"in FP8, {recipe}"
-        ] * 14
+        assert running(p.module) == [f"in FP8, {recipe}"] * 14
 
 
 @check
@@ -1335,9 +1214,7 @@ def fp8_fsdp2_every_linear() -> None:
 @check
 def fp8_fsdp2_checkpointed() -> None:
     for use_reentrant in (False, True):
-        model = in_fp8()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        same_in_fp8(learn(parallelize(model, "fsdp2").model))
+        same_in_fp8(learn(parallelize(checkpointed(in_fp8(), use_reentrant), "fsdp2").model))
 
 
 @check
@@ -1387,11 +1264,8 @@ def fp8_tp() -> None:
     p = parallelize(in_fp8(), "tp")
     same(p.model, head="sliced", ranks=1)
     stock = {layer.name: layer.reason for layer in projections_report(p.module).stock}
-    assert (
-        stock.pop("lm_head")
-        and set(stock.values()) == {"its weight is quantised, or sharded while it is multiplied"}
-        and len(stock) == 14
-    )
+    assert stock.pop("lm_head") and len(stock) == 14
+    assert set(stock.values()) == {"its weight is quantised, or sharded while it is multiplied"}
 
 
 def fp8_of_torchao_gathered_in_fp8() -> None:
@@ -1399,28 +1273,17 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
     torchao's own code learns."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
-    multiplied: list[Tensor] = []
-    read = recognised.float8_gathered
-
-    def counting(w: Tensor, *how: Any) -> Any:
-        multiplied.append(w)
-        return read(w, *how)
-
     def learnt(ours: bool, checkpointing: bool = False) -> dict[str, Tensor]:
         model = make("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16)
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=not GPUS, pad_inner_dim=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")
         if ours:
             _apply_liger_kernel_to_instance(model=model)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh())
-        fully_shard(model, mesh=mesh())
+        by_layers(model)
         if ours:
-            assert [layer.reason for layer in projections_report(model).layers if layer.runs] == [
-                "in FP8, tensorwise, gathered in FP8"
-            ] * 7
+            assert running(model) == ["in FP8, tensorwise, gathered in FP8"] * 7
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpointed(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         multiplied.clear()
         for _ in range(2):
@@ -1433,13 +1296,10 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
 
     # a value that lies on the border between two numbers of FP8 may fall to either side, which
     # moved a gradient by 8e-5 of the largest
-    recognised.float8_gathered = counting
-    try:
+    with counted(recognised, "float8_gathered") as multiplied:
         theirs = learnt(False)
         assert_same_learning(learnt(True), theirs, 1e-3)
         assert_same_learning(learnt(True, checkpointing=True), theirs, 1e-3)
-    finally:
-        recognised.float8_gathered = read
 
 
 if importlib.util.find_spec("torchao"):
@@ -1447,15 +1307,6 @@ if importlib.util.find_spec("torchao"):
 
 
 # -- losses of trainers --------------------------------------------------------------------
-
-
-def adapted_trunk() -> nn.Module:
-    import peft
-
-    torch.manual_seed(4)
-    model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    _apply_liger_kernel_to_instance(model=model.get_base_model())
-    return model
 
 
 def policy_loss(model: nn.Module, ids: Tensor, advantages: Tensor) -> Tensor:
@@ -1483,40 +1334,31 @@ def after_steps(run: nn.Module, call: Callable[..., Tensor], rank: int = 0, rank
 def losses_beside_the_forward() -> None:
     """Through the wrapper, as trainers redirect them: every rank has the weights that one
     process has."""
-    for mode, build in (("ddp", patched), ("fsdp2", adapted_trunk)):
+    for mode, build in (("ddp", patched), ("fsdp2", lambda: adapted(True, "llama", ("q_proj",)))):
         one = build()
         before = {name: p.detach().clone() for name, p in one.named_parameters()}
         truth = after_steps(one, functools.partial(policy_loss, one))
         p = parallelize(build(), mode)
-        found = after_steps(
-            p.model, functools.partial(call_instead, p.model, p.module, policy_loss, p.module), dist.get_rank(), RANKS
-        )
+        loss = functools.partial(call_instead, p.model, p.module, policy_loss, p.module)
+        found = after_steps(p.model, loss, dist.get_rank(), RANKS)
         assert found.keys() == truth.keys()
         for name, w in found.items():
             first = w.clone()
             dist.broadcast(first, 0)
             assert torch.equal(w, first), f"{mode}: {name} differs between ranks"
-            torch.testing.assert_close(
-                w - before[name],
-                truth[name] - before[name],
-                rtol=1e-3,
-                atol=1e-6,
-                msg=lambda m, name=name: f"{name}: {m}",
-            )
+            moved, expected_move = w - before[name], truth[name] - before[name]
+            torch.testing.assert_close(moved, expected_move, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         assert any(not torch.equal(w, before[name]) for name, w in found.items())
 
 
 @check
 def a_sharded_head_outside_its_forward_is_named() -> None:
     model = parallelize(patched(), "fsdp2").module
-    x, target = (
-        torch.randn(2, 3, model.config.hidden_size, device=model.device),
-        torch.zeros(2, 3, dtype=torch.int64, device=model.device),
-    )
+    x = torch.randn(2, 3, model.config.hidden_size, device=model.device)
+    target = torch.zeros(2, 3, dtype=torch.int64, device=model.device)
+    weights = torch.ones_like(target), torch.ones(2, device=model.device)
     try:
-        LigerFusedLinearGRPOLoss(beta=0.0)(
-            x, model.lm_head.weight, target, torch.ones_like(target), torch.ones(2, device=model.device)
-        )
+        LigerFusedLinearGRPOLoss(beta=0.0)(x, model.lm_head.weight, target, *weights)
     except ValueError as error:
         assert "w must be whole, as x is, got a DTensor: gather a sharded head before its loss" in str(error)
     else:
@@ -1551,9 +1393,8 @@ def optimizers_of_mixed_shardings() -> None:
     for mode in ("none", "tp"):
         p = parallelize(patched(), mode)
         learn(p.model, ranks=1)
-        torch.optim.AdamW(
-            [{"params": same} for same in by_sharding(p.module.parameters())], lr=1e-2, eps=1e-3, foreach=True
-        ).step()
+        groups = [{"params": same} for same in by_sharding(p.module.parameters())]
+        torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, foreach=True).step()
         updated.append({name: whole(w.detach()) for name, w in p.module.named_parameters()})
     for name, w in updated[0].items():
         torch.testing.assert_close(updated[1][name], w, rtol=1e-4, atol=1e-4)
@@ -1579,15 +1420,10 @@ def deepspeed_check(stage: int, adapters: bool) -> None:
 
     model = adapted_alike() if adapters else patched()
     truth = adapted_learning() if adapters else expected()
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS // RANKS,
-        "gradient_accumulation_steps": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-        },  # every parameter comes and goes
-    }
+    config = {"train_micro_batch_size_per_gpu": ROWS // RANKS, "gradient_accumulation_steps": 1}
+    # every parameter comes and goes
+    config |= {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    config |= {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     mine = {k: v.chunk(RANKS)[dist.get_rank()] for k, v in batch().items()}
@@ -1627,11 +1463,10 @@ def spread(model: nn.Module, families: str = "auto", shared: bool = True) -> Non
         both = init_device_mesh(kind, (RANKS, 1), mesh_dim_names=("ep", "tp"))
         mesh, tp = both["ep"], both["tp"]
     plan: dict[str, str] = {}
+    every = [*dict(model.named_parameters()), *dict(model.named_modules())]
     for pattern, style in model.config.base_model_ep_plan.items():
-        names = [*dict(model.named_parameters()), *dict(model.named_modules())]
-        plan |= {
-            n: style for n in names if re.fullmatch("model." + pattern.replace(".", r"\.").replace("*", r"\d+"), n)
-        }
+        form = "model." + pattern.replace(".", r"\.").replace("*", r"\d+")
+        plan |= {name: style for name in every if re.fullmatch(form, name)}
     apply_expert_parallelism(model, mesh, tp, plan, families)
 
 
@@ -1639,14 +1474,10 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
     truth = step(make(model_type), batch())[1]
     with torch.no_grad():
         logits = make(model_type)(**batch(), use_cache=False).logits
-    calls: list[tuple[int, ...]] = []
-    moe = experts_module.moe
-    experts_module.moe = lambda x, gate_up, *rest, **how: (
-        calls.append(tuple(gate_up.shape)),
-        moe(x, gate_up, *rest, **how),
-    )[1]  # type: ignore[assignment]
     patches = class_patches(model_type, PatchOptions().parts, "fused")
-    try:
+    with contextlib.ExitStack() as stack:
+        calls = stack.enter_context(counted(experts_module, "moe"))
+        stack.callback(patches.restore)
         if by_class:
             patches.apply()
         model = make(model_type)
@@ -1655,14 +1486,10 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
             _apply_liger_kernel_to_instance(model=model, swiglu=True)
             _apply_liger_kernel_to_instance(model=model, swiglu=True)  # changes nothing
         layers = model.config.num_hidden_layers
-        out = model(**batch(), use_cache=False)
-        out.loss.backward()
-        assert (
-            out.logits is None
-            and len(calls) == layers
-            and {shape[0] for shape in calls} == {truth_experts(model_type) // RANKS}
-        )
-        assert_same_learning({"loss": out.loss.detach()} | gradients(model), truth, TOLERANCE)
+        out, learnt = trained(model, use_cache=False)
+        assert out.logits is None and len(calls) == layers
+        assert {len(gate_up) for _, gate_up, *_ in calls} == {truth_experts(model_type) // RANKS}
+        assert_same_learning(learnt, truth, TOLERANCE)
         calls.clear()
         with torch.no_grad():
             torch.testing.assert_close(model(**batch(), skip_logits=False, use_cache=False).logits, logits)
@@ -1674,9 +1501,6 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
         model(**batch(), use_cache=False).loss.backward()
         assert by_class or not calls  # the exchange took the experts of a patched class when the model was spread
         assert_same_learning(gradients(model), {n: g for n, g in truth.items() if n != "loss"}, TOLERANCE)
-    finally:
-        patches.restore()
-        experts_module.moe = moe
 
 
 def learns_from_own_batches() -> None:
@@ -1685,17 +1509,10 @@ def learns_from_own_batches() -> None:
     truth = step(make("qwen3_moe", output_router_logits=False), batch())[1]
     model = make("qwen3_moe", output_router_logits=False)
     spread(model, "all_to_all", shared=False)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _apply_liger_kernel_to_instance(model=model, swiglu=True)
+    _apply_liger_kernel_to_instance(model=checkpointed(model), swiglu=True)
     mine = {k: v.chunk(RANKS)[dist.get_rank()] for k, v in batch().items()}
-    loss = model(**mine, use_cache=False, num_items_in_batch=(batch()["labels"][:, 1:] != -100).sum()).loss
-    loss.backward()
-    found = {"loss": loss.detach().clone()}
-    found |= {
-        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
-        for n, p in model.named_parameters()
-        if p.grad is not None
-    }
+    items = (batch()["labels"][:, 1:] != -100).sum()
+    found = {name: t.clone() for name, t in trained(model, mine, use_cache=False, num_items_in_batch=items)[1].items()}
     for name, t in found.items():
         if not name.endswith(("gate_up_proj", "down_proj")) or "experts" not in name:
             dist.all_reduce(t)
@@ -1721,18 +1538,15 @@ def learns_beside_a_rank_without_tokens() -> None:
     model = of_one_rank()
     spread(model, "all_reduce")
     _apply_liger_kernel_to_instance(model=model, swiglu=True)
-    out = model(**batch(), use_cache=False)
-    out.loss.backward()
-    assert_same_learning({"loss": out.loss.detach()} | gradients(model), truth, TOLERANCE)
+    assert_same_learning(trained(model, use_cache=False)[1], truth, TOLERANCE)
 
 
 def truth_experts(model_type: str) -> int:
     return next(len(p) for n, p in make(model_type).named_parameters() if n.endswith("experts.gate_up_proj"))
 
 
-if importlib.util.find_spec("transformers.distributed") and importlib.util.find_spec(
-    "transformers.distributed.expert_parallel"
-):
+_DISTRIBUTED = importlib.util.find_spec("transformers.distributed")
+if _DISTRIBUTED and importlib.util.find_spec("transformers.distributed.expert_parallel"):
     for _type in ("qwen3_moe", "gpt_oss"):  # gpt_oss: transposed weights, biases
         for _by_class in (True, False):
             CHECKS[f"experts_of_{_type}_{'class' if _by_class else 'instance'}"] = functools.partial(
@@ -1747,19 +1561,13 @@ if importlib.util.find_spec("transformers.distributed") and importlib.util.find_
 
 def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:
     torch.set_num_threads(1)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if GPUS else "cpu")
     if GPUS:
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if GPUS else "gloo", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=60)
-    )
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("nccl" if GPUS else "gloo", rank=rank, world_size=RANKS, timeout=limit)
     for name in names:
         said = Path(folder) / f"{name}.{rank}"
         try:
@@ -1781,11 +1589,8 @@ def run(names: list[str]) -> dict[str, list[str]]:
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.suppress(ProcessException):
                 processes.start_ranks(_rank, (folder, processes.free_port(), left), RANKS)
-            files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(RANKS)] for name in left}
-            found |= {
-                name: [f.read_text() if f.exists() else "not reached" for f in of_ranks]
-                for name, of_ranks in files.items()
-            }
+            read = lambda file: file.read_text() if file.exists() else "not reached"
+            found |= {name: [read(Path(folder) / f"{name}.{rank}") for rank in range(RANKS)] for name in left}
         left = [name for name in left if set(found[name]) == {"not reached"}]
         if not left:
             break

@@ -1,4 +1,4 @@
-"""The ``liger`` command: what it prints, and that mistakes take one line and exit code 2."""
+"""The ``liger`` command: what it prints, and its exit code; mistakes are in test_mistakes.py."""
 
 import errno
 import io
@@ -13,24 +13,15 @@ from liger_kernel import cli
 from liger_kernel.cli import COMMANDS, main
 
 
-def run(*argv, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "liger_kernel.cli", *argv], capture_output=True, text=True, check=False
-    )
+def run(*argv):
+    command = [sys.executable, "-m", "liger_kernel.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_help_lists_every_command(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     assert all(f"    {name} " in out for name in COMMANDS)
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "models"])
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0
-    assert f"usage: liger {command}" in capsys.readouterr().out
 
 
 def test_help_of_train_says_what_a_flag_does_and_its_default(capsys):
@@ -73,10 +64,8 @@ def test_env_says_what_serves(capsys):
     assert ("kernels on the GPU" in rows["operators"]) == torch.cuda.is_available()
     assert rows["attention"].strip().startswith("sdpa by ") and rows["attention"].endswith("installed")
     assert "(enabled: flash, cudnn, mem efficient, math)" in rows["attention"]
-    assert (
-        f"packed documents by {'varlen_attn' if torch.cuda.is_available() else 'sdpa with a mask: no GPU'};"
-        in rows["attention"]
-    )
+    packed = "varlen_attn" if torch.cuda.is_available() else "sdpa with a mask: no GPU"
+    assert f"packed documents by {packed};" in rows["attention"]
 
 
 def test_the_old_door_to_env(capsys):
@@ -84,23 +73,6 @@ def test_the_old_door_to_env(capsys):
 
     print_env_report()
     assert "liger-kernel" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["train", "--batch", "0"], "liger train: batch must be at least 1, got 0"),
-        (["train", "--data", "nowhere.jsonl"], "liger train: no such file: nowhere.jsonl"),
-        (["train", "--config", "nowhere.yaml"], "liger train: cannot read nowhere.yaml: No such file or directory"),
-        (["train", "--device", "abacus"], "liger train: cannot use device 'abacus'"),
-        (["ops", "bogus"], "liger ops: no operator 'bogus'; there are "),
-    ],
-)
-def test_mistakes_take_one_line(argv, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(message) and captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("stream", [io.TextIOWrapper(io.BytesIO(), encoding="ascii"), None])
@@ -121,10 +93,8 @@ def test_too_few_file_descriptors_are_said(error, monkeypatch, capsys):
     monkeypatch.setattr(cli, "env", mock.Mock(side_effect=error))
     assert cli.main(["env"]) == 2
     said = capsys.readouterr().err
-    assert (
-        said.startswith("liger env: this process may not open as many files as it needs: `ulimit -n`")
-        and said.count("\n") == 1
-    )
+    assert said.startswith("liger env: this process may not open as many files as it needs: `ulimit -n`")
+    assert said.count("\n") == 1
     monkeypatch.setattr(cli, "env", mock.Mock(side_effect=RuntimeError("another")))
     with pytest.raises(RuntimeError, match="another"):
         cli.main(["env"])

@@ -20,25 +20,18 @@ from liger_kernel.cli import COMMANDS, main
 from liger_kernel.nearest import SYNONYMS, did_you_mean, no_such
 from liger_kernel.train.config import TrainConfig
 
+ROOT = Path(__file__).parents[1]
 FILES = {
     "one.jsonl": '{"text": "hello"}\n',
-    "empty.jsonl": "",
-    "broken.jsonl": '{"text": "x"}\n{oops\n',
-    "chats.jsonl": json.dumps(
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
-    )
-    + "\n",
-    "silent.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
+    "chats.jsonl": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n',
     "bad.parquet": "no parquet",
     "text.txt": "hello",
     "config.yaml": "stepz: 3\n",
     "others.yaml": "num_train_epochs: 3\n",
     "types.yaml": "steps: many\n",
     "choice.json": '{"precision": "fp23"}',
-    "half.yaml": "steps: [",
     "list.json": "[1]",
     "noname.json": '{"steps": 3}',
-    "notype.json": '{"hidden_size": 4}',
     "wrongtype.json": '{"model_type": "lama"}',
     "wrongsize.json": '{"model_type": "llama", "hidden_size": "big"}',
     "operators.json": '{"meta": {}, "rows": [{"op": "glu", "variant": "ours"}]}',
@@ -53,7 +46,12 @@ FILES = {
     "model/config.json": "{}",
 }
 NO_HUB = "it is no folder here, and the Hugging Face hub cannot be reached"
-CUDA = torch.cuda.is_available()
+
+
+def without_gpu(*row: str) -> list[tuple[str, ...]]:
+    return [] if torch.cuda.is_available() else [row]
+
+
 # The command line, and a pattern of the one line on stderr
 TABLE = [
     ("nope", "liger: no command 'nope'; there are train, fit, demo, "),
@@ -62,169 +60,93 @@ TABLE = [
     # train: flags
     ("train --batchs 3", r"liger train: no flag --batchs; did you mean --batch\?"),
     ("train --learning-rate 1e-4", r"liger train: no flag --learning-rate; did you mean --lr\?"),
-    ("train --per_device_train_batch_size=4", r"no flag --per_device_train_batch_size; did you mean --batch\?"),
     ("train --seq 512", r"no flag --seq; did you mean --length\?"),  # no abbreviation of --sequence-parallel-size
-    ("train --optim adamw", r"no flag --optim; did you mean --optimizer\?"),
-    ("train --load_in_4bit", r"no flag --load_in_4bit; did you mean --quantize nf4\?"),
     ("bench step --sequence_len 512", r"liger bench step: no flag --sequence_len; did you mean --seq\?"),
-    ("bench step --learning_rate 1", "no flag --learning_rate; liger bench step --help lists the flags$"),
     ("train extra", "liger train: unexpected argument 'extra'; liger train --help lists"),
     ("train --batch x", "liger train: --batch must be a whole number, got 'x'"),
-    ("train --lr x", "liger train: --lr must be a number, got 'x'"),
     ("train --batch -1", "liger train: batch must be at least 1, got -1"),
     ("train --lr nan", "lr must be positive, got nan"),
     ("train --precision fp23", r"--precision must be one of auto, fp32, .*; got 'fp23'; did you mean fp32\?"),
     ("train --parallel ddpp", r"--parallel must be one of .*; got 'ddpp'; did you mean ddp\?"),
-    (
-        "train --parallel deepspeed-z3",
-        "trainer torch offers parallel none, ddp, fsdp2, tp, ulysses, ulysses-fsdp2; got deepspeed-z3",
-    ),
-    ("train --heads 3", "heads must divide hidden into even parts, .* got hidden 256, heads 3, kv_heads 1"),
-    ("train --metrics-port 99999", r"metrics_port must be in \[0, 65535\]"),
+    ("train --parallel deepspeed-z3", "trainer torch offers parallel none, ddp, fsdp2, .*; got deepspeed-z3"),
     ("train --device cpuu", r"cannot use device 'cpuu': it must be cpu, cuda or cuda:N; did you mean cpu\?"),
-    pytest.param(
-        "train --device cuda",
-        "device is cuda:0, but PyTorch sees no GPU here",
-        marks=pytest.mark.skipif(CUDA, reason="there is a GPU"),
-    ),
+    *without_gpu("train --device cuda", "device is cuda:0, but PyTorch sees no GPU here"),
     ("train --report tensorbord", r"report must be of tensorboard, .*; did you mean tensorboard\?"),
-    ("train --quantize nf4", "quantize nf4 needs lora, a rank of 1 or more"),
-    ("train --store bucket --checkpoint-every 1", "store must be a URI, such as s3://bucket/run"),
-    (
-        "train --nproc 2 --parallel ddp --rdzv-endpoint host",
-        "rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'host'",
-    ),
-    ("train --nproc 2 --parallel ddp --nnodes x", "nnodes must be N or MIN:MAX, got 'x'"),
     # its config files
     ("train --config confg.yaml", r"cannot read confg.yaml: No such file or directory; did you mean config.yaml\?"),
     ("train --config config.yaml", r"config.yaml: unknown name 'stepz'; did you mean steps\?"),
     ("train --config others.yaml", r"others.yaml: unknown name 'num_train_epochs'; did you mean steps\?"),
     ("train --config types.yaml", "types.yaml: steps must be of type int, got 'many'"),
     ("train --config choice.json", r"precision must be one of .*; got 'fp23'; did you mean fp32\?"),
-    ("train --config half.yaml", "half.yaml is not valid YAML"),
     ("train --config text.txt", "text.txt is not valid JSON"),
-    ("train --config list.json", "list.json must hold names and values, got a list"),
     ("train --config empty", "cannot read empty: Is a directory"),
     # its data
     ("train --data chat.jsonl", r"no such file: chat.jsonl; did you mean chats.jsonl\?"),
-    ("train --data nowhere/x.jsonl", "no such file: nowhere/x.jsonl$"),
-    ("train --data stdlb", rf"no dataset 'stdlb': {NO_HUB} .*; did you mean stdlib\?"),
     ("train --data org/name/more", "no such folder: org/name/more"),
-    ("train --data empty.jsonl", "empty.jsonl holds no records"),
-    ("train --data broken.jsonl", "broken.jsonl:2: not valid JSON: "),
+    ("train --data stdlb", rf"no dataset 'stdlb': {NO_HUB} .*; did you mean stdlib\?"),
     ("train --data bad.parquet", "bad.parquet: Parquet magic bytes not found"),
     ("train --data text.txt", "data must be a .jsonl or .parquet file or a folder of them, got text.txt"),
     ("train --data empty", "no .jsonl or .parquet files in empty"),
     ("train --data one.jsonl --vocab 300", "the data is shorter than one row of 512 tokens: lower the length"),
-    ("train --data silent.jsonl --vocab 300", "nothing to learn: 1 of 1 conversations have no answer"),
     # its model, tokenizer and folders
     ("train --model nope", rf"no model 'nope': {NO_HUB} "),
     ("train --model ./modle", r"no such folder: ./modle; did you mean model\?"),
-    (
-        "train --model model/tuned",
-        "no such folder: model/tuned; if you mean the model on the Hugging Face hub, fetch it first: hf download "
-        "model/tuned$",
-    ),
-    ("train --model nope/", "no such folder: nope/"),
-    (
-        "train --data model/chats",
-        "no such folder: model/chats; if you mean the dataset on .*: hf download --repo-type dataset model/chats$",
-    ),
+    ("train --model model/tuned", "no such folder: model/tuned; .* fetch it first: hf download model/tuned$"),
+    ("train --data model/chats", "no such folder: model/chats; .*: hf download --repo-type dataset model/chats$"),
     ("train --model empty", "empty holds no tokenizer: it has no tokenizer.json or tokenizer_config.json"),
     ("train --tokenizer empty --data chats.jsonl", "empty holds no tokenizer"),
     ("train --tokenizer nope --data chats.jsonl", rf"no model 'nope': {NO_HUB} "),
-    ("train --out text.txt", "cannot write to text.txt: text.txt is a file, not a folder"),
     ("train --save text.txt/model", "cannot write to text.txt/model: .* is a file, not a folder"),
     ("train --cache text.txt", "cannot write to text.txt"),
     # demo
     ("demo --stepz 3", r"liger demo: no flag --stepz; did you mean --steps\?"),
-    ("demo --batch 0", "liger demo: batch must be at least 1, got 0"),
-    ("demo --data chat.jsonl", r"no such file: chat.jsonl; did you mean chats.jsonl\?"),
     ("demo --out text.txt", "cannot write to text.txt"),
     # models
-    ("models nope", "liger models: no model type 'nope'$"),
     ("models lama", r"no model type 'lama'; did you mean llama\?"),
-    ("models llama Qwen-3", r"no model type 'Qwen-3'; did you mean qwen3\?"),
     ("models --chek", r"no flag --chek; did you mean --check\?"),
     ("models --check --write", "argument --write: not allowed with argument --check"),
     ("models llama --write", "--write writes the whole table: leave out the model types"),
     # ops and env
     ("ops rms_nrm", r"liger ops: no operator 'rms_nrm'; did you mean rms_norm\?"),
-    ("ops xyz", "no operator 'xyz'; there are glu, "),
     ("ops glu more", "unexpected argument 'more'"),
     ("env --all", "liger env: no flag --all"),
-    ("env more", "liger env: unexpected argument 'more'"),
     # bench
     ("bench rms_nrm", r"liger bench: no operator 'rms_nrm'; did you mean rms_norm\?"),
-    ("bench stp", r"no operator 'stp'; did you mean step\?"),
     ("bench --case nope", "no case 'nope'"),
-    ("bench rms_norm --case llama3-8", r"no case 'llama3-8'; did you mean llama3-8b\?"),
     ("bench rms_norm --sweep tokens", "no sweep 'tokens'; there are hidden"),
     ("bench rms_norm --dtype bf15", r"no dtype 'bf15'; did you mean bf16\?"),
     ("bench rms_norm --mode backwards", r"no mode 'backwards'; did you mean backward\?"),
     ("bench rms_norm --against upstrem", r"no variant 'upstrem'; did you mean upstream\?"),
     ("bench rms_norm --repeats 0", "--repeats must be at least 1, got 0"),
-    (
-        "bench rms_norm --upstream-path nowhere",
-        "--upstream-path: no such folder: nowhere; `pip install --no-deps --target nowhere liger-kernel==",
-    ),
-    (
-        "bench rms_norm --against upstream --upstream-path empty",
-        "--upstream-path empty holds no liger_kernel; `pip install",
-    ),
-    ("bench rms_norm --against quack --quack-path empty", "quack is no part of this command: see benchmarks/"),
+    ("bench rms_norm --upstream-path nowhere", "no such folder: nowhere; `pip install --no-deps --target nowhere "),
+    ("bench rms_norm --against upstream --upstream-path empty", "empty holds no liger_kernel; `pip install"),
     ("bench rms_norm --base nope", "--base(: no git revision 'nope'| needs a git checkout| needs git)"),
     ("bench rms_norm --json empty", "cannot write to empty: it is a folder"),
-    (
-        "bench rms_norm --json choice.json",
-        "cannot write to choice.json: it holds something else; give another name, or remove it",
-    ),
+    ("bench rms_norm --json choice.json", "cannot write to choice.json: it holds something else; give another"),
     ("bench rms_norm --csv text.txt", "cannot write to text.txt: it holds something else"),
-    ("bench rms_norm --csv text.txt/x.csv", "cannot write to text.txt/x.csv: .* is a file, not a folder"),
     ("bench rms_norm --resume", "--resume needs --json FILE"),
-    ("bench rms_norm --resume --json text.txt", "text.txt is not valid JSON"),
     ("bench rms_norm --resume --json list.json", "list.json holds no results"),
     # bench report
     ("bench report", "liger bench report: the following arguments are required: json"),
     ("bench report step.json", r"no such file: step.json; did you mean steps.json\?"),
-    ("bench report text.txt", "text.txt is not valid JSON"),
     ("bench report list.json", "list.json holds no results: give a file that `liger bench --json` or"),
-    ("bench report noname.json", "noname.json holds no results"),
     ("bench report row.json", "row.json holds no results"),
     ("bench report empty", "empty is a folder: give a file"),
     ("bench report norows.json", "norows.json: no rows, so there is no table"),
     ("bench report operators.json steps.json", "the files hold rows of operators and of steps"),
-    ("bench report steps.json --csv text.txt/x", "cannot write to text.txt/x"),
     ("bench report steps.json --csv config.yaml", "cannot write to config.yaml: it holds something else"),
-    ("bench report steps.json --markdown text.txt", "cannot write to text.txt: it holds something else"),
     # bench step
     ("bench step --model llama-3.2-1", r"liger bench step: no model 'llama-3.2-1'; did you mean llama-3.2-1b\?"),
     ("bench step --against our", r"no variant 'our'; did you mean ours\?"),
-    ("bench step --upstream-path /nope", "--upstream-path: no such folder: /nope"),
     ("bench step --upstream-path empty", "--upstream-path empty holds no liger_kernel"),
-    ("bench step --unsloth-path empty", "--unsloth-path is no part of this command: see benchmarks/"),
     ("bench step --batch 4,x", "--batch must be numbers, comma-separated, got '4,x'"),
-    ("bench step --seq 0", "--seq must be at least 1, got 0"),
     ("bench step --lengths -5", "--lengths must be at least 0, got -5"),
     ("bench step --masked nan", r"--masked must be in \[0, 1\), got nan"),
     ("bench step --peak-tflops -1", "--peak-tflops must be positive, got -1"),
-    (
-        "bench step --optimizer adam",
-        r"--optimizer must be one of sgd, adamw, adamw-bf16, adamw-8bit, adamw-8bit-bf16; got 'adam'; did you mean "
-        r"adamw\?",
-    ),
-    (
-        "bench step --optimizer-on-cpu",
-        "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got none",
-    ),
-    (
-        "bench step --gpus 2 --optimizer-in-backward",
-        "optimizer_in_backward needs parallel none, fsdp2 or ulysses-fsdp2, got ddp",
-    ),
-    (
-        "bench step --gpus 2 --optimizer adamw-bf16",
-        "optimizer adamw-bf16 needs parallel none, fsdp2 or ulysses-fsdp2, got ddp",
-    ),
+    ("bench step --optimizer adam", r"--optimizer must be one of sgd, .*; got 'adam'; did you mean adamw\?"),
+    ("bench step --optimizer-on-cpu", "optimizer_on_cpu needs parallel fsdp2 .*; got none"),
+    ("bench step --gpus 2 --optimizer-in-backward", "optimizer_in_backward needs parallel none, .*, got ddp"),
+    ("bench step --gpus 2 --optimizer adamw-bf16", "optimizer adamw-bf16 needs parallel none, .*, got ddp"),
     ("bench step --lora 8 --lora-targets q_prj", r"no linear layer 'q_prj'; did you mean q_proj\?"),
     ("bench step --json empty", "cannot write to empty: it is a folder"),
     ("bench step --json list.json", "cannot write to list.json: it holds something else"),
@@ -235,64 +157,37 @@ TABLE = [
     ("tune rms_norm --case lama", r"no case 'lama'; did you mean llama\?"),
     ("tune rms_norm --repeats 0", "--repeats must be at least 1, got 0"),
     ("tune rms_norm --dtype bf6", r"--dtype must be one of bf16, fp16, fp32; got 'bf6'; did you mean bf16\?"),
-    pytest.param("tune rms_norm", "tuning needs a GPU", marks=pytest.mark.skipif(CUDA, reason="there is a GPU")),
+    *without_gpu("tune rms_norm", "tuning needs a GPU"),
     # warmup
     ("warmup", "liger warmup: give --model NAME or --config FILE"),
     ("warmup --model tiny --config config.yaml", "give --model or --config, not both"),
     ("warmup --model nope", rf"liger warmup: no model 'nope': {NO_HUB} "),
-    ("warmup --model llama-3.2-1 --arch sm90", rf"no model 'llama-3.2-1': {NO_HUB} .*; did you mean llama-3.2-1b\?"),
     ("warmup --model tiny --arch sm9", r"--arch must be one of sm80, .*; got 'sm9'; did you mean sm90\?"),
-    ("warmup --model tiny --seq 0", "--seq must be at least 1, got 0"),
     ("warmup --model tiny --dtype bf16", r"--dtype must be one of .*; got 'bf16'; did you mean bfloat16\?"),
     ("warmup --model wrong.json --arch sm90", r"no such file: wrong.json; did you mean wrong(type|size).json\?"),
-    ("warmup --model notype.json --arch sm90", "notype.json has no model_type"),
     ("warmup --model wrongtype.json --arch sm90", r"no model type 'lama'; did you mean llama\?"),
     ("warmup --model wrongsize.json --arch sm90", "cannot read the configuration of wrongsize.json: .*hidden_size"),
     ("warmup --model text.txt --arch sm90", "cannot read the configuration of text.txt: "),
-    ("warmup --model model --arch sm90", "cannot read the configuration of model: "),
-    ("warmup --config config.yaml", r"config.yaml: unknown name 'stepz'; did you mean steps\?"),
     ("warmup --config noname.json --arch sm90", "noname.json names no model"),
     # fit
     ("fit --gpu h100", r"liger fit: give --model, a config.json, .*, or one of llama-3.2-1b, "),
     ("fit --model tiny --gpu h20", r"liger fit: no GPU 'h20'; did you mean h200\?"),
-    ("fit --model llama-3.2-1 --gpu h100", rf"no model 'llama-3.2-1': {NO_HUB} .*; did you mean llama-3.2-1b\?"),
     ("fit --model tiny --gpu h100 --seq 1", "length must be at least 2, got 1"),
-    ("fit --model tiny --gpu h100 --batch 0", "batch must be at least 1, got 0"),
-    ("fit --model tiny --memory-gb 0", "--memory-gb must be positive and finite, got 0"),
-    ("fit --model tiny --memory-gb inf", "--memory-gb must be positive and finite, got inf"),
     ("fit --model tiny --gpu h100 --kernels off --tiled-mlp 3", "tiled_mlp needs kernels on, got off"),
     ("fit --model tiny --gpu h100 --keep-attention", "keep_attention needs gradient_checkpointing full, got none"),
-    ("fit --model tiny --gpu h100 --quantize nf4", "quantize nf4 needs lora, a rank of 1 or more"),
-    (
-        "fit --model tiny --gpu h100 --rematerialise mpl",
-        r"--rematerialise must be one of off, cheap, mlp; got 'mpl'; did you mean mlp\?",
-    ),
+    ("fit --model tiny --gpu h100 --rematerialise mpl", r"--rematerialise must be one of off, .*; did you mean mlp\?"),
     ("fit --model tiny --gpu h100 --steps 5", r"no flag --steps"),
-    pytest.param(
-        "fit --model tiny",
-        r"this machine has no GPU: give --gpu, one of a100-40, .*, or --memory-gb",
-        marks=pytest.mark.skipif(CUDA, reason="there is a GPU"),
-    ),
+    *without_gpu("fit --model tiny", "this machine has no GPU: give --gpu, one of a100-40, .*, or --memory-gb"),
     # deploy
     ("deploy", "liger deploy: the following arguments are required: COMMAND"),
     ("deploy rendr job.yaml", r"liger deploy: no command 'rendr'; did you mean render\?"),
     ("deploy render jib.yaml", r"cannot read jib.yaml: No such file or directory; did you mean job.yaml\?"),
     ("deploy render job.yaml", r"job.yaml: unknown name 'imag'; did you mean image\?"),
-    (
-        "deploy render kind.yaml",
-        r"kind must be one of pytorchjob, trainjob, jobset; got 'jobsett'; did you mean jobset\?",
-    ),
-    (
-        "deploy render trainjob.yaml",
-        r"trainjob.yaml: train: unknown name 'checkpoint_evry'; did you mean checkpoint_every\?",
-    ),
+    ("deploy render kind.yaml", r"kind must be one of pytorchjob, .*; got 'jobsett'; did you mean jobset\?"),
+    ("deploy render trainjob.yaml", r"train: unknown name 'checkpoint_evry'; did you mean checkpoint_every\?"),
     ("deploy render goodjob.yaml --as helmm", r"--as must be one of .*; got 'helmm'; did you mean helm\?"),
     ("deploy render goodjob.yaml --as helm", r"helm is \d+ files: give --to DIR"),
     ("deploy render goodjob.yaml --to text.txt", "cannot write to text.txt"),
-    (
-        "deploy submit goodjob.yaml --dry-run sever",
-        r"--dry-run must be one of client, server; got 'sever'; did you mean server\?",
-    ),
 ]
 
 
@@ -323,7 +218,7 @@ def own(err: str) -> str:
     )
 
 
-@pytest.mark.parametrize("line, said", TABLE, ids=[str(getattr(row, "values", row)[0]) for row in TABLE])
+@pytest.mark.parametrize("line, said", TABLE, ids=[row[0] for row in TABLE])
 def test_a_mistake_takes_one_line(line, said, here, capsys):
     assert main(line.split()) == 2
     err = own(capsys.readouterr().err)
@@ -331,8 +226,7 @@ def test_a_mistake_takes_one_line(line, said, here, capsys):
 
 
 def test_every_command_has_its_mistakes():
-    lines = [str(getattr(row, "values", row)[0]).split() for row in TABLE]
-    assert {words[0] for words in lines} >= set(COMMANDS)
+    assert {line.split()[0] for line, _ in TABLE} >= set(COMMANDS)
 
 
 def test_layers_that_a_model_lacks(here, capsys):
@@ -342,9 +236,7 @@ def test_layers_that_a_model_lacks(here, capsys):
 
 
 def test_a_kernel_that_a_family_lacks(here, capsys):
-    line = (
-        "train --data chats.jsonl --geglu --vocab 300 --hidden 32 --heads 2 --layers 1 --device cpu --eval-fraction 0"
-    )
+    line = "train --data chats.jsonl --geglu --vocab 300 --hidden 32 --heads 2 --layers 1 --device cpu"
     assert main(line.split()) == 2
     assert re.search("llama has no kernel flag geglu; its flags are rope, .*swiglu", capsys.readouterr().err)
 
@@ -388,14 +280,8 @@ def test_the_hub_is_asked_once(found, said, here, monkeypatch):
 
 # -- help, pipes and Ctrl-C ------------------------------------------------------------------
 
-HELP = [
-    [],
-    *([name] for name in COMMANDS),
-    ["bench", "step"],
-    ["bench", "report"],
-    ["deploy", "render"],
-    ["deploy", "submit"],
-]
+HELP = [[], *([name] for name in COMMANDS), ["bench", "step"], ["bench", "report"]]
+HELP += [["deploy", "render"], ["deploy", "submit"]]
 HEAVY = {"torch", "triton", "transformers", "numpy", "matplotlib", "huggingface_hub"}
 TIMED = f"""
 import json, sys, time
@@ -421,10 +307,8 @@ def test_mistakes_in_flags_import_nothing_heavy():
     code = TIMED.replace('"--help"', '"--nope"')
     for command in HELP[1:]:
         done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout.rpartition("LOADED ")[2])[1] == [] and done.stderr.count("\n") == 1, (
-            command,
-            done.stderr,
-        )
+        assert json.loads(done.stdout.rpartition("LOADED ")[2])[1] == [], command
+        assert done.stderr.count("\n") == 1, (command, done.stderr)
 
 
 @pytest.mark.parametrize("line", ["deploy render deploy/jobs/plain.yaml", "--help", *further("ops", "train --help")])
@@ -433,14 +317,8 @@ def test_a_pipe_that_is_closed_is_no_mistake(line):
     argparse itself writes help, and ignores what fails."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "liger_kernel.cli", *line.split()],
-        cwd=Path(__file__).parents[1],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "liger_kernel.cli", *line.split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert done.returncode in ((141, 0) if "--help" in line else (141,)) and not own(done.stderr)
 
@@ -448,16 +326,13 @@ def test_a_pipe_that_is_closed_is_no_mistake(line):
 def test_ctrl_c_takes_one_line(tmp_path, user_env):
     """While it trains, here at the first progress line."""
     (tmp_path / "text.jsonl").write_text('{"text": "%s"}\n' % ("def add(a, b): return a + b. " * 60))
-    flags = (
-        "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1 "
-        "--log-every 1 --device cpu --eval-fraction 0"
-    )
-    env = user_env | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    flags = "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1"
+    flags += " --log-every 1 --device cpu --eval-fraction 0"
     command = [sys.executable, "-m", "liger_kernel.cli", "train", *flags.split()]
+    pipes: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = user_env | {"PYTHONPATH": str(ROOT / "src")}
     heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs do not hear it
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
-    ) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=heard, **pipes) as process:
         assert process.stdout
         for text in process.stdout:
             if text.startswith("step "):
@@ -476,12 +351,9 @@ def test_a_name_that_is_not_there_is_answered_with_the_nearest():
     for wrong, right in (
         ("apply_liger_kernel_to_lama", "apply_liger_kernel_to_llama"),
         ("LigerRMSnorm", "LigerRMSNorm"),
-        ("AutoLigerKernelForCausalLm", "AutoLigerKernelForCausalLM"),
         ("projection_report", "projections_report"),
     ):
-        with pytest.raises(
-            AttributeError, match=f"'liger_kernel.transformers' has no attribute '{wrong}'; did you mean {right}\\?"
-        ):
+        with pytest.raises(AttributeError, match=f"has no attribute '{wrong}'; did you mean {right}\\?"):
             getattr(liger, wrong)
     assert not hasattr(liger, "__wrapped__")
 
@@ -489,21 +361,12 @@ def test_a_name_that_is_not_there_is_answered_with_the_nearest():
 @pytest.mark.parametrize(
     "args, kwargs, said",
     [
-        (
-            (),
-            dict(model="llama"),
-            r"model must be .* \(an nn.Module\), got 'llama'; AutoLigerKernelForCausalLM.from_pretrained\('llama'\) "
-            r"loads",
-        ),
+        ((), dict(model="llama"), r"got 'llama'; AutoLigerKernelForCausalLM.from_pretrained\('llama'\) loads"),
         ((), dict(model=3), "model must be a model that is built"),
         ((), dict(rms_nrm=True), r"unexpected keyword argument 'rms_nrm'; did you mean rms_norm\?"),
         ((), dict(foo=True), "unexpected keyword argument 'foo'; it takes rope, .*projections"),
         ((), dict(rope="no"), "rope must be True or False, got 'no'"),
-        (
-            (torch.nn.Linear(1, 1),),
-            {},
-            r"rope must be True or False, got a model \(Linear\); pass the model by its name: model=...",
-        ),
+        ((torch.nn.Linear(1, 1),), {}, r"rope must be True or False, got a model \(Linear\); pass the model by"),
     ],
 )
 def test_arguments_of_apply_functions(args, kwargs, said):
@@ -525,22 +388,10 @@ def test_arguments_of_auto_classes():
 
     from liger_kernel.transformers import AutoLigerKernelForCausalLM, restore
 
-    config = transformers.LlamaConfig(
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=16,
-    )
-    for wrong, right in (
-        ("rms_nrm", "rms_norm"),
-        ("fused_linear_crossentropy", "fused_linear_cross_entropy"),
-        ("rematerialize", "rematerialise"),
-    ):
-        with pytest.raises(
-            TypeError, match=f"AutoLigerKernelForCausalLM: no argument '{wrong}'; did you mean {right}\\?"
-        ):
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    config = transformers.LlamaConfig(vocab_size=16, **sizes)
+    for wrong, right in (("rms_nrm", "rms_norm"), ("rematerialize", "rematerialise")):
+        with pytest.raises(TypeError, match=f"AutoLiger.*: no argument '{wrong}'; did you mean {right}\\?"):
             AutoLigerKernelForCausalLM.from_config(config, **{wrong: True})
     config.rms_nrm = 1  # transformers' own arguments, and fields of a configuration, pass
     AutoLigerKernelForCausalLM.from_config(config, attn_implementation="eager", rms_norm=False)

@@ -33,34 +33,24 @@ def test_what_a_module_offers_is_seen(module):
     module = importlib.import_module(module)
     named = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     values = {name: getattr(module, name) for name in named}
-    ours = {name for name, value in values.items() if inspect.isclass(value) and value.__module__ == module.__name__}
-    ours |= {
-        name for name, value in values.items() if inspect.isfunction(value) and value.__module__ == module.__name__
-    }
+    kind = lambda value: inspect.isclass(value) or inspect.isfunction(value)
+    ours = {name for name, value in values.items() if kind(value) and value.__module__ == module.__name__}
     assert ours <= surface.public(module).keys()
 
 
 def test_modules_of_the_lists_are_all_that_users_import():
     """What README, pages and examples import is a module of the reference, or in one."""
-    texts = [
-        path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py"))
-    ]
-    imported = {
-        (m, name)
-        for text in texts
-        for m, names in re.findall(r"^ *from (liger_kernel[\w.]*) import ([\w, ]+)", text, re.M)
-        for name in names.split(", ")
-    }
+    files = (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py"))
+    text = "\n".join(path.read_text() for path in files)
+    lines = re.findall(r"^ *from (liger_kernel[\w.]*) import ([\w, ]+)", text, re.M)
+    imported = {(module, name) for module, names in lines for name in names.split(", ")}
     paths = {path for every in surface.paths().values() for path in every}
     named = {f"{module}.{name}" for module, name in imported} - paths
     functions = {path for path in named if not inspect.ismodule(surface.find(path))}
-    assert (
-        imported
-        and {path for path in functions if surface.identity(surface.find(path)) not in surface.paths()} == set()
-    )
-    assert {
-        path for path in named - functions if not any(module.startswith(path) for module in surface.MODULES)
-    } == set()
+    unknown = {path for path in functions if surface.identity(surface.find(path)) not in surface.paths()}
+    assert imported and unknown == set()
+    unlisted = [path for path in named - functions if not any(m.startswith(path) for m in surface.MODULES)]
+    assert unlisted == []
 
 
 def test_every_command_is_documented():
@@ -126,39 +116,22 @@ def test_an_operator_says_shapes_dtypes_errors_and_its_source():
     for op in OPS.values():
         text = "\n".join(surface.entry(f"liger_kernel.ops.{op.name}", op.fn, [])) + op.doc
         shape, dtype = re.search(r"\([\w.]+,[\w .,/+]*\)|\(\.\.\.\)", text), re.search(r"dtype|fp32", text)
-        lacking[op.name] = [
-            word
-            for word, found in (
-                ("shapes", shape),
-                ("dtypes", dtype),
-                ("errors", "ValueError" in text),
-                ("source", "arXiv" in text),
-            )
-            if not found
-        ]
+        found = {"shapes": shape, "dtypes": dtype, "errors": "ValueError" in text, "source": "arXiv" in text}
+        lacking[op.name] = [word for word, there in found.items() if not there]
     assert {name for name, words in lacking.items() if words == ["source"]} == NO_SOURCE
     assert {name: words for name, words in lacking.items() if words not in ([], ["source"])} == {}
 
 
 def test_modules_and_functions_lead_to_their_operator():
-    """So do those of other doors; what an operator says is said once."""
-    doors = (
-        "liger_kernel.nn.",
-        "liger_kernel.transformers.Liger",
-        "liger_kernel.transformers.liger_",
-        "liger_kernel.functional.",
-        "liger_kernel.megatron.",
-    )
-    found = {
-        path: surface.operators_of(surface.find(path))
-        for path, *_ in surface.paths().values()
-        if path.startswith(doors)
-    }
+    """So do those of other import paths; what an operator says is said once."""
+    within = ("liger_kernel.nn.", "liger_kernel.transformers.Liger", "liger_kernel.transformers.liger_")
+    within += ("liger_kernel.functional.", "liger_kernel.megatron.")
+    every = [path for path, *_ in surface.paths().values() if path.startswith(within)]
+    found = {path: surface.operators_of(surface.find(path)) for path in every}
     assert {path.split(".")[-1] for path, names in found.items() if not names} == set(NO_OPERATOR)
     assert found["liger_kernel.transformers.LigerMHC"] == ["mhc_coeffs", "mhc_pre", "mhc_post_res"]
-    assert found["liger_kernel.functional.swiglu"] == ["glu"] and found[
-        "liger_kernel.transformers.LigerFusedLinearJSD"
-    ] == ["linear_divergence"]
+    assert found["liger_kernel.functional.swiglu"] == ["glu"]
+    assert found["liger_kernel.transformers.LigerFusedLinearJSD"] == ["linear_divergence"]
 
 
 def test_chunked_losses_have_their_formula():

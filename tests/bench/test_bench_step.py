@@ -569,6 +569,7 @@ def test_optimizers_of_torchao_are_made(tmp_path, monkeypatch):
     assert made == [("adamw", {"lr": 1e-4, "fused": step_child.GPU}), ("adamw-8bit", {"lr": 1e-4})]
 
 
+@pytest.mark.slow
 def test_weights_on_the_cpu_learn_what_others_do(tmp_path):
     expected = step_child.measure(spec(tmp_path, optimizer="adamw"))
     found = step.run_child(spec(tmp_path, optimizer="adamw", parallel="fsdp2", optimizer_on_cpu=True), tmp_path)

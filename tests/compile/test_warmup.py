@@ -58,20 +58,17 @@ def test_training_after_warmup_compiles_nothing(family, user_env, tmp_path):
 
     warmup = ("-m", "liger_kernel.cli", "warmup", "--model", config, "--batch", 2, "--seq", 64, "--arch", "sm90")
     built = lambda: {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.so")}
-    first, libraries, second = run(env, *warmup), built(), run(env, *warmup)
+    first, libraries = run(env, *warmup), built()
     # what starts kernels, too; that it finds NVIDIA's driver is known by name, or, from Triton 3.8
     # on, by its folder
-    assert libraries == built() and bool(libraries) != hasattr(build, "compile_so_from_file")
+    assert bool(libraries) != hasattr(build, "compile_so_from_file")
     assert all(b"libcuda.so.1" in path.read_bytes() for path in libraries)
     needed, compiled = map(int, re.search(r"(\d+) kernels for sm90: (\d+) compiled", first).groups())
     assert compiled == needed > 8
-    assert f"{needed} kernels for sm90: 0 compiled, {needed} found in" in second
 
     shutil.rmtree(next((tmp_path / "cache").rglob("*.cubin")).parent)
-    assert json.loads(run(env, *train)) == {
-        "compiled": 1,
-        "cached": needed - 1,
-    }  # nothing but what was removed, and the count counts
+    # nothing but what was removed, and the count counts
+    assert json.loads(run(env, *train)) == {"compiled": 1, "cached": needed - 1} and libraries == built()
 
 
 def test_without_a_c_compiler_kernels_are_compiled_all_the_same(monkeypatch, tmp_path, capsys):

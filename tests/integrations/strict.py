@@ -23,16 +23,8 @@ CHOICES = {
     "restartStrategy": {"Recreate", "BlockingRecreate", "InPlaceRestart"},
     "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
     "cleanPodPolicy": {"All", "Running", "None"},
-    "action": {
-        "FailJob",
-        "Ignore",
-        "Count",
-        "FailIndex",
-        "FailJobSet",
-        "RestartJobSet",
-        "RestartJobSetAndIgnoreMaxRestarts",
-        "RestartJob",
-    },
+    "action": {"FailJob", "Ignore", "Count", "FailIndex", "FailJobSet", "RestartJob", "RestartJobSet"}
+    | {"RestartJobSetAndIgnoreMaxRestarts"},
 }
 
 
@@ -50,53 +42,22 @@ SELECTOR = _o(matchLabels=TEXTS)
 DURATION = {"type": "string", "pattern": r"^(\d+(ms|[smhdwy]))+$"}
 # What we use of kinds whose schemas no package has, after the projects' API references: Kueue 0.19,
 # the Prometheus operator 0.86
+RESOURCE = _o(["name", "nominalQuota"], name=TEXT, nominalQuota=QUANTITY)
+FLAVOR = _o(["name", "resources"], name=TEXT, resources=_list(RESOURCE))
+GROUP = _o(["coveredResources", "flavors"], coveredResources=_list(TEXT), flavors=_list(FLAVOR))
+PREEMPTION = _o(withinClusterQueue={"enum": ["Never", "LowerPriority", "LowerOrNewerEqualPriority"]})
+RELABELINGS = _list(_o(targetLabel=TEXT, replacement=TEXT))
+ENDPOINTS = _list(_o(port=TEXT, interval=DURATION, relabelings=RELABELINGS))
+RULE = _o(["expr"], record=TEXT, alert=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": DURATION})
+RULES = _o(["name", "rules"], name=TEXT, rules=_list(RULE))
 SCHEMAS = {
     ("kueue.x-k8s.io/v1beta2", "ResourceFlavor"): _o(nodeLabels=TEXTS),
     ("kueue.x-k8s.io/v1beta2", "LocalQueue"): _o(["clusterQueue"], clusterQueue=TEXT),
     ("kueue.x-k8s.io/v1beta2", "ClusterQueue"): _o(
-        ["resourceGroups"],
-        namespaceSelector=SELECTOR,
-        preemption=_o(withinClusterQueue={"enum": ["Never", "LowerPriority", "LowerOrNewerEqualPriority"]}),
-        resourceGroups=_list(
-            _o(
-                ["coveredResources", "flavors"],
-                coveredResources=_list(TEXT),
-                flavors=_list(
-                    _o(
-                        ["name", "resources"],
-                        name=TEXT,
-                        resources=_list(_o(["name", "nominalQuota"], name=TEXT, nominalQuota=QUANTITY)),
-                    )
-                ),
-            )
-        ),
+        ["resourceGroups"], namespaceSelector=SELECTOR, preemption=PREEMPTION, resourceGroups=_list(GROUP)
     ),
-    ("monitoring.coreos.com/v1", "PodMonitor"): _o(
-        ["selector"],
-        selector=SELECTOR,
-        podMetricsEndpoints=_list(
-            _o(port=TEXT, interval=DURATION, relabelings=_list(_o(targetLabel=TEXT, replacement=TEXT)))
-        ),
-    ),
-    ("monitoring.coreos.com/v1", "PrometheusRule"): _o(
-        groups=_list(
-            _o(
-                ["name", "rules"],
-                name=TEXT,
-                rules=_list(
-                    _o(
-                        ["expr"],
-                        record=TEXT,
-                        alert=TEXT,
-                        expr=TEXT,
-                        labels=TEXTS,
-                        annotations=TEXTS,
-                        **{"for": DURATION},
-                    )
-                ),
-            )
-        )
-    ),
+    ("monitoring.coreos.com/v1", "PodMonitor"): _o(["selector"], selector=SELECTOR, podMetricsEndpoints=ENDPOINTS),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _o(groups=_list(RULES)),
 }
 METADATA = _o(["name"], name=TEXT, namespace=TEXT, labels=TEXTS, annotations=TEXTS)
 
@@ -119,28 +80,13 @@ def errors(o) -> list[str]:
     elif kind == ("kubeflow.org/v1", "PyTorchJob"):
         found += _openapi("KubeflowOrgV1PyTorchJob", o, kind[1])
     elif kind in SCHEMAS:
-        schema = _o(
-            ["apiVersion", "kind", "metadata", "spec"],
-            apiVersion=TEXT,
-            kind=TEXT,
-            metadata=METADATA,
-            spec=SCHEMAS[kind],
-        )
-        found += [
-            f"{kind[1]} {error.json_path}: {error.message}"
-            for error in jsonschema.Draft202012Validator(schema).iter_errors(o)
-        ]
+        parts = dict(apiVersion=TEXT, kind=TEXT, metadata=METADATA, spec=SCHEMAS[kind])
+        validator = jsonschema.Draft202012Validator(_o([*parts], **parts))
+        found += [f"{kind[1]} {error.json_path}: {error.message}" for error in validator.iter_errors(o)]
     else:
         return [f"unknown kind {kind}"]
-    return (
-        found
-        + _choices(o)
-        + [
-            e
-            for pod in _pods(o)
-            for e in errors({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})
-        ]
-    )
+    pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod} for pod in _pods(o)]
+    return [*found, *_choices(o), *(e for pod in pods for e in errors(pod))]
 
 
 def _pods(found):
@@ -189,27 +135,19 @@ PLAIN = {"str": str, "int": int, "bool": bool, "object": object}
 def _openapi(kind, value, where):
     """The same for the older generated models; what is in pods is checked as pods."""
     if kind in PLAIN:
-        return (
-            []
-            if isinstance(value, PLAIN[kind]) and not (kind == "int" and isinstance(value, bool))
-            else [f"{where}: {value!r} is no {kind}"]
-        )
+        right = isinstance(value, PLAIN[kind]) and not (kind == "int" and isinstance(value, bool))
+        return [] if right else [f"{where}: {value!r} is no {kind}"]
     if kind.startswith("list["):
         return [e for i, item in enumerate(value) for e in _openapi(kind[5:-1], item, f"{where}[{i}]")]
     if kind.startswith("dict("):
-        return [
-            e for name, item in value.items() for e in _openapi(kind[5:-1].partition(", ")[2], item, f"{where}.{name}")
-        ]
+        inner = kind[5:-1].partition(", ")[2]
+        return [e for name, item in value.items() for e in _openapi(inner, item, f"{where}.{name}")]
     model = getattr(training, kind, None)
     if model is None:  # pods, metadata, times: Kubernetes' own
         return []
     if not isinstance(value, dict):
         return [f"{where}: {value!r} is no {kind}"]
     types = {model.attribute_map[name]: t for name, t in model.openapi_types.items()}
-    return [
-        e
-        for name, item in value.items()
-        for e in (
-            _openapi(types[name], item, f"{where}.{name}") if name in types else [f"{where}.{name}: unknown field"]
-        )
-    ]
+    wrong = [f"{where}.{name}: unknown field" for name in value if name not in types]
+    known = [(name, item) for name, item in value.items() if name in types]
+    return wrong + [e for name, item in known for e in _openapi(types[name], item, f"{where}.{name}")]

@@ -47,6 +47,17 @@ def dft(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (loss * (-loss.detach()).exp()).sum() / (target != -100).sum()
 
 
+def shifted() -> torch.Tensor:
+    return F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten()
+
+
+def assert_learns(model: nn.Module, like: nn.Module, fused: bool = True) -> None:
+    """What the stock model learns, with logits or without."""
+    out, learned = step(model)
+    assert (out.logits is None) == fused
+    assert_same_learning(learned, step(like)[1])
+
+
 # -- losses wrapped and replaced -----------------------------------------------------------
 
 
@@ -73,10 +84,8 @@ def test_ms_swift_4_6_wraps_the_loss(items):
     loss_utils.LigerForCausalLMLoss = origin
     assert accuracy == step(model, batch, return_token_accuracy=True)[0].token_accuracy and len(seen) == 2
     kwargs = dict(cu_seq_lens_q=torch.tensor([0, 24]), max_length_q=24)  # tolerated without the wrapper as well
-    hidden, head = torch.randn(2, 12, 64, device=DEVICE), stock.lm_head.weight
-    torch.testing.assert_close(
-        origin(hidden, head, batch["labels"], 64, **kwargs), origin(hidden, head, batch["labels"], 64)
-    )
+    given = torch.randn(2, 12, 64, device=DEVICE), stock.lm_head.weight, batch["labels"], 64
+    torch.testing.assert_close(origin(*given, **kwargs), origin(*given))
 
 
 @pytest.mark.parametrize("hf", [False, True], ids=["liger", "liger+hf"])
@@ -84,30 +93,18 @@ def test_mini_trainer_0_9_replaces_the_reduction(monkeypatch, hf):
     """Its replacement returns the loss of every token, and the patched model passes that on."""
 
     def none_reduction(
-        hidden_states,
-        lm_head_weight,
-        target,
-        num_items_in_batch=None,
-        ignore_index=-100,
-        final_logit_softcapping=None,
-        **kwargs,
+        x, w, target, num_items_in_batch=None, ignore_index=-100, final_logit_softcapping=None, **kwargs
     ):
         import liger_kernel.transformers.functional as functional
 
-        return functional.liger_fused_linear_cross_entropy(
-            hidden_states,
-            lm_head_weight,
-            target,
-            reduction="none",
-            ignore_index=ignore_index,
-            softcap=final_logit_softcapping,
-        )
+        options = dict(ignore_index=ignore_index, softcap=final_logit_softcapping)
+        return functional.liger_fused_linear_cross_entropy(x, w, target, reduction="none", **options)
 
     def hf_none_reduction(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
         return F.cross_entropy(source, target, ignore_index=ignore_index, reduction="none")
 
     stock = make("llama")
-    labels = F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    labels = shifted()
     expected = F.cross_entropy(stock(tokens()["input_ids"]).logits.flatten(0, 1), labels, reduction="none")
     monkeypatch.setattr(loss_utils, "fixed_fused_linear_cross_entropy", none_reduction)
     if hf:
@@ -128,22 +125,14 @@ def test_axolotl_0_19_forces_token_scaling(monkeypatch):
     from liger_kernel.transformers import functional
 
     old, old_init = functional.liger_fused_linear_cross_entropy, LigerFusedLinearCrossEntropyLoss.__init__
-    functional.liger_fused_linear_cross_entropy = lambda *args, **kwargs: old(
-        *args, **(kwargs | {"use_token_scaling": True})
-    )
-    LigerFusedLinearCrossEntropyLoss.__init__ = lambda self, *args, **kwargs: old_init(
-        self, *args, **(kwargs | {"use_token_scaling": True})
-    )
-    stock = make("llama")
-    logits, labels = (
-        stock(tokens()["input_ids"]).logits.flatten(0, 1),
-        F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten(),
-    )
+    forced = dict(use_token_scaling=True)
+    functional.liger_fused_linear_cross_entropy = lambda *args, **kwargs: old(*args, **(kwargs | forced))
+    LigerFusedLinearCrossEntropyLoss.__init__ = lambda self, *a, **k: old_init(self, *a, **(k | forced))
+    logits, labels = make("llama")(tokens()["input_ids"]).logits.flatten(0, 1), shifted()
     expected = dft(logits, labels)
     x, w = torch.randn(24, 64, device=DEVICE), torch.randn(50, 64, device=DEVICE)
-    torch.testing.assert_close(
-        LigerFusedLinearCrossEntropyLoss()(w, x, labels.clamp(max=49)), dft(x @ w.t(), labels.clamp(max=49))
-    )
+    few = labels.clamp(max=49)
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(w, x, few), dft(x @ w.t(), few))
     torch.testing.assert_close(patched().train()(**tokens()).loss, expected)
     model = make("llama", num_hidden_layers=1)
     expected = dft(model(tokens()["input_ids"]).logits.flatten(0, 1), labels)
@@ -157,11 +146,8 @@ def test_axolotl_0_19_wraps_the_pair_under_compile():
 
     for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
         original = getattr(module, name)
-        setattr(
-            module,
-            name,
-            functools.wraps(original)(torch.compiler.disable(lambda *a, original=original, **k: original(*a, **k))),
-        )
+        apart = torch.compiler.disable(lambda *a, original=original, **k: original(*a, **k))
+        setattr(module, name, functools.wraps(original)(apart))
         try:
             torch.testing.assert_close(patched().train()(**tokens()).loss, make("llama").train()(**tokens()).loss)
         finally:
@@ -204,26 +190,18 @@ def test_signatures_can_be_read():
             assert p.kind is p.POSITIONAL_OR_KEYWORD and flag, (model_type, p)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"liger_rms_norm": True},
-        {"liger_rope": True, "liger_glu_activation": True, "liger_fused_linear_cross_entropy": True},
-    ],
-    ids=str,
-)
+ALL = {"liger_rope": True, "liger_glu_activation": True, "liger_fused_linear_cross_entropy": True}
+
+
+@pytest.mark.parametrize("keys", [{}, {"liger_rms_norm": True}, ALL], ids=str)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_axolotl_0_19_keys(model_type, keys):
     """Before the model is made, on the classes; keys that the YAML leaves out are None, and off."""
     expected = step(make(model_type))[1]
     apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
     known = inspect.signature(apply).parameters
-    kwargs = {
-        n: keys.get(f"liger_{n}")
-        for n in ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm")
-        if n in known
-    }
+    plain = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm")
+    kwargs = {n: keys.get(f"liger_{n}") for n in plain if n in known}
     kwargs |= {n: keys.get("liger_glu_activation") for n in ("geglu", "swiglu") if n in known}
     apply(**kwargs)
     model = make(model_type)
@@ -245,30 +223,18 @@ def test_axolotl_0_19_generic_forward():
     assert callable(_FSDPForwardRedirection()) and isinstance(PEFT_AVAILABLE, bool)
     stock = make("llama")
     for kwargs in ({}, {"num_items_in_batch": 5}):
-        expected = stock.loss_function(
-            stock(tokens()["input_ids"]).logits, tokens()["labels"], stock.config.vocab_size, **kwargs
-        )
-        hidden = stock.model(tokens()["input_ids"])[0]
-        found = LigerForCausalLMLoss(
-            hidden_states=hidden,
-            lm_head_weight=stock.lm_head.weight,
-            labels=tokens()["labels"],
-            hidden_size=64,
-            shift_labels=None,
-            use_cache=False,
-            **kwargs,
-        )
-        torch.testing.assert_close(found, expected)
+        logits, hidden = stock(tokens()["input_ids"]).logits, stock.model(tokens()["input_ids"])[0]
+        expected = stock.loss_function(logits, tokens()["labels"], stock.config.vocab_size, **kwargs)
+        given = dict(hidden_states=hidden, lm_head_weight=stock.lm_head.weight, labels=tokens()["labels"])
+        more = dict(hidden_size=64, shift_labels=None, use_cache=False)
+        torch.testing.assert_close(LigerForCausalLMLoss(**given, **more, **kwargs), expected)
     ignored = torch.full_like(tokens()["labels"], -100)
     assert LigerForCausalLMLoss(hidden, stock.lm_head.weight, ignored, 64) == 0
-    both = LigerForCausalLMLoss(
-        hidden, stock.lm_head.weight, tokens()["labels"], 64, return_token_accuracy=True, return_predicted_tokens=True
-    )
+    rest = stock.lm_head.weight, tokens()["labels"], 64
+    both = LigerForCausalLMLoss(hidden, *rest, return_token_accuracy=True, return_predicted_tokens=True)
     assert both.token_accuracy.ndim == 0 and both.predicted_tokens.shape == (24,)
     transposed = hidden.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
-    torch.testing.assert_close(
-        LigerForCausalLMLoss(transposed, stock.lm_head.weight, tokens()["labels"], 64), both.loss
-    )
+    torch.testing.assert_close(LigerForCausalLMLoss(transposed, *rest), both.loss)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -289,35 +255,31 @@ def test_llama_factory_0_9_5_v1():
     apply = liger.apply_liger_kernel_to_qwen3
     toggles = [n for n in inspect.signature(apply).parameters if n != "model"]
     model = make("qwen3")
-    expected = step(make("qwen3"))[1]
     apply(**{n: n in ("rms_norm", "fused_linear_cross_entropy") for n in toggles}, model=model)
-    out, learned = step(model)
-    assert out.logits is None
-    assert_same_learning(learned, expected)
+    assert_learns(model, make("qwen3"))
 
 
 def test_rlinf_0_3():
     from liger_kernel.transformers import apply_liger_kernel_to_qwen2, apply_liger_kernel_to_qwen3_moe
 
     for model_type, apply in (("qwen2", apply_liger_kernel_to_qwen2), ("qwen3_moe", apply_liger_kernel_to_qwen3_moe)):
-        model, expected = make(model_type), step(make(model_type))[1]
+        model = make(model_type)
         apply(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True, model=model)
-        assert_same_learning(step(model)[1], expected)
+        assert_learns(model, make(model_type))
 
 
 def test_nemo_automodel_0_7():
     model = make("mistral")
-    expected = step(make("mistral"))[1]
-    liger.apply_liger_kernel_to_mistral(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
-    out, learned = step(model)
-    assert out.logits is not None
-    assert_same_learning(learned, expected)
+    off = dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    liger.apply_liger_kernel_to_mistral(model=model, **off)
+    assert_learns(model, make("mistral"), fused=False)
     liger._apply_liger_kernel_to_instance(model=model)
     assert step(model)[0].logits is None
 
 
 def test_oumi_0_9_patches_after_the_model_is_made():
-    model, expected = make("llama"), step(make("llama"))[1]
+    model, other = make("llama"), make("llama")
+    expected = step(other)[1]
     liger._apply_liger_kernel(model.config.model_type)
     out, learned = step(model)
     assert out.logits is None
@@ -337,14 +299,9 @@ def test_openrlhf_0_11_and_arctic_0_8(tmp_path):
     make("llama").save_pretrained(tmp_path)
     expected = step(make("llama"))[1]
     config = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = dict(trust_remote_code=True, attn_implementation="eager", quantization_config=None)
     for kwargs in (
-        dict(
-            trust_remote_code=True,
-            attn_implementation="eager",
-            quantization_config=None,
-            torch_dtype=torch.float32,
-            device_map=None,
-        ),
+        theirs | dict(torch_dtype=torch.float32, device_map=None),
         dict(config=config, attn_implementation="sdpa", dtype=torch.float32, swiglu=False),
     ):
         model = liger.AutoLigerKernelForCausalLM.from_pretrained(str(tmp_path), **kwargs).to(DEVICE)
@@ -357,12 +314,9 @@ def test_openrlhf_0_11_and_arctic_0_8(tmp_path):
 
 def test_instructlab_0_16(tmp_path):
     make("llama").save_pretrained(tmp_path)
-    model = liger.AutoLigerKernelForCausalLM.from_pretrained(
-        pretrained_model_name_or_path=str(tmp_path),
-        quantization_config=None,
-        cross_entropy=True,
-        fused_linear_cross_entropy=False,
-    )
+    flags = dict(quantization_config=None, cross_entropy=True, fused_linear_cross_entropy=False)
+    path = str(tmp_path)
+    model = liger.AutoLigerKernelForCausalLM.from_pretrained(pretrained_model_name_or_path=path, **flags)
     out, learned = step(model.to(DEVICE).train())
     expected = step(make("llama"))
     torch.testing.assert_close(out.logits, expected[0].logits)
@@ -376,9 +330,7 @@ def test_skyrl_0_3_without_memory():
     model.to_empty(device=DEVICE).load_state_dict(make("llama").state_dict())
     for name, buffer in make("llama").named_buffers():
         model.get_buffer(name).copy_(buffer)
-    out, learned = step(model.train())
-    assert out.logits is None
-    assert_same_learning(learned, step(patched())[1])
+    assert_learns(model.train(), patched())
 
 
 # -- functions and modules -----------------------------------------------------------------
@@ -392,10 +344,7 @@ def test_verl_0_9_1():
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(9, 16, device=DEVICE, requires_grad=True),
-        torch.randn(31, 16, device=DEVICE, requires_grad=True),
-    )
+    hidden, weight = (torch.randn(n, 16, device=DEVICE, requires_grad=True) for n in (9, 31))
     ids = torch.randint(0, 31, (9,), device=DEVICE)
     nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids, 0.7, -100, 1, True)
     log_p = (hidden @ weight.t() / 0.7).log_softmax(-1)
@@ -415,28 +364,23 @@ def test_verl_0_9_1():
 def test_lmms_engine_0_1_4():
     """It walks the model itself and patches module by module; wrappers of PEFT are looked into."""
     from liger_kernel.transformers.model.qwen2 import lce_forward_deprecated
-    from liger_kernel.transformers.monkey_patch import (
-        _patch_layer_norm_module,
-        _patch_rms_norm_module,
-        _patch_swiglu_module,
-    )
     from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
 
-    model, expected = make("qwen2"), step(make("qwen2"))[1]
+    from liger_kernel.transformers import monkey_patch as m
+
+    model = make("qwen2")
     for _ in range(2):  # again changes nothing
-        _patch_rms_norm_module(model.model.norm)
+        m._patch_rms_norm_module(model.model.norm)
         for layer in model.model.layers:
-            _patch_swiglu_module(layer.mlp, LigerSwiGLUMLP)
-            _patch_rms_norm_module(layer.input_layernorm, offset=0.0, casting_mode="llama")
-            _patch_rms_norm_module(layer.post_attention_layernorm)
+            m._patch_swiglu_module(layer.mlp, LigerSwiGLUMLP)
+            m._patch_rms_norm_module(layer.input_layernorm, offset=0.0, casting_mode="llama")
+            m._patch_rms_norm_module(layer.post_attention_layernorm)
     model.forward = types.MethodType(lce_forward_deprecated, model)
-    out, learned = step(model)
-    assert out.logits is None
-    assert_same_learning(learned, expected)
+    assert_learns(model, make("qwen2"))
     norm = nn.LayerNorm(8, eps=1e-3).to(DEVICE)
     x = torch.randn(3, 8, device=DEVICE)
     want = norm(x)
-    _patch_layer_norm_module(norm, eps=7.0)  # it has an eps of its own
+    m._patch_layer_norm_module(norm, eps=7.0)  # it has an eps of its own
     assert type(norm) is not nn.LayerNorm
     torch.testing.assert_close(norm(x), want)
     liger.restore(norm)
@@ -479,20 +423,13 @@ def test_modelopt_0_47():
     hidden = model(tokens()["input_ids"]).logits.float().to(model.lm_head.weight.dtype)
     labels = tokens()["labels"]
     for smoothing in (0.0, 0.1):
-        loss = loss_utils.LigerForCausalLMLoss(
-            hidden_states=hidden,
-            lm_head_weight=model.lm_head.weight,
-            labels=labels,
-            hidden_size=64,
-            num_items_in_batch=None,
-            ignore_index=-100,
-            label_smoothing=smoothing,
-        )
+        given = dict(hidden_states=hidden, lm_head_weight=model.lm_head.weight, labels=labels, hidden_size=64)
+        more = dict(num_items_in_batch=None, ignore_index=-100, label_smoothing=smoothing)
+        loss = loss_utils.LigerForCausalLMLoss(**given, **more)
         logits = F.linear(hidden, model.lm_head.weight)[:, :-1].float()
         want = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing)
         torch.testing.assert_close(loss.float(), want, rtol=1e-2, atol=1e-2)
-    s, t = torch.randn(6, 8, device=DEVICE), torch.randn(6, 8, device=DEVICE)
-    w, v = torch.randn(20, 8, device=DEVICE), torch.randn(20, 8, device=DEVICE)
+    s, t, w, v = (torch.randn(n, 8, device=DEVICE) for n in (6, 6, 20, 20))
     shift = torch.tensor([1, -100, 3, 4, 5, 6], device=DEVICE)
     found = liger.LigerFusedLinearJSD(jsd_beta=0.5, ignore_index=-100, temperature=2.0)(s, w, t, v, shift)
     q, p = ((a @ b.t() / 2).log_softmax(-1)[shift != -100] for a, b in ((s, w), (t, v)))
@@ -508,18 +445,10 @@ def test_unsloth_2026_10_sets_options_of_a_made_loss():
     made = LigerFusedLinearJSDLoss(beta=0.3, temperature=2.0, compiled=False)
     assert (made.weight_hard_loss, made.weight_soft_loss) == (0.5, 0.5)
     made.weight_hard_loss, made.weight_soft_loss, made.temperature = 0.0, 1.0, 1.0
-    fresh = LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.3, ignore_index=-100, temperature=1.0, compiled=False
-    )
-    call = lambda loss: loss(
-        student_input=x,
-        student_weight=w,
-        teacher_input=x + 1,
-        teacher_weight=w,
-        true_labels=t,
-        student_bias=None,
-        teacher_bias=None,
-    )
+    hard = dict(weight_hard_loss=0.0, weight_soft_loss=1.0)
+    fresh = LigerFusedLinearJSDLoss(**hard, beta=0.3, ignore_index=-100, temperature=1.0, compiled=False)
+    given = dict(student_input=x, student_weight=w, teacher_input=x + 1, teacher_weight=w, true_labels=t)
+    call = lambda loss: loss(**given, student_bias=None, teacher_bias=None)
     assert torch.equal(call(made), call(fresh))
 
 
@@ -528,31 +457,14 @@ def test_ms_swift_4_6_grpo():
 
     torch.manual_seed(0)
     x, w, ids = torch.randn(4, 5, 8), torch.randn(20, 8), torch.randint(0, 20, (4, 5))
-    loss = LigerFusedLinearGRPOLoss(
-        beta=0.04,
-        compiled=False,
-        epsilon_low=0.2,
-        epsilon_high=0.28,
-        temperature=0.9,
-        use_ref_model=True,
-        loss_type="grpo",
-        max_completion_length=5,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-    )
+    options = dict(beta=0.04, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.9, use_ref_model=True)
+    options |= dict(loss_type="grpo", max_completion_length=5, importance_sampling_level="token")
+    loss = LigerFusedLinearGRPOLoss(**options, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
     logp = (x @ w.t() / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     advantages = torch.tensor([1.0, -1.0, 0.5, 0.0])
-    found, metrics = loss(
-        _input=x,
-        lin_weight=w,
-        selected_token_ids=ids,
-        attention_mask=torch.ones(4, 5),
-        advantages=advantages,
-        old_per_token_logps=None,
-        ref_per_token_logps=logp,
-        vllm_is_ratio=torch.ones(4, 1),
-    )
+    given = dict(_input=x, lin_weight=w, selected_token_ids=ids, attention_mask=torch.ones(4, 5))
+    given |= dict(advantages=advantages, old_per_token_logps=None, ref_per_token_logps=logp)
+    found, metrics = loss(**given, vllm_is_ratio=torch.ones(4, 1))
     torch.testing.assert_close(found, torch.tensor(-0.125), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(metrics[0], torch.tensor(0.0), rtol=0, atol=1e-6)
 
@@ -564,15 +476,14 @@ def test_heads_that_are_gathered_for_the_forward_alone():
 
     torch.manual_seed(0)
     x, ref, y = torch.randn(4, 5, 8), torch.randn(4, 5, 8), torch.randint(0, 20, (4, 5))
+    drawn = torch.randn(4)
     losses = {
         "dpo": lambda x, w: chunked_loss.LigerFusedLinearDPOLoss()(w, x, y, None, ref, w.detach().clone(), None)[0],
         "orpo": lambda x, w: chunked_loss.LigerFusedLinearORPOLoss()(w, x, y)[0],
         "kto": lambda x, w: chunked_loss.LigerFusedLinearKTOLoss()(
-            x, w, y, preference_labels=torch.tensor([True, False, True, False]), kl=torch.zeros(1)
+            x, w, y, preference_labels=torch.arange(4) % 2 == 0, kl=torch.zeros(1)
         )[0],
-        "grpo": lambda x, w: chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0)(x, w, y, torch.ones(4, 5), torch.randn(4))[
-            0
-        ],
+        "grpo": lambda x, w: chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0)(x, w, y, torch.ones(4, 5), drawn)[0],
         "jsd": lambda x, w: chunked_loss.LigerFusedLinearJSDLoss()(x, w, ref, w.detach().clone(), y),
     }
     for name, loss in losses.items():
@@ -638,21 +549,14 @@ def test_accelerate_1_15_device_map(tmp_path):
     """Weights that come and go: layers on disk, the head offloaded."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make setup")
     expected = make("llama").eval()(**tokens()).loss
-    places = {
-        "model.embed_tokens": DEVICE,
-        "model.layers.0": "disk",
-        "model.layers.1": DEVICE,
-        "model.norm": DEVICE,
-        "model.rotary_emb": DEVICE,
-        "lm_head": "disk",
-    }
+    here = ("model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb")
+    places = dict.fromkeys(here, DEVICE) | dict.fromkeys(("model.layers.0", "lm_head"), "disk")
     for first in (True, False):
         model = make("llama").eval()
         if first:
             liger._apply_liger_kernel_to_instance(model=model)
-        model = accelerate.dispatch_model(
-            model, device_map=dict(places), main_device=DEVICE, offload_dir=str(tmp_path / str(first)), force_hooks=True
-        )
+        how = dict(main_device=DEVICE, offload_dir=str(tmp_path / str(first)), force_hooks=True)
+        model = accelerate.dispatch_model(model, device_map=dict(places), **how)
         if not first:
             liger._apply_liger_kernel_to_instance(model=model)
         with torch.no_grad():

@@ -27,6 +27,13 @@ def needs(module: str) -> Any:
     return pytest.importorskip(module, reason=f"{module} {HOW}", exc_type=ImportError)
 
 
+def assert_learns(model: nn.Module, expected: dict[str, torch.Tensor], fused: bool = True, batch: Any = None) -> None:
+    """What the stock model learns, with logits or without."""
+    out, learned = step(model, batch)
+    assert (out.logits is None) == fused
+    assert_same_learning(learned, expected)
+
+
 # -- axolotl -------------------------------------------------------------------------------
 
 
@@ -40,12 +47,7 @@ class Config(SimpleNamespace):
         return self.__dict__.get(name, default)
 
 
-KEYS = {
-    "liger_rope": True,
-    "liger_rms_norm": True,
-    "liger_glu_activation": True,
-    "liger_fused_linear_cross_entropy": True,
-}
+KEYS = dict(liger_rope=True, liger_rms_norm=True, liger_glu_activation=True, liger_fused_linear_cross_entropy=True)
 
 
 @pytest.fixture
@@ -56,12 +58,9 @@ def axolotl_plugin(monkeypatch):
     monkeypatch.setattr(trainer, "ORPOTrainer", getattr(trainer, "ORPOTrainer", None), raising=False)
     from liger_kernel.compat import host as module
 
-    for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    for owner, name in (
-        (functional, "liger_fused_linear_cross_entropy"),
-        (liger.LigerFusedLinearCrossEntropyLoss, "__init__"),
-    ):
+    pair = [(module, f"fused_linear_cross_entropy_{way}") for way in ("forward", "backward")]
+    fused = (functional, "liger_fused_linear_cross_entropy"), (liger.LigerFusedLinearCrossEntropyLoss, "__init__")
+    for owner, name in (*pair, *fused):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     return plugin
 
@@ -75,10 +74,7 @@ def test_axolotl(axolotl_plugin, model_type, keys):
     cfg = Config(model_config_type=model_type, **keys)
     axolotl_plugin.register(cfg)
     axolotl_plugin.pre_model_load(cfg)
-    model = make(model_type)
-    out, learned = step(model)
-    assert (out.logits is None) == ("liger_rope" in keys)
-    assert_same_learning(learned, expected)
+    assert_learns(make(model_type), expected, "liger_rope" in keys)
 
 
 def test_axolotl_token_scaling(axolotl_plugin):
@@ -98,20 +94,15 @@ def test_axolotl_distillation():
     from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 
     module = needs("axolotl.integrations.kd.kernels.liger")
-    (cls,) = [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, LigerFusedLinearDistillationBase) and c.__module__ == module.__name__
-    ]
+    derived = lambda c: isinstance(c, type) and issubclass(c, LigerFusedLinearDistillationBase)
+    assert [c for c in vars(module).values() if derived(c) and c.__module__ == module.__name__]
     torch.manual_seed(0)
     B, T, H, V, K = 2, 6, 8, 30, 4
     x, w = torch.randn(B, T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     ids = torch.randint(0, V, (B, T, K))
     logp = torch.randn(B, T, K).log_softmax(-1)
-    loss = module.LigerFusedLinearKLTopKLogprobLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, temperature=1.0, beta=0.0, compiled=False
-    )
-    assert cls.__name__ in vars(module)
+    soft = dict(weight_hard_loss=0.0, weight_soft_loss=1.0)
+    loss = module.LigerFusedLinearKLTopKLogprobLoss(**soft, temperature=1.0, beta=0.0, compiled=False)
     found = loss(w, x, ids, logp, torch.ones(B, T, K), torch.randint(0, V, (B, T)))
     assert torch.isfinite(found) and all(torch.isfinite(g).all() for g in torch.autograd.grad(found, (x, w)))
 
@@ -126,9 +117,7 @@ def test_llama_factory(model_type, require_logits):
     module = needs("llamafactory.model.model_utils.liger_kernel")
     expected = step(make(model_type))[1]
     module.apply_liger_kernel(make(model_type).config, SimpleNamespace(enable_liger_kernel=True), True, require_logits)
-    out, learned = step(make(model_type))
-    assert (out.logits is not None) == require_logits
-    assert_same_learning(learned, expected)
+    assert_learns(make(model_type), expected, not require_logits)
 
 
 # -- ms-swift ------------------------------------------------------------------------------
@@ -145,9 +134,7 @@ def test_ms_swift(monkeypatch):
     assert loss_utils.LigerForCausalLMLoss is not ours
     model, batch = make("qwen2"), tokens() | {"num_items_in_batch": torch.tensor(11)}
     liger._apply_liger_kernel_to_instance(model=model)
-    out, learned = step(model, batch)
-    assert out.logits is None
-    assert_same_learning(learned, step(make("qwen2"), batch)[1])
+    assert_learns(model, step(make("qwen2"), batch)[1], batch=batch)
 
 
 # -- frameworks around the auto class ------------------------------------------------------
@@ -161,9 +148,8 @@ def saved(tmp_path) -> Path:
 
     make("llama").save_pretrained(tmp_path)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="a"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(tmp_path)
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -191,9 +177,8 @@ def test_instructlab(saved):
     module = needs("instructlab.training.model")
     from transformers import AutoTokenizer
 
-    made = module.LigerModel(
-        str(saved), str(saved), module.DistributedBackend.FSDP, None, AutoTokenizer.from_pretrained(saved)
-    )
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    made = module.LigerModel(str(saved), str(saved), module.DistributedBackend.FSDP, None, tokenizer)
     out, learned = step(made.model.float().to(DEVICE).train())
     assert out.logits is not None  # it asks for them
     loaded = type(made.model).from_pretrained(saved, dtype=made.model.dtype).float().to(DEVICE)
@@ -205,9 +190,7 @@ def test_nemo_automodel():
     module = needs("nemo_automodel._transformers.kernel_patches")
     model = make("llama")
     assert module._patch_liger_kernel(model) is model
-    out, learned = step(model)
-    assert out.logits is None
-    assert_same_learning(learned, step(make("llama"))[1])
+    assert_learns(model, step(make("llama"))[1])
 
 
 def test_verl():
@@ -215,9 +198,8 @@ def test_verl():
     torch.manual_seed(0)
     hidden, w = torch.randn(2, 7, 16, requires_grad=True), torch.randn(31, 16, requires_grad=True)
     ids = torch.randint(0, 31, (2, 7))
-    ours, theirs = (
-        module.FusedLinearForPPO(impl_backend=backend)(hidden, w, ids, 0.7) for backend in ("liger", "torch")
-    )
+    of = lambda backend: module.FusedLinearForPPO(impl_backend=backend)(hidden, w, ids, 0.7)
+    ours, theirs = of("liger"), of("torch")
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = lambda pair: torch.autograd.grad((pair[0].exp() + 0.1 * pair[1]).sum(), (hidden, w))
     torch.testing.assert_close(grad(ours), grad(theirs), rtol=1e-4, atol=1e-5)
@@ -228,9 +210,7 @@ def test_oumi():
     model = make("llama")
     expected = step(make("llama"))[1]
     module._patch_model_for_liger_kernel(model)
-    out, learned = step(model)
-    assert out.logits is None
-    assert_same_learning(learned, expected)
+    assert_learns(model, expected)
 
 
 # -- Lightning, LitGPT ---------------------------------------------------------------------
@@ -259,16 +239,9 @@ def test_lightning(tmp_path, precision):
     losses = []
     for use in (True, False):
         module = Module(use)
-        trainer = lightning.Trainer(
-            max_epochs=1,
-            accelerator="cpu" if DEVICE == "cpu" else "gpu",
-            devices=1,
-            precision=precision,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            default_root_dir=tmp_path,
-        )
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path)
+        where = dict(accelerator="cpu" if DEVICE == "cpu" else "gpu", devices=1, precision=precision)
+        trainer = lightning.Trainer(max_epochs=1, **where, **quiet)
         trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
         losses.append(torch.stack(module.losses))
     assert len(losses[0]) == 4
@@ -282,18 +255,9 @@ def test_litgpt():
     from litgpt.utils import chunked_cross_entropy
 
     torch.manual_seed(0)
-    config = litgpt.Config(
-        n_layer=2,
-        n_head=4,
-        n_embd=32,
-        intermediate_size=64,
-        padded_vocab_size=50,
-        block_size=16,
-        norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP",
-        bias=False,
-        norm_eps=1e-5,
-    )
+    sizes = dict(n_layer=2, n_head=4, n_embd=32, intermediate_size=64, padded_vocab_size=50, block_size=16)
+    kinds = dict(norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP")
+    config = litgpt.Config(**sizes, **kinds, bias=False, norm_eps=1e-5)
     stock = litgpt.GPT(config).to(DEVICE)
     ours = copy.deepcopy(stock)
     ids = torch.randint(0, 50, (2, 12), device=DEVICE)
@@ -305,9 +269,8 @@ def test_litgpt():
     loss = liger.LigerFusedLinearCrossEntropyLoss()(head.weight, ours(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, expected)
     wanted = torch.autograd.grad(expected, list(stock.transformer.parameters()))
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, list(ours.transformer.parameters())), wanted, rtol=1e-4, atol=1e-6
-    )
+    found = torch.autograd.grad(loss, list(ours.transformer.parameters()))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------
@@ -357,9 +320,8 @@ def test_bitsandbytes(kind):
                     new.load_state_dict(linear.state_dict())
                     setattr(parent, name, new)
         torch.manual_seed(0)
-        lora = peft.LoraConfig(
-            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-        )
+        named = dict(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        lora = peft.LoraConfig(r=2, init_lora_weights=False, **named)
         return peft.get_peft_model(model.to(DEVICE), lora)
 
     expected = step(quantised())[1]

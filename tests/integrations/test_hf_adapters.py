@@ -57,15 +57,8 @@ class Adapted(Run):
         forget_training()
         seen = Gradients()
         flags = {"liger_kernel_config": LAYERS_ALONE | more.pop("flags", {})}
-        super().__init__(
-            folder,
-            ours,
-            adapted() if model is None else model,
-            callbacks=[seen],
-            eval_strategy=more.pop("eval_strategy", "no"),
-            **flags,
-            **more,
-        )
+        model, evaluates = adapted() if model is None else model, more.pop("eval_strategy", "no")
+        super().__init__(folder, ours, model, callbacks=[seen], eval_strategy=evaluates, **flags, **more)
         self.gradients = seen.found
 
 
@@ -75,22 +68,18 @@ def assert_learns_the_same(ours: Adapted, stock: Adapted) -> None:
     assert_same_learning(ours.gradients, stock.gradients, 2e-5)
 
 
+def checkpoints(reentrant: bool) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+
 @pytest.mark.parametrize(
     ("more", "lora", "forwards"),
     [
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 8}, {}, 6),
-        (
-            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-            {"lora_dropout": 0.5},
-            8,
-        ),
+        (checkpoints(False), {"lora_dropout": 0.5}, 8),
         # the forward of a reentrant checkpoint has no gradients; its masks must be those of the
         # recomputation
-        (
-            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-            {"lora_dropout": 0.5},
-            8,
-        ),
+        (checkpoints(True), {"lora_dropout": 0.5}, 8),
         ({"flags": {"projections": False, "swiglu": False, "rms_norm": True}}, {}, 0),
     ],
     ids=["evaluation", "checkpoints", "reentrant", "projections=False"],
@@ -126,16 +115,13 @@ def test_save_and_resume(tmp_path, ran):
     run = functools.partial(Adapted, **schedule)
     whole, stock = run(tmp_path / "ours", True), run(tmp_path / "stock", False)
     assert_same(whole, stock)
-    saved, expected = (
-        peft.load_peft_weights(str(tmp_path / which / "checkpoint-4"), "cpu") for which in ("ours", "stock")
-    )
+    weights = lambda which: peft.load_peft_weights(str(tmp_path / which / "checkpoint-4"), "cpu")
+    saved, expected = weights("ours"), weights("stock")
     assert saved.keys() == expected.keys()
     torch.testing.assert_close(saved, expected, rtol=1e-4, atol=1e-5)
     resumed = run(tmp_path / "ours", True, resume=str(tmp_path / "ours" / "checkpoint-2"))
     torch.testing.assert_close(resumed.weights, whole.weights)
     torch.testing.assert_close(resumed.logs[-3:], whole.logs[-3:])
     loaded = peft.PeftModel.from_pretrained(make("llama", num_hidden_layers=1), tmp_path / "ours" / "checkpoint-4")
-    assert {n: torch.equal(p.float(), whole.weights[n]) for n, p in loaded.state_dict().items()} == dict.fromkeys(
-        whole.weights, True
-    )
+    assert all(torch.equal(p.float(), whole.weights[n]) for n, p in loaded.state_dict().items())
     assert ran == FORWARD * 6

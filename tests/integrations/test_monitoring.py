@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from processes import free_port
+from small_runs import write_jsonl
 
 pytest.importorskip("yaml")
 
@@ -54,10 +55,8 @@ def test_promtool_accepts_the_rules_and_refuses_a_wrong_twin(tmp_path):
 TIMELINES = {
     "calm": (
         {"step": "0+10x120", "checkpoint_step": "0+10x120", "tokens_per_second": "1000x120", "loss": "2x120"},
-        {
-            alert: (60, False)
-            for alert in ("LigerTrainingStalled", "LigerCheckpointMissing", "LigerThroughputDropped", "LigerNotFinite")
-        },
+        dict.fromkeys(("LigerTrainingStalled", "LigerCheckpointMissing", "LigerThroughputDropped"), (60, False))
+        | {"LigerNotFinite": (60, False)},
     ),
     "stuck": ({"step": "0+10x20 200x100"}, {"LigerTrainingStalled": (50, True)}),
     "not yet long": ({"step": "0+10x20 200x100"}, {"LigerTrainingStalled": (30, False)}),
@@ -80,21 +79,11 @@ def test_alerts_fire_when_they_should_and_not_before(tmp_path):
     tests = []
     for name, (series, wanted) in TIMELINES.items():
         for alert, (minute, fires) in wanted.items():
-            inputs = [
-                {"series": f'liger_{metric}{{run="run", rank="0"}}', "values": values}
-                for metric, values in series.items()
-            ]
-            labels = (
-                [{"exp_labels": {"run": "run", "severity": summaries[alert]["labels"]["severity"]}}] if fires else []
-            )
-            tests.append(
-                {
-                    "name": name,
-                    "interval": "1m",
-                    "input_series": inputs,
-                    "alert_rule_test": [{"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": labels}],
-                }
-            )
+            inputs = [{"series": f'liger_{m}{{run="run", rank="0"}}', "values": v} for m, v in series.items()]
+            labels = {"run": "run", "severity": summaries[alert]["labels"]["severity"]}
+            expected = {"exp_alerts": [{"exp_labels": labels}] if fires else []}
+            rules = [{"eval_time": f"{minute}m", "alertname": alert, **expected}]
+            tests.append({"name": name, "interval": "1m", "input_series": inputs, "alert_rule_test": rules})
     code, said = _without_texts(tests, tmp_path)
     assert code == 0, said
     tests[0]["alert_rule_test"][0]["exp_alerts"] = [{"exp_labels": {"run": "run", "severity": "critical"}}]
@@ -107,9 +96,8 @@ def _without_texts(tests, folder):
     for rule in rules["groups"][0]["rules"]:
         rule.pop("annotations", None)
     (folder / "bare.yaml").write_text(yaml.safe_dump(rules))
-    (folder / "tests.yaml").write_text(
-        yaml.safe_dump({"rule_files": ["bare.yaml"], "evaluation_interval": "1m", "tests": tests})
-    )
+    wanted = {"rule_files": ["bare.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (folder / "tests.yaml").write_text(yaml.safe_dump(wanted))
     return promtool("test", "rules", "tests.yaml", folder=folder)
 
 
@@ -161,51 +149,26 @@ def scraped(user_env, tmp_path):
     text = "def add(a, b):\n    return a + b\n\n"
     tokenizer = train_bpe([text], 280)
     tokenizer.save_pretrained(tmp_path / "model")
-    sizes = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text * 30 + str(i)}) + "\n" for i in range(12)))
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    data = write_jsonl(tmp_path / "text.jsonl", [{"text": text * 30 + str(i)} for i in range(12)])
+    run = dict(model=str(tmp_path / "model"), data=data, cache=str(tmp_path / "cache"), length=24, batch=2, steps=3000)
+    run |= dict(log_every=1, checkpoint_every=5, eval_fraction=0, device="cpu", nonfinite="skip", timeout=300)
     targets, rules, started = [], [], []
     try:
         for name in EXPECTED:
             port = free_port()
-            config = TrainConfig(
-                model=str(tmp_path / "model"),
-                data=str(tmp_path / "text.jsonl"),
-                cache=str(tmp_path / "cache"),
-                out=str(tmp_path / name),
-                length=24,
-                batch=2,
-                steps=3000,
-                log_every=1,
-                checkpoint_every=5,
-                eval_fraction=0,
-                device="cpu",
-                nonfinite="skip",
-                metrics_port=port,
-                timeout=300,
-            )
+            config = TrainConfig(**run, out=str(tmp_path / name), metrics_port=port)
             config.save_to(tmp_path / f"{name}.json")
             env = user_env | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": str(int(name == "restarted"))}
             log = (tmp_path / f"{name}.log").open("w")
-            argv = [
-                sys.executable,
-                "-c",
-                RUN.format(path=[str(TESTS), str(TESTS / "train")]),
-                tmp_path / f"{name}.json",
-                name,
-            ]
-            started.append(subprocess.Popen([*map(str, argv)], env=env, stdout=log, stderr=subprocess.STDOUT))
+            code = RUN.format(path=[str(TESTS), str(TESTS / "train")])
+            argv = [sys.executable, "-c", code, str(tmp_path / f"{name}.json"), name]
+            started.append(subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT))
             targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"run": name, "namespace": "here"}})
-            of_run = Job(
-                name=name, image="i:1", nodes=1, gpus=1, volume="v", train=TrainConfig(**{**vars(config), "out": "run"})
-            )
+            train = TrainConfig(**vars(config) | {"out": "run"})
+            of_run = Job(name=name, image="i:1", nodes=1, gpus=1, volume="v", train=train)
             rules += monitoring.rules(of_run, window="8s", hold="4s", memory="1m")["groups"]
         (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": rules}))
         settings = {
@@ -215,12 +178,8 @@ def scraped(user_env, tmp_path):
         }
         (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(settings))
         port = free_port()
-        argv = [
-            "prometheus",
-            f"--config.file={tmp_path}/prometheus.yaml",
-            f"--storage.tsdb.path={tmp_path}/tsdb",
-            f"--web.listen-address=127.0.0.1:{port}",
-        ]
+        places = [f"--config.file={tmp_path}/prometheus.yaml", f"--storage.tsdb.path={tmp_path}/tsdb"]
+        argv = ["prometheus", *places, f"--web.listen-address=127.0.0.1:{port}"]
         started.append(subprocess.Popen(argv, stdout=(tmp_path / "prometheus.log").open("w"), stderr=subprocess.STDOUT))
 
         def ask(path, **parameters):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import free_port
+from small_runs import write_jsonl
 
 s3fs = pytest.importorskip("s3fs", reason="tests/integrations/environments.py s3")
 
@@ -51,25 +52,11 @@ def test_a_run_goes_on_from_s3_in_an_empty_folder(bucket, tmp_path, capsys):
     from liger_kernel.train import loop
     from liger_kernel.train.config import TrainConfig, UserError
 
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": "def add(a, b):\n    return a + b\n\n" * 30 + str(i)}) + "\n" for i in range(12))
-    )
-    calm = TrainConfig(
-        data=str(tmp_path / "text.jsonl"),
-        cache=str(tmp_path / "cache"),
-        out=str(tmp_path / "calm"),
-        vocab=300,
-        hidden=32,
-        heads=2,
-        layers=1,
-        length=24,
-        batch=2,
-        device="cpu",
-        eval_fraction=0,
-        checkpoint_every=3,
-        schedule="constant",
-        steps=8,
-    )
+    rows = [{"text": "def add(a, b):\n    return a + b\n\n" * 30 + str(i)} for i in range(12)]
+    places = dict(cache=str(tmp_path / "cache"), out=str(tmp_path / "calm"))
+    sizes = dict(vocab=300, hidden=32, heads=2, layers=1, length=24, batch=2, device="cpu", eval_fraction=0)
+    data = write_jsonl(tmp_path / "text.jsonl", rows)
+    calm = TrainConfig(data=data, **places, **sizes, checkpoint_every=3, schedule="constant", steps=8)
     expected = loop.train(calm)["losses"]
     config = dataclasses.replace(calm, out=str(tmp_path / "pod"), store=f"s3://{bucket}/a", steps=5)
     loop.train(config)
@@ -77,12 +64,8 @@ def test_a_run_goes_on_from_s3_in_an_empty_folder(bucket, tmp_path, capsys):
     assert loop.train(dataclasses.replace(config, steps=8))["losses"] == expected
     assert "fetched step-00000005 from s3://runs/a" in capsys.readouterr().out
     there = s3fs.S3FileSystem(skip_instance_cache=True)
-    assert {path.rpartition("/")[2] for path in there.ls(f"{bucket}/a/checkpoints")} == {
-        "latest",
-        "uploading",
-        "step-00000008",
-        "step-00000006",
-    }
+    names = {path.rpartition("/")[2] for path in there.ls(f"{bucket}/a/checkpoints")}
+    assert names == {"latest", "uploading", "step-00000008", "step-00000006"}
     assert there.cat_file(f"{bucket}/a/checkpoints/latest") == b"step-00000008\nstep-00000006\n"
 
     with pytest.raises(UserError, match="cannot write to the store s3://nowhere/a: "):  # before the first step

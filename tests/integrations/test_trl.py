@@ -47,14 +47,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     model.decoder = tokenizers.decoders.Fuse()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=model,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    names = ["input_ids", "attention_mask"]
+    made = PreTrainedTokenizerFast(tokenizer_object=model, model_input_names=names, **special)
     made.chat_template = TEMPLATE
     return made
 
@@ -63,15 +58,12 @@ def rows(kind: str) -> Any:
     prompts = ["what is it", "say", "how many are", "who is there?"] * 2
     good, bad = [f"it is {i} indeed" for i in range(8)], [f"no {i}" * (1 + i % 3) for i in range(8)]
     chat = [[{"role": "user", "content": p}, {"role": "assistant", "content": a}] for p, a in zip(prompts, good)]
+    texts = [good[i] if i % 2 else bad[i] for i in range(8)]
     kinds = {
         "text": {"text": [p + " " + a for p, a in zip(prompts, good)]},
         "chat": {"messages": chat},
         "pairs": {"prompt": prompts, "chosen": good, "rejected": bad},
-        "unpaired": {
-            "prompt": prompts,
-            "completion": [g if i % 2 else b for i, (g, b) in enumerate(zip(good, bad))],
-            "label": [bool(i % 2) for i in range(8)],
-        },
+        "unpaired": {"prompt": prompts, "completion": texts, "label": [bool(i % 2) for i in range(8)]},
         "prompts": {"prompt": prompts},
     }
     return datasets.Dataset.from_dict(kinds[kind])
@@ -91,31 +83,14 @@ def taught(
     if model is None:  # from a folder, as TRL makes the reference of it
         make("llama", vocab_size=64).save_pretrained(folder / "model")
         model = LlamaForCausalLM.from_pretrained(folder / "model").to(DEVICE)
-    common = dict(
-        max_steps=2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        seed=1,
-        disable_tqdm=True,
-        learning_rate=0.1,
-        optim="sgd",
-        use_cpu=DEVICE == "cpu",
-        bf16=False,
-        gradient_checkpointing=False,
-    )
+    common = dict(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1)
+    common |= dict(save_strategy="no", report_to=[], seed=1, disable_tqdm=True, learning_rate=0.1, optim="sgd")
+    common |= dict(use_cpu=DEVICE == "cpu", bf16=False, gradient_checkpointing=False)
     flag = {n for n in ("use_liger_loss", "use_liger_kernel") if n in inspect.signature(config_cls).parameters}
     args = config_cls(str(folder), **dict.fromkeys(flag, use), **(common | options))
     torch.manual_seed(3)
-    made = cls(
-        model=model,
-        args=args,
-        train_dataset=rows(kind),
-        processing_class=tokenizer(),
-        **((trainer_kwargs or (lambda: {}))()),
-    )
+    more = (trainer_kwargs or dict)()
+    made = cls(model=model, args=args, train_dataset=rows(kind), processing_class=tokenizer(), **more)
     made.train()
     skip = "runtime", "per_second", "epoch", "learning_rate", "time", "flos"
     logs = [
@@ -144,9 +119,23 @@ def assert_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = ()) -> None
 
 
 def both(tmp_path: Path, trainer: str, kind: str, **options: Any) -> tuple[tuple, tuple]:
-    return taught(tmp_path / "ours", trainer, kind, True, **options), taught(
-        tmp_path / "stock", trainer, kind, False, **options
-    )
+    ours, stock = (taught(tmp_path / str(use), trainer, kind, use, **options) for use in (True, False))
+    return ours, stock
+
+
+def with_lora(*modules: str, **more: Any) -> dict[str, Any]:
+    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    return {"peft_config": peft.LoraConfig(r=2, target_modules=[*modules], task_type="CAUSAL_LM", **more)}
+
+
+def prompt_length(trainer: str) -> dict[str, int]:
+    """As short as the rows, where TRL still asks for it."""
+    known = inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters
+    return {"max_prompt_length": 24} if "max_prompt_length" in known else {}
+
+
+def kind_of(trainer: str) -> str:
+    return "unpaired" if trainer == "KTOTrainer" else "pairs"
 
 
 # -- supervised ----------------------------------------------------------------------------
@@ -172,17 +161,11 @@ def test_sft(tmp_path, kind, options):
 
 
 def test_sft_with_lora_on_the_head(tmp_path):
-    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
-    config = lambda: {
-        "peft_config": peft.LoraConfig(
-            r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
-        )
-    }
+    config = lambda: with_lora("q_proj", "lm_head", init_lora_weights=False)
     if not FUSED:
         pytest.skip(f"trl {VERSION} refuses adapters of the head, with the flag and without")
-    nll = (
-        {"loss_type": "nll"} if "loss_type" in inspect.signature(trl.SFTConfig).parameters else {}
-    )  # the default does not know such heads
+    # the default does not know such heads
+    nll = {"loss_type": "nll"} if "loss_type" in inspect.signature(trl.SFTConfig).parameters else {}
     assert_same(*both(tmp_path, "SFTTrainer", "text", trainer_kwargs=config, **nll))
 
 
@@ -202,40 +185,15 @@ def test_reward(tmp_path, center):
 
 # -- preferences ---------------------------------------------------------------------------
 
-DPO_LOSSES = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "discopop",
-    "apo_zero",
-    "apo_down",
-    "sft",
-    "sigmoid_norm",
-)
-
-
+DPO_LOSSES = ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
+DPO_LOSSES += ["aot", "aot_unpaired", "discopop", "apo_zero", "apo_down", "sft"]
 # losses of mean log-probabilities return these; TRL's own path logs sums all the same
 OF_MEANS = "ipo", "sigmoid_norm"
-PER_TOKEN = (
-    "logps/chosen",
-    "logps/rejected",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-)
+PER_TOKEN = ("logps/chosen", "logps/rejected")
+PER_TOKEN += ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
-@pytest.mark.parametrize(
-    "loss_type", [smoke(loss) if loss in ("sigmoid", "sigmoid_norm") else loss for loss in DPO_LOSSES]
-)
+@pytest.mark.parametrize("loss_type", [*map(smoke, DPO_LOSSES[:2]), *DPO_LOSSES[2:]])
 def test_dpo(tmp_path, loss_type):
     if Version("0.26") > VERSION and loss_type not in ("sigmoid", "apo_zero", "apo_down", "sppo_hard", "nca_pair"):
         pytest.skip(f"trl {VERSION} refuses {loss_type} with the flag")
@@ -246,10 +204,8 @@ def test_dpo(tmp_path, loss_type):
         with pytest.raises(ValueError, match="label_smoothing must be in"):
             taught(tmp_path, "DPOTrainer", "pairs", True, loss_type=[loss_type], **more)
     else:
-        assert_same(
-            *both(tmp_path, "DPOTrainer", "pairs", loss_type=[loss_type], **more),
-            PER_TOKEN if FUSED and loss_type in OF_MEANS else (),
-        )
+        found = both(tmp_path, "DPOTrainer", "pairs", loss_type=[loss_type], **more)
+        assert_same(*found, PER_TOKEN if FUSED and loss_type in OF_MEANS else ())
 
 
 def test_dpo_with_references_computed_before(tmp_path):
@@ -268,7 +224,7 @@ def test_dpo_with_references_computed_before(tmp_path):
 @pytest.mark.parametrize("trainer", ["DPOTrainer", smoke("KTOTrainer")])
 def test_references_computed_before_are_those_of_the_patched_model(tmp_path, monkeypatch, trainer, reference):
     """Also where those of the stock model are cached: here, these are wrong."""
-    cls, kind = trainer_of(trainer), "pairs" if trainer == "DPOTrainer" else "unpaired"
+    cls, kind = trainer_of(trainer), kind_of(trainer)
     compute, calls = cls.compute_ref_log_probs, []
 
     def spy(self, model, inputs):
@@ -282,8 +238,7 @@ def test_references_computed_before_are_those_of_the_patched_model(tmp_path, mon
         if reference == "given":
             given["ref_model"] = LlamaForCausalLM.from_pretrained(folder / "model").to(DEVICE)
         elif reference == "adapters":
-            peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
-            given["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+            given |= with_lora("q_proj", "v_proj")
         return given
 
     for use in (False, True):
@@ -302,17 +257,9 @@ def test_a_reference_that_is_gone_is_refused():
     from liger_kernel.transformers.patching.apply import compute_references_again
 
     data, args = datasets.Dataset.from_dict({"ref_chosen_logps": [0.0]}), SimpleNamespace(precompute_ref_log_probs=True)
-    trainer = SimpleNamespace(
-        args=args,
-        train_dataset=data,
-        ref_model=None,
-        model=nn.Linear(1, 1),
-        is_fsdp_enabled=True,
-        _precompute_model_hash="a",
-    )
-    with pytest.raises(
-        ValueError, match=r"SimpleNamespace: precompute_ref_log_probs must be False .* or pass ref_model="
-    ):
+    more = dict(is_fsdp_enabled=True, _precompute_model_hash="a")
+    trainer = SimpleNamespace(args=args, train_dataset=data, ref_model=None, model=nn.Linear(1, 1), **more)
+    with pytest.raises(ValueError, match=r"precompute_ref_log_probs must be False .* or pass ref_model="):
         compute_references_again(trainer, {})
 
 
@@ -324,16 +271,16 @@ def test_virtual_tokens(tmp_path, trainer):
     """Of prompt tuning: what the flag computes without logits is refused, or equal."""
     peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
     make_config = lambda: {"peft_config": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")}
-    kind = "unpaired" if trainer == "KTOTrainer" else "pairs"
+    run = lambda name, use: taught(tmp_path / name, name, kind_of(trainer), use, trainer_kwargs=make_config)
     try:
-        stock = taught(tmp_path / "stock", trainer.removeprefix("Liger"), kind, False, trainer_kwargs=make_config)
+        stock = run(trainer.removeprefix("Liger"), False)
     except (ValueError, RuntimeError, TypeError):
         stock = None  # TRL refuses these with the flag and without
     if stock is None or (FUSED and trainer != "LigerORPOTrainer"):
         with pytest.raises((ValueError, RuntimeError, TypeError)):
-            taught(tmp_path / "ours", trainer, kind, True, trainer_kwargs=make_config)
+            run(trainer, True)
     else:
-        assert_same(taught(tmp_path / "ours", trainer, kind, True, trainer_kwargs=make_config), stock, MEANS)
+        assert_same(run(trainer, True), stock, MEANS)
 
 
 @pytest.mark.parametrize("trainer", [smoke("DPOTrainer"), "KTOTrainer"])
@@ -341,7 +288,7 @@ def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
     """With the flag both are patched, without it none, and no other model is."""
     bystander = make("llama", vocab_size=64)
     for use in (True, False):
-        trained, logs, _ = taught(tmp_path / str(use), trainer, "pairs" if trainer == "DPOTrainer" else "unpaired", use)
+        trained, logs, _ = taught(tmp_path / str(use), trainer, kind_of(trainer), use)
         assert patched(trained.ref_model) == patched(trained.model) == use and not patched(bystander)
         if trainer == "DPOTrainer":
             assert logs[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
@@ -349,17 +296,12 @@ def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
 def test_lora_without_a_reference_model(tmp_path, trainer):
-    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
-    config = lambda: {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
     if trainer == "KTOTrainer" and FUSED:
-        pytest.skip(
-            "with the flag and PEFT, TRL leaves the reference out: it asks for one only where there is a model of it"
-        )
+        pytest.skip("with the flag and PEFT, TRL leaves the reference out: it asks for one only beside a model of it")
     if trainer == "DPOTrainer" and Version("0.26") <= VERSION < Version("1.1"):
         pytest.skip(f"trl {VERSION} refuses PEFT in DPO with the flag")
-    assert_same(
-        *both(tmp_path, trainer, "pairs" if trainer == "DPOTrainer" else "unpaired", trainer_kwargs=config), MEANS
-    )
+    config = lambda: with_lora("q_proj", "v_proj")
+    assert_same(*both(tmp_path, trainer, kind_of(trainer), trainer_kwargs=config), MEANS)
 
 
 # With the flag TRL divides sums over tokens and vocabulary by the number of sequences; without, it
@@ -383,36 +325,18 @@ def test_kto(tmp_path, options):
 )
 def test_preferences_without_a_reference(tmp_path, trainer, options):
     """TRL has no fused path for these; layers and norms are ours."""
-    prompt = (
-        {"max_prompt_length": 24}
-        if "max_prompt_length" in inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters
-        else {}
-    )
-    assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt)))
+    assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt_length(trainer))))
 
 
 def orpo(tmp_path: Path, ours: bool, model: Any = None, patched: bool = False, **options: Any) -> tuple:
     """``taught`` by our trainer, or by TRL's."""
-    prompt = (
-        {"max_prompt_length": 24}
-        if "max_prompt_length" in inspect.signature(trainer_of("ORPOConfig")).parameters
-        else {}
-    )
-    options = {"max_length": 48} | prompt | options
-    return taught(
-        tmp_path / str(ours),
-        "LigerORPOTrainer" if ours else "ORPOTrainer",
-        "pairs",
-        ours and patched,
-        model and model(),
-        **options,
-    )
+    name = "LigerORPOTrainer" if ours else "ORPOTrainer"
+    options = {"max_length": 48} | prompt_length("ORPOTrainer") | options
+    return taught(tmp_path / str(ours), name, "pairs", ours and patched, model and model(), **options)
 
 
-FSDP2 = {
-    "fsdp": "full_shard",
-    "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-}
+WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+FSDP2 = {"fsdp": "full_shard", "fsdp_config": WRAPPED}
 ORPO_FAMILIES = ["llama", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-decoder", "gemma2", "mixtral"]
 
 
@@ -420,22 +344,20 @@ ORPO_FAMILIES = ["llama", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-d
 def test_our_orpo_trainer(tmp_path, monkeypatch, model_type):
     """Its losses and metrics without logits are TRL's with them, whatever a family does to its
     logits."""
-    model = lambda: make(
-        model_type, vocab_size=64, **({"pad_token_id": 0} if model_type == "modernbert-decoder" else {})
-    )
+    more = {"pad_token_id": 0} if model_type == "modernbert-decoder" else {}
+    model = lambda: make(model_type, vocab_size=64, **more)
     stock = orpo(tmp_path, False, model)
     monkeypatch.setattr(DeferredLogits, "value", None)  # logits are not computed
     assert_same(orpo(tmp_path, True, model), stock)
 
 
 def adapted(head: bool = False) -> nn.Module:
-    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
+    import peft
+
     modules = ["q_proj", "v_proj", *(["lm_head"] if head else [])]
     torch.manual_seed(0)
-    return peft.get_peft_model(
-        make("llama", vocab_size=64),
-        peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"),
-    )
+    config = with_lora(*modules, init_lora_weights=False)["peft_config"]
+    return peft.get_peft_model(make("llama", vocab_size=64), config)
 
 
 @pytest.mark.parametrize(
@@ -466,19 +388,13 @@ def test_our_orpo_trainer_under_autocast(tmp_path):
     ours = orpo(tmp_path, True, bf16=True)
     for entry, theirs, true in zip(ours[1][:2], stock[1][:2], truth[1][:2]):
         for name in ("nll_loss", "logps/chosen", "logps/rejected"):
-            assert (
-                0 < abs(entry[name] - true[name]) <= max(2 * abs(theirs[name] - true[name]), 2**-8 * abs(true[name]))
-            ), name
+            ours_off, theirs_off = (abs(e[name] - true[name]) for e in (entry, theirs))
+            assert 0 < ours_off <= max(2 * theirs_off, 2**-8 * abs(true[name])), name
 
 
 def _rank(rank: int, folder: Path, port: int, ours: bool, options: dict[str, Any]) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with served_by_kernels_or_references():
         _, logs, weights = orpo(folder / str(rank), ours, lambda: make("llama", vocab_size=64), **options)
     whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}
@@ -498,12 +414,8 @@ def on_two_ranks(folder: Path, ours: bool, **options: Any) -> tuple:
 @pytest.mark.skipif(DEVICE != "cpu", reason="ranks share a GPU")
 def test_our_orpo_trainer_on_two_ranks(tmp_path, options):
     """The same weights on both, which are those of TRL's trainer: gradients are reduced."""
-    options |= {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 1,
-        "max_steps": 3,
-        "ddp_backend": "gloo",
-    }
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
+    options |= {"ddp_backend": "gloo"}
     assert_same(on_two_ranks(tmp_path / "ours", True, **options), on_two_ranks(tmp_path / "stock", False, **options))
 
 
@@ -522,22 +434,17 @@ def grpo(tmp_path: Path, **options: Any) -> None:
     unknown = [k for k in options if k not in known]
     if unknown:
         pytest.skip(f"trl {VERSION} has no {', '.join(unknown)}")
-    if Version("1.4") > VERSION and "use_bias_correction_kl" in options:
-        pytest.skip(f"trl {VERSION} does not pass use_bias_correction_kl on")
-    if Version("1.11") > VERSION and "mask_truncated_completions" in options:
-        pytest.skip(f"trl {VERSION} does not pass the number of tokens of all micro-batches on")
-    if Version("1.0") > VERSION and options.get("loss_type") in ("cispo", "sapo", "luspo", "vespo"):
-        pytest.skip(f"trl {VERSION} has no {options['loss_type']}")
-    common = dict(
-        num_generations=4,
-        max_completion_length=6,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_iterations=2,
-        max_steps=3,
-        trainer_kwargs=lambda: {"reward_funcs": reward},
-        temperature=0.9,
-    )
+    late = {"cispo", "sapo", "luspo", "vespo"} & {options.get("loss_type")}
+    for since, what, lacks in (
+        ("1.4", "use_bias_correction_kl" in options, "does not pass use_bias_correction_kl on"),
+        ("1.11", "mask_truncated_completions" in options, "does not pass the tokens of all micro-batches on"),
+        ("1.0", late, f"has no {late}"),
+    ):
+        if what and Version(since) > VERSION:
+            pytest.skip(f"trl {VERSION} {lacks}")
+    common = dict(num_generations=4, max_completion_length=6, per_device_train_batch_size=4, num_iterations=2)
+    common |= dict(gradient_accumulation_steps=2, max_steps=3, temperature=0.9)
+    common |= dict(trainer_kwargs=lambda: {"reward_funcs": reward})
     try:
         ours = taught(tmp_path / "ours", "GRPOTrainer", "prompts", True, **(common | options))
     except (ValueError, NotImplementedError) as error:
@@ -547,14 +454,11 @@ def grpo(tmp_path: Path, **options: Any) -> None:
     assert_same(ours, taught(tmp_path / "stock", "GRPOTrainer", "prompts", False, **(common | options)))
 
 
-@pytest.mark.parametrize(
-    "loss_type, beta",
-    [
-        smoke(loss, beta) if (loss, beta) == ("dapo", 0.04) else (loss, beta)
-        for loss in GRPO_LOSSES
-        for beta in (0.0, 0.04)
-    ],
-)
+ONE = smoke("dapo", 0.04)
+OTHERS = [(loss, beta) for loss in GRPO_LOSSES for beta in (0.0, 0.04) if (loss, beta) != ("dapo", 0.04)]
+
+
+@pytest.mark.parametrize("loss_type, beta", [ONE, *OTHERS])
 def test_grpo(tmp_path, loss_type, beta):
     grpo(tmp_path, loss_type=loss_type, beta=beta)
 
@@ -583,13 +487,7 @@ def test_grpo_with_lora_on_the_head(tmp_path):
     """The adapter learns as without the flag, or TRL refuses: it is not left out in silence."""
     if not FUSED:
         pytest.skip(f"trl {VERSION} has no loss of ours")
-    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
-    config = lambda: {
-        "reward_funcs": reward,
-        "peft_config": peft.LoraConfig(
-            r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
-        ),
-    }
+    config = lambda: with_lora("q_proj", "lm_head", init_lora_weights=False) | {"reward_funcs": reward}
     grpo(tmp_path, trainer_kwargs=config)
 
 
@@ -605,20 +503,7 @@ def test_rloo(tmp_path):
 @pytest.mark.parametrize("beta", [0.0, smoke(0.3), 1.0])
 def test_gkd(tmp_path, beta):
     if Version("1.4") > VERSION:
-        pytest.skip(
-            f"with the flag, trl {VERSION} adds half of the cross entropy: it leaves the weights of both parts at "
-            "their defaults"
-        )
+        pytest.skip(f"with the flag, trl {VERSION} adds half of the cross entropy: both weights are its defaults")
     teacher = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
-    assert_same(
-        *both(
-            tmp_path,
-            "GKDTrainer",
-            "chat",
-            trainer_kwargs=teacher,
-            beta=beta,
-            lmbda=0.0,
-            max_new_tokens=4,
-            max_length=64,
-        )
-    )
+    options = dict(trainer_kwargs=teacher, beta=beta, lmbda=0.0, max_new_tokens=4, max_length=64)
+    assert_same(*both(tmp_path, "GKDTrainer", "chat", **options))

@@ -103,11 +103,8 @@ def adapted() -> nn.Module:
     ("options", "config", "forwards"),
     [
         pytest.param({}, {}, 4, marks=pytest.mark.smoke),
-        (
-            {"packing": True, "max_length": 32, "gradient_accumulation_steps": 1},
-            {},
-            2,
-        ),  # without padding: rows follow one another
+        # without padding: rows follow one another
+        ({"packing": True, "max_length": 32, "gradient_accumulation_steps": 1}, {}, 2),
         ({"gradient_checkpointing": True}, {"lora_dropout": 0.5}, 8),
         (
             {"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": {"eval_dataset": rows("text")}},
@@ -142,21 +139,18 @@ def four_bits(folder: Path, compute: torch.dtype) -> tuple[nn.Module, nn.Module]
     the same model in fp32."""
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make setup")
     make("llama", **SIZES).save_pretrained(folder)
-    how = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
-    )
-    model = LlamaForCausalLM.from_pretrained(
-        folder, quantization_config=how, dtype=torch.bfloat16, device_map={"": DEVICE}
-    )
+    double = dict(bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **double)
+    where = dict(dtype=torch.bfloat16, device_map={"": DEVICE})
+    model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, **where)
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     assert {p.dtype for n, p in model.named_parameters() if "norm" in n or "embed" in n} == {torch.float32}
     twin = make("llama", **SIZES)
     for p, stored in zip(twin.parameters(), model.parameters()):
-        p.data = (
-            bnb.functional.dequantize_4bit(stored.data, stored.quant_state)
-            if hasattr(stored, "quant_state")
-            else stored.data
-        ).float()
+        dense = stored.data
+        if hasattr(stored, "quant_state"):
+            dense = bnb.functional.dequantize_4bit(stored.data, stored.quant_state)
+        p.data = dense.float()
     pair = []
     for each in (model, twin):
         torch.manual_seed(0)
@@ -213,11 +207,7 @@ def test_dpo_with_an_adapter_of_the_reference(tmp_path, ran):
 def test_grpo(tmp_path, ran, model):
     """Prompts are completed between the steps; log-probabilities of old policies and of the
     reference, by both ways, are computed without gradients."""
-    options = dict(
-        num_generations=4, max_completion_length=6, num_iterations=2, max_steps=3, temperature=0.9, beta=0.04
-    )
+    options = dict(num_generations=4, max_completion_length=6, num_iterations=2, max_steps=3, temperature=0.9)
+    options |= dict(beta=0.04, trainer_kwargs={"reward_funcs": reward})
     more = {"config": lora()} if model is None else {"model": model}
-    assert (
-        compared(tmp_path, ran, "GRPOTrainer", "prompts", trainer_kwargs={"reward_funcs": reward}, **options, **more)
-        >= 6
-    )
+    assert compared(tmp_path, ran, "GRPOTrainer", "prompts", **options, **more) >= 6

@@ -9,24 +9,9 @@ import time
 from pathlib import Path
 
 STEPS = 200  # seconds, of which the rank that is killed sees the first
-TRAIN = dict(
-    length=64,
-    batch=2,
-    hidden=32,
-    layers=1,
-    heads=2,
-    vocab=400,
-    nproc=2,
-    parallel="ddp",
-    steps=STEPS,
-    checkpoint_every=20,
-    checkpoint_async=False,
-    log_every=2,
-    eval_fraction=0.02,
-    device="cpu",
-    max_restarts=2,
-    timeout=120,
-)
+TRAIN = dict(length=64, batch=2, hidden=32, layers=1, heads=2, vocab=400, nproc=2, parallel="ddp", steps=STEPS)
+TRAIN |= dict(checkpoint_every=20, checkpoint_async=False, log_every=2, eval_fraction=0.02, device="cpu")
+TRAIN |= dict(max_restarts=2, timeout=120)
 
 
 def job_file(folder: Path, **changes) -> Path:
@@ -36,20 +21,8 @@ def job_file(folder: Path, **changes) -> Path:
     text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in docs))
     train = TRAIN | {"data": str(text), "store": (folder / "store").as_uri()} | changes.pop("train", {})
     path = folder / "job.json"
-    path.write_text(
-        json.dumps(
-            {
-                "name": "tiny",
-                "image": "registry.test/liger:1",
-                "nodes": 1,
-                "gpus": 0,
-                "cpu": "2",
-                "memory": "4Gi",
-                **changes,
-                "train": train,
-            }
-        )
-    )
+    job = {"name": "tiny", "image": "registry.test/liger:1", "nodes": 1, "gpus": 0, "cpu": "2", "memory": "4Gi"}
+    path.write_text(json.dumps({**job, **changes, "train": train}))
     return path
 
 

@@ -308,7 +308,9 @@ def test_parts_of_ranks_are_those_of_the_shapes():
 
 
 @pytest.mark.parametrize(
-    "flags, measured", [({}, 42.6), (dict(activation_offloading=True, keep_attention=True, tiled_mlp=0), 39.6)], ids=str
+    "flags, measured",
+    [({}, 42.6), *further((dict(activation_offloading=True, keep_attention=True, tiled_mlp=0), 39.6))],
+    ids=str,
 )
 def test_rows_that_ranks_share(flags, measured):
     """Peaks of docs/benchmarks/long-rows.md: two H200, the whole Llama-3-8B, one row of 65,536
@@ -383,6 +385,7 @@ LONG = ("--memory-gb", "1", "--seq", "65536", "--precision", "bf16", "--checkpoi
 HELD = 3 * 65536 * 512 * 2 / 1e9  # of a model of two layers
 
 
+@pytest.mark.slow
 def test_memory_of_the_cpu_is_printed(model, capsys):
     assert f"GB, and {HELD:.2f} GB of the CPU's memory for activations\n" in said(
         "--model", model, *LONG, capsys=capsys
@@ -526,6 +529,7 @@ def test_ranks_that_cannot_be(model, flags, error, capsys):
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_fits(model, capsys):
     assert "No combination of switches that trains the same model fits" in said(
         "--model", model, "--memory-gb", "0.01", capsys=capsys

@@ -3,6 +3,7 @@ the CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import shutil
@@ -26,6 +27,14 @@ LR, BETAS, STEPS = 1e-2, (0.9, 0.95), 4
 OPTIONS = {"lr": LR, "betas": BETAS, "weight_decay": 0.1}
 
 
+@pytest.fixture(autouse=True)
+def _compiled_once(request):
+    """torchao compiles its steps, for seconds each: here those of one run are, the others eager."""
+    compiled = request.function is test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone
+    with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def trained(make, dtype, steps=STEPS, shape=(32, 256)):
     """A parameter and its optimizer after steps with gradients that do not depend on it."""
     torch.manual_seed(0)
@@ -41,7 +50,6 @@ def trained(make, dtype, steps=STEPS, shape=(32, 256)):
 @pytest.mark.parametrize(
     "name, theirs, dtype",
     [
-        # torchao compiles each of them; a test below runs the compiled step of the first one, too
         ("adamw-8bit", lambda groups: torchao.AdamW8bit(groups, **OPTIONS), torch.float32),
         *further(
             (

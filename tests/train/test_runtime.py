@@ -278,6 +278,7 @@ def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
     assert metrics_of(config)["restarts"] == 1
 
 
+@pytest.mark.elastic
 def test_a_stream_loses_nothing_with_a_rank(base, undisturbed, tmp_path):
     """One part, whose order is that of the data as a whole; it is gone with the machine."""
     config = place(base, tmp_path, stream=1, cache=str(tmp_path / "cache"))
@@ -364,7 +365,7 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
         ),  # torchao compiles it in each of eight processes
         pytest.param(dict(optimizer="adamw-8bit", optimizer_in_backward=True), marks=pytest.mark.elastic),
         pytest.param(dict(optimizer_in_backward=True), marks=pytest.mark.elastic),
-        dict(optimizer_on_cpu=True),
+        pytest.param(dict(optimizer_on_cpu=True), marks=pytest.mark.elastic),
     ],
     ids=lambda changes: "-".join(str(value) for value in changes.values()),
 )

@@ -86,6 +86,7 @@ def test_a_gpu_that_is_too_small_is_named(on_a_gpu):
     assert re.search(said, on_a_gpu(batch=4, length=4096))
 
 
+@pytest.mark.slow  # test_fit.py estimates parts of ranks of smaller models
 def test_ranks_expect_a_part(on_a_gpu):
     """Also in a process that is one of the ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

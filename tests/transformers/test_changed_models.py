@@ -18,6 +18,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens  # noqa: E402
+from quick import further  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 import liger_kernel.transformers as liger  # noqa: E402
@@ -199,7 +200,7 @@ print(out.loss.item(), out.logits is None)
 """
 
 
-@pytest.mark.parametrize("absent", [True, False], ids=["absent", "present"])
+@pytest.mark.parametrize("absent", [True, *further(False)], ids=["absent", "present"])
 def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
     """A model, whole by ``torch.save``, is the stock one, which where liger_kernel is can be
     patched again. Outputs are stock's, too, but for those with statistics, which only we know."""

@@ -493,7 +493,7 @@ def test_scores_of_a_head_that_drops(computed):
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param({}, id="lora"), *further(dict(target_modules=["q_proj"], modules_to_save=["lm_head"]))]
+    "config", further({}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])), ids=["lora", "copy"]
 )
 def test_compiled(config):
     torch._dynamo.reset()

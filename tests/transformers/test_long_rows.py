@@ -479,6 +479,7 @@ def test_generation(tiles):
     assert tiles
 
 
+@pytest.mark.slow
 def test_compiled_with_tiles():
     torch._dynamo.reset()
     model = make("llama", num_hidden_layers=1)

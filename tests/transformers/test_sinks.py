@@ -289,7 +289,7 @@ def test_compiled_layers(backend):
     assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-4)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", *further("inductor")])
+@pytest.mark.parametrize("backend", further("aot_eager", "inductor"))
 def test_compiled_whole(backend):
     theirs, ours = pair()
     batch = padded("right")

@@ -221,6 +221,7 @@ def test_patched_after():
         assert_same_learning(of_scores(model), of_logits(make("llama")), 3e-5)
 
 
+@pytest.mark.slow
 def test_compiled():
     """With logits."""
     with served_by_kernels_or_references():

@@ -56,6 +56,7 @@ from liger_kernel.transformers.recognise import projections as recognised
 memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
 ROWS, LENGTH, IGNORED = 2 * RANKS, 12, 3  # of the batch of all ranks together
+TIED = dict(tie_word_embeddings=True)
 TOLERANCE = 1e-5  # sums of other terms, in another order
 GPUS = torch.cuda.device_count()
 make = functools.partial(
@@ -225,12 +226,19 @@ def mesh() -> Any:
     return init_device_mesh("cuda" if GPUS else "cpu", (RANKS,))
 
 
+# those that are one expression
+CHECKS |= {
+    "ddp": lambda: same(parallelize(patched(), "ddp").model),
+    "ddp_tied": lambda: same(parallelize(patched(**TIED), "ddp").model, expected(**TIED)),
+    "fsdp2_head_in_the_roots_group": lambda: same(parallelize(patched(), "fsdp2").model),
+    "fsdp2_tied": lambda: same(parallelize(patched(**TIED), "fsdp2").model, expected(**TIED)),
+    "fsdp2_accumulates": lambda: same(parallelize(patched(), "fsdp2", own_head=True).model, parts=2),
+    "fsdp2_checkpointed": lambda: same(parallelize(checkpointed(patched()), "fsdp2", own_head=True).model),
+    "lora_ddp": lambda: same(parallelize(adapted_alike(), "ddp").model, adapted_learning()),
+}
+
+
 # -- DDP -----------------------------------------------------------------------------------
-
-
-@check
-def ddp() -> None:
-    same(parallelize(patched(), "ddp").model)
 
 
 @check
@@ -258,17 +266,7 @@ def ddp_no_sync() -> None:
     assert reduced < 2 * sum(p.numel() for p in patched().parameters()), "gradients were reduced more than once"
 
 
-@check
-def ddp_tied() -> None:
-    same(parallelize(patched(tie_word_embeddings=True), "ddp").model, expected(tie_word_embeddings=True))
-
-
 # -- FSDP2 ---------------------------------------------------------------------------------
-
-
-@check
-def fsdp2_head_in_the_roots_group() -> None:
-    same(parallelize(patched(), "fsdp2").model)
 
 
 @check
@@ -292,25 +290,10 @@ def fsdp2_head_with_the_norm() -> None:
 
 
 @check
-def fsdp2_tied() -> None:
-    same(parallelize(patched(tie_word_embeddings=True), "fsdp2").model, expected(tie_word_embeddings=True))
-
-
-@check
 def fsdp2_tied_in_one_group() -> None:
-    model = patched(tie_word_embeddings=True)
+    model = patched(**TIED)
     fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head], mesh=mesh())
-    same(fully_shard(model, mesh=mesh()), expected(tie_word_embeddings=True))
-
-
-@check
-def fsdp2_accumulates() -> None:
-    same(parallelize(patched(), "fsdp2", own_head=True).model, parts=2)
-
-
-@check
-def fsdp2_checkpointed() -> None:
-    same(parallelize(checkpointed(patched()), "fsdp2", own_head=True).model)
+    same(fully_shard(model, mesh=mesh()), expected(**TIED))
 
 
 @check
@@ -418,7 +401,7 @@ def logits_stay(seen: Collectives) -> None:
 
 @check
 def tp_by_plan() -> None:
-    for more in (WIDE, WIDE | dict(tie_word_embeddings=True)):
+    for more in (WIDE, WIDE | TIED):
         model = parallelize(patched(**more), "tp").model
         with Collectives() as seen:
             out = model(**batch(), use_cache=False)
@@ -1069,11 +1052,6 @@ def adapted_alike() -> nn.Module:
 @functools.cache
 def adapted_learning() -> dict[str, Tensor]:
     return step(adapted(False), batch())[1]
-
-
-@check
-def lora_ddp() -> None:
-    same(parallelize(adapted_alike(), "ddp").model, adapted_learning())
 
 
 @check

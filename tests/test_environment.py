@@ -18,13 +18,18 @@ from liger_kernel.train.ranks import ELASTIC
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "liger_kernel"
 # names that are put together, or taken from a table, in the files that read them so
+OF_OPERATORS = ("", "_<OPERATOR>")
 MADE = {
-    "compat/backends.py": {
-        f"LIGER_KERNEL_{word}{operator}" for word in ("IMPL", "BACKEND") for operator in ("", "_<OPERATOR>")
-    },
+    "compat/backends.py": {f"LIGER_KERNEL_{word}{name}" for word in ("IMPL", "BACKEND") for name in OF_OPERATORS},
     "deploy/flyte1.py": set(ELASTIC),
     "train/ranks.py": set(ELASTIC),
 }
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}
 
 
 def keys(tree: ast.Module) -> list[ast.expr]:
@@ -36,13 +41,9 @@ def keys(tree: ast.Module) -> list[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and of_environ(node.value) and isinstance(node.ctx, ast.Load):
             found.append(node.slice)
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("get", "setdefault")
-            and of_environ(node.func.value)
-        ):
-            found.append(node.args[0])
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("get", "setdefault") and of_environ(node.func.value):
+                found.append(node.args[0])
         elif isinstance(node, ast.Compare) and any(map(of_environ, node.comparators)):
             found.append(node.left)
     return found
@@ -51,13 +52,8 @@ def keys(tree: ast.Module) -> list[ast.expr]:
 def constants() -> dict[str, str]:
     """Names in capitals that are one string, wherever they are bound: variables are named by
     them."""
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    assigned = [
-        node
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-    ]
+    assigned = [node for tree in trees().values() for node in tree.body if isinstance(node, ast.Assign)]
+    assigned = [node for node in assigned if isinstance(node.value, ast.Constant)]
     return {ast.unparse(node.targets[0]): node.value.value for node in assigned}
 
 
@@ -65,25 +61,22 @@ def read() -> dict[str, set[str]]:
     """Variable -> files that read it."""
     found = defaultdict(set)
     named = constants()
-    for path in PACKAGE.rglob("*.py"):
-        for key in keys(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for key in keys(tree):
             if isinstance(key, ast.Constant):
                 names = {key.value}
             elif ast.unparse(key) in named:
                 names = {named[ast.unparse(key)]}
             else:
-                names = MADE[path.relative_to(PACKAGE).as_posix()]
+                names = MADE[path]
             for name in names:
-                found[name].add(path.relative_to(PACKAGE).as_posix())
+                found[name].add(path)
     return found
 
 
 def test_the_table_is_what_the_source_reads():
-    rows = [
-        line.split(" | ")
-        for line in (ROOT / "docs" / "environment.md").read_text().splitlines()
-        if line.startswith("| `")
-    ]
+    lines = (ROOT / "docs" / "environment.md").read_text().splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| `")]
     assert all(len(row) == 4 and all(cell.strip("| ") for cell in row) for row in rows)
     source = read()
     assert sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row[0])) == sorted(source)

@@ -55,9 +55,8 @@ def test_forms_of_issues_are_yaml_with_a_name_and_fields():
     forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     for path in forms:
         form = yaml.safe_load(path.read_text())
-        assert {"name", "description", "body"} <= form.keys() and all(
-            {"type", "attributes"} <= part.keys() for part in form["body"]
-        )
+        assert {"name", "description", "body"} <= form.keys()
+        assert all({"type", "attributes"} <= part.keys() for part in form["body"])
         assert len({part["id"] for part in form["body"]}) == len(form["body"])
     assert forms
 
@@ -78,23 +77,17 @@ def test_frameworks_see_a_version_of_the_08_series_that_no_index_has():
     """Frameworks compare the version with the oldest that they support; a pin of ours never
     matches LinkedIn's release of the same number."""
     version = Version(liger_kernel.__version__)
-    assert (
-        Version("0.8.5") < version < Version("0.9")
-        and version.local
-        and liger_kernel.__version__.endswith(_others.MARK)
-    )
-    assert Version(version.public) not in SpecifierSet(f"=={version}") and version in SpecifierSet(
-        f"=={version.public}"
-    )
+    assert Version("0.8.5") < version < Version("0.9") and liger_kernel.__version__.endswith(_others.MARK)
+    assert version.local and Version(version.public) not in SpecifierSet(f"=={version}")
+    assert version in SpecifierSet(f"=={version.public}")
     transformers = pytest.importorskip("transformers.utils")
     assert transformers.is_liger_kernel_available()
 
 
 def run(path: list, code: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | variables
-    return subprocess.run(
-        [sys.executable, "-W", "always", "-c", code], env=env, capture_output=True, text=True, check=True, cwd=folder
-    )
+    command = [sys.executable, "-W", "always", "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=folder)
 
 
 SRC = Path(liger_kernel.__file__).parents[1]
@@ -119,18 +112,12 @@ def of_linkedin(tmp_path: Path) -> list[tuple[list[Path], str]]:
     (bare / "liger_kernel").mkdir(parents=True)
     (bare / "liger_kernel" / "__init__.py").touch()
     stable = installed(tmp_path / "stable", "liger_kernel", "0.8.5")
-    both = installed(
-        installed(tmp_path / "both", "liger_kernel", "0.8.5", package=False),
-        "liger_kernel_nightly",
-        "0.9.0.dev1",
-        package=False,
-    )
+    both = installed(tmp_path / "both", "liger_kernel", "0.8.5", package=False)
+    installed(both, "liger_kernel_nightly", "0.9.0.dev1", package=False)
+    found = f"liger-kernel 0.8.5 in {both}, liger-kernel-nightly 0.9.0.dev1 in {both}"
     return [
         ([SRC, stable], f"liger-kernel 0.8.5 in {stable}"),
-        (
-            [both, SRC],
-            f"liger-kernel 0.8.5 in {both}, liger-kernel-nightly 0.9.0.dev1 in {both}",
-        ),  # ours is an editable install
+        ([both, SRC], found),  # ours is an editable install
         ([SRC, bare], f"a liger_kernel without metadata in {bare}"),
     ]
 
@@ -139,10 +126,8 @@ def test_another_package_of_our_name_is_reported_once(tmp_path):
     more = ".transformers.functional, liger_kernel.train"  # of one, as importing them takes seconds
     for path, name in of_linkedin(tmp_path):
         done, more = run(path, f"import liger_kernel{more}"), ""
-        assert (
-            done.stderr.count("UserWarning") == 1
-            and f"is loaded from {SRC / 'liger_kernel'}, but there is also {name};" in done.stderr
-        ), done.stderr
+        assert done.stderr.count("UserWarning") == 1, done.stderr
+        assert f"is loaded from {SRC / 'liger_kernel'}, but there is also {name};" in done.stderr, done.stderr
         assert run(path, "import liger_kernel", LOCAL_RANK="1").stderr == ""
         assert f"also installed  {name}\n" in run(path, REPORT).stdout
 
@@ -158,26 +143,17 @@ def test_ours_alone_is_silent(tmp_path):
     assert done.stderr == ""
     report = run([SRC], REPORT).stdout
     assert "also installed  no other package named liger_kernel\n" in report
-    assert report.startswith(
-        f"liger-kernel    {liger_kernel.__version__} (not LinkedIn's package) in {SRC / 'liger_kernel'}\n"
-    )
+    version = liger_kernel.__version__
+    assert report.startswith(f"liger-kernel    {version} (not LinkedIn's package) in {SRC / 'liger_kernel'}\n")
 
 
 def texts() -> dict[str, str]:
     """Every file of the repository that people read or run, by its path."""
-    names = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    found = {name: ROOT / name for name in names.split("\n") if name and not name.startswith("benchmarks/data/")}
-    return {
-        name: path.read_text()
-        for name, path in found.items()
-        if path.is_file() and path.suffix not in (".png", ".svg", ".ico", ".gz")
-    }
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    found = {name: ROOT / name for name in names if name and not name.startswith("benchmarks/data/")}
+    binary = (".png", ".svg", ".ico", ".gz")
+    return {name: p.read_text() for name, p in found.items() if p.is_file() and p.suffix not in binary}
 
 
 # where pip is given a version for a folder of its own, a file or a repository, takes the package
@@ -188,25 +164,19 @@ MEANT = re.compile(r"--target|liger-kernel(\[[\w,-]+\])? @ |uninstall|LinkedIn")
 def fetched_from_an_index(text: str) -> list[str]:
     """Lines that have pip fetch LinkedIn's package where ours is meant."""
     lines = text.splitlines()
-    return [
-        line.strip()
-        for i, line in enumerate(lines)
-        if re.search(r"pip3? install.*\bliger[-_]kernel\b", line)
-        and not MEANT.search(" ".join(lines[max(i - 1, 0) : i + 2]))
-    ]
+    meant = lambda i: MEANT.search(" ".join(lines[max(i - 1, 0) : i + 2]))
+    found = [(i, line) for i, line in enumerate(lines) if re.search(r"pip3? install.*\bliger[-_]kernel\b", line)]
+    return [line.strip() for i, line in found if not meant(i)]
 
 
 def test_no_text_installs_linkedins_package_for_ours():
     me = Path(__file__).relative_to(ROOT).as_posix()
-    assert [
-        f"{name}: {line}" for name, text in texts().items() if name != me for line in fetched_from_an_index(text)
-    ] == []
-    assert fetched_from_an_index("x\n    pip install -q 'liger-kernel[k8s]'\n") and fetched_from_an_index(
-        "`pip install -U liger_kernel`"
-    )
-    assert not fetched_from_an_index(
-        "pip install 'liger-kernel[k8s] @ file:///tmp/x.whl'"
-    ) and not fetched_from_an_index("pip install -e '.[k8s]'")
+    found = {name: fetched_from_an_index(text) for name, text in texts().items() if name != me}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    for wrong in ("x\n    pip install -q 'liger-kernel[k8s]'\n", "`pip install -U liger_kernel`"):
+        assert fetched_from_an_index(wrong)
+    for right in ("pip install 'liger-kernel[k8s] @ file:///tmp/x.whl'", "pip install -e '.[k8s]'"):
+        assert not fetched_from_an_index(right)
 
 
 def test_extras_that_are_named_exist():

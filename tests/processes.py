@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import sys
+import threading
 from unittest import mock
 
 import torch
@@ -47,7 +48,10 @@ def stop_forkserver() -> None:
     """Wait for the server, as it waits for its processes: their CPU time is then this process's."""
     from multiprocessing import forkserver
 
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nothing public ends it
+    # nothing public ends it; a process that a test left behind may keep it alive
+    ending = threading.Thread(target=forkserver._forkserver._stop, daemon=True)  # type: ignore[attr-defined]
+    ending.start()
+    ending.join(timeout=20)
 
 
 def free_port() -> int:

@@ -978,6 +978,7 @@ def test_generation_is_untouched():
     assert torch.equal(patched(model, True).generate(prompt, **arguments), expected)
 
 
+@pytest.mark.slow  # test_deferred.py compiles patched models
 def test_a_patched_model_compiles_in_one_graph():
     model = patched(make("llama", num_hidden_layers=1), "mlp")
     _, expected = step(model)

@@ -84,6 +84,16 @@ def _accuracy() -> list:
     return found
 
 
+# a row kernel, a loss, a head with its loss in chunks, experts, adapters
+ONE_OF_EACH_KIND = ("rms_norm", "cross_entropy", "linear_cross_entropy", "moe", "lora_mlp")
+
+
+def _of_each_kind(params: list) -> list:
+    """Of what takes seconds an operator: without a GPU, others than these are slow."""
+    few = lambda p: GPU or p.values[0].name in ONE_OF_EACH_KIND
+    return [p if few(p) else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in params]
+
+
 runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.timed and (GPU or not c.gpu)))
 small = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.gpu))
 first = pytest.mark.parametrize(
@@ -209,7 +219,7 @@ def of_rows(t: Tensor, times: int) -> Tensor:
     return copy.requires_grad_(t.requires_grad)
 
 
-@small
+@pytest.mark.parametrize("op, case", _of_each_kind(_params(lambda c: not c.error and not c.gpu)))
 def test_compiles_whole(op, case):
     """And once for batches of all sizes: neither the operator nor its launchers' fakes take the
     number of rows for a constant.
@@ -373,15 +383,16 @@ def test_more_than_2_to_31_elements(op):
 
 
 @small
-def test_frozen_inputs_cost_nothing(op, case):
-    """Subsets of the inputs ask for gradients, on a GPU all of them: only these get them, and
-    what is not needed is not allocated."""
+@pytest.mark.parametrize("few", [True] if GPU else [True, *further(False)])
+def test_frozen_inputs_cost_nothing(op, case, few):
+    """Subsets of the inputs ask for gradients, on a GPU all of them, else few or all but one: only
+    these get them, and what is not needed is not allocated."""
     pytorch, truth, *others = expected(op, case, torch.float32)
     args = case.make(torch.float32, DEVICE)
     names = list(differentiable(args))
     with Launches() as full:
         run(op.fn, like(args))
-    sizes = range(len(names)) if GPU else sorted({0, 1, len(names) - 1} & set(range(len(names))))
+    sizes = range(len(names)) if GPU else {0, 1} & {*range(len(names))} if few else [len(names) - 1]
     for needed in itertools.chain.from_iterable(itertools.combinations(names, n) for n in sizes):
         frozen = {
             k: v.detach().clone().requires_grad_(k in needed) if isinstance(v, Tensor) else v for k, v in args.items()

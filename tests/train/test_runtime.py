@@ -328,7 +328,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
 
 @pytest.mark.parametrize(
     "parallel, precision, rel",
-    [pytest.param("ddp", "fp32", 1e-5, marks=pytest.mark.elastic), ("fsdp2", "bf16-mixed", 1e-2)],
+    [pytest.param(*how, marks=pytest.mark.elastic) for how in (("ddp", "fp32", 1e-5), ("fsdp2", "bf16-mixed", 1e-2))],
 )
 def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     """Killed, started again, preempted, and finished by one rank: the bits of a run left alone

@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -1246,21 +1245,17 @@ def test_no_speed_without_its_spread(stock, ours, said, tmp_path):
         demo.plot(report, runs, tmp_path / "demo.png")
 
 
-def test_the_demo_runs(tmp_path, user_env):
+def test_the_demo_runs(tmp_path, monkeypatch, capfd):
+    """Each run in a process of its own, as a user's: without the interpreter."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     data = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 8)
     flags = {**TINY, "data": data, "out": tmp_path / "demo", "steps": 8}
     argv = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "liger_kernel.cli", "demo", *argv],
-        env=user_env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The loss curves agree" in done.stdout
+    code, (out, err) = cli.main(["demo", *argv]), capfd.readouterr()
+    assert code == 0, err
+    assert "The loss curves agree" in out
     blocks = re.findall(
-        r"^(stock|ours) +step +(\d+)/8 ", done.stdout, re.M
+        r"^(stock|ours) +step +(\d+)/8 ", out, re.M
     )  # the second run begins in its turn, with two blocks
     assert blocks == [
         ("stock", "1"),

@@ -1418,6 +1418,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.elastic
 def test_restarted_workers_meet_again(user_env, tmp_path):
     """By default they do not: they find the addresses of the workers before them. A static
     rendezvous from the environment would not help, either."""

@@ -247,8 +247,8 @@ SMALL = (
     "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 "
     "--limit 8 --warmup 0 --eval-fraction 0 --eval-every 0"
 )
-# Options that need several processes, packages or services, or whose processes take long; tests/train
-# and tests/integrations run them
+# Options that need several processes, packages or services, or whose processes take long; others
+# run them (tests/train, tests/integrations)
 ELSEWHERE = ["--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "--quantize"]
 ELSEWHERE += ["--model", "--config", "--data", "--stream"]
 # Other programs, and why they do not run here
@@ -342,7 +342,7 @@ def run(words: list[str]) -> None:
         if "--config" not in words:
             from_flags(words[1:])
         if not any(word.partition("=")[0] in ELSEWHERE for word in words):
-            # as a user's does on this machine; optimizers of torchao would compile their steps, for seconds
+            # as a user's does on this machine; torchao's optimizers would compile for seconds
             with served_by_kernels_or_references(), torch.compiler.set_stance("force_eager"):
                 assert cli.main([*words, *SMALL.split()]) == 0
     else:

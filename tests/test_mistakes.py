@@ -313,7 +313,7 @@ def test_mistakes_in_flags_import_nothing_heavy():
 
 @pytest.mark.parametrize("line", ["deploy render deploy/jobs/plain.yaml", "--help", *further("ops", "train --help")])
 def test_a_pipe_that_is_closed_is_no_mistake(line):
-    """``liger deploy render | head``: no traceback, no line, and the exit code that shells have for it;
+    """``liger ... | head``: no traceback, no line, and the exit code that shells have for it;
     argparse itself writes help, and ignores what fails."""
     reader, writer = os.pipe()
     os.close(reader)

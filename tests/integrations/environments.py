@@ -26,61 +26,24 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _names = str.split
 FAMILIES = ["families", "deferred", "convergence", "fusions"]
-TORCH = [
-    "interpreter",
-    "warmup",
-    "compile_targets",
-    "memory",
-    "offloading",
-    "long_rows",
-    "attention",
-    "deferred",
-    "fusions",
-    "doors",
-    "parallel",
-    "trainers",
-    "public_surface",
-    "ops",
-    "fp8_training",
-    "fit",
-]
-KUBERNETES = [
-    "kubernetes==37.0.2",
-    "charset-normalizer",
-    "durationpy",
-    "oauthlib",
-    "requests",
-    "requests-oauthlib",
-    "websocket-client",
-]
+TORCH = ["interpreter", "warmup", "compile_targets", "memory", "offloading", "long_rows", "attention", "deferred"]
+TORCH += ["fusions", "doors", "parallel", "trainers", "public_surface", "ops", "fp8_training", "fit"]
+HF = [*FAMILIES, "hf_trainer", "hf_adapters", "calls"]
+KUBERNETES = ["kubernetes==37.0.2", "charset-normalizer", "durationpy", "oauthlib", "requests", "requests-oauthlib"]
+KUBERNETES += ["websocket-client"]
 
 # name -> (tests, packages with what they require, packages alone: what they require would replace
 # PyTorch, or is not needed)
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "torch-2.11": (TORCH, [], ["torch==2.11.0", "triton==3.6.0"]),
     "torch-2.15": (TORCH, [], ["torch==2.15.0", "triton==3.9.0"]),
-    "transformers-5.23": ([*FAMILIES, "hf_trainer", "hf_adapters", "calls"], ["transformers==5.23.0"], []),
+    "transformers-5.23": (HF, ["transformers==5.23.0"], []),
     "transformers-5.17": (
-        [
-            *FAMILIES,
-            "hf_trainer",
-            "hf_adapters",
-            "calls",
-            "attention",
-            "changed_models",
-            "experts_in_fp8",
-            "heads",
-            "projections",
-            "slots",
-        ],
+        [*HF, "attention", "changed_models", "experts_in_fp8", "heads", "projections", "slots"],
         ["transformers==5.17.0"],
         [],
     ),
-    "transformers-4.57": (
-        [*FAMILIES, "hf_trainer", "hf_adapters", "calls"],
-        ["transformers==4.57.6", "datasets<4.6"],
-        [],
-    ),
+    "transformers-4.57": (HF, ["transformers==4.57.6", "datasets<4.6"], []),
     "trl": (["trl", "trl_adapters", "examples"], ["requests"], ["trl==1.16.0"]),
     "trl-1.12": (["trl", "trl_adapters", "examples"], ["requests"], ["trl==1.12.0"]),
     "trl-1.0": (["trl"], ["transformers==5.17.0", "requests"], ["trl==1.0.0"]),
@@ -118,8 +81,8 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     ),
 }
 
-# environment -> files (fnmatch, whose * crosses folders) whose changes show there first: a change runs these
-# environments' smoke tests, the night all tests of all environments
+# environment -> files (fnmatch, whose * crosses folders) whose changes show there first: a change
+# runs the smoke tests of these environments, the night all tests of all
 SHOWS = {
     "dist": """pyproject.toml README.md LICENSE src/liger_kernel/__init__.py src/liger_kernel/env_report.py
         src/*.json src/*.pyi src/*.typed tests/integrations/test_distributions.py""",
@@ -127,7 +90,7 @@ SHOWS = {
     "k8s": """src/liger_kernel/deploy/* src/liger_kernel/train/config.py deploy/* tests/hostile_jobs.py
         tests/integrations/strict.py tests/integrations/test_k8s.py tests/integrations/test_monitoring.py""",
     "trl": """src/liger_kernel/chunked_loss/* src/liger_kernel/transformers/head/*
-        src/liger_kernel/transformers/orpo_trainer.py src/liger_kernel/transformers/patching/reference.py
+        src/liger_kernel/transformers/patching/* src/liger_kernel/transformers/*orpo*
         constraints.txt examples/frameworks/trl* tests/integrations/test_trl*.py""",
 }
 WITHOUT_HISTORY = ["dist", "transformers-4.57"]
@@ -141,8 +104,8 @@ def _git(*args: str) -> str | None:
 
 
 def changed_files(base: str | None = os.environ.get("BASE")) -> set[str] | None:
-    """Files that differ from ``base``: by default where this branch left the remote's first branch,
-    and on that branch itself its last commit. None where a shallow clone, or none, does not know."""
+    """Files that differ from ``base``: by default where this branch left the remote's main branch,
+    and there its last commit. None where a clone has no history, or there is none."""
     if not base:
         base = (_git("merge-base", "HEAD", "origin/HEAD") or "").strip()
         if base in ("", (_git("rev-parse", "HEAD") or "").strip()):

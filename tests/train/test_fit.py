@@ -261,7 +261,7 @@ def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, 
 def test_a_cut_model_has_the_peak_of_the_whole_one(changes):
     config, form = (
         dataclasses.replace(RUN, **changes, length=65536 if "activation_offloading" in changes else 4096),
-        llama(24),
+        llama(11),
     )
     world = 4 if config.fully_sharded else 1
     peak = simulated.simulated(form, config, "bf16", world=world)

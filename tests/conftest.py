@@ -60,7 +60,8 @@ def computed(monkeypatch) -> list[tuple[int, ...]]:
 
 # Of tests that take up to a minute each: they begin first, so that at the end no process waits for
 # one of them.
-LONG = ("test_compile_targets", "test_warmup", "test_train", "test_runtime", "test_bench_step", "test_doors")
+LONG = ["test_compile_targets", "test_warmup", "test_train", "test_runtime", "test_bench_step", "test_doors"]
+LONG += ["test_parallel", "test_vocab_parallel", "test_memory_safety", "test_fit"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

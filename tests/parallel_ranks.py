@@ -174,7 +174,7 @@ FURTHER = {
     *("fsdp1_layers", "fsdp1_accumulates", "lora_ddp", "lora_fsdp1", "fp8_accumulates", "fp8_fsdp2_every_linear"),
     *("fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1", "tp_compiled", "tp_compiled_with_logits"),
     *("tp_sequence_parallel_compiled", "ulysses_compiled_layers_of_two_kinds", "ulysses_compiled"),
-    *("experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class"),
+    *("experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class", "fp8_of_torchao_gathered_in_fp8"),
 }
 FURTHER = set() if GPUS else FURTHER
 # interpreted; whole models would take minutes so

@@ -15,6 +15,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
 import adapters  # noqa: E402
 from adapters import EVERY, Gradients, assert_rounds_as  # noqa: E402
 from hf_models import DEVICE, assert_same_learning, forget_training, make  # noqa: E402
+from quick import further  # noqa: E402
 from test_hf_trainer import Run, assert_same  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -77,12 +78,12 @@ def checkpoints(reentrant: bool) -> dict[str, Any]:
     [
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 8}, {}, 6),
         (checkpoints(False), {"lora_dropout": 0.5}, 8),
+        ({"flags": {"projections": False, "swiglu": False, "rms_norm": True}}, {}, 0),
         # the forward of a reentrant checkpoint has no gradients; its masks must be those of the
         # recomputation
-        (checkpoints(True), {"lora_dropout": 0.5}, 8),
-        ({"flags": {"projections": False, "swiglu": False, "rms_norm": True}}, {}, 0),
+        *further((checkpoints(True), {"lora_dropout": 0.5}, 8)),
     ],
-    ids=["evaluation", "checkpoints", "reentrant", "projections=False"],
+    ids=["evaluation", "checkpoints", "projections=False", "reentrant"],
 )
 def test_as_without_the_flag(tmp_path, ran, more, lora, forwards):
     """Two steps of two batches each, an evaluation after each."""
@@ -93,7 +94,7 @@ def test_as_without_the_flag(tmp_path, ran, more, lora, forwards):
     assert_learns_the_same(ours, stock)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *further(torch.bfloat16)])
 def test_under_autocast(tmp_path, ran, dtype):
     """``bf16=True``: as near to fp32 as stock."""
     ours, stock = (

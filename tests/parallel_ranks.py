@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hf_models
 import interpreted  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
@@ -157,9 +158,8 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             out = func(*args, **(kwargs or {}))
             tensors = [t for t in torch.utils._pytree.tree_leaves((args, out)) if isinstance(t, Tensor)]
-            self.sizes += [
-                (str(func), t.numel()) for t in {t.data_ptr(): t for t in tensors}.values()
-            ]  # in place: sent and returned
+            sent = {t.data_ptr(): t for t in tensors}  # in place: what is sent is returned
+            self.sizes += [(str(func), t.numel()) for t in sent.values()]
             return out
         return func(*args, **(kwargs or {}))
 
@@ -191,15 +191,13 @@ def check(fn: Callable[[], None]) -> Callable[[], None]:
 def calls_of_heads() -> Iterator[list[str]]:
     """Whether losses were fused with the head's weight, or are of logits of a head that was called."""
     said: list[str] = []
-    fused, plain = head_loss.linear_cross_entropy, head_loss.cross_entropy
-    sliced = VocabularyParallel.cross_entropy
-    head_loss.linear_cross_entropy = lambda *a, **k: (said.append("fused"), fused(*a, **k))[1]  # type: ignore[assignment]
-    head_loss.cross_entropy = lambda *a, **k: (said.append("called"), plain(*a, **k))[1]  # type: ignore[assignment]
-    VocabularyParallel.cross_entropy = lambda *a, **k: (said.append("sliced"), sliced(*a, **k))[1]  # type: ignore[method-assign]
-    try:
+    ways = {"fused": (head_loss, "linear_cross_entropy"), "called": (head_loss, "cross_entropy")}
+    with contextlib.ExitStack() as stack:
+        for way, (owner, name) in (ways | {"sliced": (VocabularyParallel, "cross_entropy")}).items():
+            call = getattr(owner, name)
+            spy = lambda *a, call=call, way=way, **k: (said.append(way), call(*a, **k))[1]
+            stack.enter_context(mock.patch.object(owner, name, spy))
         yield said
-    finally:
-        head_loss.linear_cross_entropy, head_loss.cross_entropy, VocabularyParallel.cross_entropy = fused, plain, sliced
 
 
 @contextlib.contextmanager
@@ -207,11 +205,8 @@ def counted(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of every call of a function of ``owner``."""
     calls: list[tuple[Any, ...]] = []
     function = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: (calls.append(args), function(*args, **kwargs))[1])
-    try:
+    with mock.patch.object(owner, name, lambda *a, **k: (calls.append(a), function(*a, **k))[1]):
         yield calls
-    finally:
-        setattr(owner, name, function)
 
 
 def same(run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fused", **kwargs: Any) -> None:
@@ -626,25 +621,22 @@ def norms_of_dtensors() -> None:
         torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(group.device_type)
         for shape in ((RANKS, 3 * RANKS - 1, 64), (64,), (64,))
     )
-    kernels: list[str] = []
-    launch = _op._start
-    _op._start = lambda device, kernel, *more: (kernels.append(kernel.fn.__name__), launch(device, kernel, *more))[1]
-    for fn, weights in ((rms_norm, (w,)), (layer_norm, (w, b))):
-        one = [t.clone().requires_grad_() for t in (x, *weights)]
-        truth = fn(*one)
-        truth.square().sum().backward()
-        for placement in (Shard(1), Shard(0), Replicate()):
-            kernels.clear()
-            whole_x, *mine = (DTensor.from_local(t.clone(), group, [Replicate()]) for t in (x, *weights))
-            mine = [t.requires_grad_() for t in (whole_x.redistribute(placements=[placement]).detach(), *mine)]
-            with Collectives() as seen:
-                y = fn(*mine)
-                y.to_local().square().sum().backward()
-            assert y.placements == (placement,) and y.shape == x.shape and len(kernels) >= 2
-            assert seen.largest() <= 64, "more than the gradients of the weights was sent"
-            for ours, theirs in zip((y, *(t.grad for t in mine)), (truth, *(t.grad for t in one))):
-                torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
-    _op._start = launch
+    with counted(_op, "_start") as kernels:
+        for fn, weights in ((rms_norm, (w,)), (layer_norm, (w, b))):
+            one = [t.clone().requires_grad_() for t in (x, *weights)]
+            truth = fn(*one)
+            truth.square().sum().backward()
+            for placement in (Shard(1), Shard(0), Replicate()):
+                kernels.clear()
+                whole_x, *mine = (DTensor.from_local(t.clone(), group, [Replicate()]) for t in (x, *weights))
+                mine = [t.requires_grad_() for t in (whole_x.redistribute(placements=[placement]).detach(), *mine)]
+                with Collectives() as seen:
+                    y = fn(*mine)
+                    y.to_local().square().sum().backward()
+                assert y.placements == (placement,) and y.shape == x.shape and len(kernels) >= 2
+                assert seen.largest() <= 64, "more than the gradients of the weights was sent"
+                for ours, theirs in zip((y, *(t.grad for t in mine)), (truth, *(t.grad for t in one))):
+                    torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-5)
     part = x.chunk(RANKS, -1)[dist.get_rank()].contiguous()
     columns = DTensor.from_local(part, group, [Shard(2)])
     late = columns.redistribute(placements=[Replicate()], async_op=True)  # on its way when the kernel is asked for

@@ -128,8 +128,15 @@ def of_pickle(content: bytes, rng: random.Random) -> bytes:
     """Metadata with one of its objects changed."""
     metadata = pickle.loads(content)
     for _ in range(rng.choice([1, 1, 3])):
-        parts = [*metadata.state_dict_metadata.values(), *metadata.storage_data.values(), *metadata.storage_data]
-        place = rng.choice([metadata, metadata.storage_meta, *parts])
+        place = rng.choice(
+            [
+                metadata,
+                *metadata.state_dict_metadata.values(),
+                *metadata.storage_data.values(),
+                *metadata.storage_data,
+                metadata.storage_meta,
+            ]
+        )
         if (fields := getattr(place, "__dict__", None)) and rng.random() < 0.9:
             name = rng.choice(list(fields))
             value = rng.choice([*VALUES, torch.float8_e4m3fn, torch.Size([10**9]), metadata, (1,), *fields.values()])

@@ -278,7 +278,6 @@ def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
     assert metrics_of(config)["restarts"] == 1
 
 
-@pytest.mark.elastic
 def test_a_stream_loses_nothing_with_a_rank(base, undisturbed, tmp_path):
     """One part, whose order is that of the data as a whole; it is gone with the machine."""
     config = place(base, tmp_path, stream=1, cache=str(tmp_path / "cache"))

@@ -72,6 +72,11 @@ TABLE = [
     ("train --device cpuu", r"cannot use device 'cpuu': it must be cpu, cuda or cuda:N; did you mean cpu\?"),
     *without_gpu("train --device cuda", "device is cuda:0, but PyTorch sees no GPU here"),
     ("train --report tensorbord", r"report must be of tensorboard, .*; did you mean tensorboard\?"),
+    (
+        "train --nproc 2 --parallel ddp --rdzv-endpoint host",
+        "rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'host'",
+    ),
+    ("train --nproc 2 --parallel ddp --nnodes x", "nnodes must be N or MIN:MAX, got 'x'"),
     # its config files
     ("train --config confg.yaml", r"cannot read confg.yaml: No such file or directory; did you mean config.yaml\?"),
     ("train --config config.yaml", r"config.yaml: unknown name 'stepz'; did you mean steps\?"),

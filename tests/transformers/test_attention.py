@@ -346,6 +346,7 @@ def test_masks_of_compiled_models(model_type, batch, expected, compiler):
     assert have_masks(backend) == [expected]
 
 
+@pytest.mark.slow
 def test_what_is_between_two_graphs_sees_sdpa(compiler):
     """A forward that compiles in parts is called as it is: another thread may read the config."""
     model, seen = packing_model("llama", patched=True, attends="sdpa", num_hidden_layers=1), []

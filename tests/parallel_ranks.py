@@ -1090,11 +1090,10 @@ def lora_by_the_engine() -> None:
 def lora_on_experts() -> None:
     """Experts with adapters of DDP, and of FSDP2 with and without checkpoints, which gathers
     their weights, are nodes, and learn what stock's learn."""
-    from liger_kernel.transformers.recognise import experts
 
     how = "qwen3_moe", ("experts.gate_up_proj", "experts.down_proj")
     truth = learnt_by_adapters(False, "ddp", *how)
-    with counted(adapted_experts, "adapted_moe") as nodes:
+    with counted(experts_module, "adapted_moe") as nodes:
         for mode in ("ddp", "fsdp2", "checkpointed"):
             nodes.clear()
             assert_same_learning(learnt_by_adapters(True, mode, *how), truth, TOLERANCE)

@@ -7,6 +7,7 @@ Only this package knows how FSDP, ZeRO and DTensor work. It does not need Transf
 """
 
 from liger_kernel.parallel.gradients import by_sharding, clip_grad_norm_, grad_norm, in_blocks, plain_parts
+from liger_kernel.parallel.modes import MODES, ULYSSES, Parallel, layers_of, parallelize, tensor_parallel
 from liger_kernel.parallel.sharded_head import (
     VocabularyParallel,
     bare,
@@ -22,7 +23,6 @@ from liger_kernel.parallel.sharded_head import (
     run_gathered,
     unsharded_class,
 )
-from liger_kernel.parallel.modes import MODES, ULYSSES, Parallel, layers_of, parallelize, tensor_parallel
 
 __all__ = [
     "MODES",

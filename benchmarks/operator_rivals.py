@@ -17,34 +17,13 @@ from pathlib import Path
 from typing import Any
 
 
-def _softmax_quack(quack: Any, x: Any, *, dim: int = -1) -> Any:
+def _softmax_quack(quack: Any, x: Any, dim: int) -> Any:
     moved = x.movedim(dim, -1)
     return quack.softmax(moved.reshape(-1, x.shape[dim])).view_as(moved).movedim(-1, dim)
 
 
-def _rms_norm_quack(
-    quack: Any, x: Any, w: Any = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
-) -> Any:
+def _rms_norm_quack(quack: Any, x: Any, w: Any, eps: float) -> Any:
     return quack.rmsnorm(x.reshape(-1, x.shape[-1]), w, eps=eps).view(x.shape)
-
-
-def _cross_entropy_quack(quack: Any, logits: Any, target: Any, class_weight: Any = None, **options: Any) -> Any:
-    from liger_kernel.bench.cases.losses import plain
-
-    theirs = {name: options.pop(name) for name in ("ignore_index", "reduction") if name in options}
-    options.pop("gradient_in_forward", None)
-    plain(options | dict(class_weight=class_weight))
-    return quack.cross_entropy(logits, target, **theirs)
-
-
-def _linear_cross_entropy_cce(
-    cce: Any, x: Any, w: Any, target: Any, bias: Any = None, class_weight: Any = None, **options: Any
-) -> Any:
-    from liger_kernel.bench.cases.losses import OURS, plain
-
-    theirs = {name: options.pop(name) for name in ("ignore_index", "reduction", "softcap") if name in options}
-    plain({k: v for k, v in options.items() if k not in OURS} | dict(class_weight=class_weight, bias=bias))
-    return cce.linear_cross_entropy(x, w, target, **theirs)
 
 
 def register() -> None:
@@ -52,22 +31,28 @@ def register() -> None:
     from fp8_operators import CASTS
     from preference_losses import LOSSES
 
-    from liger_kernel.bench import flags, operators, rivals
+    from liger_kernel.bench import operators, rivals
+    from liger_kernel.bench.cases.losses import HOW
+    from liger_kernel.bench.measured import Passing
 
-    flags.MOVED_OPERATORS.clear()
     rivals.PACKAGES |= {
         "cce": rivals.Package("cut_cross_entropy", "cut-cross-entropy"),
         "quack": rivals.Package("quack", "quack-kernels"),
         "ao": rivals.Package("torchao.float8", "torchao"),
     }
+    loss = "ignore_index=ignore_index reduction=reduction"
     for name, package, rival in (
-        ("softmax", "quack", _softmax_quack),
-        ("rms_norm", "quack", _rms_norm_quack),
-        ("cross_entropy", "quack", _cross_entropy_quack),
-        ("linear_cross_entropy", "cce", _linear_cross_entropy_cce),
+        ("softmax", "quack", Passing(_softmax_quack, "x dim")),
+        ("rms_norm", "quack", Passing(_rms_norm_quack, "x w eps", "offset casting")),
+        ("cross_entropy", "quack", Passing("cross_entropy", f"logits target {loss}", "gradient_in_forward")),
+        (
+            "linear_cross_entropy",
+            "cce",
+            Passing("linear_cross_entropy", f"x w target {loss} softcap=softcap", f"{HOW} accum_dtype"),
+        ),
     ):
         op = operators.OPS[name]
-        operators.OPS[name] = replace(op, rivals={**op.rivals, package: rival})
+        operators.OPS[name] = replace(op, rivals={**op.rivals, package: rival.of(op)})
     operators.OPS |= LOSSES | CASTS
     operators.ENTRY = (str(Path(__file__).resolve()),)
 

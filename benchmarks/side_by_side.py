@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
 import sys
@@ -78,19 +77,15 @@ def list_trial(number: str, batch: int, seq: int, said: str) -> None:
         file.write(f"variant {number}, {batch} x {seq}: {said}\n")
 
 
-def variant(path: str, spec: str, result: str) -> int:
+def variant(spec: str, result: str) -> int:
     """``step_child.py``, which waits for its turn when it has built its model."""
-    sys.path[:] = [
-        folder for folder in sys.path if os.path.abspath(folder) != os.path.dirname(os.path.abspath(__file__))
-    ]
-    found = importlib.util.spec_from_file_location("step_child", path)
-    assert found is not None and found.loader is not None
-    child = importlib.util.module_from_spec(found)
-    found.loader.exec_module(child)
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
+    child = step_rivals.load_child(json.loads(Path(spec).read_text())["child"])
     train, model, locks = child.Training.__init__, child.models.build, []
 
     def build_model(spec: dict[str, Any], *args: Any) -> Any:
-        if not spec["script"]:  # whose package may have to be imported first
+        if not spec["variant"].startswith("unsloth"):  # which has to be imported first
             import transformers  # noqa: F401
         if spec["package"]:
             import liger_kernel.transformers  # noqa: F401
@@ -135,7 +130,6 @@ def one_step(child: Any, training: Any, batch: int) -> dict[str, Any]:
         "peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if child.GPU else None,
         "losses": torch.stack(training.losses[1:]).tolist(),
         "gradient": None if training.gradient is None else training.gradient.item(),
-        "memory_timeline": [],
     }
 
 
@@ -203,7 +197,7 @@ def main(argv: list[str]) -> int:
         [step.parse(line.split()) for line in group.splitlines() if line.strip()]
         for group in Path(commands).read_text().split("\n\n")
     ]
-    os.environ["SIDE_BY_SIDE_CHILD"], step.CHILD = str(step.CHILD), Path(__file__).resolve()
+    step.CHILD = Path(__file__).resolve()
     meta = step.environment()
     rows: list[dict[str, Any]] = []  # of groups that are over
     finished: list[dict[str, Any]] = []  # and what this group has so far
@@ -291,6 +285,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(
-            variant(os.environ["SIDE_BY_SIDE_CHILD"], *sys.argv[1:]) if TURNS in os.environ else main(sys.argv[1:])
-        )
+        sys.exit(variant(*sys.argv[1:]) if TURNS in os.environ else main(sys.argv[1:]))

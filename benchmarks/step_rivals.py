@@ -9,7 +9,8 @@ torchao            a model patched by ours with torchao's linear layers, each de
 ours:gathered      torchao's layers, whose weights FSDP2 gathers in FP8, on our kernels
 torchao:gathered   the same, each decoder layer compiled
 
-All other flags are those of ``liger bench step``, whose processes load this file by its path, too.
+All other flags are those of ``liger bench step``. The processes of variants run this file, which
+adapts ``step_child.py``.
 """
 
 from __future__ import annotations
@@ -26,17 +27,42 @@ from typing import Any
 
 import torch
 
-COMPILES = {"unsloth": True, "unsloth:offload": True}  # variants that compile their layers themselves
-BITSANDBYTES = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
 GATHERED = ("ours:gathered", "torchao:gathered")
 
 # -- in the process of a variant
 
 
-def build(spec: dict[str, Any], device: torch.device) -> Any:
-    """Unsloth's model from a checkpoint of stock's weights; None for the others."""
-    if not spec["variant"].startswith("unsloth"):
-        return None
+def load_child(path: str) -> Any:
+    """``step_child.py`` with what the variants here need. By its path: a process of Unsloth need not
+    find our package."""
+    found = importlib.util.spec_from_file_location("step_child", path)
+    assert found is not None and found.loader is not None
+    child = importlib.util.module_from_spec(found)
+    found.loader.exec_module(child)
+    stock, build, training_step = child.models.stock, child.models.build, child.Training.step
+
+    def converted(spec: dict[str, Any], device: torch.device) -> Any:
+        model = stock(spec, device)
+        if spec["recipe"]:
+            convert(spec, model)
+        return model
+
+    def build_variant(spec: dict[str, Any], device: torch.device) -> Any:
+        return unsloth(spec, child.models) if spec["variant"].startswith("unsloth") else build(spec, device)
+
+    def step(training: Any, data: Any) -> None:
+        training_step(training, data)
+        if training.spec["variant"] in GATHERED:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(training.model)
+
+    child.models.stock, child.models.build, child.Training.step = converted, build_variant, step
+    return child
+
+
+def unsloth(spec: dict[str, Any], models: Any) -> Any:
+    """Unsloth's model from a checkpoint of stock's weights. ``models`` is ``step_model.py``."""
     weights = _weights(spec)
     compiled = f"{spec['tokens']}-compiled"
     os.environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_COMPILE_LOCATION": compiled}
@@ -54,23 +80,15 @@ def build(spec: dict[str, Any], device: torch.device) -> Any:
         dtype=getattr(torch, spec["dtype"]),
         **recomputed,
     )
-    if spec["quantize"] and not getattr(model, BITSANDBYTES[spec["quantize"]], False):
+    if spec["quantize"] and not getattr(model, models.BITSANDBYTES[spec["quantize"]], False):
         raise RuntimeError("Unsloth left the weights in 16 bits: can it load bitsandbytes here?")
-    model = FastLanguageModel.get_peft_model(model, **_models(spec["models"]).adapters(spec), **recomputed)
+    model = FastLanguageModel.get_peft_model(model, **models.adapters(spec), **recomputed)
     # weights are loaded for inference, in which Unsloth neither compiles its layers nor checkpoints them
     FastLanguageModel.for_training(model)
-    if not all(layer.training for layer in _models(spec["models"]).layers_of(model)):
+    if not all(layer.training for layer in models.layers_of(model)):
         raise RuntimeError("Unsloth's layers are not set to training")
+    models.start(model)
     return model
-
-
-def _models(file: str) -> Any:
-    """``step_model.py``, by its path: a process of Unsloth need not find our package."""
-    found = importlib.util.spec_from_file_location("step_model", file)
-    assert found is not None and found.loader is not None
-    models = importlib.util.module_from_spec(found)
-    found.loader.exec_module(models)
-    return models
 
 
 def _weights(spec: dict[str, Any]) -> Path:
@@ -93,7 +111,8 @@ def save_weights(given: str, folder: str) -> None:
     import transformers
 
     spec = json.loads(given)
-    model = _models(spec["models"]).stock(spec, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_child(spec["child"]).models.stock(spec, device)
     model.save_pretrained(folder)
     words = {f"<{i}>": i for i in range(model.config.vocab_size)}
     special = {f"{name}_token": f"<{i}>" for i, name in enumerate(("pad", "bos", "eos", "unk"))}
@@ -104,8 +123,6 @@ def save_weights(given: str, folder: str) -> None:
 def convert(spec: dict[str, Any], model: Any) -> None:
     """torchao's linear layers but the head. For the variants that gather, FSDP2 is to gather their
     weights in FP8."""
-    if spec["variant"].startswith("unsloth"):
-        return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(spec["recipe"])
@@ -116,33 +133,24 @@ def convert(spec: dict[str, Any], model: Any) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=fits)
 
 
-def after_step(spec: dict[str, Any], model: Any) -> None:
-    if spec["variant"] in GATHERED:
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-        precompute_float8_dynamic_scale_for_fsdp(model)
-
-
 # -- the command
 
 
 def register() -> None:
     """Add the variants to ``liger bench step``."""
-    from liger_kernel.bench import flags, step
+    from liger_kernel.bench import step
     from liger_kernel.train.mistakes import holds
 
-    flags.MOVED_STEPS.clear()
-    here = str(Path(__file__).resolve())
     step.VARIANTS |= {
-        "unsloth": step.Variant(script=here),
-        "unsloth:offload": step.Variant(script=here),
-        "torchao": step.Variant("ours", compile="layers", fp8=False, script=here),
-        "ours:gathered": step.Variant("ours", fp8=False, script=here),
-        "torchao:gathered": step.Variant("ours", compile="layers", fp8=False, script=here),
+        "unsloth": step.Setup(compile="itself"),  # so that no hooks change its code
+        "unsloth:offload": step.Setup(compile="itself"),
+        "torchao": step.Setup("ours", compile="layers", fp8=False),
+        "ours:gathered": step.Setup("ours", fp8=False),
+        "torchao:gathered": step.Setup("ours", compile="layers", fp8=False),
     }
     tensorwise = step.RECIPES[:1]
     step.NEEDS_FP8 |= {"torchao": step.RECIPES[:3], **dict.fromkeys(GATHERED, tensorwise)}
-    models = str(step.CHILD.with_name("step_model.py"))
+    child, step.CHILD = str(step.CHILD), Path(__file__).resolve()
     original_parser, original_refused, original_spec = step.parser_of, step.refused, step.spec_of
 
     def parser_of() -> Any:
@@ -172,8 +180,9 @@ def register() -> None:
 
     def spec_of(a: Any, model: str, name: str, *more: Any) -> dict[str, Any]:
         spec = original_spec(a, model, name, *more)
-        folder = a.unsloth_path if name.startswith("unsloth") else None
-        return spec | {"recipe": a.fp8, "script_path": folder, "models": models}
+        path = [a.unsloth_path] if name.startswith("unsloth") and a.unsloth_path else spec["path"]
+        converts = "torchao" in name or name in GATHERED
+        return spec | {"recipe": a.fp8 if converts else None, "path": path, "child": child}
 
     step.parser_of, step.refused, step.spec_of = parser_of, refused, spec_of
 
@@ -181,6 +190,8 @@ def register() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--save-weights"]:
         save_weights(*sys.argv[2:])
+    elif sys.argv[1:] and sys.argv[1].endswith("spec.json"):  # a process of a variant
+        sys.exit(load_child(json.loads(Path(sys.argv[1]).read_text())["child"]).main(*sys.argv[1:]))
     else:
         register()
         from liger_kernel.bench import step

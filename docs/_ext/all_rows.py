@@ -25,7 +25,7 @@ def tables() -> str:
 
 
 def table(rows: list[dict[str, Any]], identity: str, variant_label: Any) -> str:
-    from liger_kernel.bench.report import cells
+    from liger_kernel.bench.tables import cells
 
     columns, lines = cells(rows, everything=True)
     who = next(i for i, column in enumerate(columns) if column.name == "variant")

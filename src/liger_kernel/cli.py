@@ -116,17 +116,17 @@ def ops(argv: list[str]) -> None:
 
 def bench(argv: list[str]) -> int:
     if argv[:1] == ["report"]:
-        from liger_kernel.bench import report
+        from liger_kernel.bench import tables
 
-        return report.main(argv[1:])
+        return tables.main(argv[1:])
     if argv[:1] == ["step"]:
         _need("torch", "transformers")
         from liger_kernel.bench import step
 
         return step.main(argv[1:])
-    from liger_kernel.bench import flags
+    from liger_kernel.bench import arguments
 
-    flags.operators(argv)  # help and errors in flags appear before torch is imported
+    arguments.operators(argv)  # help and errors in flags appear before torch is imported
     _need("torch")
     from liger_kernel.bench import operators
 
@@ -134,9 +134,9 @@ def bench(argv: list[str]) -> int:
 
 
 def tune(argv: list[str]) -> int:
-    from liger_kernel.bench import flags
+    from liger_kernel.bench import arguments
 
-    flags.tune(argv)  # help and errors in flags appear before torch is imported
+    arguments.tune(argv)  # help and errors in flags appear before torch is imported
     _need("torch")
     from liger_kernel.bench import tune
 

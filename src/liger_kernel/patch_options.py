@@ -24,11 +24,14 @@ def _switch(
     ours: bool = True,
     option: str | None = "bool",
     choices: tuple[str, ...] | None = None,
+    variants: dict[str, Any] | None = None,
 ) -> Any:
     """``check``: makes a given value the field's, or raises. ``ours``: LinkedIn's package has no
     such flag, so it may be given by name only. ``option``: its type as an option of ``liger
-    train``; None if it is none. ``choices``: the option's values."""
-    values = dict(help=help, check=check, ours=ours, option=option, choices=choices)
+    train``; None if it is none. ``choices``: the option's values. ``variants``: names of variants
+    of ``liger bench step`` and their values; default: the field's own name for a switch that is
+    off."""
+    values = dict(help=help, check=check, ours=ours, option=option, choices=choices, variants=variants)
     return dataclasses.field(default=default, metadata=values)
 
 
@@ -64,7 +67,8 @@ class PatchOptions:
     rope: bool = _switch(True, "rotary embedding", ours=False)
     rms_norm: bool = _switch(True, "RMSNorm", ours=False)
     layer_norm: bool = _switch(True, "LayerNorm", ours=False, option=None)
-    swiglu: bool = _switch(True, "gated MLP with SiLU", ours=False)
+    # off by default for some mixtures of experts
+    swiglu: bool = _switch(True, "gated MLP with SiLU", ours=False, variants={"experts": True})
     geglu: bool = _switch(True, "gated MLP with GELU", ours=False)
     relu_squared: bool = _switch(True, "MLP with a squared ReLU", ours=False, option=None)
     attention: bool = _switch(True, "attention with sinks", ours=False, option=None)
@@ -79,6 +83,7 @@ class PatchOptions:
         check=_level,
         option="str",
         choices=("off", "cheap", "mlp"),
+        variants={"off": "off", "mlp": "mlp"},
     )
     projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
     fp8: bool | str = _switch(
@@ -95,21 +100,28 @@ class PatchOptions:
         check=_as_it_is,
         option="str",
     )
-    fp8_head: bool = _switch(False, "the output head and its loss multiply in FP8, too", check=_as_it_is)
+    fp8_head: bool = _switch(
+        False, "the output head and its loss multiply in FP8, too", check=_as_it_is, variants={"head": True}
+    )
     activation_offloading: bool = _switch(
         False,
         "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory "
         "until the backward",
         check=_true_or_false,
+        variants={"offload": True},
     )
     keep_attention: bool = _switch(
-        False, "checkpointed layers keep the outputs of attention instead of computing them twice", check=_true_or_false
+        False,
+        "checkpointed layers keep the outputs of attention instead of computing them twice",
+        check=_true_or_false,
+        variants={"attention": True},
     )
     tiled_mlp: bool | int = _switch(
         False,
         "run MLPs in so many tiles of the tokens; 0: as many as have 2048 tokens each, at most 16",
         check=_tiles,
         option="int",
+        variants={"tiled": True},
     )
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fp8_operators import CASTS
 from preference_losses import LOSSES
 from quick import further
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_kernel import cli
-from liger_kernel.bench import clock, flags, operators, report, rivals, tune
+from liger_kernel.bench import arguments, clock, operators, rivals, tables, tune
 from liger_kernel.bench.cases import OPS
+from liger_kernel.bench.measured import Passing
 from liger_kernel.ops._core import config as _config
 from liger_kernel.ops._core.config import Tile
 from liger_kernel.testing import backward, forward, like
@@ -53,11 +55,8 @@ class Elementwise(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not any(func.__name__.startswith(name) for name in self.FREE):
-            tensors = [
-                t
-                for t in (*args, *(out if isinstance(out, tuple | list) else [out]))
-                if isinstance(t, Tensor) and t.is_floating_point()
-            ]
+            every = (*args, *(out if isinstance(out, tuple | list) else [out]))
+            tensors = [t for t in every if isinstance(t, Tensor) and t.is_floating_point()]
             each = next((n for name, n in self.FUSED.items() if func.__name__.startswith(name)), 1)
             self.count += each * max((t.numel() for t in tensors), default=0)
         return out
@@ -70,9 +69,9 @@ def test_declared_bytes_are_those_of_inputs_and_outputs(op, case):
     grads = backward(outs, args, {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
     cost, size = op.cost(**args), lambda tensors: sum(t.nbytes for t in tensors)
     inputs = [v for v in args.values() if isinstance(v, Tensor)]
-    written = [
-        o for o in outs.values() if o.ndim > 1 and not any(o.data_ptr() == t.data_ptr() for t in inputs)
-    ]  # one may be an input, handed on
+    # one may be an input, handed on
+    given = {t.data_ptr() for t in inputs}
+    written = [o for o in outs.values() if o.ndim > 1 and o.data_ptr() not in given]
     per_row = 16 * max(t.shape[0] for t in inputs)  # losses and statistics, which nobody counts
     assert abs(cost.forward - size(inputs) - size(written)) <= per_row
     # a backward reads the upstream gradients and writes the others; what else it reads is some of
@@ -86,9 +85,8 @@ def test_declared_bytes_are_those_of_inputs_and_outputs(op, case):
 def test_declared_operations_are_those_that_a_count_finds(op, case):
     if case.args.get("groups", 1) > 1:
         pytest.skip("the counter multiplies the weight gradient of a grouped convolution by its groups")
-    args = case.make(torch.float32, "cpu") | (
-        {"compact": False} if "compact" in case.args else {}
-    )  # the reference computes every row
+    # the reference computes every row
+    args = case.make(torch.float32, "cpu") | ({"compact": False} if "compact" in case.args else {})
     with FlopCounterMode(display=False) as products, Elementwise() as elementwise:
         outs = forward(op.reference, args)
         backward(outs, args, {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad})
@@ -99,15 +97,14 @@ def test_declared_operations_are_those_that_a_count_finds(op, case):
     else:
         assert declared_products == products.get_total_flops()
     if not declared_products:
-        assert (
-            0.25 < cost.of("full")[1] / elementwise.count < 4
-        )  # a factor of four moves a dot on the roofline, nothing else
+        # a factor of four moves a dot on the roofline, nothing else
+        assert 0.25 < cost.of("full")[1] / elementwise.count < 4
 
 
 def test_modes_are_parts_of_the_whole():
     args = OPS["linear_cross_entropy"].cases[0].make(torch.float32, "cpu")
     cost = OPS["linear_cross_entropy"].cost(**args)
-    assert [len(cost.of(mode)[2]) for mode in flags.MODES] == [1, 2, 3]
+    assert [len(cost.of(mode)[2]) for mode in arguments.MODES] == [1, 2, 3]
     assert cost.of("full")[1] == cost.of("forward")[1] + cost.of("backward")[1]
 
 
@@ -124,7 +121,7 @@ def test_a_wrong_kernel_is_caught_and_gets_no_speed_up(error, accurate, monkeypa
     rows = list(operators.measure(op, op.cases[0], torch.float32, ["full"], ["eager"], {}, 3))
     ours = next(r for r in rows if r["variant"] == "ours")
     assert ours["accurate"] is accurate and ours["device_ms"] > 0
-    line = next(line for line in report.text_table(rows).splitlines() if " eager " in line)
+    line = next(line for line in tables.text_table(rows).splitlines() if " eager " in line)
     assert ("x  " in line) is accurate, line
 
 
@@ -133,16 +130,14 @@ def test_a_kernel_that_raises_is_a_row_that_says_so():
         raise RuntimeError("no such GPU")
 
     op = dataclasses.replace(OPS["rms_norm"], fn=fn)
-    ours = next(
-        r for r in operators.measure(op, op.cases[0], torch.float32, ["full"], [], {}, 3) if r["variant"] == "ours"
-    )
+    rows = operators.measure(op, op.cases[0], torch.float32, ["full"], [], {}, 3)
+    ours = next(r for r in rows if r["variant"] == "ours")
     assert ours["failed"] == "RuntimeError: no such GPU" and not ours["accurate"] and "device_ms" not in ours
 
 
 @pytest.mark.skipif(clock.GPU, reason="says what it does without a GPU")
 def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
-    for name in ("TRITON_INTERPRET",):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     json_file, csv_file = tmp_path / "b.json", tmp_path / "b.csv"
     ops, files = ["rms_norm", "linear_cross_entropy"], ["--json", str(json_file), "--csv", str(csv_file)]
     code = cli.main(["bench", *ops, "--smoke", "--against", "eager,upstream", *files])
@@ -150,15 +145,10 @@ def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
     assert code == 0 and "this measures the CPU path" in said
     assert "pip install --no-deps --target DIR liger-kernel==0.8.5, then --upstream-path DIR" in said
     result = json.loads(json_file.read_text())
-    assert {r["op"] for r in result["rows"]} == {"rms_norm", "linear_cross_entropy"} and all(
-        r["accurate"] for r in result["rows"]
-    )
+    assert {r["op"] for r in result["rows"]} == {*ops} and all(r["accurate"] for r in result["rows"])
     assert all(r["percent_of_floor"] > 0 and r["error_pytorch"] is not None for r in result["rows"])
-    assert (
-        result["meta"]["copy_tb_s"] > 0
-        and result["meta"]["date"]
-        and result["meta"]["command"].startswith("liger bench rms_norm")
-    )
+    assert result["meta"]["copy_tb_s"] > 0 and result["meta"]["date"]
+    assert result["meta"]["command"].startswith("liger bench rms_norm")
     header, *lines = csv_file.read_text().splitlines()
     assert {"hardware", "torch", "date", "device_ms"} <= set(header.split(",")) and len(lines) == len(result["rows"])
     # resumed, it measures nothing again
@@ -166,20 +156,28 @@ def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
     assert json.loads(json_file.read_text())["rows"] == result["rows"]
 
 
-@pytest.mark.parametrize(
-    "argv, script",
-    [
-        (["dpo"], "operator_rivals"),
-        (["--against", "eager,cce"], "operator_rivals"),
-        (["--ao-path", "DIR"], "operator_rivals"),
-        (["--plot=DIR"], "draw"),
-        (["step", "--against", "stock,unsloth"], "step_rivals"),
-        (["report", "--plot", "DIR"], "draw"),
-    ],
-)
-def test_what_is_in_a_script_now_is_said(argv, script, capsys):
-    assert cli.main(["bench", *argv]) == 2
-    assert f"benchmarks/{script}.py" in capsys.readouterr().err
+# rivals that run on a GPU only, or refuse the first case
+ELSEWHERE = ("expert_load", "moe", "sink_attention", "linear_divergence", "logit_divergence")
+RIVALS = [op for op in OPS.values() if "torch" in op.rivals and op.name not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("op", RIVALS, ids=lambda op: op.name)
+def test_a_rival_computes_what_the_operator_does(op):
+    """Of the first case, in fp64, although some round to fp32 as models do."""
+    args = op.cases[0].make(torch.float64, "cpu")
+    rival = op.rivals["torch"]
+    theirs, expected = forward(rival, operators.inputs(rival, args)), forward(op.reference, like(args))
+    for name, found in theirs.items():
+        torch.testing.assert_close(found.double(), expected[name].double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_published_rival_gets_arguments_in_its_own_order_and_refuses_others():
+    theirs = types.SimpleNamespace(norm=lambda x, scale, weight: (x, scale, weight))
+    rival = Passing("norm", "x eps weight=w", ignored="casting").of(OPS["rms_norm"])
+    assert rival(theirs, **rival.prepare(dict(x=1, w=2, casting="gemma"))) == (1, 1e-6, 2)
+    assert rival(theirs, **rival.prepare(dict(x=1, offset=0.0))) == (1, 1e-6, None)
+    with pytest.raises(NotImplementedError):
+        rival.prepare(dict(x=1, offset=1.0))
 
 
 def test_unknown_names_are_refused():
@@ -210,12 +208,12 @@ def test_a_rival_of_our_own_name_is_loaded_beside_us(tmp_path):
 def test_what_a_rival_needs_prepared_is_not_timed():
     seen = []
 
-    def rival(module, x, w=None, **options):
+    def rival(module, x, w):
         seen.append(x.shape[0])
-        return OPS["rms_norm"].reference(x, w, **options)
+        return OPS["rms_norm"].reference(x, w)
 
-    rival.prepare = lambda args: args | {"x": args["x"].detach()[:4].requires_grad_()}
-    fn = operators._with(rival, None)
+    shorter = lambda args: args | {"x": args["x"].detach()[:4].requires_grad_()}
+    fn = operators._with(Passing(rival, "x w", prepare=shorter).of(OPS["rms_norm"]), None)
     operators._contestant(fn, OPS["rms_norm"].cases[0].make(torch.float32, operators.DEVICE), "full")()()
     assert seen == [4, 4]
 
@@ -256,9 +254,7 @@ def test_times():
 def test_nobody_always_follows_the_same_other():
     """Heat that one contestant leaves behind would count against the next."""
     ran = []
-    clock.race(
-        {name: lambda name=name: lambda: ran.append(name) for name in "abc"}, repeats=12, warmup=0, device_only=False
-    )
+    clock.race({name: lambda name=name: lambda: ran.append(name) for name in "abc"}, repeats=12, warmup=0)
     assert all(sorted(ran[i : i + 3]) == list("abc") for i in range(0, 36, 3)), "each once a round"
     before = {name: {a for a, b in itertools.pairwise(ran[:36]) if b == name} for name in "abc"}
     assert all(len(found) > 1 for found in before.values())
@@ -277,9 +273,8 @@ def tuned(monkeypatch, best, accurate=lambda tile: True):
 
     op = dataclasses.replace(OPS["rms_norm"], fn=fn)
     monkeypatch.setattr(tune, "DEVICE", "cpu")
-    monkeypatch.setattr(
-        tune, "timed_call", lambda fn, base, repeats: (fn(**like(base)), 0.5 if asked["tile"] == best else 1.0)[1]
-    )
+    timed = lambda fn, base, repeats: (fn(**like(base)), 0.5 if asked["tile"] == best else 1.0)[1]
+    monkeypatch.setattr(tune, "timed_call", timed)
     monkeypatch.setattr(tune, "accuracy", lambda *_: (0.0, 0.0, accurate(asked["tile"])))
     return tune.search(op, op.cases[0], "fp32", 5)
 
@@ -357,23 +352,19 @@ def test_rivals_of_campaigns_are_those_of_the_command(monkeypatch):
     monkeypatch.setattr(operators, "OPS", dict(OPS))
     monkeypatch.setattr(operators, "ENTRY", operators.ENTRY)
     monkeypatch.setattr(rivals, "PACKAGES", dict(rivals.PACKAGES))
-    monkeypatch.setattr(flags, "PACKAGES", rivals.PACKAGES)
-    monkeypatch.setattr(flags, "MOVED_OPERATORS", dict(flags.MOVED_OPERATORS))
+    monkeypatch.setattr(arguments, "PACKAGES", rivals.PACKAGES)
     operator_rivals.register()
     a = operators.parse(["dpo", "float8_casts", "softmax", "--against", "eager,ao,quack"])
     assert a.op == ["dpo", "float8_casts", "softmax"] and operators.ENTRY[0].endswith("operator_rivals.py")
     package = types.SimpleNamespace(
         softmax=lambda x: x.softmax(-1),
-        rmsnorm=lambda x, w, eps: torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps),
-        cross_entropy=torch.nn.functional.cross_entropy,
-        linear_cross_entropy=lambda x, w, target, **how: torch.nn.functional.cross_entropy(x @ w.T, target, **how),
+        rmsnorm=lambda x, w, eps: F.rms_norm(x, x.shape[-1:], w, eps),
+        cross_entropy=F.cross_entropy,
+        linear_cross_entropy=lambda x, w, target, softcap, **how: F.cross_entropy(x @ w.T, target, **how),
     )
-    for name, rival in (
-        ("softmax", "quack"),
-        ("rms_norm", "quack"),
-        ("cross_entropy", "quack"),
-        ("linear_cross_entropy", "cce"),
-    ):
+    of_package = dict.fromkeys(("softmax", "rms_norm", "cross_entropy"), "quack")
+    for name, rival in (of_package | {"linear_cross_entropy": "cce"}).items():
         op = operators.OPS[name]
         args = op.cases[0].make(torch.float64, "cpu")
-        torch.testing.assert_close(op.rivals[rival](package, **args), op.reference(**args))
+        theirs = op.rivals[rival](package, **op.rivals[rival].prepare(args))
+        torch.testing.assert_close(theirs, op.reference(**args))

@@ -7,7 +7,7 @@ import sys
 import pages
 import pytest
 
-from liger_kernel.bench import report, results
+from liger_kernel.bench import results, tables
 
 PAGES = {path.name: path.read_text() for path in pages.PAGES.glob("*.md")}
 FILES = sorted(path.name for path in pages.DATA.glob("*.csv") if path.name != "commands.csv")
@@ -74,7 +74,7 @@ def test_a_csv_reads_as_the_result_it_was_made_of(tmp_path):
 
 def test_report_takes_the_csv(tmp_path, capsys):
     file, table = pages.DATA / "2026-11-22-h200-steps-all.csv", tmp_path / "table.md"
-    assert report.main([str(file), "--markdown", str(table)]) == 0
+    assert tables.main([str(file), "--markdown", str(table)]) == 0
     assert "66,766" in capsys.readouterr().out and "66,766" in table.read_text()
 
 

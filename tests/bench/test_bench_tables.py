@@ -8,7 +8,7 @@ import plots
 import pytest
 from plots import drawing
 
-from liger_kernel.bench import report, results
+from liger_kernel.bench import results, tables
 
 META = {"hardware": "NVIDIA H200", "torch": "2.11.0+cu130", "date": "2026-11-20", "copy_tb_s": 4.22}
 
@@ -66,39 +66,31 @@ def cells(table, *start):
 
 
 def test_table_of_operators():
-    table, case = report.text_table(OPERATORS), ("rms_norm", "llama3-8b", "full")
+    table, case = tables.text_table(OPERATORS), ("rms_norm", "llama3-8b", "full")
     names = ["op", "case", "mode", "variant", "device ms", "x", "wall", "host", "kernels", "peak MB", "% floor"]
     assert cells(table, "op") == [*names, "error/PyTorch"]
-    assert cells(table, *case, "upstream")[4:] == [
-        "0.139 ± 1.2 %",
-        "1.45x",
-        "0.189",
-        "0.310",
-        "3",
-        "69.0",
-        "58",
-        "1.00",
-    ]
+    upstream = ["0.139 ± 1.2 %", "1.45x", "0.189", "0.310", "3", "69.0", "58", "1.00"]
+    assert cells(table, *case, "upstream")[4:] == upstream
     assert cells(table, *case, "ours")[4:6] == ["0.0960 ± 1.2 %", "0.146"]  # ours has no ratio to itself
     assert cells(table, *case, "torch")[4:6] == ["0.0310 ± 1.2 %", "0.0810"]
     assert cells(table, *case, "torch")[-1] == "50.0 inaccurate"
     failed = cells(table, "rms_norm", "llama3-1b", "full", "torch")[4:]
     assert failed == ["failed: RuntimeError: no kernel image for this device"]
     other = operator("glu", "a", "ours", 1.0, 1.0, dtype="fp32")
-    assert "dtype" in report.text_table([*OPERATORS, other]).split()
-    unmeasured = report.text_table([row | {"kernels": 0, "peak_mb": 0.0} for row in OPERATORS])
+    assert "dtype" in tables.text_table([*OPERATORS, other]).split()
+    unmeasured = tables.text_table([row | {"kernels": 0, "peak_mb": 0.0} for row in OPERATORS])
     assert "kernels" not in unmeasured and "peak MB" not in unmeasured
 
 
 def test_table_of_steps():
     """Relative to stock, which is the first of its group."""
-    table = report.text_table(STEPS)
+    table = tables.text_table(STEPS)
     assert "parallel" not in table and "gpus" not in table  # the same everywhere
     assert cells(table, "llama-3.2-1b", "ours")[2:7] == ["4", "64,171 ± 0.4 %", "1.33x", "255", "40.0"]
     assert cells(table, "llama-3.2-1b", "ours")[7:] == ["23.7", "0.42x", "1.6e-05"]
     assert cells(table, "llama-3.2-1b", "compile")[4] == "in noise"
     assert cells(table, "llama-3.2-1b", "ours+compile")[3:] == ["failed: out of memory"]
-    wrong = report.text_table([row | {"accurate": row["variant"] != "ours"} for row in STEPS])
+    wrong = tables.text_table([row | {"accurate": row["variant"] != "ours"} for row in STEPS])
     assert cells(wrong, "llama-3.2-1b", "ours")[4:] == ["255", "40.0", "23.7", "1.6e-05 inaccurate"]
 
 
@@ -107,12 +99,12 @@ def test_table_of_steps():
     [(150, 0.01, True), (102, 0.01, False), (98, 0.01, False), (110, 0.2, False), (900, 0.6, False)],
 )
 def test_speeds_within_the_noise_are_not_compared(rate, spread, beyond):
-    table = report.text_table([step("stock", 100.0, 8.0, spread=spread), step("ours", rate, 4.0, spread=spread)])
+    table = tables.text_table([step("stock", 100.0, 8.0, spread=spread), step("ours", rate, 4.0, spread=spread)])
     assert ("in noise" in cells(table, "llama-3.2-1b", "ours")) == (not beyond)
 
 
 def test_table_in_markdown():
-    lines = report.markdown_table([*OPERATORS[:4], WRONG | {"case": "a|b"}]).splitlines()
+    lines = tables.markdown_table([*OPERATORS[:4], WRONG | {"case": "a|b"}]).splitlines()
     assert len(lines) == 7 and len({line.replace("\\|", "").count("|") for line in lines}) == 1
     assert lines[1].startswith("| --- | --- | --- | --- | ---: |")
     assert "| 1.45x |" in lines[3] and "a\\|b" in lines[6] and "x |" not in lines[6]
@@ -131,7 +123,7 @@ def test_report_of_several_runs(tmp_path, capsys):
     for i, rows in enumerate([[row, row | {"case": "phi3", "device_ms": 5.0}], [row | {"device_ms": 1.25}]]):
         (tmp_path / f"{i}.json").write_text(json.dumps({"meta": META, "rows": rows}))
     files = [str(tmp_path / name) for name in ("0.json", "1.json", "all.csv", "all.md")]
-    assert report.main([*files[:2], "--csv", files[2], "--markdown", files[3]]) == 0
+    assert tables.main([*files[:2], "--csv", files[2], "--markdown", files[3]]) == 0
     table = (tmp_path / "all.md").read_text()
     assert "1.25" in table and "5.00" in table and "2.00" not in table
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 3

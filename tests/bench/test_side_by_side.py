@@ -75,14 +75,12 @@ def rivals(monkeypatch):
     """``liger bench step`` with the variants of campaigns."""
     import step_rivals
 
-    from liger_kernel.bench import flags, step
+    from liger_kernel.bench import step
 
     for name in ("VARIANTS", "NEEDS_FP8"):
         monkeypatch.setattr(step, name, dict(getattr(step, name)))
-    for name in ("parser_of", "refused", "spec_of"):
+    for name in ("parser_of", "refused", "spec_of", "CHILD"):
         monkeypatch.setattr(step, name, getattr(step, name))
-    monkeypatch.setattr(step, "MOVED_STEPS", {})
-    monkeypatch.setattr(flags, "MOVED_STEPS", {})
     step_rivals.register()
     return step
 
@@ -109,15 +107,12 @@ def test_layers_of_torchao(rivals, tmp_path):
     import step_rivals
     import torch
 
-    from liger_kernel.bench import step_model
-
     a = rivals.parse(["--model", "tiny", "--fp8", "rowwise", "--against", "torchao", "--seq", "8"])
     spec = rivals.spec_of(a, "tiny", "torchao", tmp_path, False)
     assert (spec["package"], spec["fp8"], spec["compile"]) == (str(rivals.PACKAGE), None, "layers")
-    model = step_model.build(spec, torch.device("cpu"), step_rivals)
-    assert (
-        sum(type(m) is torchao.Float8Linear for m in model.modules()) == 14 and type(model.lm_head) is torch.nn.Linear
-    )
+    model = step_rivals.load_child(spec["child"]).models.build(spec, torch.device("cpu"))
+    assert sum(type(m) is torchao.Float8Linear for m in model.modules()) == 14
+    assert type(model.lm_head) is torch.nn.Linear
 
 
 UNSLOTH = """

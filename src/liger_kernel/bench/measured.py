@@ -3,13 +3,16 @@ implementations, and series of sizes."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from liger_kernel.ops._core.operator import Case, Op
 
-Rivals = Mapping[str, Callable[..., Any]]
 Sweeps = Mapping[str, tuple[Sequence[int], Callable[[int], Mapping[str, Any]]]]
 
 
@@ -24,28 +27,64 @@ def timed(name: str, **args: Any) -> Case:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """``cases``: shapes of real models, for GPUs only.
+class Passing:
+    """Another implementation, which has its own parameters.
 
-    ``rivals``: other implementations: "torch", or a package. A package's function takes the module
-    that ``bench.rivals`` loads, and the arguments. Its optional attribute ``prepare`` maps a case's
-    arguments to them and is not timed. ``sweeps``: name -> (values, arguments of a case for a
-    value).
+    ``function``: a function, or the name of one in the package's module. ``names``: the arguments
+    of our operator that it takes, in its order; ``weight=w`` passes w as ``weight``. For a case
+    that sets another argument, there is none: ``NotImplementedError``, except for those in
+    ``ignored``, which do not change what is computed. ``prepare`` changes the arguments that are
+    passed, and is not timed.
     """
 
+    function: Callable[..., Any] | str
+    names: str
+    ignored: str = ""
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    def of(self, op: Op) -> Callable[..., Any]:
+        """The implementation as a function of arguments that its attribute ``prepare`` has made of
+        the operator's. A package's takes its module first."""
+        defaults = {p.name: p.default for p in inspect.signature(op.fn).parameters.values()}
+        passed = [each.rpartition("=")[::2] for each in self.names.split()]
+        known = {ours for _, ours in passed} | {*self.ignored.split()}
+
+        def prepare(args: dict[str, Any]) -> dict[str, Any]:
+            for name in args.keys() - known:
+                if isinstance(args[name], Tensor) or args[name] != defaults[name]:
+                    raise NotImplementedError
+            return self.prepare({ours: args.get(ours, defaults[ours]) for _, ours in passed})
+
+        # host time is measured, too: nothing that can be done before the call is done in it
+        def call(*module: Any, **args: Any) -> Any:
+            by_position = [args[ours] for theirs, ours in passed if not theirs]
+            by_name = {theirs: args[ours] for theirs, ours in passed if theirs}
+            if isinstance(self.function, str):
+                return getattr(module[0], self.function)(*by_position, **by_name)
+            return self.function(*module, *by_position, **by_name)
+
+        vars(call)["prepare"] = prepare
+        return call
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``cases``: shapes of real models, for GPUs only. ``rivals``: other implementations, PyTorch's
+    as "torch", or a package's. ``sweeps``: name -> (values, arguments of a case for a value)."""
+
     cases: Sequence[Case] = ()
-    rivals: Rivals = field(default_factory=dict)
+    rivals: Mapping[str, Passing] = field(default_factory=dict)
     sweeps: Sweeps = field(default_factory=dict)
 
     def of(self, op: Op) -> MeasuredOp:
-        return MeasuredOp(
-            op.name, op.fn, op.reference, [*op.cases, *self.cases], op.cost, op.doc, self.rivals, self.sweeps
-        )
+        declared = {each.name: getattr(op, each.name) for each in dataclasses.fields(Op)}
+        rivals = {name: rival.of(op) for name, rival in self.rivals.items()}
+        return MeasuredOp(**declared | {"cases": [*op.cases, *self.cases]}, rivals=rivals, sweeps=self.sweeps)
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredOp(Op):
     """An operator with everything that benchmarks need."""
 
-    rivals: Rivals
+    rivals: Mapping[str, Callable[..., Any]]
     sweeps: Sweeps

@@ -13,9 +13,7 @@ import argparse
 import contextlib
 import functools
 import gc
-import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,18 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.bench import clock, flags, rivals
+from liger_kernel.bench import arguments, clock, rivals
 from liger_kernel.bench.cases import OPS
 from liger_kernel.bench.measured import MeasuredOp
-from liger_kernel.bench.report import text_table
 from liger_kernel.bench.results import Row, read, write_csv
+from liger_kernel.bench.tables import text_table
 from liger_kernel.ops._core.operator import Case
-from liger_kernel.testing import Named, backward, differentiable, errors, floors, forward, like
+from liger_kernel.testing import Named, backward, differentiable, errors, floors, forward, like, run
 from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import UserError, one_of
 
 DEVICE = "cuda" if clock.GPU else "cpu"
-DTYPES = dict(zip(flags.DTYPES, (torch.bfloat16, torch.float16, torch.float32)))
+DTYPES = dict(zip(arguments.DTYPES, (torch.bfloat16, torch.float16, torch.float32)))
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FEW = 16  # with up to so many elements, a tensor's error is chance
 
 
@@ -45,9 +44,9 @@ def cases_of(op: MeasuredOp, names: list[str], sweep: str | None, small: bool) -
     """The cases, and what a row says about each in addition to its name."""
     if sweep:
         if sweep in op.sweeps:
-            values, arguments = op.sweeps[sweep]
+            values, sized = op.sweeps[sweep]
             for value in values:
-                yield Case(f"{sweep}={value}", arguments(value), gpu=True), {"sweep": sweep, "x": value}
+                yield Case(f"{sweep}={value}", sized(value), gpu=True), {"sweep": sweep, "x": value}
         return
     valid = [c for c in op.cases if not c.error and (c.name in names if names else c.gpu != small)]
     for case in valid[:2] if small and not names else valid:
@@ -67,12 +66,9 @@ def implementations(
     for name, rival in loaded.items():
         if name == "base":
             found[name] = getattr(rival.module, op.name)
-        else:  # a package, by itself and "+compile"
-            found |= {
-                key: _with(function, rival.module)
-                for key, function in op.rivals.items()
-                if key.partition("+")[0] == name
-            }
+        for key, function in op.rivals.items():
+            if key.partition("+")[0] == name:  # a package, by itself and "+compile"
+                found[key] = _with(function, rival.module)
     return found
 
 
@@ -101,8 +97,7 @@ def gradients(outs: Named) -> Named:
 
 def results(fn: Callable[..., Any], args: dict[str, Any]) -> Named:
     """Outputs and gradients by name."""
-    outs = forward(fn, args)
-    return {k: o.detach() for k, o in outs.items()} | backward(outs, args, gradients(outs))
+    return run(fn, args, gradients)
 
 
 def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> tuple[float, float, bool]:
@@ -117,11 +112,9 @@ def accuracy(ours: Named, pytorch: Named, truth: Named, dtype: torch.dtype) -> t
             good = good and not t.is_floating_point()
             continue
         mine, reference = errors(ours[name], t)["rms"], errors(pytorch[name], t)["rms"]
-        floor = (
-            max(torch.finfo(ours[name].dtype).eps, torch.finfo(dtype).eps / 16)
-            if t.numel() < FEW
-            else floors(pytorch[name].dtype, t.numel())["rms"]
-        )
+        floor = floors(pytorch[name].dtype, t.numel())["rms"]
+        if t.numel() < FEW:
+            floor = max(torch.finfo(ours[name].dtype).eps, torch.finfo(dtype).eps / 16)
         good = good and mine <= 2 * reference + floor and bool(ours[name].isfinite().all())
         worst, theirs = max(worst, mine), max(theirs, reference)
     return worst, theirs, good
@@ -170,7 +163,7 @@ def measure(
     judged = judge(functions, loaded, base, dtype)
     _free()
     shape = {k: list(v.shape) for k, v in base.items() if isinstance(v, Tensor)}
-    about: Row = {"op": op.name, "case": case.name, "dtype": _name(dtype)}
+    about: Row = {"op": op.name, "case": case.name, "dtype": NAMES[dtype]}
     cost = op.cost(**base)
     for mode in modes:
         if mode == "backward" and not differentiable(base):
@@ -224,10 +217,6 @@ def _present(rival: rivals.Rival | None) -> contextlib.AbstractContextManager:
     return rival.present() if rival else contextlib.nullcontext()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, d in DTYPES.items() if d == dtype)
-
-
 def _free() -> None:
     gc.collect()
     if clock.GPU:
@@ -238,8 +227,7 @@ ENTRY = ("-m", "liger_kernel.bench.operators")  # what a child runs; a script th
 
 
 def child(a: argparse.Namespace) -> None:
-    """Measure operators in this process. It starts when it has read a line, and prints a JSON
-    line for each row."""
+    """Measure operators in this process, and print a JSON line for each row."""
     ops = [OPS[name] for name in a.child.split(",")]
     loaded = {}
     for name in a.against:
@@ -249,8 +237,6 @@ def child(a: argparse.Namespace) -> None:
     if a.base:
         loaded["base"] = rivals.revision(a.base)
     done = {tuple(key) for key in json.loads(a.done)}
-    if not sys.stdin.readline():  # the parent process has ended
-        return
     for op in ops:
         for case, more in cases_of(op, a.case, a.sweep, small=not clock.GPU or a.smoke):
             for dtype in a.dtype:
@@ -259,79 +245,57 @@ def child(a: argparse.Namespace) -> None:
                         print("ROW " + json.dumps(row | more), flush=True)
 
 
-@contextlib.contextmanager
-def _started(argv: list[str], names: str, rows: list[Row]) -> Iterator[Callable[[], Iterator[Row]]]:
-    """The process of an operator, or of several separated by commas. It does its imports, and
-    waits; what this yields starts the measurement and returns the rows as they come."""
-    done = [(r["op"], r["case"], r["dtype"]) for r in rows if r["op"] in names.split(",")]
+def _rows(argv: list[str], names: str, known: list[Row]) -> Iterator[Row]:
+    """The rows of an operator, or of several separated by commas, which a process of their own
+    measures; without those that are ``known``."""
+    done = [(r["op"], r["case"], r["dtype"]) for r in known if r["op"] in names.split(",")]
     command = [sys.executable, *ENTRY, *argv, "--child", names, "--done", json.dumps(done)]
     with (
         tempfile.TemporaryFile("w+") as messages,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True) as process,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as process,
     ):
-
-        def measured() -> Iterator[Row]:
-            assert process.stdin and process.stdout
-            with contextlib.suppress(BrokenPipeError):  # the process has already failed
-                process.stdin.write("go\n")
-                process.stdin.flush()
+        assert process.stdout
+        try:
             for line in process.stdout:
                 if line.startswith("ROW "):
                     yield json.loads(line[4:])
             if process.wait():
                 messages.seek(0)
                 print(f"{names}: stopped, because of {(messages.read().strip().splitlines() or ['?'])[-1]}")
-
-        try:
-            yield measured
         finally:
             process.kill()
 
 
-def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+def measure_all(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Measure all requested operators, each in its own process; in a smoke run, whose times do
     not matter, all in one process."""
-    path = Path(a.json) if a.json else None
     meta = clock.hardware() | clock.ceilings() | {"command": "liger bench " + " ".join(argv)}
-    result: dict[str, Any] = {"meta": meta, "rows": []}
-    if a.resume and path and path.exists():
-        result["rows"] = read(path)["rows"]
-    for name in a.against:
-        if name in rivals.PACKAGES:
-            try:
-                rivals.load(name, getattr(a, f"{name}_path"))
-            except rivals.Missing as error:
-                if getattr(a, f"{name}_path"):
-                    raise UserError(str(error)) from error
-                print(error)
+    rows = read(a.json)["rows"] if a.resume and Path(a.json).exists() else []
+    for name in rivals.PACKAGES.keys() & set(a.against):
+        path = getattr(a, f"{name}_path")
+        try:
+            rivals.load(name, path)
+        except rivals.Missing as error:
+            if path:
+                raise UserError(str(error)) from error
+            print(error)
     if not clock.GPU:
-        print(
-            "Measured on a CPU: this measures the CPU path, PyTorch references on small cases. It says nothing about "
-            "kernels on a GPU."
-        )
+        small = "this measures the CPU path, PyTorch references on small cases"
+        print(f"Measured on a CPU: {small}. It says nothing about kernels on a GPU.")
     names = a.op or list(OPS)
-    names = [",".join(names)] if a.smoke else names
-    early = clock.GPU and (os.cpu_count() or 1) >= 8  # importing during a measurement needs free cores
-    with contextlib.ExitStack() as stack:
-        start = lambda name: stack.enter_context(_started(argv, name, result["rows"]))
-        waiting = [start(names[0])]
-        for name, following in itertools.zip_longest(names, names[1:]):
-            measured = waiting.pop() if waiting else start(name)
-            if following and early:  # the next process imports meanwhile
-                waiting.append(start(following))
-            rows = []
-            for row in measured():
-                rows.append(row)
-                result["rows"].append(row)
-                if path:
-                    export(path, json.dumps(result, indent=1))
-            if rows:
-                print(text_table(rows), flush=True)
-    return result
+    for name in [",".join(names)] if a.smoke else names:
+        known = len(rows)
+        for row in _rows(argv, name, rows[:]):
+            rows.append(row)
+            if a.json:
+                export(a.json, json.dumps({"meta": meta, "rows": rows}, indent=1))
+        if rows[known:]:
+            print(text_table(rows[known:]), flush=True)
+    return {"meta": meta, "rows": rows}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    a = flags.operators(argv)
+    a = arguments.operators(argv)
     a.dtype = a.dtype or ["bf16" if clock.GPU else "fp32"]
     a.against = a.against or (["eager", "compile", "torch"] if clock.GPU else ["eager"])
     for name in a.op:
@@ -358,7 +322,7 @@ def main(argv: list[str]) -> int:
     if a.child:
         child(a)
         return 0
-    result = run(a, argv)
+    result = measure_all(a, argv)
     if a.csv:
         write_csv(result, a.csv)
     wrong = [r for r in result["rows"] if r["variant"] == "ours" and (r["failed"] or not r["accurate"])]

@@ -121,17 +121,12 @@ def status(row: Row) -> str:
     return "inaccurate" if row.get("accurate") is False else ""
 
 
-def peak_of(timeline: list[tuple[float, float, str]]) -> tuple[float, float, str]:
-    """The milliseconds, GB and phase of the memory peak."""
-    return max(timeline, key=lambda point: point[1])
-
-
 # -- files
 
 META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
 TIMES = ("device_ms", "wall_ms", "host_ms", "floor_ms", "step_ms")  # other columns in ms are kinds of work
 WORDS = {*META, "op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "fp8"}
-WORDS |= {"lora_targets", "data", "optimizer", "failed", "peak_phase"}
+WORDS |= {"lora_targets", "data", "optimizer", "failed"}
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -174,15 +169,13 @@ def write_csv(result: dict[str, Any], path: str | Path) -> None:
 
 
 def _flat(row: Row, meta: dict[str, Any]) -> Row:
-    """A step's breakdown and losses in columns of their own, and of the memory timeline only its
-    peak; a row of an operator as it is."""
+    """A step's breakdown and losses in columns of their own; a row of an operator as it is."""
     if "model" not in row:
         return row
-    flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "memory_timeline", "losses")}
+    flat = {k: v for k, v in row.items() if k not in ("breakdown_ms", "losses")}
     flat |= {k: row.get(k, meta.get(k)) for k in ("data", "lengths", "masked", "optimizer")}
     flat |= {f"{kind}_ms": ms for kind, ms in (row.get("breakdown_ms") or {}).items()}
-    flat |= {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
-    return flat | {"peak_phase": peak_of(row["memory_timeline"])[2] if row.get("memory_timeline") else None}
+    return flat | {f"loss_{i}": loss for i, loss in enumerate(row.get("losses") or ())}
 
 
 def _of_csv(path: Path) -> dict[str, Any]:

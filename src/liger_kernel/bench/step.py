@@ -21,54 +21,60 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import profile
-from liger_kernel.bench.flags import MOVED_PLOTS, MOVED_STEPS, outputs, refuse_moved
-from liger_kernel.bench.report import text_table
-from liger_kernel.bench.results import Row, parts_of, peak_of, write_csv
+from liger_kernel.bench.arguments import outputs
+from liger_kernel.bench.results import Row, parts_of, write_csv
+from liger_kernel.bench.tables import aligned, text_table
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
+from liger_kernel.patch_options import SWITCHES
 from liger_kernel.train.adamw import KINDS, check, require
 from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of
 
 
 @dataclass(frozen=True)
-class Variant:
+class Setup:
     """How a variant makes its model: by ``package`` ("ours", "upstream", or None for stock) with
     ``flags``, with the storage ``quantize`` of frozen weights, compiled by ``compile`` ("model" or
-    "layers"). ``fp8``: whether --fp8 is for it. ``script``: a file that makes what step_model.py
-    does not know."""
+    "layers"). ``fp8``: whether --fp8 is for it."""
 
     package: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
     quantize: str | None = None
     compile: str | None = None
     fp8: bool = True
-    script: str | None = None
 
 
-SWITCHED: dict[str, dict[str, Any]] = {  # ours with other flags than the default
-    "ours:off": {"rematerialise": "off"},
-    "ours:mlp": {"rematerialise": "mlp"},
-    "ours:experts": {"swiglu": True},
-    "ours:offload": {"activation_offloading": True},
-    "ours:attention": {"keep_attention": True},
-    "ours:tiled": {"tiled_mlp": True},
-    "ours:offload-attention": {"activation_offloading": True, "keep_attention": True},
-    "ours:offload-tiled": {"activation_offloading": True, "tiled_mlp": True},
-    "ours:head": {"fp8_head": True},
-    "ours:long": {"activation_offloading": True, "keep_attention": True, "tiled_mlp": True},
-}
-FP8 = ("fp8", "fp8_rowwise")  # storages of the frozen base that only ours has: recipes of quantize_base
+def _switched() -> dict[str, dict[str, Any]]:
+    """Name of a variant, without "ours:" -> its flags: a variant for each value that a switch of the
+    patch names, and for each other switch of ours that is off."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, switch in SWITCHES.items():
+        about = switch.metadata
+        own = {name: True} if about["ours"] and switch.default is False and not about["choices"] else {}
+        found |= {variant: {name: value} for variant, value in (about["variants"] or own).items()}
+    found["offload-attention"] = found["offload"] | found["attention"]
+    found["offload-tiled"] = found["offload"] | found["tiled"]
+    found["long"] = found["offload-attention"] | found["tiled"]
+    return found
+
+
+SWITCHED = {f"ours:{name}": flags for name, flags in _switched().items()}
+FP8_STORAGES = ("fp8", "fp8_rowwise")  # of the frozen base, which only ours has: recipes of quantize_base
 COMPILED = {"compile": "model", "layers": "layers"}  # layers: each decoder layer separately
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil")  # of --fp8, as torchao names them
-VARIANTS = {"stock": Variant(), "upstream": Variant("upstream"), "ours": Variant("ours")}
-VARIANTS |= {
-    **{f"{name}+{how}": replace(VARIANTS[name], compile=what) for name in VARIANTS for how, what in COMPILED.items()},
-    **{name: Variant("ours", flags) for name, flags in SWITCHED.items()},
-    **{f"ours:{how}": Variant("ours", quantize=how) for how in FP8},
-    "ours:bf16": Variant("ours", fp8=False),
+RECIPES = SWITCHES["fp8"].metadata["choices"]  # of --fp8
+_PACKAGES = {"stock": Setup(), "upstream": Setup("upstream"), "ours": Setup("ours")}
+VARIANTS = {
+    **_PACKAGES,
+    # people say "compile" for the compiled stock model
+    **{
+        f"{name}+{how}".removeprefix("stock+"): replace(setup, compile=what)
+        for name, setup in _PACKAGES.items()
+        for how, what in COMPILED.items()
+    },
+    **{name: Setup("ours", flags) for name, flags in SWITCHED.items()},
+    **{f"ours:{storage}": Setup("ours", quantize=storage) for storage in FP8_STORAGES},
+    "ours:bf16": Setup("ours", fp8=False),
 }
-for how in COMPILED:  # people say "compile" for the compiled stock model
-    VARIANTS[how] = VARIANTS.pop(f"stock+{how}")
 # recipes of --fp8 with which a variant makes sense
 NEEDS_FP8 = {"ours:bf16": RECIPES, "ours:head": RECIPES[:2]}
 PARITY = {"bfloat16": 1e-2, "float32": 1e-4}  # largest relative difference between a loss and stock's
@@ -114,8 +120,9 @@ def parser_of() -> Parser:
     add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
     names = "(default: sgd); those with 8bit or bf16 in their names are torchao's, as in liger train"
     add("--optimizer", choices=("sgd", *KINDS), default="sgd", help=names)
-    when = "step each parameter when the backward has its gradient, and free the gradient"
-    flag("--optimizer-in-backward", help=when)
+    flag(
+        "--optimizer-in-backward", help="step each parameter when the backward has its gradient, and free the gradient"
+    )
     place = "keep weights and moments in the CPU's memory, and step there (adamw with --parallel fsdp2)"
     flag("--optimizer-on-cpu", help=place)
     flag("--checkpointing", help="recompute the layers in the backward")
@@ -130,7 +137,7 @@ def parser_of() -> Parser:
     add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
     flag("--dora", help="train DoRA adapters, with a magnitude for each output")
     frozen = "the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and "
-    add("--quantize", choices=("nf4", "int8", *FP8), help=f"{frozen}fp8_rowwise by ours alone")
+    add("--quantize", choices=("nf4", "int8", *FP8_STORAGES), help=f"{frozen}fp8_rowwise by ours alone")
     trained = "train linear layers but the head in FP8; ours:bf16 is ours without it, ours:head also with the head"
     add("--fp8", choices=RECIPES, help=trained)
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
@@ -154,7 +161,6 @@ def parser_of() -> Parser:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    refuse_moved(argv, MOVED_STEPS | MOVED_PLOTS)
     a = parser_of().parse_args(argv)
     if a.smoke:
         a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", "2", 64, 3, 2, True
@@ -165,7 +171,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     a.model = [one_of("model", name, MODELS) for name in a.model.split(",")]
     a.against = [one_of("variant", name, VARIANTS) for name in a.against.split(",")]
     if a.compile:
-        also = ("compile" if name == "stock" else f"{name}+compile" for name in a.against)
+        also = (f"{name}+compile".removeprefix("stock+") for name in a.against)
         a.against = list(dict.fromkeys([*a.against, *(name for name in also if name in VARIANTS)]))
     a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
     at_least(1, batch=a.batch[0], seq=a.seq, gpus=a.gpus, steps=a.steps, layers=a.layers, tiled_mlp=a.tiled_mlp)
@@ -175,9 +181,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for wrong, message in refused(a):
         if wrong:
             raise UserError(message)
-    for variant in a.against:
-        if variant in NEEDS_FP8 and a.fp8 not in NEEDS_FP8[variant]:
-            raise UserError(f"{variant} needs --fp8 {'|'.join(NEEDS_FP8[variant])}")
     try:
         how = "fsdp2" if a.parallel == "ep" else a.parallel or "none"
         check(a.optimizer, how, a.optimizer_in_backward, a.optimizer_on_cpu)
@@ -194,7 +197,6 @@ def refused(a: argparse.Namespace) -> Iterator[tuple[object, str]]:
     first = lambda test: next((name for name in a.against if test(VARIANTS[name])), None)
     upstream, stock = first(lambda v: v.package == "upstream"), first(lambda v: v.package is None)
     own = first(lambda v: v.quantize)
-    dense = next((name for name in a.model if not any(value.endswith("_experts") for value in MODELS[name])), None)
     lacks = lambda package: importlib.util.find_spec(package) is None
     yield a.peak_tflops is not None and not a.peak_tflops > 0, f"--peak-tflops must be positive, got {a.peak_tflops}"
     single = "--profile, --largest-batch and --largest-seq need a single --batch"
@@ -209,14 +211,18 @@ def refused(a: argparse.Namespace) -> Iterator[tuple[object, str]]:
     yield own and a.quantize, f"{own} has its own base: leave out --quantize {a.quantize}"
     other, compared = upstream or stock, f"--against {upstream or stock},ours:{a.quantize} compares the two"
     alone = f"only ours supports --quantize {a.quantize}; {compared}"
-    yield a.quantize in FP8 and other, f"{other} has no frozen FP8 base: {alone}"
+    yield a.quantize in FP8_STORAGES and other, f"{other} has no frozen FP8 base: {alone}"
     bnb = a.quantize in ("nf4", "int8") and lacks("bitsandbytes")
     yield bnb, f"--quantize {a.quantize} needs bitsandbytes: pip install bitsandbytes"
     yield a.lora and lacks("peft"), "--lora needs peft: pip install peft"
     yield a.fp8 and a.lora, "--fp8 trains the weights themselves: leave out --lora"
+    for name in a.against:
+        recipes = NEEDS_FP8.get(name, (a.fp8,))
+        yield a.fp8 not in recipes, f"{name} needs --fp8 {'|'.join(map(str, recipes))}"
     unshared = upstream and a.parallel in ("ep", *SHARED_ROWS)
     yield unshared, f"{upstream} has no --parallel {a.parallel}: leave it out"
     if a.parallel == "ep":
+        dense = next((name for name in a.model if not any(key.endswith("_experts") for key in MODELS[name])), None)
         yield dense, f"--parallel ep needs a mixture of experts, got {dense}"
         others = "leave out --lora, --fp8 and --optimizer-on-cpu"
         whole = f"--parallel ep trains all weights in 16 bits on the GPU: {others}"
@@ -238,9 +244,8 @@ def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     why.unlink(missing_ok=True)
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec['gpus']}"]
     command = [sys.executable, *(ranks if spec["parallel"] else []), str(CHILD), str(given), str(result)]
-    ours = str(PACKAGE) if spec["parallel"] in SHARED_ROWS and not spec["package"] else None
-    env = environment_with(spec["package"], spec.get("script_path"), ours)
     with messages.open("w") as stderr:
+        env = environment_with(*spec["path"])
         done = subprocess.run(command, env=env, stdout=stderr, stderr=stderr, check=False)
     text = messages.read_text(errors="replace").strip()
     found: dict[str, Any] = {"rows": [], "failed": None} | (json.loads(result.read_text()) if result.exists() else {})
@@ -254,7 +259,7 @@ def run_child(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def environment_with(*folders: str | None) -> dict[str, str]:
+def environment_with(*folders: str) -> dict[str, str]:
     """The environment of a process that finds packages in these folders first."""
     path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path}
@@ -264,13 +269,11 @@ def environment() -> dict[str, Any]:
     """Hardware, versions and the measured peak rate, from a child process: this process must
     hold no GPU memory while others measure theirs."""
     code = (
-        "import json, torch; from liger_kernel.bench import clock; gpus = range(torch.cuda.device_count()); "
-        "gb = [torch.cuda.get_device_properties(i).total_memory / 1e9 for i in gpus]; "
-        "print(json.dumps(clock.hardware() | clock.ceilings() | {'gpus': len(gpus), 'memory_gb': min(gb, default=0)}))"
+        "import json, torch; from liger_kernel.bench import clock; "
+        "print(json.dumps(clock.hardware() | clock.ceilings() | {'gpus': torch.cuda.device_count()}))"
     )
     command = [sys.executable, "-c", code]
-    env = environment_with(str(PACKAGE))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment_with(str(PACKAGE)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"cannot measure this machine: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -303,17 +306,20 @@ def spec_of(a: argparse.Namespace, model: str, name: str, folder: Path, gpu: boo
     """What step_child.py is told, as JSON: the flags, and how the variant makes its model."""
     variant = VARIANTS[name]
     tiles = {"tiled_mlp": a.tiled_mlp} if "tiled_mlp" in variant.flags and a.tiled_mlp else {}
+    package = {"ours": str(PACKAGE), "upstream": a.upstream_path}.get(variant.package or "")
+    # stock models share rows by our code
+    found_in = package or (str(PACKAGE) if a.parallel in SHARED_ROWS else None)
     return vars(a) | {
         "variant": name,
         "config": values_of(a, model),
         "dtype": "bfloat16" if gpu else "float32",
-        "package": {"ours": str(PACKAGE), "upstream": a.upstream_path}.get(variant.package or ""),
+        "package": package,
+        "path": [found_in] if found_in else [],
         "flags": {**variant.flags, **tiles},
         "quantize": variant.quantize or a.quantize,
         "fp8": a.fp8 if variant.package == "ours" and variant.fp8 else None,
         "lora_targets": a.lora_targets.split(",") if a.lora_targets else list(LINEARS),
         "compile": variant.compile,
-        "script": variant.script,
         "tokens": str(folder / f"{model}.pt"),
         "trial": False,
         "trace": str(folder / "trace.json") if a.profile else None,
@@ -336,58 +342,39 @@ def measure(
         rate = step_flops(spec["config"], row["batch"], a.seq) / row["step_ms"] / 1e9
         row["mfu"] = rate / peak / ranks if gpu and not a.lora else None
     if rows and a.profile:
-        with open(spec["trace"]) as file:
-            rows[0]["breakdown_ms"] = profile.breakdown(json.load(file)["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
+        trace = json.loads(Path(spec["trace"]).read_text())
+        rows[0]["breakdown_ms"] = profile.breakdown(trace["traceEvents"], TRACE_STEPS, rows[0]["step_ms"])
     if found["failed"] and len(rows) < len(a.batch):
         rows.append(common | {"batch": a.batch[len(rows)], "failed": found["failed"]})
     for what in ("batch", "seq"):
         fits = not rows[0]["failed"] or (what == "batch" and rows[0]["failed"] == "out of memory")
         if getattr(a, f"largest_{what}") and fits:
-            rows[0] |= _largest(what, spec | {"trace": None, "trial": True}, folder, meta.get("memory_gb"))
+            rows[0] |= _largest(what, spec | {"trace": None, "trial": True}, folder)
     return rows
 
 
-def _largest(what: str, spec: dict[str, Any], folder: Path, capacity: float | None) -> Row:
-    """The largest batch, or the longest rows."""
-    limit, unit = {}, UNITS[what]
+def _largest(what: str, spec: dict[str, Any], folder: Path) -> Row:
+    """The largest batch, or the longest rows, and the reason why larger ones fail."""
+    failures, unit = {}, UNITS[what]
 
-    def peak(n: int) -> float | None:
-        trial = run_child(spec | ({"batch": [n]} if what == "batch" else {"seq": n * unit}), folder)
-        if not trial["failed"]:
-            return trial["peak"]
-        # not always memory: some kernels fail at 2^31 elements
-        limit[f"largest_{what}_limit"] = trial["failed"]
-        return None
+    def fits(n: int) -> bool:
+        size = {"batch": [n]} if what == "batch" else {"seq": n * unit}
+        failed = run_child(spec | size, folder)["failed"]
+        if failed:  # not always memory: some kernels fail at 2^31 elements
+            failures[f"largest_{what}_limit"] = failed
+        return not failed
 
     start = spec["batch"][0] if what == "batch" else max(1, spec["seq"] // unit)
-    return {f"largest_{what}": largest_that(peak, start, capacity) * unit} | limit
+    return {f"largest_{what}": largest_that(fits, start) * unit} | failures
 
 
-def largest_that(peak: Callable[[int], float | None], start: int, capacity: float | None = None) -> int:
-    """The largest number that fits, to within 1/16; 0 if even 1 does not fit. ``peak(n)`` is the
-    memory for n, or None if n does not fit.
-
-    Memory is nearly linear in n, so the next number to test is where the line reaches the capacity.
-    """
-    peaks: dict[int, float] = {}
-    n, high = start, None
-    while True:
-        needed = peak(n)
-        if needed is None:
-            high = n
-        else:
-            peaks[n] = needed
-        low, step = max(peaks, default=0), max(1, max(peaks, default=0) // 16)
-        if high is not None and high - low <= step:
-            return low
-        n = 2 * low
-        if len(peaks) > 1 and capacity:
-            a, b = sorted(peaks)[-2:]
-            slope = (peaks[b] - peaks[a]) / (b - a)
-            n = min(4 * low, int(b + 0.99 * (capacity - peaks[b]) / slope)) if slope > 0 else n
-        n = max(n, low + step)
-        if high is not None and n >= high:
-            n = (low + high) // 2
+def largest_that(fits: Callable[[int], bool], start: int) -> int:
+    """The largest number that fits, to within 1/16; 0 if even 1 does not fit."""
+    low, high, n = 0, None, start
+    while high is None or high - low > max(1, low // 16):
+        low, high = (n, high) if fits(n) else (low, n)
+        n = 2 * low if high is None else (low + high) // 2
+    return low
 
 
 # -- results
@@ -417,14 +404,9 @@ def table(rows: list[Row], tolerance: float) -> str:
     """The rows of one model and batch as a table for a terminal, and what it does not say."""
     notes = []
     if any(row.get("accurate") is False for row in rows):
-        notes.append(
-            f"inaccurate: losses are more than {tolerance:g} of stock's away within the first {PARITY_STEPS} steps. "
-            "Such a step has no ratio."
-        )
+        far = f"losses are more than {tolerance:g} of stock's away within the first {PARITY_STEPS} steps"
+        notes.append(f"inaccurate: {far}. Such a step has no ratio.")
     for row in rows:
-        if row.get("memory_timeline"):
-            ms, gb, phase = peak_of(row["memory_timeline"])
-            notes.append(f"{row['variant']}: memory peaks at {gb:.2f} GB in '{phase}', {ms:.0f} ms into a step")
         for what, larger in (("batch", "larger batches"), ("seq", "longer rows")):
             if (why := row.get(f"largest_{what}_limit", "out of memory")) != "out of memory":
                 notes.append(f"{row['variant']}: {larger} fail with {why}")
@@ -435,10 +417,8 @@ def breakdown_table(rows: list[Row]) -> str:
     """A table of the milliseconds of a step by kind of work, without kinds that no row has."""
     rows = [row for row in rows if row.get("breakdown_ms")]
     kinds = [kind for kind in profile.KINDS if any(row["breakdown_ms"][kind] >= 0.005 for row in rows)]
-    lines = [["ms / step", *kinds]]
-    lines += [[row["variant"], *(f"{row['breakdown_ms'][kind]:.2f}" for kind in kinds)] for row in rows]
-    width = max(len(line[0]) for line in lines)
-    return "\n".join(f"{line[0]:<{width}}" + "".join(f"  {cell:>13}" for cell in line[1:]) for line in lines)
+    lines = [[row["variant"], *(f"{row['breakdown_ms'][kind]:.2f}" for kind in kinds)] for row in rows]
+    return aligned([["ms / step", *kinds], *lines], words={0})
 
 
 def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
@@ -448,15 +428,11 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     if gpu and a.gpus > meta["gpus"]:
         raise UserError(f"--gpus is {a.gpus}, but this machine has {meta['gpus']}")
     if not gpu:
-        print(
-            "Measured on a CPU, in fp32: PyTorch references run, so ratios on other devices differ. Memory is that "
-            "of the whole process."
-        )
+        references = "PyTorch references run, so ratios on other devices differ"
+        print(f"Measured on a CPU, in fp32: {references}. Memory is that of the whole process.")
         if a.largest_batch or a.largest_seq:
-            raise UserError(
-                "--largest-batch and --largest-seq need a GPU: on a CPU, a batch that is too large takes the machine "
-                "down instead of failing"
-            )
+            down = "on a CPU, a batch that is too large takes the machine down instead of failing"
+            raise UserError(f"--largest-batch and --largest-seq need a GPU: {down}")
     if not a.upstream_path and any(VARIANTS[name].package == "upstream" for name in a.against):
         print(f"upstream is skipped: pip install --no-deps --target DIR {UPSTREAM}, then --upstream-path DIR")
         a.against = [name for name in a.against if VARIANTS[name].package != "upstream"]
@@ -465,6 +441,8 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     meta |= {"peak_tflops": peak, "dtype": dtype, **{name: getattr(a, name) for name in META}}
     meta |= {"parity_tolerance": tolerance, "command": "liger bench step " + " ".join(argv)}
     result: dict[str, Any] = {"meta": meta, "rows": []}
+    settings = ", ".join([f"{a.gpus} x {a.parallel}"] * bool(a.parallel) + [dtype, a.optimizer])
+    settings = ", ".join(dict.fromkeys([settings, *parts_of(vars(a) | {"optimizer": None})]))
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as name:
         folder = Path(name)
         for model in a.model:
@@ -480,8 +458,6 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
                     print(f"{model} {variant}, {row['batch']} rows: {rate}", file=sys.stderr, flush=True)
                 if a.json:
                     export(a.json, json.dumps(result, indent=1))
-            settings = ", ".join([f"{a.gpus} x {a.parallel}"] * bool(a.parallel) + [dtype, a.optimizer])
-            settings = ", ".join(dict.fromkeys([settings, *parts_of(vars(a) | {"optimizer": None})]))
             for batch in a.batch:
                 if some := [row for row in rows if row["batch"] == batch]:
                     rate = f", MFU of {peak:,.1f} TFLOP/s" if gpu else ""
@@ -501,10 +477,3 @@ def main(argv: list[str]) -> int:
         write_csv(result, a.csv)
     ours = [row for row in result["rows"] if row["variant"].startswith("ours")]
     return int(not result["rows"] or any(row["failed"] or row["accurate"] is False for row in ours))
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"liger bench step: {error}")

@@ -18,6 +18,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import re
 import statistics
 import time
 import traceback
@@ -55,12 +56,13 @@ GPU = torch.cuda.is_available()
 # -- memory in GB: that of PyTorch's allocator on a GPU, or without a GPU that of the whole process
 
 
-def held() -> float:
-    return (torch.cuda.memory_allocated() if GPU else _status("VmRSS")) / 1e9
-
-
 def peak() -> float:
-    return (torch.cuda.max_memory_allocated() if GPU else _status("VmHWM")) / 1e9
+    if GPU:
+        return torch.cuda.max_memory_allocated() / 1e9
+    with contextlib.suppress(OSError):
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+        return int(found[1]) * 1024 / 1e9 if found else 0.0
+    return 0.0
 
 
 def reset_peak() -> None:
@@ -70,67 +72,9 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status(name: str) -> int:
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-    return 0
-
-
 def synchronize() -> None:
     if GPU:
         torch.cuda.synchronize()
-
-
-class Timeline:
-    """Memory during one step. ``points``: milliseconds, GB and phase, at the end of each phase,
-    and at its peak if that is higher."""
-
-    def __init__(self) -> None:
-        synchronize()
-        reset_peak()
-        self.start = time.perf_counter()
-        self.points: list[tuple[float, float, str]] = [(0.0, held(), "start")]
-
-    def mark(self, phase: str) -> None:
-        """Record that ``phase`` has ended."""
-        synchronize()
-        now, after, highest = 1e3 * (time.perf_counter() - self.start), held(), peak()
-        then, before, _ = self.points[-1]
-        if highest > max(before, after):
-            self.points.append(((then + now) / 2, highest, phase))
-        self.points.append((now, after, phase))
-        reset_peak()
-
-
-@contextlib.contextmanager
-def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
-    """Mark the layers of one forward and backward. The head gets no hook, because our package
-    does not fuse a head with hooks."""
-    layers = models.layers_of(model)
-    last, entered = len(layers) - 1, set()
-
-    def backward_reached(i: int, gradient: Tensor) -> None:
-        timeline.mark("backward: loss and head" if i == last else f"backward: layer {i + 1}")
-
-    def after_layer(i: int, layer: nn.Module, args: Any, out: Any) -> None:
-        if i in entered:
-            return  # a recomputation is a part of the layer's backward
-        entered.add(i)
-        timeline.mark(f"forward: layer {i}")
-        (out[0] if isinstance(out, tuple) else out).register_hook(functools.partial(backward_reached, i))
-
-    def before_layers(layer: nn.Module, args: Any) -> None:
-        if not entered:
-            timeline.mark("forward: embedding")
-
-    hooks = [layers[0].register_forward_pre_hook(before_layers)]
-    hooks += [layer.register_forward_hook(functools.partial(after_layer, i)) for i, layer in enumerate(layers)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # Names of modules, and the kind of their kernels apart from GEMMs and attention, whose own names
@@ -138,11 +82,10 @@ def layers_marked(model: Any, timeline: Timeline) -> Iterator[None]:
 SCOPES = (("norm", "norm"), ("mlp", "activation"), ("rotary", "rope"), ("attention", "rope"))
 
 
-@contextlib.contextmanager
-def scopes(model: Any) -> Iterator[None]:
+def annotate(model: Any) -> None:
     """Annotate the work of modules and of the loss, so that the profile can distinguish a norm's
-    multiplication from a rotary embedding's."""
-    hooks, active = [], []
+    multiplication from a rotary embedding's. It stays: nothing is measured after the profile."""
+    active = []
 
     def enter(kind: str, *_: Any) -> None:
         active.append(torch.profiler.record_function(f"bench/{kind}"))
@@ -154,25 +97,11 @@ def scopes(model: Any) -> Iterator[None]:
     for module in model.modules():
         kind = next((kind for word, kind in SCOPES if word in type(module).__name__.lower()), None)
         if kind:
-            hooks.append(module.register_forward_pre_hook(functools.partial(enter, kind)))
-            hooks.append(module.register_forward_hook(leave, always_call=True))  # an exception ends a recomputation
+            module.register_forward_pre_hook(functools.partial(enter, kind))
+            module.register_forward_hook(leave, always_call=True)  # an exception ends a recomputation
     # the model inside PEFT's wrapper, which only forwards its attributes
     model = getattr(model, "get_base_model", lambda: model)()
-    stock, had = model.loss_function, "_loss_function" in model.__dict__
-
-    def loss_function(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function("bench/loss"):
-            return stock(*args, **kwargs)
-
-    model.loss_function = loss_function
-    try:
-        yield
-    finally:
-        model.loss_function = stock
-        if not had:
-            del model._loss_function
-        for hook in hooks:
-            hook.remove()
+    model.loss_function = torch.profiler.record_function("bench/loss")(model.loss_function)
 
 
 def parallel(model: Any, how: str | None, device: torch.device, on_cpu: bool = False) -> Any:
@@ -238,10 +167,7 @@ class Training:
             torch.cuda.set_device(self.device)
         if spec["parallel"]:
             dist.init_process_group("nccl" if GPU else "gloo", device_id=self.device if GPU else None)
-        self.script = load(spec["script"]) if spec["script"] else None
-        self.model = models.build(spec, self.device, self.script)
-        # hooks would change compiled code
-        self.marked = not (spec["compile"] or getattr(self.script, "COMPILES", {}).get(spec["variant"]))
+        self.model = models.build(spec, self.device)
         self.run = parallel(self.model, spec["parallel"], self.device, spec["optimizer_on_cpu"])
         if spec["parallel"] and GPU:
             gc.collect()
@@ -249,28 +175,23 @@ class Training:
         if spec["compile"] == "layers":
             for layer in models.layers_of(self.model):
                 layer.compile()
-        elif spec["compile"]:
+        elif spec["compile"] == "model":
             self.run = torch.compile(self.run)
         self.optimizer = optimizer_of(spec, self.model)
         self.in_backward = adamw.InBackward(self.optimizer) if spec["optimizer_in_backward"] else None
-        self.after_step = getattr(self.script, "after_step", lambda spec, model: None)
         self.losses: list[Tensor] = []
         self.gradient: Tensor | None = None  # the norm of the first step's gradient
 
-    def step(self, data: list[dict[str, Tensor]], mark: Callable[[str], None] = lambda phase: None) -> None:
+    def step(self, data: list[dict[str, Tensor]]) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec["autocast"]):
             loss = self.run(**data[len(self.losses) % len(data)]).loss
-        mark("forward: loss and head")
         loss.backward()
-        mark("backward: layer 0 and embedding" if self.marked else "backward")
         if self.gradient is None and not self.spec["parallel"]:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.gradient = self.in_backward.norm() if self.in_backward else nn.utils.get_total_norm(gradients)
         if not self.in_backward:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.after_step(self.spec, self.model)
-        mark("optimizer")
         self.losses.append(loss.detach())
 
     def times(self, data: list[dict[str, Tensor]]) -> list[float]:
@@ -309,9 +230,6 @@ class Training:
             peaks = highest.tolist()
             dist.all_reduce(first)
             first /= dist.get_world_size()
-        timeline = Timeline()
-        with layers_marked(self.model, timeline) if self.marked else contextlib.nullcontext():
-            self.step(data, timeline.mark)
         if spec["trace"]:
             self.trace(data)
         low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
@@ -324,21 +242,21 @@ class Training:
             "peak_reserved_gb": peaks[1] if GPU else None,
             "losses": first.tolist(),
             "gradient": None if self.gradient is None else self.gradient.item(),
-            "memory_timeline": timeline.points,
         }
 
     def trace(self, data: list[dict[str, Tensor]]) -> None:
         """Write ``spec["trace_steps"]`` steps as a Chrome trace. Every rank runs them, and the first
         rank writes."""
+        # hooks would change compiled code, and the names of generated kernels list what they fuse
+        if not self.spec["compile"]:
+            annotate(self.model)
+        self.step(data)
+        synchronize()
         first = int(os.environ.get("RANK", 0)) == 0
-        # no scopes under torch.compile: the names of generated kernels list what they fuse
-        with scopes(self.model) if self.marked else contextlib.nullcontext():
-            self.step(data)
+        with torch.profiler.profile() if first else contextlib.nullcontext() as profile:
+            for _ in range(self.spec["trace_steps"]):
+                self.step(data)
             synchronize()
-            with torch.profiler.profile() if first else contextlib.nullcontext() as profile:
-                for _ in range(self.spec["trace_steps"]):
-                    self.step(data)
-                synchronize()
         if profile is not None:
             profile.export_chrome_trace(self.spec["trace"])
 

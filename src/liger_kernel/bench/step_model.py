@@ -15,20 +15,9 @@ from torch import nn
 BITSANDBYTES = {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
 
 
-def build(spec: dict[str, Any], device: torch.device, script: Any = None) -> Any:
+def build(spec: dict[str, Any], device: torch.device) -> Any:
     """The model of the spec on the device, patched if the variant is. The weights are the same in
-    every variant and on every rank.
-
-    A ``script`` of benchmarks/ may have ``build(spec, device)``, which returns another model or
-    None, and ``convert(spec, model)``, which changes its layers before they are patched.
-    """
-    model = getattr(script, "build", lambda *_: None)(spec, device) or _by_transformers(spec, device, script)
-    if spec["lora"]:
-        _start(model)
-    return model
-
-
-def _by_transformers(spec: dict[str, Any], device: torch.device, script: Any) -> Any:
+    every variant and on every rank."""
     model = stock(spec, device)
     if spec["quantize"] in BITSANDBYTES:
         _quantize(model, spec["quantize"])
@@ -38,8 +27,6 @@ def _by_transformers(spec: dict[str, Any], device: torch.device, script: Any) ->
         quantize_base(model, spec["quantize"])
         gc.collect()
         torch.cuda.empty_cache()
-    if hasattr(script, "convert"):
-        script.convert(spec, model)
     if spec["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec["package"]:
@@ -51,6 +38,7 @@ def _by_transformers(spec: dict[str, Any], device: torch.device, script: Any) ->
             model.enable_input_require_grads()
         config = peft.LoraConfig(task_type="CAUSAL_LM", **_on_experts(model, adapters(spec)))
         model = peft.get_peft_model(model, config)
+        start(model)
     return model
 
 
@@ -65,10 +53,9 @@ def _patch(model: Any, spec: dict[str, Any]) -> None:
     if flags:  # only for ours, which ignores an unknown flag with a warning
         from liger_kernel.transformers.patching.apply import flags_of
 
-        if unknown := flags.keys() - flags_of(model.config.model_type):
-            raise NotImplementedError(
-                f"liger_kernel has no flag {', '.join(sorted(unknown))} for {model.config.model_type}"
-            )
+        kind = model.config.model_type
+        if unknown := flags.keys() - flags_of(kind):
+            raise NotImplementedError(f"liger_kernel has no flag {', '.join(sorted(unknown))} for {kind}")
     _apply_liger_kernel_to_instance(model=model, **flags)
 
 
@@ -79,25 +66,18 @@ def stock(spec: dict[str, Any], device: torch.device) -> Any:
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     attention = spec["attention"] or ("sdpa" if kind._supports_sdpa else "eager")  # eager has sinks, as of gpt-oss
-    dtype = getattr(torch, spec["dtype"])
+    how = dict(dtype=getattr(torch, spec["dtype"]), attn_implementation=attention)
     torch.manual_seed(0)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        ).train()
+        model = transformers.AutoModelForCausalLM.from_config(config, **how).train()
     model.config.use_cache = False
     return model
 
 
 def adapters(spec: dict[str, Any]) -> dict[str, Any]:
     """Arguments of PEFT's ``LoraConfig``."""
-    chosen = {
-        "r": spec["lora"],
-        "lora_alpha": 2 * spec["lora"],
-        "target_modules": spec["lora_targets"],
-        "lora_dropout": spec["lora_dropout"],
-    }
-    return chosen | ({"use_dora": True} if spec["dora"] else {})
+    chosen = dict(r=spec["lora"], lora_alpha=2 * spec["lora"], lora_dropout=spec["lora_dropout"])
+    return chosen | {"target_modules": spec["lora_targets"]} | ({"use_dora": True} if spec["dora"] else {})
 
 
 def _on_experts(model: nn.Module, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +101,7 @@ def _experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if name.endswith(".experts") and hasattr(m, "gate_up_proj")}
 
 
-def _start(model: Any) -> None:
+def start(model: Any) -> None:
     """Set the same adapters in every variant. PEFT starts with B = 0, so the first losses would
     not show whether A and B are used correctly."""
     adapters = sorted((name, p) for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from liger_kernel.bench import clock, flags
+from liger_kernel.bench import arguments, clock
 from liger_kernel.bench.cases import OPS
 from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, check_cases, results, timed_call
 from liger_kernel.ops._core import config
@@ -52,16 +53,16 @@ def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tu
 def candidates(n: int, tile: Tile) -> list[Tile]:
     """The neighbours of ``tile``: other rows, warps and pipeline depths; and other columns if a
     row has several blocks."""
-    found = []
-    for block_n in [tile.block_n] if tile.block_n >= n else [b for b in (1024, 2048, 4096, 8192, 16384) if b <= 2 * n]:
-        for block_m in (
-            sorted({max(1, tile.block_m * f // 4) for f in (1, 2, 4, 8)}) if tile.block_n >= n else [tile.block_m]
-        ):
-            for num_warps in (2, 4, 8, 16, 32):
-                per_thread = block_m * block_n / (32 * num_warps)
-                if num_warps <= config.max_warps() and 4 <= per_thread <= 64:
-                    for per_sm, stages in PIPELINES if tile.stages > 1 else ((tile.per_sm, tile.stages),):
-                        found.append(Tile(block_m, block_n, num_warps, per_sm, stages))
+    whole = tile.block_n >= n
+    columns = [tile.block_n] if whole else [b for b in (1024, 2048, 4096, 8192, 16384) if b <= 2 * n]
+    rows = sorted({max(1, tile.block_m * f // 4) for f in (1, 2, 4, 8)}) if whole else [tile.block_m]
+    pipelines = PIPELINES if tile.stages > 1 else ((tile.per_sm, tile.stages),)
+    found = [
+        Tile(block_m, block_n, num_warps, per_sm, stages)
+        for block_n, block_m, num_warps in itertools.product(columns, rows, (2, 4, 8, 16, 32))
+        for per_sm, stages in pipelines
+        if num_warps <= config.max_warps() and 4 <= block_m * block_n / (32 * num_warps) <= 64
+    ]
     return [c for c in found if c != tile]
 
 
@@ -74,9 +75,8 @@ def compile_ahead(
     from liger_kernel.compile.launches import launches
     from liger_kernel.compile.targets import compiling_for
 
-    case = next(
-        c for c, _ in cases_of(OPS[op_name], [] if sweep else [case_name], sweep, small=False) if c.name == case_name
-    )
+    cases = cases_of(OPS[op_name], [] if sweep else [case_name], sweep, small=False)
+    case = next(case for case, _ in cases if case.name == case_name)
 
     def step() -> None:
         outs = [o for o in forward(OPS[op_name].fn, case.make(DTYPES[dtype], "meta")).values() if o.requires_grad]
@@ -100,15 +100,17 @@ def search(
         before = timed_call(op.fn, base, repeats)
     better: dict[str, tuple[Tile, float, float]] = {}
     for key, (n, tile) in dict(requested).items():
+        chosen = {key: tile for key, (tile, *_) in better.items()}
         if pool:
-            overrides = ({k: b[0] for k, b in better.items()} | {key: candidate} for candidate in candidates(n, tile))
-            for compiled in [
-                pool.submit(compile_ahead, op.name, case.name, sweep, dtype, config.arch(), o) for o in overrides
-            ]:
-                compiled.result()
+            compiled = [
+                pool.submit(compile_ahead, op.name, case.name, sweep, dtype, config.arch(), chosen | {key: candidate})
+                for candidate in candidates(n, tile)
+            ]
+            for each in compiled:
+                each.result()
         best, best_ms = tile, before
         for candidate in candidates(n, tile):
-            with configured({k: b[0] for k, b in better.items()} | {key: candidate}):
+            with configured(chosen | {key: candidate}):
                 try:
                     ms = timed_call(op.fn, base, max(3, repeats // 3))
                     if ms < best_ms * (1 - GAIN) and (ms := timed_call(op.fn, base, repeats)) < best_ms * (1 - GAIN):
@@ -130,15 +132,14 @@ def write(found: dict[str, Tile]) -> str:
     path = config.TUNED / f"{config.arch()}.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     table |= {key: dataclasses.asdict(tile) for key, tile in found.items()}
-    write_file(
-        path, "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)) + "\n}\n"
-    )
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
+    write_file(path, f"{{\n{lines}\n}}\n")
     return str(path)
 
 
 def main(argv: list[str]) -> int:
     """Run the command. Returns 0 even if no tile is faster."""
-    a = flags.tune(argv)
+    a = arguments.tune(argv)
     for name in a.op:
         one_of("operator", name, OPS)
     check_cases([OPS[name] for name in a.op], a.case, a.sweep)
@@ -150,9 +151,7 @@ def main(argv: list[str]) -> int:
         for op in (OPS[name] for name in a.op):
             for case, _ in cases_of(op, a.case, a.sweep, small=False):
                 better = search(op, case, a.dtype, a.repeats, a.sweep, pool)
-                print(
-                    f"{op.name} {case.name} {a.dtype}: {'no configuration is faster' if not better else ''}", flush=True
-                )
+                print(f"{op.name} {case.name} {a.dtype}:{'' if better else ' no configuration is faster'}", flush=True)
                 for key, (tile, before, after) in better.items():
                     print(f"  {key}: {before:.4f} -> {after:.4f} ms ({before / after:.2f}x) with {tile}", flush=True)
                     chosen[key] = tile

@@ -1,27 +1,33 @@
-"""Benchmark cases of ``ops/norms``: shapes of real models, rivals and sweeps."""
+"""Benchmark cases of ``ops/norms``, and of norms in ``extra``."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from liger_kernel.bench.measured import Measured, real
-from liger_kernel.extra.group_norm import _tensors as _group_norm_tensors
-from liger_kernel.extra.modulated_rms_norm import _tensors as _modulated_rms_norm_tensors
-from liger_kernel.extra.poly_norm import _tensors as _poly_norm_tensors
+from liger_kernel.bench.measured import Measured, Passing, real
+from liger_kernel.extra.group_norm import _tensors as groups
+from liger_kernel.extra.modulated_rms_norm import _tensors as modulated
+from liger_kernel.extra.poly_norm import _tensors as powers
 from liger_kernel.extra.poly_norm import reference
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.activations.glu import ACTS
-from liger_kernel.ops.norms.fused_add_rms_norm import _tensors as _fused_add_rms_norm_tensors
-from liger_kernel.ops.norms.gated_rms_norm import _tensors as _gated_rms_norm_tensors
+from liger_kernel.ops.norms.fused_add_rms_norm import _tensors as added
+from liger_kernel.ops.norms.gated_rms_norm import _tensors as gated
+
+HIDDEN = (1024, 2048, 4096, 8192, 16384)
 
 
-def _fused_add_rms_norm_torch(x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
+def _rms_norm_torch(x, w, eps, offset):
+    return F.rms_norm(x, x.shape[-1:], w + offset if w is not None and offset else w, eps)
+
+
+def _fused_add_rms_norm_torch(x, residual, w, eps, offset):
     s = x if residual is None else x + residual
-    return F.rms_norm(s, s.shape[-1:], w + offset if offset else w, eps), s
+    return _rms_norm_torch(s, w, eps, offset), s
 
 
-def _gated_rms_norm_torch(x, gate, w, *, eps=1e-6, act="silu", casting="llama"):
+def _gated_rms_norm_torch(x, gate, w, eps, act, casting):
     """As the classes of transformers compute it; ``casting`` changes roundings, not the work."""
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
@@ -29,134 +35,131 @@ def _gated_rms_norm_torch(x, gate, w, *, eps=1e-6, act="silu", casting="llama"):
     return (n * ACTS[act](gate.float())).to(x.dtype)
 
 
-def _modulated_rms_norm_torch(x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama"):
+def _modulated_rms_norm_torch(x, scale, shift, w, eps, offset):
     lift = lambda t: t.unsqueeze(1) if 1 < t.ndim < x.ndim else t
-    y = F.rms_norm(x, x.shape[-1:], w + offset if w is not None and offset else w, eps) * (1 + lift(scale))
+    y = _rms_norm_torch(x, w, eps, offset) * (1 + lift(scale))
     return y if shift is None else y + lift(shift)
 
 
-MEASURED = {
+def _group_norm_upstream(functional, x, num_groups, w, b, eps):
+    return functional.liger_group_norm(x, w, b, x.shape[1], num_groups, eps)
+
+
+def affine(*shape: int, bias: bool = True) -> dict[str, T]:
+    """x, a weight, and a bias."""
+    found = dict(x=T(shape), w=T(shape[-1:]))
+    return found | dict(b=T(shape[-1:])) if bias else found
+
+
+def _dyt(M: int, N: int) -> dict[str, T]:
+    return dict(x=T((M, N)), alpha=T((1,)), gamma=T((N,)), beta=T((N,)))
+
+
+NORMS = {
     "dyt": Measured(
-        cases=[
-            real("llama-7b", x=T((8192, 4096)), alpha=T((1,)), gamma=T((4096,)), beta=T((4096,))),
-            real("vit-large", x=T((64 * 196, 1024)), alpha=T((1,)), gamma=T((1024,)), beta=T((1024,))),
-        ],
+        cases=[real("llama-7b", **_dyt(8192, 4096)), real("vit-large", **_dyt(64 * 196, 1024))],
         rivals={
-            "torch": lambda x, alpha, gamma, beta=None: torch.tanh(alpha * x) * gamma + (0.0 if beta is None else beta),
-            "upstream": lambda functional, x, alpha, gamma, beta=None: functional.liger_dyt(x, alpha, gamma, beta),
+            "torch": Passing(
+                lambda x, alpha, gamma, beta: torch.tanh(alpha * x) * gamma + (0.0 if beta is None else beta),
+                "x alpha gamma beta",
+            ),
+            "upstream": Passing("liger_dyt", "x alpha gamma beta"),
         },
-        sweeps={
-            "hidden": (
-                (1024, 2048, 4096, 8192, 16384),
-                lambda n: dict(x=T(((1 << 25) // n, n)), alpha=T((1,)), gamma=T((n,)), beta=T((n,))),
-            )
-        },
+        sweeps={"hidden": (HIDDEN, lambda n: _dyt((1 << 25) // n, n))},
     ),
     "fused_add_rms_norm": Measured(
         cases=[
-            real("llama3-8b", **_fused_add_rms_norm_tensors(8192, 4096)),
-            real("llama3-8b-no-residual", **dict(_fused_add_rms_norm_tensors(8192, 4096), residual=None)),
-            real("row-of-8k", **_fused_add_rms_norm_tensors(2048, 8192)),
-            real("row-of-16k", **_fused_add_rms_norm_tensors(1024, 16384)),
-            real("row-of-64k", **_fused_add_rms_norm_tensors(256, 65536)),
+            real("llama3-8b", **added(8192, 4096)),
+            real("llama3-8b-no-residual", **added(8192, 4096) | {"residual": None}),
+            real("row-of-8k", **added(2048, 8192)),
+            real("row-of-16k", **added(1024, 16384)),
+            real("row-of-64k", **added(256, 65536)),
         ],
         rivals={
-            "torch": _fused_add_rms_norm_torch,
-            "upstream": lambda functional, x, residual, w=None, *, eps=1e-6, offset=0.0, casting="llama": (
-                functional.liger_fused_add_rms_norm(x, residual, w, eps, offset, casting)
-            ),
+            "torch": Passing(_fused_add_rms_norm_torch, "x residual w eps offset", "casting"),
+            "upstream": Passing("liger_fused_add_rms_norm", "x residual w eps offset casting"),
         },
-        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _fused_add_rms_norm_tensors((1 << 25) // n, n))},
+        sweeps={"hidden": (HIDDEN, lambda n: added((1 << 25) // n, n))},
     ),
     "gated_rms_norm": Measured(
         cases=[
-            real("qwen3-next-80b", **_gated_rms_norm_tensors(8192, 32, 128)),
-            real("kimi-linear-48b", **dict(_gated_rms_norm_tensors(8192, 32, 128), act="sigmoid", casting="gemma")),
-            real("row-of-4k", **_gated_rms_norm_tensors(4096, 4096)),
+            real("qwen3-next-80b", **gated(8192, 32, 128)),
+            real("kimi-linear-48b", **gated(8192, 32, 128), act="sigmoid", casting="gemma"),
+            real("row-of-4k", **gated(4096, 4096)),
         ],
-        rivals={"torch": _gated_rms_norm_torch},
-        sweeps={"hidden": ((128, 256, 512, 1024, 2048, 4096), lambda n: _gated_rms_norm_tensors((1 << 25) // n, n))},
+        rivals={"torch": Passing(_gated_rms_norm_torch, "x gate w eps act casting")},
+        sweeps={"hidden": ((128, 256, 512, 1024, 2048, 4096), lambda n: gated((1 << 25) // n, n))},
     ),
     "group_norm": Measured(
         cases=[
-            real("sd-unet", **_group_norm_tensors(32, 8, 320, 64, 64)),
-            real("sd-unet-deep", **_group_norm_tensors(32, 8, 1280, 8, 8)),
-            real("vae-decoder", **_group_norm_tensors(32, 1, 128, 1024, 1024)),
+            real("sd-unet", **groups(32, 8, 320, 64, 64)),
+            real("sd-unet-deep", **groups(32, 8, 1280, 8, 8)),
+            real("vae-decoder", **groups(32, 1, 128, 1024, 1024)),
             real("instance-norm", x=T((8, 64, 256, 256)), num_groups=64),
-            real("wav2vec2", **_group_norm_tensors(512, 8, 512, 49999)),
+            real("wav2vec2", **groups(512, 8, 512, 49999)),
         ],
         rivals={
-            "torch": lambda x, num_groups, w=None, b=None, *, eps=1e-5: torch.group_norm(x, num_groups, w, b, eps),
-            "upstream": lambda functional, x, num_groups, w=None, b=None, *, eps=1e-5: functional.liger_group_norm(
-                x, w, b, x.shape[1], num_groups, eps
-            ),
+            "torch": Passing(torch.group_norm, "x num_groups w b eps"),
+            "upstream": Passing(_group_norm_upstream, "x num_groups w b eps"),
         },
-        sweeps={"side": ((16, 32, 64, 128, 256), lambda n: _group_norm_tensors(32, 8, 256, n, n))},
+        sweeps={"side": ((16, 32, 64, 128, 256), lambda n: groups(32, 8, 256, n, n))},
     ),
     "layer_norm": Measured(
         cases=[
-            real("gpt", x=T((8192, 4096)), w=T((4096,)), b=T((4096,))),
-            real("siglip", x=T((16384, 1024)), w=T((1024,)), b=T((1024,)), eps=1e-6),
+            real("gpt", **affine(8192, 4096)),
+            real("siglip", **affine(16384, 1024), eps=1e-6),
             real("dit", x=T((8, 1024, 1152)), w=None, eps=1e-6),
-            real("row-of-8k", x=T((2048, 8192)), w=T((8192,)), b=T((8192,))),
-            real("row-of-16k", x=T((1024, 16384)), w=T((16384,)), b=T((16384,))),
-            real("row-of-64k", x=T((256, 65536)), w=T((65536,)), b=T((65536,))),
+            real("row-of-8k", **affine(2048, 8192)),
+            real("row-of-16k", **affine(1024, 16384)),
+            real("row-of-64k", **affine(256, 65536)),
         ],
         rivals={
-            "torch": lambda x, w=None, b=None, *, eps=1e-5: F.layer_norm(x, x.shape[-1:], w, b, eps),
-            "upstream": lambda functional, x, w=None, b=None, *, eps=1e-5: functional.liger_layer_norm(x, w, b, eps),
+            "torch": Passing(lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps), "x w b eps"),
+            "upstream": Passing("liger_layer_norm", "x w b eps"),
         },
-        sweeps={
-            "hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,)), b=T((n,))))
-        },
+        sweeps={"hidden": (HIDDEN, lambda n: affine((1 << 25) // n, n))},
     ),
     "modulated_rms_norm": Measured(
         cases=[
-            real("dit-xl", **_modulated_rms_norm_tensors((32, 256, 1152), (32, 1152))),
-            real("flux", x=T((2, 4608, 3072)), scale=T((2, 3072)), shift=T((2, 3072))),
-            real("wan-14b", x=T((1, 32760, 5120)), scale=T((1, 5120)), shift=T((1, 5120))),
-            real("row-of-8k", **_modulated_rms_norm_tensors((2, 1024, 8192), (2, 8192))),
-            real("wan-ti2v", x=T((1, 8192, 3072)), scale=T((1, 8192, 3072)), shift=T((1, 8192, 3072))),
-            real("token-4k", **_modulated_rms_norm_tensors((8192, 4096), (8192, 4096))),
+            real("dit-xl", **modulated((32, 256, 1152), (32, 1152))),
+            real("flux", **modulated((2, 4608, 3072), (2, 3072)) | {"w": None}),
+            real("wan-14b", **modulated((1, 32760, 5120), (1, 5120)) | {"w": None}),
+            real("row-of-8k", **modulated((2, 1024, 8192), (2, 8192))),
+            real("wan-ti2v", **modulated((1, 8192, 3072), (1, 8192, 3072)) | {"w": None}),
+            real("token-4k", **modulated((8192, 4096), (8192, 4096))),
         ],
         rivals={
-            "torch": _modulated_rms_norm_torch,
-            "upstream": lambda functional, x, scale, shift=None, w=None, *, eps=1e-6, offset=0.0, casting="llama": (
-                functional.liger_modulated_rms_norm(x, w, scale, shift, eps, offset, casting)
-            ),
+            "torch": Passing(_modulated_rms_norm_torch, "x scale shift w eps offset", "casting"),
+            "upstream": Passing("liger_modulated_rms_norm", "x w scale shift eps offset casting"),
         },
-        sweeps={
-            "hidden": ((1024, 2048, 4096, 8192), lambda n: _modulated_rms_norm_tensors((8, (1 << 22) // n, n), (8, n)))
-        },
+        sweeps={"hidden": (HIDDEN[:-1], lambda n: modulated((8, (1 << 22) // n, n), (8, n)))},
     ),
     "poly_norm": Measured(
         cases=[
-            real("1b", **_poly_norm_tensors(8192, 5504)),
-            real("row-of-28k", **_poly_norm_tensors(2048, 28672)),
-            real("row-of-16k", **_poly_norm_tensors(2048, 16384)),
+            real("1b", **powers(8192, 5504)),
+            real("row-of-28k", **powers(2048, 28672)),
+            real("row-of-16k", **powers(2048, 16384)),
         ],
         rivals={
-            "torch": reference,
-            "upstream": lambda functional, x, w, b, *, eps=1e-6: functional.liger_poly_norm(x, w, b.reshape(()), eps),
+            "torch": Passing(reference, "x w b eps=eps"),
+            "upstream": Passing(
+                lambda functional, x, w, b, eps: functional.liger_poly_norm(x, w, b.reshape(()), eps), "x w b eps"
+            ),
         },
-        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: _poly_norm_tensors((1 << 25) // n, n))},
+        sweeps={"hidden": (HIDDEN, lambda n: powers((1 << 25) // n, n))},
     ),
     "rms_norm": Measured(
         cases=[
-            real("llama3-8b", x=T((8192, 4096)), w=T((4096,))),
-            real("qwen3-qk", x=T((4, 2048, 32, 128)), w=T((128,))),
-            real("phi3", x=T((4096, 3072)), w=T((3072,))),
-            real("row-of-64k", x=T((256, 65536)), w=T((65536,))),
-            real("row-of-256k", x=T((64, 262144)), w=T((262144,))),
+            real("llama3-8b", **affine(8192, 4096, bias=False)),
+            real("qwen3-qk", **affine(4, 2048, 32, 128, bias=False)),
+            real("phi3", **affine(4096, 3072, bias=False)),
+            real("row-of-64k", **affine(256, 65536, bias=False)),
+            real("row-of-256k", **affine(64, 262144, bias=False)),
         ],
         rivals={
-            "torch": lambda x, w=None, *, eps=1e-6, offset=0.0, casting="llama": F.rms_norm(
-                x, x.shape[-1:], w + offset if offset else w, eps
-            ),
-            "upstream": lambda functional, x, w=None, *, eps=1e-6, offset=0.0, casting="llama": (
-                functional.liger_rms_norm(x, w, eps, offset, casting)
-            ),
+            "torch": Passing(_rms_norm_torch, "x w eps offset", "casting"),
+            "upstream": Passing("liger_rms_norm", "x w eps offset casting"),
         },
-        sweeps={"hidden": ((1024, 2048, 4096, 8192, 16384), lambda n: dict(x=T(((1 << 25) // n, n)), w=T((n,))))},
+        sweeps={"hidden": (HIDDEN, lambda n: affine((1 << 25) // n, n, bias=False))},
     ),
 }

@@ -26,7 +26,7 @@ logit (for smoothing also the sum of logits, for the entropy their sum weighted 
 to 20 bytes per row and rank, and merges them in the same order. Reductions would need two
 collectives, because sums wait for the maximum, and such small messages cost their latency. p is
 exp(z - top) / total with separate top and total: their lse is rounded relative to its own size,
-which would be an error of p. ``bench/cases/vocab_parallel.py`` has the shapes of real models and
+which would be an error of p. ``bench/cases/losses.py`` has the shapes of real models and
 the rivals.
 """
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from liger_kernel.bench.flags import MOVED_PLOTS, outputs, refuse_moved
+from liger_kernel.bench.arguments import outputs
 from liger_kernel.bench.results import (
     Row,
     beyond,
@@ -143,12 +143,16 @@ def cells(rows: Iterable[Row], everything: bool = False) -> tuple[list[Column], 
 def text_table(rows: Iterable[Row]) -> str:
     """Rows of operators or of steps as a table for a terminal."""
     columns, lines = cells(rows)
-    lines = [[column.name for column in columns], *lines]
-    widths = [
-        max(len(line[i]) for line in lines if not line[i].startswith("failed:")) for i in range(len(columns))
-    ]  # a failure has no cells after it
-    align = lambda text, i: text.ljust(widths[i]) if columns[i].left else text.rjust(widths[i])
-    return "\n".join("  ".join(align(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
+    words = {i for i, column in enumerate(columns) if column.left}
+    return aligned([[column.name for column in columns], *lines], words)
+
+
+def aligned(lines: list[list[str]], words: set[int]) -> str:
+    """Lines of cells in columns; those of ``words`` begin on the left."""
+    # a failure has no cells after it
+    widths = [max(len(cell) for cell in column if not cell.startswith("failed:")) for column in zip(*lines)]
+    shown = lambda cell, i: cell.ljust(widths[i]) if i in words else cell.rjust(widths[i])
+    return "\n".join("  ".join(shown(cell, i) for i, cell in enumerate(line)).rstrip() for line in lines)
 
 
 def markdown_table(rows: Iterable[Row]) -> str:
@@ -161,7 +165,6 @@ def markdown_table(rows: Iterable[Row]) -> str:
 
 def main(argv: list[str]) -> int:
     """``liger bench report``: a table of runs that were written with ``--json``."""
-    refuse_moved(argv, MOVED_PLOTS)
     parser = Parser(
         prog="liger bench report", description="A table of runs written with --json, of operators or of steps."
     )

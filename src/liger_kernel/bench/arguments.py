@@ -13,35 +13,15 @@ MODES = ("forward", "backward", "full")
 VARIANTS = ("ours", "eager", "compile", "torch", "base")  # and packages
 # how the files begin that the commands write
 JSON, CSV, MARKDOWN = r'\s*\{\s*"meta":', "(op|model),", r"\| (op|model) \|"
-# what campaigns measure, by the script in benchmarks/ of a checkout that has it
-MOVED_PLOTS = {"--plot": "draw.py"}
-MOVED_OPERATORS = {
-    **dict.fromkeys(("--cce-path", "--quack-path", "--ao-path"), "operator_rivals.py"),
-    **dict.fromkeys(("cce", "quack", "ao", "dpo", "grpo", "orpo"), "operator_rivals.py"),
-    **dict.fromkeys(("float8_amax", "float8_casts", "float8_product", "glu_and_tops"), "operator_rivals.py"),
-}
-MOVED_STEPS = dict.fromkeys(
-    ("--unsloth-path", "unsloth", "unsloth:offload", "torchao", "ours:gathered", "torchao:gathered"), "step_rivals.py"
-)
-
-
-def refuse_moved(argv: list[str], moved: dict[str, str]) -> None:
-    """``UserError`` for a flag, variant or operator that a script of ``benchmarks/`` has."""
-    for word in (part for given in argv for part in given.partition("=")[0].split(",")):
-        if word in moved:
-            raise UserError(f"{word} is no part of this command: see benchmarks/{moved[word]} --help in a checkout")
 
 
 def operators(argv: list[str]) -> argparse.Namespace:
     """Parse the flags of ``liger bench``. Dtypes and variants have defaults that depend on the
     GPU: if they are not given, they are None."""
-    refuse_moved(argv, MOVED_OPERATORS | MOVED_PLOTS)
-    parser = Parser(
-        prog="liger bench",
-        description="Measure operators. `liger bench step` measures training steps, `liger bench report` makes "
-        "tables of results.",
-        usage="%(prog)s [OP ...] [--name value ...]",
+    does = (
+        "Measure operators. `liger bench step` measures training steps, `liger bench report` makes tables of results."
     )
+    parser = Parser(prog="liger bench", description=does, usage="%(prog)s [OP ...] [--name value ...]")
     add = parser.add_argument
     variants = (*VARIANTS[1:4], *PACKAGES)
     add("op", nargs="*", help="operators that `liger ops` lists (default: all)")

@@ -37,16 +37,8 @@ KINDS = {"pytorchjob": dict(min_nodes=1), "trainjob": {}, "jobset": {}}
 
 
 def job(train=None, **changes):
-    return Job(
-        **{
-            "name": "run",
-            "image": "registry.test/liger:1",
-            "nodes": 2,
-            "volume": "claim",
-            **changes,
-            "train": TrainConfig(**TRAIN | (train or {})),
-        }
-    )
+    given = {"name": "run", "image": "registry.test/liger:1", "nodes": 2, "volume": "claim", **changes}
+    return Job(**given, train=TrainConfig(**TRAIN | (train or {})))
 
 
 def pods(found):
@@ -76,23 +68,17 @@ def test_the_jobs_that_are_shipped_can_be_rendered_and_save_their_model(path):
         ("train", "train: {checkpoint_every: 5, store: 's3://b/run', save: tuned}", "without a volume.* s3://b/run\n"),
     ],
 )
-def test_a_job_without_a_place_for_its_model_is_warned_of(form, lines, warning, tmp_path, capsys):
+def test_a_job_saves_its_model_or_is_warned_of(form, lines, warning, tmp_path, capsys):
     (tmp_path / "job.yaml").write_text(f"name: run\nimage: r.io/liger:1\ngpus: 1\n{lines}\n")
     assert cli.main(["deploy", "render", str(tmp_path / "job.yaml"), "--as", form, "--to", str(tmp_path / form)]) == 0
     assert re.fullmatch(warning, capsys.readouterr().err)
-
-
-def test_every_form_of_a_job_saves_its_model():
-    made = job(train=dict(out="runs/a"))
-    forms = {form: "\n".join(render(made, form).values()) for form in ("yaml", "kustomize", "helm", "train")}
-    assert all(re.search(r'"?save"?: .*runs/.*model', text) for text in forms.values())
+    files = "".join(path.read_text() for path in (tmp_path / form).rglob("*") if path.is_file())
+    assert re.search(r'"?save"?: .*(runs/a/model|tuned)', files)
 
 
 def test_what_is_rendered_replaces_only_what_was(tmp_path):
     (tmp_path / "run.yaml").write_text("mine")  # such as the job's own file
-    with pytest.raises(
-        UserError, match=r"run.yaml is not as liger deploy has written it: move it, or give another --to"
-    ):
+    with pytest.raises(UserError, match=r"run.yaml is not as liger deploy has written it"):
         write(render(job(), "yaml"), tmp_path)
     assert (tmp_path / "run.yaml").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
     (tmp_path / "run.yaml").unlink()
@@ -130,9 +116,7 @@ MOUNT = {"name": "a", "mountPath": "/a"}
 @pytest.mark.parametrize(
     ("changes", "path", "got"),
     [
-        (dict(name="Run"), "name", "Run"),
         (dict(name="run\n"), "name", "run\n"),
-        (dict(image="liger"), "image", "liger"),
         (dict(image="liger:latest"), "image", "liger:latest"),
         (dict(kind="pod"), "kind", "pod"),
         (dict(namespace="a; rm -rf /"), "namespace", "a; rm -rf /"),
@@ -147,11 +131,9 @@ MOUNT = {"name": "a", "mountPath": "/a"}
         (dict(resources={"nvidia.com/gpu": "8"}), "resources", "nvidia.com/gpu"),
         (dict(resources={"rdma/ib": 8}), "resources.rdma/ib", 8),
         (dict(node_selector={"pool": 3}), "node_selector.pool", 3),
-        (dict(tolerations=[1, "x"]), "tolerations[0]", 1),
         (dict(tolerations=[{"key": "a"}, {"effect": "Never"}]), "tolerations[1].effect", "Never"),
         (dict(tolerations=[{"tolerationSeconds": 3.0}]), "tolerations[0].tolerationSeconds", 3.0),
         (dict(environment={"": "x"}), "environment", ""),
-        (dict(environment={"A=B": "x"}), "environment", "A=B"),
         (dict(environment={"A": None}), "environment.A", None),
         (dict(extra_volumes=[{"name": "shm", "emptyDir": {}}]), "extra_volumes[0].name", "shm"),
         (dict(extra_volumes=[{"name": "a"}]), "extra_volumes[0]", {"name": "a"}),
@@ -167,7 +149,6 @@ MOUNT = {"name": "a", "mountPath": "/a"}
         ),
         (dict(train=dict(out="/home/me")), "train.out", "/home/me"),
         (dict(train=dict(save="/tmp/model")), "train.save", "/tmp/model"),
-        (dict(train=dict(out="../../etc")), "train.out", "../../etc"),
         (dict(train=dict(out="/shared/../etc")), "train.out", "/shared/../etc"),
         (dict(train=dict(save="a/../../b")), "train.save", "a/../../b"),
     ],
@@ -218,22 +199,13 @@ TOKEN = "hf_" + "a" * 34
         (dict(train=dict(store="s3://key:secret@b/run")), "train.store"),
         (dict(environment={"HF_TOKEN": "hf_x"}), "environment.HF_TOKEN"),
         (dict(environment={"HTTPS_PROXY": "http://me:pw@proxy:80"}), "environment.HTTPS_PROXY"),
-        (dict(environment={"PGPASSWORD": "correct-horse"}), "environment.PGPASSWORD"),
         (dict(annotations={"note": TOKEN}), "annotations.note"),
         (dict(annotations={"example.com/api-key": "abc"}), "annotations.example.com/api-key"),
-        (dict(labels={"a": TOKEN}), "labels.a"),
         (dict(labels={TOKEN: "a"}), "labels: a name"),
-        (dict(node_selector={"a": TOKEN}), "node_selector.a"),
         (dict(monitor_labels={"a": TOKEN}), "monitor_labels.a"),
         (dict(tolerations=[{"key": "a", "operator": "Equal", "value": TOKEN}]), r"tolerations\[0\].value"),
-        (
-            dict(extra_volumes=[{"name": "q", "csi": {"volumeAttributes": {"password": "x"}}}]),
-            r"extra_volumes\[0\].csi.volumeAttributes.password",
-        ),
-        (
-            dict(extra_volumes=[{"name": "q", "nfs": {"options": ["a", f"b={TOKEN}"]}}]),
-            r"extra_volumes\[0\].nfs.options\[1\]",
-        ),
+        (dict(extra_volumes=[{"name": "q", "csi": {"password": "x"}}]), r"extra_volumes\[0\].csi.password"),
+        (dict(extra_volumes=[{"name": "q", "nfs": {"o": ["a", f"b={TOKEN}"]}}]), r"extra_volumes\[0\].nfs.o\[1\]"),
         (dict(image=f"r/i:{TOKEN}"), "image"),
     ],
 )
@@ -243,19 +215,11 @@ def test_credentials_are_for_secrets(changes, where):
 
 
 def test_what_only_resembles_a_credential_is_accepted():
-    job(
-        environment={
-            "TOKENIZERS_PARALLELISM": "false",
-            "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json",
-            "HTTPS_PROXY": "http://proxy:80",
-            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
-            "MAX_TOKENS": "4096",
-        },
-        tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}],
-        extra_volumes=[
-            {"name": "q", "secret": {"secretName": "tokens", "items": [{"key": "ca.pem", "path": "ca.pem"}]}}
-        ],
-    )
+    environment = {"TOKENIZERS_PARALLELISM": "false", "HTTPS_PROXY": "http://proxy:80", "MAX_TOKENS": "4096"}
+    environment |= {"GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+    secret = {"secretName": "tokens", "items": [{"key": "ca.pem", "path": "ca.pem"}]}
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    job(environment=environment, tolerations=tolerations, extra_volumes=[{"name": "q", "secret": secret}])
 
 
 @pytest.fixture
@@ -342,11 +306,8 @@ def test_pods_are_confined_and_hold_no_secrets(kind):
         variables = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
         assert 0 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     for container in containers(found):
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        confined = dict(allowPrivilegeEscalation=False, readOnlyRootFilesystem=True, capabilities={"drop": ["ALL"]})
+        assert container["securityContext"] == confined
         assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
         folders = {m["mountPath"] for m in container["volumeMounts"]}
         assert folders == {"/cache", "/tmp", "/dev/shm", "/etc/liger", "/shared"}
@@ -386,9 +347,8 @@ def test_processes_meet_where_the_kind_of_job_says():
     flags = {}
     for kind, more in KINDS.items():
         found = objects(job(kind=kind, **more))
-        (args,) = [o["spec"]["trainer"]["args"] for o in found if o["kind"] == "TrainJob"] or [
-            c["args"] for c in containers(found) if c["name"] != "warm-kernels"
-        ]
+        of_runs = [o["spec"]["trainer"]["args"] for o in found if o["kind"] == "TrainJob"]
+        (args,) = of_runs or [c["args"] for c in containers(found) if c["name"] != "warm-kernels"]
         flags[kind] = " ".join(args).partition("train.json ")[2]
     assert flags == {
         "pytorchjob": "--nproc 8 --nnodes 1:2 --rdzv-endpoint run-worker-0:29400",
@@ -486,12 +446,9 @@ def test_versions_of_what_a_cluster_brings_are_named_once():
     shown = set(re.findall(r"`([a-z0-9.-]+/v1\w*)`", platform))
     assert shown == {v for v in wanted if not v.startswith("networking")}
     assert f"Kubernetes {KUBERNETES} or newer" in platform
-    tags = {
-        tag
-        for path in [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-        if path.is_file()
-        for tag in re.findall(r"liger-train:([0-9]+(?:[.][0-9]+)+)", path.read_text())
-    }
+    files = [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    text = "".join(path.read_text() for path in files if path.is_file())
+    tags = set(re.findall(r"liger-train:([0-9]+(?:[.][0-9]+)+)", text))
     assert tags == {liger_kernel.__version__.partition("+")[0]}
 
 
@@ -538,13 +495,10 @@ def test_the_image_is_what_pods_expect():
     assert set(defaults["MODELS"].split()) <= MODELS.keys() and set(defaults["ARCHS"].split()) <= TARGETS.keys()
 
 
-def test_submitting_needs_kubectl(tmp_path, monkeypatch):
+def test_submitting_gives_kubectl_what_is_rendered(tmp_path, user_env, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="submit needs kubectl"):
+    with pytest.raises(UserError, match="kubectl"):
         submit(job())
-
-
-def test_submitting_gives_kubectl_what_is_rendered(tmp_path, user_env):
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\nexec cat > {tmp_path}/applied\n')
     kubectl.chmod(0o755)

@@ -96,9 +96,8 @@ LABELS = (
 ROLE = "eks.amazonaws.com/role-arn"  # the annotation of a ServiceAccount
 MOST_GPUS = 64  # of a node: its pod has a port and an endpoint of metrics for each
 EFA_RESOURCES = ("vpc.amazonaws.com/efa", "hugepages-2Mi")
-VOLUMES = ("cache", "tmp", "shm", "config", "shared")
-# A user's mounts may lie below the last three
-MOUNTS = ("/dev/shm", str(Path(CONFIG).parent), "/tmp", CACHE, SHARED)
+# Volume -> where it is mounted. A user's mounts may lie below all but the folder of CONFIG
+MOUNTS = {"cache": CACHE, "tmp": "/tmp", "shm": "/dev/shm", "config": str(Path(CONFIG).parent), "shared": SHARED}
 
 # A pod has a name such as NAME-worker-0, and a label has at most 63 characters
 NAME = _text("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "at most 40 of a-z, 0-9 and -, a letter first")
@@ -141,7 +140,7 @@ EXTRA_VOLUME = {
     "required": ["name"],
     "minProperties": 2,
     "maxProperties": 2,
-    "properties": {"name": DNS_LABEL | _reserved(VOLUMES)},
+    "properties": {"name": DNS_LABEL | _reserved(tuple(MOUNTS))},
     "additionalProperties": {"type": "object", "description": "an object, as Kubernetes describes this source"},
     "description": "an object with name and one source, such as persistentVolumeClaim",
 }
@@ -293,10 +292,10 @@ class Job:
             path, folder = f"extra_mounts[{i}]", Path(mount["mountPath"])
             if mount["name"] not in names:
                 raise UserError(f"{path}.name must be one of extra_volumes, got {mount['name']!r:.80}")
-            if folder.is_relative_to(MOUNTS[1]) or any(Path(ours).is_relative_to(folder) for ours in MOUNTS):
-                raise UserError(
-                    f"{path}.mountPath must leave {', '.join(MOUNTS)} as they are, got {mount['mountPath']!r:.80}"
-                )
+            ours = [Path(each) for each in MOUNTS.values()]
+            if folder.is_relative_to(MOUNTS["config"]) or any(each.is_relative_to(folder) for each in ours):
+                kept = ", ".join(MOUNTS.values())
+                raise UserError(f"{path}.mountPath must leave {kept} as they are, got {mount['mountPath']!r:.80}")
 
     def _check_credentials(self) -> None:
         """Many people can read manifests."""

@@ -16,9 +16,9 @@ from liger_kernel.deploy.job import (
     EFA_RESOURCES,
     IMAGE_KERNELS,
     METRICS_PORT,
+    MOUNTS,
     RENDEZVOUS_PORT,
     ROLE,
-    SHARED,
     Job,
 )
 
@@ -146,21 +146,18 @@ def _failure_policy(job: Job) -> Object:
 
 
 def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PORT)) -> Object:
-    mounts: list[Object] = [
-        {"name": name, "mountPath": path} for name, path in (("cache", CACHE), ("tmp", "/tmp"), ("shm", "/dev/shm"))
-    ]
-    mounts.append({"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True})
-    volumes: list[Object] = [
-        {"name": "cache", "emptyDir": {"sizeLimit": job.cache}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
-        {"name": "config", "configMap": {"name": job.name}},
-    ]
+    sources: dict[str, Object] = {
+        "cache": {"emptyDir": {"sizeLimit": job.cache}},
+        "tmp": {"emptyDir": {}},
+        "shm": {"emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
+        "config": {"configMap": {"name": job.name}},
+    }
     if job.volume:
-        mounts.append({"name": "shared", "mountPath": SHARED})
-        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
+        sources["shared"] = {"persistentVolumeClaim": {"claimName": job.volume}}
+    volumes = [{"name": name, **source} for name, source in sources.items()] + job.extra_volumes
+    mounts: list[Object] = [{"name": name, "mountPath": MOUNTS[name]} for name in sources]
+    mounts[list(sources).index("config")]["readOnly"] = True
     mounts += job.extra_mounts
-    volumes += job.extra_volumes
     common = {
         "image": job.image,
         "env": _environment(job),

@@ -295,7 +295,7 @@ def _block(pad: str, head: str, lines: list[str]) -> list[str]:
 
 def _schema(names: list[str], job: Job) -> Schema:
     """The schema of a chart's values: those of the job's fields, by which a job itself is checked."""
-    forms = _without_words({name: job.schemas[name] for name in names})
+    forms = {name: dict(job.schemas[name]) for name in names}
     for name in OPTIONS:
         if name in forms:  # may be empty
             forms[name]["pattern"] = forms[name]["pattern"].replace(")$", "|)$")
@@ -306,12 +306,6 @@ def _schema(names: list[str], job: Job) -> Schema:
         "required": [*names, "train"],
         "properties": forms | {"global": {"type": "object"}, "train": _train_schema()},
     }
-
-
-def _without_words(schema: Any) -> Any:
-    if isinstance(schema, dict):
-        return {name: _without_words(value) for name, value in schema.items() if name != "description"}
-    return list(map(_without_words, schema)) if isinstance(schema, list) else schema
 
 
 _JSON = {int: "integer", float: "number", str: "string", bool: "boolean"}

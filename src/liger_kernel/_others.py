@@ -17,7 +17,7 @@ NAMES = ("liger_kernel", "liger_kernel_nightly")  # of distributions, as their m
 def others(version: str) -> list[str]:
     """Name, version and folder of each installed package named ``liger_kernel`` that is not this
     one, of version ``version``."""
-    return list(dict.fromkeys(said for folder in sys.path for said in _in(folder or os.curdir, version)))
+    return list(dict.fromkeys(each for folder in sys.path for each in _in(folder or os.curdir, version)))
 
 
 def _in(folder: str, version: str) -> list[str]:

@@ -92,33 +92,22 @@ class LigerMegatronSwiGLU(nn.Module):
     def __init__(self, fallback_impl: Callable[..., Tensor] | None = None, in_place: bool = False):
         super().__init__()
         self.fallback_impl = fallback_impl
-        self._said: set[str] = set()
-
-    def _fallback(
-        self, reason: str, input: Tensor, bias: Tensor | None, fp8_input_store: bool, cpu_offload_input: bool
-    ) -> Tensor:
-        if self.fallback_impl is None:
-            raise ValueError(f"LigerMegatronSwiGLU: {reason} needs a fallback_impl, got None")
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning(
-                "LigerMegatronSwiGLU: %s is left to %s",
-                reason,
-                getattr(self.fallback_impl, "__qualname__", self.fallback_impl),
-            )
-        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
+        self._warned: set[str] = set()
 
     def forward(
         self, input: Tensor, bias: Tensor | None = None, fp8_input_store: bool = False, cpu_offload_input: bool = False
     ) -> Tensor:
-        for reason, asked in (
-            ("a bias", bias is not None),
-            ("fp8_input_store", fp8_input_store),
-            ("cpu_offload_input", cpu_offload_input),
-        ):
-            if asked:
-                return self._fallback(reason, input, bias, fp8_input_store, cpu_offload_input)
-        return glu(input)
+        given = {"a bias": bias is not None, "fp8_input_store": fp8_input_store, "cpu_offload_input": cpu_offload_input}
+        reason = next((name for name, is_given in given.items() if is_given), None)
+        if reason is None:
+            return glu(input)
+        if self.fallback_impl is None:
+            raise ValueError(f"LigerMegatronSwiGLU: {reason} needs a fallback_impl, got None")
+        if reason not in self._warned:
+            self._warned.add(reason)
+            fallback = getattr(self.fallback_impl, "__qualname__", self.fallback_impl)
+            logger.warning("LigerMegatronSwiGLU: %s is left to %s", reason, fallback)
+        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
 
 
 MARK = "__liger_patched__"

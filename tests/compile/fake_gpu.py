@@ -61,9 +61,8 @@ def train(config: str, *steps: str) -> dict:
     knobs.compilation.listener = lambda *, cache_hit, **_: seen.update({cache_hit: seen[cache_hit] + 1})
     use()
     with _config.target(ARCH, TARGETS[ARCH].processors):
-        model = transformers.AutoModelForCausalLM.from_config(
-            warmup.configuration(config), dtype=torch.bfloat16
-        ).train()
+        found = warmup.configuration(config)
+        model = transformers.AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16).train()
         _apply_liger_kernel_to_instance(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in steps:
@@ -94,15 +93,10 @@ def launches() -> dict:
         for x, w in calls.values():
             for _ in range(2):
                 x, dy = x.detach().requires_grad_(), torch.ones_like(x)
-                torch.autograd.grad(
-                    ops.rms_norm(x, w, eps=1e-5),
-                    x,
-                    dy.to(torch.promote_types(x.dtype, w.dtype)) if w is not None else dy,
-                )
-        seen = [
-            (h, grid, str([type(a).__name__ if isinstance(a, torch.Tensor) else a for a in args]))
-            for h, grid, _, args in Gpu.started
-        ]
+                y = ops.rms_norm(x, w, eps=1e-5)
+                torch.autograd.grad(y, x, dy.to(y.dtype))
+        shown = lambda args: str([type(a).__name__ if isinstance(a, torch.Tensor) else a for a in args])
+        seen = [(h, grid, shown(args)) for h, grid, _, args in Gpu.started]
         Gpu.started.clear()
         return seen
 
@@ -111,13 +105,8 @@ def launches() -> dict:
         for _ in range(2):
             ops.cross_entropy(torch.randn(4, 64), torch.zeros(4, dtype=torch.int64), ignore_index=-100)
     negative = sum(kernel.__module__.endswith(".cross_entropy_rows") for kernel, *_ in _op._compiled)
-    return {
-        "negative": negative,
-        "same": theirs == ours,
-        "launches": len(ours),
-        "kernels": len({h for h, *_ in ours}),
-        "direct": len(_op._compiled),
-    }
+    kernels, direct = len({h for h, *_ in ours}), len(_op._compiled)
+    return dict(negative=negative, same=theirs == ours, launches=len(ours), kernels=kernels, direct=direct)
 
 
 def host(rounds: str = "40") -> dict:
@@ -126,14 +115,8 @@ def host(rounds: str = "40") -> dict:
     use()
     Gpu.launcher_cls = lambda self, src, metadata: lambda *args: None
     t = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-    x, y, w, q, k, angles = (
-        t(4, 64),
-        t(4, 64),
-        t(64),
-        t(1, 8, 4, 16),
-        t(1, 8, 2, 16),
-        torch.randn(1, 8, 8, dtype=torch.bfloat16),
-    )
+    x, y, w, q, k = t(4, 64), t(4, 64), t(64), t(1, 8, 4, 16), t(1, 8, 2, 16)
+    angles = torch.randn(1, 8, 8, dtype=torch.bfloat16)
     calls = {
         "rms_norm": (lambda: ops.rms_norm(x, w), (x, w)),
         "layer_norm": (lambda: ops.layer_norm(x, w, w), (x, w)),

@@ -16,26 +16,10 @@ import torch
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 CONFIGS = {
-    "llama": dict(
-        model_type="llama",
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=500,
-    ),
-    "qwen3": dict(
-        model_type="qwen3",
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=500,
-    ),
+    "llama": dict(model_type="llama", vocab_size=500, **SIZES),
+    "qwen3": dict(model_type="qwen3", vocab_size=500, head_dim=16, **SIZES),
 }
 
 
@@ -129,12 +113,8 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "liger").write_text(f'#!/bin/sh\nexec {sys.executable} -m liger_kernel.cli "$@"\n')
     (tmp_path / "bin" / "liger").chmod(0o755)
-    build = {
-        "ARCHS": "sm90",
-        "MODELS": str(tmp_path / "model"),
-        "KERNELS": str(tmp_path / "built"),
-        "PRECISIONS": "bfloat16",
-    }
+    build = {"ARCHS": "sm90", "MODELS": str(tmp_path / "model"), "KERNELS": str(tmp_path / "built")}
+    build |= {"PRECISIONS": "bfloat16"}
     env = user_env | {"PATH": f"{tmp_path / 'bin'}:{user_env['PATH']}"}
     script = Path(__file__).parents[2] / "deploy" / "precompile.sh"
     done = subprocess.run(["sh", str(script)], env=env | build, capture_output=True, text=True, check=False)
@@ -149,9 +129,8 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
     said = run(pod, "-m", "liger_kernel.cli", "warmup", "--config", tmp_path / "train.json", "--arch", "sm90")
     assert ": 0 compiled" in said
     manager = {"TRITON_CACHE_MANAGER": "liger_kernel.compile.cache:LigerTritonFileCacheManager"}  # as training sets it
-    found = json.loads(
-        run(pod | manager, Path(__file__).with_name("fake_gpu.py"), "train", tmp_path / "model" / "config.json", "2x64")
-    )
+    config = tmp_path / "model" / "config.json"
+    found = json.loads(run(pod | manager, Path(__file__).with_name("fake_gpu.py"), "train", config, "2x64"))
     assert found["compiled"] == 0 and found["cached"] > 8
     assert files() == before
 
@@ -160,19 +139,9 @@ def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
 def test_pods_that_warm_one_cache_at_once_do_no_harm(user_env, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
     env = user_env | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    argv = [
-        sys.executable,
-        "-m",
-        "liger_kernel.cli",
-        "warmup",
-        "--model",
-        str(tmp_path / "config.json"),
-        "--arch",
-        "sm90",
-    ]
-    pods = [
-        subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(4)
-    ]
+    argv = [sys.executable, "-m", "liger_kernel.cli", "warmup", "--model", str(tmp_path / "config.json")]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pods = [subprocess.Popen([*argv, "--arch", "sm90"], env=env, **pipes) for _ in range(4)]
     for pod in pods:
         said = pod.communicate(timeout=300)[0]
         assert pod.returncode == 0, said

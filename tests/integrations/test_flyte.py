@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 pytest.importorskip("flyte", reason="tests/integrations/environments.py flyte")
 
-from workflows import STEPS, environment, job_file, kill_a_rank
+from workflows import STEPS, environment, job_file, kill_a_rank, large_job, pod_of_elastic_training, started
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -39,13 +38,7 @@ def write(task, **values):
 
 
 def python(code, *argv, env):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, argv)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return started(sys.executable, "-c", code, *argv, env=env)
 
 
 def test_the_workflow_runs_here_and_a_killed_rank_costs_nothing(tmp_path):
@@ -60,44 +53,23 @@ def test_the_workflow_runs_here_and_a_killed_rank_costs_nothing(tmp_path):
     assert exported == scores and scores["loss"] == pytest.approx(scores["loss_without_kernels"], rel=1e-5)
     metrics = json.loads((tmp_path / "export" / "metrics.json").read_text())
     assert metrics["restarts"] == 1 and metrics["ranks"] == 2 and len(metrics["losses"]) == STEPS
-    assert metrics["losses"][-1] < metrics["losses"][0] and scores["loss"] == pytest.approx(
-        metrics["evaluations"][-1]["loss"], rel=1e-4
-    )
+    assert metrics["losses"][-1] < metrics["losses"][0]
+    assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-4)
     import transformers
 
-    assert (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").num_parameters() == metrics["parameters"]
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert model.num_parameters() == metrics["parameters"]
 
 
 def a0(task, folder, env, name):
     """The command in Flyte's containers, on files."""
     (folder / name).mkdir()
-    argv = [
-        "--inputs",
-        folder / f"{task}.pb",
-        "--outputs-path",
-        folder / name,
-        "--version",
-        "v1",
-        "--raw-data-path",
-        folder / "raw",
-        "--run-name",
-        "r1",
-    ]
-    argv += ["--name", name, "--project", "p", "--domain", "d", "--org", "o", "--run-base-dir", folder / "base"]
-    argv += [
-        "--resolver",
-        "flyte._internal.resolvers.default.DefaultTaskResolver",
-        "mod",
-        "liger_kernel.deploy.flyte2",
-        "instance",
-        task,
-    ]
-    command = [str(Path(sys.executable).parent / "a0"), *map(str, argv)]
-    return subprocess.Popen(
-        command, env=env, cwd=ROOT / "src", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    argv = ["--inputs", folder / f"{task}.pb", "--outputs-path", folder / name, "--raw-data-path", folder / "raw"]
+    argv += ["--version", "v1", "--run-name", "r1", "--project", "p", "--domain", "d", "--org", "o"]
+    argv += ["--name", name, "--run-base-dir", folder / "base"]
+    argv += ["--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver"]
+    argv += ["mod", "liger_kernel.deploy.flyte2", "instance", task]
+    return started(Path(sys.executable).parent / "a0", *argv, env=env, cwd=ROOT / "src")
 
 
 def test_the_entry_point_of_pods_trains_elastically_and_reports(tmp_path):
@@ -141,27 +113,11 @@ print("SPECS", json.dumps(tasks))
 
 
 def test_what_flyte_is_given(tmp_path):
-    train = dict(parallel="fsdp2", nproc=None, model="m", device="auto", out="runs/tiny")
-    job = job_file(tmp_path, gpus=8, nodes=4, min_nodes=2, volume="claim", secret="tokens", arch="sm90", train=train)
-    done = python(HEAD + SPECS, tmp_path, ROOT / "src", env=environment(tmp_path, job))
+    done = python(HEAD + SPECS, tmp_path, ROOT / "src", env=environment(tmp_path, large_job(tmp_path)))
     output = done.communicate(timeout=120)[0]
     assert done.returncode == 0, output
     specs = json.loads(output.partition("SPECS ")[2])
-    train = specs["train"]
-    assert (
-        train["type"] == "pytorch"
-        and train["metadata"]["interruptible"]
-        and train["metadata"]["retries"]["retries"] == 10
-    )
-    assert train["custom"]["elasticConfig"] == {
-        "minReplicas": 2,
-        "maxReplicas": 4,
-        "nprocPerNode": 8,
-        "maxRestarts": 2,
-        "rdzvBackend": "c10d",
-    }
-    assert train["custom"]["workerReplicas"]["replicas"] == 4
-    pod = train["k8sPod"]["podSpec"]
+    pod = pod_of_elastic_training(specs["train"])
     (container,) = pod["containers"]
     variables = {e["name"]: e.get("value") for e in container["env"]}
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and variables["TRITON_CACHE_DIR"] == "/cache/triton"
@@ -169,19 +125,12 @@ def test_what_flyte_is_given(tmp_path):
     assert len(container["env"]) == len(variables)  # none twice
     assert container["securityContext"]["readOnlyRootFilesystem"] and pod["securityContext"]["runAsNonRoot"]
     assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
-    assert (
-        {v["name"] for v in pod["volumes"]}
-        == {"cache", "tmp", "shared"}
-        == {m["name"] for m in container["volumeMounts"]}
-    )
-    requests = {
-        name: spec["k8sPod"]["podSpec"]["containers"][0]["resources"]["requests"]
-        for name, spec in specs.items()
-        if "k8sPod" in spec
-    }
-    gpus = {
-        name: next((count for resource, count in asked.items() if "gpu" in resource), "0")
-        for name, asked in requests.items()
-    }
+    names = lambda found: {each["name"] for each in found}
+    assert names(pod["volumes"]) == {"cache", "tmp", "shared"} == names(container["volumeMounts"])
+    gpus = {}
+    for name, spec in specs.items():
+        if "k8sPod" in spec:
+            requests = spec["k8sPod"]["podSpec"]["containers"][0]["resources"]["requests"]
+            gpus[name] = next((count for resource, count in requests.items() if "gpu" in resource), "0")
     assert gpus == {"prepare": "0", "warm": "0", "train": "8", "evaluate": "1", "export": "0"}
     assert specs["evaluate"]["metadata"]["generatesDeck"] is True and not specs["train"]["metadata"]["generatesDeck"]

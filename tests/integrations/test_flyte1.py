@@ -4,7 +4,6 @@ of its containers, and as Flyte serialises it."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("flytekit", reason="tests/integrations/environments.py flyte1")
 
-from workflows import STEPS, environment, job_file, kill_a_rank
+from workflows import STEPS, environment, job_file, kill_a_rank, large_job, pod_of_elastic_training, started
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -42,12 +41,6 @@ def script(folder, code):
     return path
 
 
-def started(*argv, env, cwd=None):
-    return subprocess.Popen(
-        [*map(str, argv)], env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def test_the_workflow_runs_here_and_a_killed_rank_costs_nothing(tmp_path):
     job = job_file(tmp_path)
     code = HEAD + '    print("SCORES", flyte1.pipeline(config=config, target=(here / "export").as_uri()))\n'
@@ -71,16 +64,8 @@ def test_the_entry_point_of_pods_trains_elastically(tmp_path):
     assert done.returncode == 0, output
     outputs = tmp_path / "outputs"
     outputs.mkdir()
-    argv = [
-        "--inputs",
-        tmp_path / "train.pb",
-        "--output-prefix",
-        outputs,
-        "--raw-output-data-prefix",
-        tmp_path / "raw",
-        "--checkpoint-path",
-        tmp_path / "checkpoints",
-    ]
+    argv = ["--inputs", tmp_path / "train.pb", "--output-prefix", outputs]
+    argv += ["--raw-output-data-prefix", tmp_path / "raw", "--checkpoint-path", tmp_path / "checkpoints"]
     argv += ["--prev-checkpoint", '""', "--resolver", "flytekit.core.python_auto_container.default_task_resolver"]
     argv += ["--", "task-module", "liger_kernel.deploy.flyte1", "task-name", "train"]
     training = started(BIN / "pyflyte-execute", *argv, env=env, cwd=tmp_path)
@@ -104,47 +89,20 @@ SPECS = """
 
 
 def test_what_flyte_is_given(tmp_path):
-    train = dict(parallel="fsdp2", nproc=None, model="m", device="auto", out="runs/tiny")
-    job = job_file(tmp_path, gpus=8, nodes=4, min_nodes=2, volume="claim", secret="tokens", arch="sm90", train=train)
-    env = environment(tmp_path, job)
+    env = environment(tmp_path, large_job(tmp_path))
     done = started(sys.executable, script(tmp_path, HEAD + SPECS), tmp_path, env=env)
     output = done.communicate(timeout=120)[0]
     assert done.returncode == 0, output
     specs = json.loads(output.partition("SPECS ")[2])
-    train = specs["train"]
-    assert (
-        train["type"] == "pytorch"
-        and train["metadata"]["interruptible"]
-        and train["metadata"]["retries"]["retries"] == 10
-    )
-    assert train["custom"]["workerReplicas"]["replicas"] == 4
-    elastic = train["custom"]["elasticConfig"]
-    assert (
-        elastic["minReplicas"],
-        elastic["maxReplicas"],
-        elastic["nprocPerNode"],
-        elastic["maxRestarts"],
-        elastic["rdzvBackend"],
-    ) == (2, 4, 8, 2, "c10d")
-    pod = train["k8sPod"]["podSpec"]
+    pod = pod_of_elastic_training(specs["train"])
     (container,) = pod["containers"]
     names = [e["name"] for e in container["env"]]
     assert len(names) == len(set(names)) and {"LIGER_JOB", "TRITON_CACHE_DIR"} <= set(names)
     assert container["resources"]["limits"]["gpu"] == "8" and container["securityContext"]["readOnlyRootFilesystem"]
     assert {v["name"] for v in pod["volumes"]} >= {"cache", "tmp", "shared"}
 
-    package = started(
-        BIN / "pyflyte",
-        "--pkgs",
-        "liger_kernel.deploy.flyte1",
-        "package",
-        "--image",
-        "registry.test/liger:1",
-        "-o",
-        tmp_path / "w.tgz",
-        "-f",
-        env=env,
-        cwd=ROOT / "src",
-    )
+    flags = ["--image", "registry.test/liger:1", "-o", tmp_path / "w.tgz", "-f"]
+    module = ["--pkgs", "liger_kernel.deploy.flyte1"]
+    package = started(BIN / "pyflyte", *module, "package", *flags, env=env, cwd=ROOT / "src")
     output = package.communicate(timeout=120)[0]
     assert package.returncode == 0 and (tmp_path / "w.tgz").stat().st_size, output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -26,17 +27,34 @@ def job_file(folder: Path, **changes) -> Path:
     return path
 
 
+def large_job(folder: Path) -> Path:
+    """A job for 2 to 4 machines with 8 GPUs each."""
+    train = dict(parallel="fsdp2", nproc=None, model="m", device="auto", out="runs/tiny")
+    return job_file(folder, gpus=8, nodes=4, min_nodes=2, volume="claim", secret="tokens", arch="sm90", train=train)
+
+
+def pod_of_elastic_training(task: dict) -> dict:
+    """The pod of a serialised task that trains ``large_job``."""
+    assert task["type"] == "pytorch" and task["metadata"]["interruptible"]
+    assert task["metadata"]["retries"]["retries"] == 10 and task["custom"]["workerReplicas"]["replicas"] == 4
+    elastic = dict(minReplicas=2, maxReplicas=4, nprocPerNode=8, maxRestarts=2, rdzvBackend="c10d")
+    assert task["custom"]["elasticConfig"].items() >= elastic.items()
+    return task["k8sPod"]["podSpec"]
+
+
+def started(*argv, env, cwd=None) -> subprocess.Popen:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([*map(str, argv)], env=env, cwd=cwd, **pipes)
+
+
 def environment(folder: Path, job: Path) -> dict[str, str]:
     """Of processes that run this job; files of Flyte's own stay in ``folder``."""
     source = str(Path(__file__).parents[2] / "src")
     places = {"HOME": folder, "TMPDIR": folder / "tmp", "FLYTE_INTERNAL_EXECUTION_ID": "run"}
     (folder / "tmp").mkdir(exist_ok=True)
     more = {"LIGER_JOB": str(job), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    return (
-        {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        | {name: str(value) for name, value in places.items()}
-        | more
-    )
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return inherited | {name: str(value) for name, value in places.items()} | more
 
 
 def kill_a_rank(process, store: Path) -> None:
@@ -47,17 +65,14 @@ def kill_a_rank(process, store: Path) -> None:
         assert time.monotonic() < end
         time.sleep(0.02)
     assert process.poll() is None
-    parents = {
-        int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1])
-        for path in Path("/proc").glob("[0-9]*/stat")
-    }
+    parent_of = lambda stat: int(stat.read_text().rpartition(")")[2].split()[1])
+    parents = {int(stat.parent.name): parent_of(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
 
     def below(pid: int) -> list[int]:
         children = [child for child, parent in parents.items() if parent == pid]
         return children + [one for child in children for one in below(child)]
 
     # a rank is a command of ours, or a function that multiprocessing runs
-    is_rank = lambda pid: any(
-        mark in Path(f"/proc/{pid}/cmdline").read_bytes() for mark in (b"liger_kernel.cli", b"spawn_main")
-    )
+    marks = b"liger_kernel.cli", b"spawn_main"
+    is_rank = lambda pid: any(mark in Path(f"/proc/{pid}/cmdline").read_bytes() for mark in marks)
     os.kill(max(pid for pid in below(process.pid) if is_rank(pid)), signal.SIGKILL)

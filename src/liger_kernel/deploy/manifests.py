@@ -67,17 +67,15 @@ def _pytorchjob(job: Job) -> list[Object]:
 
 
 def _trainjob(job: Job) -> list[Object]:
-    node = _replicated(job, "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
-    node["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    # the controller of the runtime sets these from numNodes
-    for name in ("parallelism", "completions", "completionMode"):
-        del node["template"]["spec"][name]
-    del node["replicas"]
-    container = node["template"]["spec"]["template"]["spec"]["containers"][0]
+    # the controller of the runtime sets the number of pods from numNodes
+    node = _node(job, "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
+    container = node["template"]["spec"]["containers"][0]
     moved = {name: container.pop(name) for name in ("command", "args")}
+    step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    replicated = [{"name": "node", "template": {"metadata": step, "spec": node}}]
     metadata = _metadata(job)
     metadata["labels"] = metadata["labels"] | {"trainer.kubeflow.org/framework": "torch"}
-    template = {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [node]}}
+    template = {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": replicated}}
     runtime = _object(
         "TrainingRuntime", metadata, spec={"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template}
     )
@@ -100,11 +98,13 @@ def _trainjob(job: Job) -> list[Object]:
 
 
 def _jobset(job: Job) -> list[Object]:
+    size = {"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed"}
+    node = size | _node(job, f"{job.name}-node-0-0.{job.name}", str(RENDEZVOUS_PORT))
     spec = {
         "suspend": bool(job.queue),
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": _failure_policy(job),
-        "replicatedJobs": [_replicated(job, f"{job.name}-node-0-0.{job.name}", str(RENDEZVOUS_PORT))],
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": node}}],
     }
     return [_object("JobSet", _queued(job), spec=spec)]
 
@@ -112,28 +112,17 @@ def _jobset(job: Job) -> list[Object]:
 RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
 
 
-def _replicated(job: Job, host: str, port: str) -> Object:
-    """One pod per node. If a pod fails or is evicted, its Job fails, and the JobSet starts all
-    pods again."""
+def _node(job: Job, host: str, port: str) -> Object:
+    """The specification of a Job with a pod for each node. If a pod fails or is evicted, its Job
+    fails, and the JobSet starts all pods again."""
     template = _template(job, "node", host, port)
     template["spec"]["restartPolicy"] = "Never"
-    spec = {
-        "parallelism": job.nodes,
-        "completions": job.nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": "node", "operator": "In", "values": [PREEMPTED]},
-                },
-            ]
-        },
-        "template": template,
-    }
-    return {"name": "node", "replicas": 1, "template": {"spec": spec}}
+    preempted = {"containerName": "node", "operator": "In", "values": [PREEMPTED]}
+    rules = [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": preempted},
+    ]
+    return {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}, "template": template}
 
 
 def _failure_policy(job: Job) -> Object:

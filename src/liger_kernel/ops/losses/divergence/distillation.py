@@ -219,11 +219,13 @@ def _rows(
                     s_sum += tl.sum(a * a, axis=1)
                     t_sum += tl.sum(b * b, axis=1)
                 else:
-                    s_top, s_sum, s_e, s_rescale = online(s, s_top, s_sum)
+                    # The teacher first: with the student first, the compiler loads the teacher's block
+                    # only when the student's is spent (forward_kl, 8192 x 128256, H200: 2201 -> 2328 us)
                     t_top, t_sum, t_e, t_rescale = online(t, t_top, t_sum)
                     if KIND == "forward_kl":
                         gap = times(gap, t_rescale) + tl.sum(times(t - s, t_e), axis=1)
-                    elif KIND == "reverse_kl":
+                    s_top, s_sum, s_e, s_rescale = online(s, s_top, s_sum)
+                    if KIND == "reverse_kl":
                         gap = times(gap, s_rescale) + tl.sum(times(s - t, s_e), axis=1)
             if HARD_LSE:
                 h_top, h_sum, _e, _r = online(z, h_top, h_sum)

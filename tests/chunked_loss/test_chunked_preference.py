@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from chunk_loop import multiplications, set_chunk_rows, watch_products
 from quick import in_both_dtypes
 
 import liger_kernel.chunked_loss as losses
@@ -230,11 +231,7 @@ def expected(case, dtype, seed=0):
 def chunks(monkeypatch):
     """Chunks of so many tokens."""
 
-    def of(rows):
-        for name in ("ops.losses.chunks", "ops.losses.linear_cross_entropy", "ops.losses.linear_loss"):
-            monkeypatch.setattr(importlib.import_module(f"liger_kernel.{name}"), "auto_chunk_rows", lambda *_: rows)
-
-    return of
+    return lambda rows: set_chunk_rows(monkeypatch, rows)
 
 
 @pytest.mark.parametrize("case, dtype", in_both_dtypes(CASES, "dpo-sigmoid", "orpo-nll_target"))
@@ -291,13 +288,12 @@ def test_frozen_inputs_and_evaluation(case, chunks, monkeypatch):
         (3 * loss).backward()
         assert [t.grad is not None for t in leaves] == [i == trained for i in range(3)]
         torch.testing.assert_close(leaves[trained].grad, full[("dx", "dw", "dbias")[trained]], rtol=1e-5, atol=1e-6)
-    shapes, mm = [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (shapes.append((a.shape[0], b.shape[1])), mm(a, b, **kw))[1])
+    seen = watch_products(monkeypatch)
     leaves, target, reference, marks = inputs()
     with torch.no_grad():
         loss, metrics = call(module, *leaves, target, reference, marks)
     assert not loss.requires_grad and not any(m.requires_grad for m in metrics)
-    assert {columns for _, columns in shapes} == {V}
+    assert {columns for *_, columns in seen} == {V}
     torch.testing.assert_close(loss, full["out"])
 
 
@@ -306,19 +302,11 @@ def test_products_and_no_full_logits(case, products, chunks, monkeypatch):
     """Three products, one for the reference, one for a loss of the whole batch; of counted
     tokens alone, a chunk at a time."""
     chunks(2 * T)
-    seen, logits = [], []
-    mm, addmm = torch.mm, torch.addmm
-
-    def count(a, b):
-        seen.append(a.shape[0] * a.shape[1] * b.shape[1])
-        logits.append(a.shape[0] if b.shape[1] == V else 0)
-
-    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (count(a, b), mm(a, b, **kw))[1])
-    monkeypatch.setattr(torch, "addmm", lambda c, a, b, **kw: (count(a, b), addmm(c, a, b, **kw))[1])
+    seen = watch_products(monkeypatch)
     ours(case)
     counted = int((inputs()[1] != -100).sum())
-    assert sum(seen) == products * counted * H * V
-    assert max(logits) <= 2 * T < counted
+    assert multiplications(seen) == products * counted * H * V
+    assert max(rows for rows, _, columns in seen if columns == V) <= 2 * T < counted
 
 
 @pytest.mark.parametrize("rows", [None, 3])
@@ -421,63 +409,32 @@ def test_function_and_module_agree():
     )
 
 
+DPO_, ORPO_, CPO_, KTO_ = (getattr(losses, f"LigerFusedLinear{name}Loss") for name in ("DPO", "ORPO", "CPO", "KTO"))
+
+
 @pytest.mark.parametrize(
-    "call, message",
+    "call, argument, got",
     [
-        (
-            lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[0], t),
-            "ORPOFunction: _input must have shape (2B, T, H), got (5, 16)",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearORPOLoss()(w, x[1:], t[1:]),
-            "ORPOFunction: _input must hold as many chosen as rejected sequences, got 5",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearCPOLoss()(w, x, t[1:]),
-            "CPOFunction: target must have shape (6, 5), got (5, 5)",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearORPOLoss()(w, x, t, None, t[:1]),
-            "ORPOFunction: nll_target must have shape (3, 5) or (6, 5), got (1, 5)",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearDPOLoss()(w, x, t),
-            "DPOFunction: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearDPOLoss()(w, x, t, None, x[1:], w),
-            "DPOFunction: ref_input must have shape (6, 5, H), got (5, 5, 16)",
-        ),
-        (lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="best"), "DPOLoss: loss_type must be one of sigmoid, "),
-        (
-            lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="hinge", label_smoothing=0.1),
-            "DPOLoss: label_smoothing must be 0 for hinge, got 0.1",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="robust", label_smoothing=0.5),
-            "DPOLoss: label_smoothing must be in [0, 0.5) for robust, got 0.5",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearDPOLoss(loss_type="exo_pair"),
-            "DPOLoss: label_smoothing must be in (0, 1) for exo_pair",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t),
-            "KTOFunction: preference_labels must have shape (6,), got None",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearKTOLoss()(x, w, t, None, t[:, 0], kl=x[0, 0]),
-            "KTOFunction: kl must be one number, got shape (16,)",
-        ),
-        (
-            lambda x, w, t: LigerFusedLinearKTOLoss(use_ref_model=True)(x, w, t, None, t[:, 0]),
-            "KTOFunction: ref_input and ref_weight, or ref_logps, must be",
-        ),
+        (lambda x, w, t: ORPO_()(w, x[0], t), "_input", "(5, 16)"),
+        (lambda x, w, t: ORPO_()(w, x[1:], t[1:]), "_input", "5"),
+        (lambda x, w, t: CPO_()(w, x, t[1:]), "target", "(5, 5)"),
+        (lambda x, w, t: ORPO_()(w, x, t, None, t[:1]), "nll_target", "(1, 5)"),
+        (lambda x, w, t: DPO_()(w, x, t), "ref_chosen_logps and ref_rejected_logps,", "None"),
+        (lambda x, w, t: DPO_()(w, x, t, None, x[1:], w), "ref_input", "(5, 5, 16)"),
+        (lambda x, w, t: DPO_(loss_type="best"), "loss_type", "'best'"),
+        (lambda x, w, t: DPO_(loss_type="hinge", label_smoothing=0.1), "label_smoothing", "0.1"),
+        (lambda x, w, t: DPO_(loss_type="robust", label_smoothing=0.5), "label_smoothing", "0.5"),
+        (lambda x, w, t: DPO_(loss_type="exo_pair"), "label_smoothing", "0.0"),
+        (lambda x, w, t: KTO_()(x, w, t), "preference_labels", "None"),
+        (lambda x, w, t: KTO_()(x, w, t, None, t[:, 0], kl=x[0, 0]), "kl", "shape (16,)"),
+        (lambda x, w, t: KTO_(use_ref_model=True)(x, w, t, None, t[:, 0]), "ref_logps,", "None"),
     ],
 )
-def test_mistakes_are_named(call, message):
+def test_mistakes_are_named(call, argument, got):
     (x, w, _), target, *_ = inputs()
-    with pytest.raises(ValueError, match=re.escape("LigerFusedLinear" + message)):
+    with pytest.raises(
+        ValueError, match=rf"^LigerFusedLinear\w+: .*{re.escape(argument)} must .*, got {re.escape(got)}$"
+    ):
         call(x, w, target)
 
 
@@ -723,8 +680,7 @@ def test_trl_orpo():
 )
 def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(kind, whole, monkeypatch):
     """Otherwise a run does not begin at a loss of log 2, and its first rewards are noise."""
-    for name in ("chunks", "linear_loss"):
-        monkeypatch.setattr(f"liger_kernel.ops.losses.{name}.auto_chunk_rows", lambda M, *_: max(1, min(M, 7)))
+    set_chunk_rows(monkeypatch, lambda M, *_: max(1, min(M, 7)))
     linear = importlib.import_module("liger_kernel.ops.losses.chunks")
     product = linear.add_mm
 

@@ -14,7 +14,7 @@ from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops import linear_cross_entropy, linear_logprobs
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.losses import float8_head
-from liger_kernel.ops.losses.chunks import auto_chunk_rows, chunk_gradients
+from liger_kernel.ops.losses.chunks import HeadLoop, auto_chunk_rows
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses
 from liger_kernel.ops.losses.float8_head import HEAD_RECIPES, head_gradients
 from liger_kernel.ops.losses.linear_cross_entropy import reference
@@ -279,8 +279,9 @@ def test_memory_is_at_most_that_of_bf16(M, H, V, learns):
     with _op.intercept_launches(lambda *_: None):
         rows = auto_chunk_rows(M, V, H, 2, True, frozen=True) if learns == "x" else None
         with Peak() as bf16:
-            kept = chunk_gradients(x, w, lambda *_: None, need=need, chunk_rows=rows, dw_into=into)
-        del kept
+            loop = HeadLoop(x, w, need, chunk_rows=rows, dw_into=into)
+            kept = [*loop, loop.gradients()]
+        del loop, kept
         with Peak() as ours:
             head_gradients(x, w, target, Loss(), "rowwise", need, out=RowLosses.empty(target, Loss()), dw_into=into)
     # few classes, added to a gradient in fp32: 409 MB, where bf16, whose products add without a

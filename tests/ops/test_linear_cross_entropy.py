@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from chunk_loop import multiplications, watch_loop, watch_products
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -11,7 +12,7 @@ from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops import cross_entropy, linear_cross_entropy
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
 from liger_kernel.ops.losses.linear_cross_entropy import reference
-from liger_kernel.testing import errors
+from liger_kernel.testing import assert_same_bits, errors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -47,14 +48,8 @@ class Watch(TorchDispatchMode):
 @pytest.fixture
 def watch(monkeypatch):
     """Watches the inside of the chunk loop, which dispatch modes around launchers do not see."""
-    module, mode = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy"), Watch()
-    chunks = module.chunk_gradients
-
-    def watched(*args, **kwargs):
-        with mode:
-            return chunks(*args, **kwargs)
-
-    monkeypatch.setattr(module, "chunk_gradients", watched)
+    mode = Watch()
+    watch_loop(monkeypatch, mode)
     return mode
 
 
@@ -102,9 +97,8 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_leaves():
     x16, w16 = (t.detach().bfloat16().requires_grad_() for t in (x, w))
     expected = linear_cross_entropy(x16, w16, target)
     expected.backward()
-    assert (
-        torch.equal(loss, expected) and torch.equal(w.grad, w16.grad.float()) and torch.equal(x.grad, x16.grad.float())
-    )
+    found = dict(loss=loss.detach(), dx=x.grad, dw=w.grad)
+    assert_same_bits(found, dict(loss=expected.detach(), dx=x16.grad.float(), dw=w16.grad.float()))
 
 
 def test_mixed_dtypes_are_promoted():
@@ -261,24 +255,14 @@ def test_ignored_tokens_take_part_in_no_product(chunk_rows, reduction, monkeypat
     """Half of the rows, the same results; the others may even be NaN."""
     x, w, target = inputs(M=40)
     target[1::2] = -100
-    seen = []
-    mm = torch.mm
-    monkeypatch.setattr(
-        torch, "mm", lambda a, b, **kw: (seen.append(2 * a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1]
-    )
-    dense = torch.autograd.grad(
-        linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=chunk_rows).sum(), (x, w)
-    )
-    work = sum(seen)
+    seen = watch_products(monkeypatch)
+    options = dict(reduction=reduction, chunk_rows=chunk_rows)
+    dense = torch.autograd.grad(linear_cross_entropy(x, w, target, **options).sum(), (x, w))
+    work = multiplications(seen)
     seen.clear()
-    broken = x.detach().clone()
-    broken[target == -100] = float("nan")
-    broken.requires_grad_()
-    compact = torch.autograd.grad(
-        linear_cross_entropy(broken, w, target, reduction=reduction, chunk_rows=chunk_rows, compact=True).sum(),
-        (broken, w),
-    )
-    assert sum(seen) <= 0.5 * work
+    broken = x.detach().masked_fill((target == -100)[:, None], float("nan")).requires_grad_()
+    compact = torch.autograd.grad(linear_cross_entropy(broken, w, target, compact=True, **options).sum(), (broken, w))
+    assert multiplications(seen) <= 0.5 * work
     for a, b in zip(dense, compact):
         torch.testing.assert_close(a, b)
 

@@ -4,6 +4,7 @@ them."""
 import pytest
 import torch
 import torch.nn.functional as F
+from chunk_loop import multiplications, watch_products
 
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs, reference
@@ -65,19 +66,8 @@ def expected(fn, group, dtype, seed):
 @pytest.mark.parametrize("fn, group, entropy", [(dpo, 2 * T, False), (with_entropy, T, True)])
 def test_as_accurate_as_the_whole(fn, group, entropy, whole, chunk_rows, compact, dtype):
     x, w, target, bias = inputs(dtype)
-    loss, aux = linear_loss(
-        fn,
-        x,
-        w,
-        target,
-        bias,
-        group=group,
-        temperature=0.8,
-        entropy=entropy,
-        chunk_rows=chunk_rows,
-        compact=compact,
-        whole=whole,
-    )
+    options = dict(group=group, entropy=entropy, chunk_rows=chunk_rows, compact=compact, whole=whole)
+    loss, aux = linear_loss(fn, x, w, target, bias, temperature=0.8, **options)
     draws = [expected(fn, group, dtype, seed) for seed in range(6)]
     (pytorch, pytorch_aux), (truth, _) = draws[0]
     assert_as_accurate(named(loss, x, w, bias), pytorch, truth, *((p, t) for (p, _), (t, _) in draws[1:]))
@@ -115,36 +105,25 @@ def test_a_head_with_adapters(whole, chunk_rows, compact, dtype):
 def test_three_products_and_no_full_logits(monkeypatch):
     """With entropies and in chunks: what ``linear_logprobs`` would need four for."""
     x, w, target, _ = inputs(ignored=False)
-    seen = []
-    mm, addmm = torch.mm, torch.addmm
-    monkeypatch.setattr(
-        torch, "mm", lambda a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), mm(a, b, **kw))[1]
-    )
-    monkeypatch.setattr(
-        torch,
-        "addmm",
-        lambda c, a, b, **kw: (seen.append(a.shape[0] * a.shape[1] * b.shape[1]), addmm(c, a, b, **kw))[1],
-    )
-    linear_loss(with_entropy, x, w, target, group=T, entropy=True, chunk_rows=10)[0].backward()
-    assert sum(seen) == 3 * B * T * H * V
+    seen = watch_products(monkeypatch)
+    call = lambda x: linear_loss(with_entropy, x, w, target, group=T, entropy=True, chunk_rows=10)[0]
+    call(x).backward()
+    assert multiplications(seen) == 3 * B * T * H * V
     seen.clear()
     with torch.no_grad():
-        linear_loss(with_entropy, x, w, target, group=T, entropy=True, chunk_rows=10)
-    assert sum(seen) == B * T * H * V
+        call(x)
+    assert multiplications(seen) == B * T * H * V
     seen.clear()
-    linear_loss(with_entropy, x.detach(), w, target, group=T, entropy=True, chunk_rows=10)[0].backward()
-    assert sum(seen) == 2 * B * T * H * V
+    call(x.detach()).backward()
+    assert multiplications(seen) == 2 * B * T * H * V
 
 
 def test_ignored_tokens_take_part_in_no_product(monkeypatch):
     x, w, target, bias = inputs()
-    seen = []
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, **kw: (seen.append(a.shape[0]), mm(a, b, **kw))[1])
-    kept = Kept(target, group=T)
+    seen, kept = watch_products(monkeypatch), Kept(target, group=T)
     with torch.no_grad():
         linear_loss(with_entropy, x, w, target, bias, group=T, entropy=True, chunk_rows=10, compact=kept)
-    assert sum(seen) == (target != -100).sum()
+    assert sum(rows for rows, *_ in seen) == (target != -100).sum()
 
 
 def test_compiles_whole():
@@ -157,15 +136,8 @@ def test_compiles_whole():
 
 def test_a_loss_without_gradient():
     x, w, target, _ = inputs()
-    loss, (kept,) = linear_loss(
-        lambda tokens, *_: (tokens.logp.detach().sum(), (tokens.predicted,)),
-        x,
-        w,
-        target,
-        group=T,
-        predicted=True,
-        chunk_rows=10,
-    )
+    fn = lambda tokens, *_: (tokens.logp.detach().sum(), (tokens.predicted,))
+    loss, (kept,) = linear_loss(fn, x, w, target, group=T, predicted=True, chunk_rows=10)
     loss.backward()
     assert not x.grad.any() and not w.grad.any()
     assert kept.shape == (B, T) and torch.equal(kept.view(-1) < 0, target == -100)
@@ -174,17 +146,10 @@ def test_a_loss_without_gradient():
 def test_statistics():
     x, w, target, _ = inputs()
     z = (x @ w.t()).detach()
+    fn = lambda t, *_: (t.logp.sum(), (t.mean_logit, t.predicted))
     for compact in (False, True):
-        _, (mean, predicted) = linear_loss(
-            lambda t, *_: (t.logp.sum(), (t.mean_logit, t.predicted)),
-            x,
-            w,
-            target,
-            group=T,
-            mean_logit=True,
-            predicted=True,
-            compact=compact,
-        )
+        options = dict(group=T, mean_logit=True, predicted=True, compact=compact)
+        _, (mean, predicted) = linear_loss(fn, x, w, target, **options)
         valid = target != -100
         torch.testing.assert_close(mean.view(-1), z.mean(-1).where(valid, 0))
         assert torch.equal(predicted.view(-1), z.argmax(-1).where(valid, -1))
@@ -216,19 +181,12 @@ def test_the_head_is_not_needed_after_the_forward(chunk_rows, products, monkeypa
     x, w, target, _ = inputs()
     expected = torch.autograd.grad(linear_loss(with_entropy, x, w, target, group=T, entropy=True)[0], (x, w))
     head = w.detach().clone().requires_grad_()
-    seen, counted = (
-        [],
-        lambda product: (
-            lambda *t, **kw: (seen.append(t[-2].shape[0] * t[-2].shape[1] * t[-1].shape[1]), product(*t, **kw))[1]
-        ),
-    )
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
+    seen = watch_products(monkeypatch)
     loss, _ = linear_loss(with_entropy, x, head, target, group=T, entropy=True, chunk_rows=chunk_rows)
     head.data.fill_(float("nan"))
     loss.backward()
     torch.testing.assert_close((x.grad, head.grad), expected)
-    assert sum(seen) == products * B * T * H * V
+    assert multiplications(seen) == products * B * T * H * V
 
 
 def test_every_token_ignored():

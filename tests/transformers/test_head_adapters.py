@@ -8,6 +8,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from chunk_loop import watch_loop
 from quick import further
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,14 +353,8 @@ def lora_head(dtype=torch.float32, H=32, V=65, r=3, names=("one",), **config) ->
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_of_the_size_of_the_head_or_of_all_logits(reduction, dropout, monkeypatch):
-    module, mode = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy"), Largest()
-    loop = module.chunk_gradients
-
-    def watched(*args, **kwargs):
-        with mode:
-            return loop(*args, **kwargs)
-
-    monkeypatch.setattr(module, "chunk_gradients", watched)  # inside of launchers, which dispatch modes do not see
+    mode = Largest()
+    watch_loop(monkeypatch, mode)
     head, x = lora_head(H=32, V=100, lora_dropout=dropout), torch.randn(24, 32, device=DEVICE, requires_grad=True)
     kept = []
     with mode, torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):

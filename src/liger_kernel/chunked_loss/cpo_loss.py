@@ -2,8 +2,8 @@
 the likelihood of the chosen sequences beside it.
 
 With Delta = log pi(chosen) - log pi(rejected) (sums over tokens) and e = label_smoothing, the
-probability that a preference is reversed
-(as in cDPO, https://ericmitchell.ai/cdpo.pdf), over B pairs (equation 3 for e = 0):
+probability that a preference is reversed (as in cDPO, https://ericmitchell.ai/cdpo.pdf), over B
+pairs (equation 3 for e = 0):
 
     loss = alpha * NLL(chosen)
            - 1 / B * sum ((1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta Delta))
@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
-from liger_kernel.nn.options import WithOptions
+from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase, PairLoss
 
 __all__ = ["LigerFusedLinearCPOFunction", "LigerFusedLinearCPOLoss"]
 
@@ -51,12 +50,14 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
         return LigerFusedLinearPreferenceBase.forward(**locals())
 
 
-class LigerFusedLinearCPOLoss(WithOptions):
+class LigerFusedLinearCPOLoss(PairLoss):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
     chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
+
+    function = LigerFusedLinearCPOFunction
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -67,6 +68,3 @@ class LigerFusedLinearCPOLoss(WithOptions):
     average_log_prob: bool = False
     chunk_size: int = 1
     compact: bool = True
-
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
-        return LigerFusedLinearCPOFunction.apply(_input, lin_weight, target, bias, **self.options())

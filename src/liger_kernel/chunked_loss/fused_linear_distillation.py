@@ -24,7 +24,7 @@ from torch import Tensor
 from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc, is_fake, once_differentiable, only_pytorch
 from liger_kernel.ops._core.reduce import divided, scaled
-from liger_kernel.ops.losses.chunks import Kept, chunk_gradients
+from liger_kernel.ops.losses.chunks import HeadLoop, Kept
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check
 from liger_kernel.ops.losses.cross_entropy_rows import row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence.by_element import counted
@@ -148,8 +148,8 @@ def _any_gradients(
     divisor = 1.0 if x.dtype == torch.float16 else norm  # as in ``linear_divergence``
     soft, hard = norm.new_zeros(()), norm.new_zeros(())
 
-    def body(z: Tensor, rows: slice, dz: Tensor | None) -> None:
-        nonlocal soft, hard
+    loop = HeadLoop(x, w, need, kept=kept)
+    for z, rows, dz in loop:
         at = rows if kept is None else kept[rows]
         t = F.linear(teacher_x[at], teacher_w, teacher_bias)
         a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
@@ -169,7 +169,7 @@ def _any_gradients(
                 d.add_(ds, alpha=weight_soft / temperature)
             dz.copy_(d.div_(divisor))
 
-    dx, dw, db = chunk_gradients(x, w, body, need=need, kept=kept)
+    dx, dw, db = loop.gradients()[:3]
     soft, hard = soft / norm, hard / norm
     return weight_hard * hard + weight_soft * soft, soft, hard, None if divisor is norm else norm, dx, dw, db
 

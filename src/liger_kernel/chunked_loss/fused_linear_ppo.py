@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import check_reference, reference_logprobs
+from liger_kernel.chunked_loss.fused_linear_preference import reference_logprobs
 from liger_kernel.ops.losses.grpo_loss import IGNORED, unmasked
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
@@ -89,13 +89,8 @@ def _of_tokens(
         entropy=entropy,
     )
     if use_ref_model and numbers["beta"] != 0 and ref_per_token_logps is None:
-        if ref_input is None or ref_weight is None:
-            raise ValueError(
-                "fused_linear_ppo: ref_per_token_logps, or ref_input and ref_weight, must be given for "
-                "use_ref_model, got None"
-            )
-        check_reference("fused_linear_ppo", ref_input, selected_token_ids)
-        ref_per_token_logps = reference_logprobs(ref_input, ref_weight, target.view(B, T), ref_bias, **head)
+        reference = ref_input, ref_weight, target.view(B, T), ref_bias
+        ref_per_token_logps = reference_logprobs("fused_linear_ppo", "ref_per_token_logps", *reference, **head)
     zeroed = dict(
         advantages=advantages, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps
     )

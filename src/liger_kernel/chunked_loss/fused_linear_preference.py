@@ -14,12 +14,14 @@ log-probability 0, and an NLL of no tokens is 0.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
@@ -118,6 +120,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         if nll_target is not None and nll_target.shape not in ((B, T), (N, T)):
             raise ValueError(f"{name}: nll_target must have shape {(B, T)} or {(N, T)}, got {tuple(nll_target.shape)}")
         nll_y = as_index(nll_target[:B].reshape(-1)) if compute_nll_loss and nll_target is not None else None
+        # a pair's sequences beside each other: a chunk has whole pairs
         paired = lambda t: t.unflatten(0, (2, B)).transpose(0, 1)
         y = paired(target).reshape(N * T)
         head: dict[str, Any] = dict(
@@ -125,6 +128,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             compact=compact and counted(y, ignore_index, 2 * T),
             mean_logit=True,
             whole=whole_batch,
+            group=2 * T,
         )
         valid = target != ignore_index
         counts = paired(valid.sum(1))
@@ -134,16 +138,8 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         if ref_chosen_logps is not None and ref_rejected_logps is not None:
             ref = torch.stack((ref_chosen_logps, ref_rejected_logps), 1).detach() / lengths
         elif use_ref_model:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    f"{name}: ref_input and ref_weight, or ref_chosen_logps and ref_rejected_logps, must be given "
-                    "with use_ref_model, got None"
-                )
-            check_reference(name, ref_input, target)
-            logp = reference_logprobs(
-                paired(ref_input).flatten(0, 1), ref_weight, y.view(N, T), ref_bias, group=2 * T, **head
-            )
-            ref = logp.sum(1).view(B, 2) / lengths
+            known, reference = "ref_chosen_logps and ref_rejected_logps", (ref_input, ref_weight, target, ref_bias)
+            ref = reference_logprobs(name, known, *reference, paired, **head).sum(1).view(B, 2) / lengths
 
         def fn(tokens: Tokens, first: int, last: int) -> Found:
             logp = tokens.logp.view(last - first, 2, T).sum(-1)
@@ -159,7 +155,7 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
         x = paired(_input).reshape(N * T, H)
         loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(
-            fn, x, weight, y, bias, group=2 * T, **head
+            fn, x, weight, y, bias, **head
         )
         if nll_y is not None:
             n = (nll_y != ignore_index).sum().clamp(min=1)
@@ -176,6 +172,15 @@ class LigerFusedLinearPreferenceBase(LossFunction):
             )
             loss, nll = loss + alpha * apart, apart.detach()
         return loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra)
+
+
+class PairLoss(WithOptions):
+    """A module over a loss of pairs that needs nothing but the policy; ``function`` computes it."""
+
+    function = LigerFusedLinearPreferenceBase
+
+    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
+        return self.function.apply(_input, lin_weight, target, bias, **self.options())
 
 
 def check_sequences(name: str, x: Tensor, target: Tensor, pairs: bool) -> None:
@@ -197,27 +202,27 @@ def several(found: Any) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def check_reference(name: str, x: Tensor, target: Tensor) -> None:
-    """Raise ``ValueError`` if the reference's hidden states do not fit ``target``."""
-    if x.ndim != 3 or x.shape[:2] != target.shape:
-        raise ValueError(
-            f"{name}: ref_input must have shape ({target.shape[0]}, {target.shape[1]}, H), got {tuple(x.shape)}"
-        )
-
-
-def reference_logprobs(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+def reference_logprobs(
+    name: str, other: str, x: Tensor | None, w: Tensor | None, target: Tensor, bias: Tensor | None,
+    arranged: Callable[[Tensor], Tensor] = lambda t: t, **options: Any,
+) -> Tensor:  # fmt: skip
     """Log-probabilities (N, T) of each token under the reference, without gradient: x (N, T, H),
-    target (N, T), ``options`` of ``linear_loss``.
+    target (N, T), ``options`` of ``linear_loss``; sequences in the order that ``arranged`` gives them.
+    Raise ``ValueError`` if a head is missing, with what may be given instead, or does not fit ``target``.
 
     They are computed like the policy's, in the same chunks, so that equal models have bit-identical
     log-probabilities.
     """
+    if x is None or w is None:
+        raise ValueError(f"{name}: ref_input and ref_weight, or {other}, must be given with use_ref_model, got None")
+    N, T = target.shape
+    if x.ndim != 3 or x.shape[:2] != target.shape:
+        raise ValueError(f"{name}: ref_input must have shape ({N}, {T}, H), got {tuple(x.shape)}")
+    of_tokens = lambda tokens, *_: (tokens.logp.sum(), (tokens.logp,))
     with torch.no_grad():
-        of_tokens = lambda tokens, *_: (tokens.logp.sum(), (tokens.logp,))
-        _, (logp,) = linear_loss(
-            of_tokens, x.reshape(target.numel(), x.shape[-1]), w, target.reshape(-1), bias, **options
-        )
-    return logp.view(target.shape)
+        rows = arranged(x).reshape(N * T, x.shape[-1])
+        _, (logp,) = linear_loss(of_tokens, rows, w, arranged(target).reshape(-1), bias, **options)
+    return logp.view(N, T)
 
 
 def block(M: int) -> int:

@@ -15,7 +15,6 @@ import torch
 from liger_kernel.chunked_loss.fused_linear_preference import (
     Found,
     LossFunction,
-    check_reference,
     check_sequences,
     plain_logprobs,
     reference_logprobs,
@@ -91,12 +90,8 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         if ref_logps is not None:
             ref = ref_logps.detach() / lengths
         elif use_ref_model:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    f"{name}: ref_input and ref_weight, or ref_logps, must be given with use_ref_model, got None"
-                )
-            check_reference(name, ref_input, target)
-            ref = reference_logprobs(ref_input, ref_weight, target, ref_bias, **head).sum(1) / lengths
+            reference = ref_input, ref_weight, target, ref_bias
+            ref = reference_logprobs(name, "ref_logps", *reference, **head).sum(1) / lengths
 
         def fn(tokens: Tokens, first: int, last: int) -> Found:
             logps = tokens.logp.sum(1) / lengths[first:last]

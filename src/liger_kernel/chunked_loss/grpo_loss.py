@@ -11,11 +11,11 @@ from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc
 from liger_kernel.ops.losses.grpo_loss import (
-    Policy,
     clip_coef_fn,
     get_gamma_weights,
     k3_loss_fn,
     normaliser,
+    policy_of,
     reduced,
     sapo_loss_fn,
     token_count,
@@ -50,24 +50,10 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """``n`` and ``tokens``: the normaliser and the number of tokens of the whole batch, if
         they are known."""
-        sapo, vespo = (
-            (sapo_temperature_pos, sapo_temperature_neg),
-            (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
-        )
-        p = Policy(
-            loss_type,
-            importance_sampling_level,
-            beta,
-            epsilon_low,
-            epsilon_high,
-            delta,
-            use_bias_correction_kl,
-            *sapo,
-            *vespo,
-        )
+        mask = attention_mask.to(per_token_logps.dtype)
+        p = policy_of(locals())
         n = normaliser(loss_type, full_attention_mask, max_completion_length, num_items_in_batch) if n is None else n
         tokens = token_count(full_attention_mask) if tokens is None else tokens
-        mask = attention_mask.to(per_token_logps.dtype)
         losses, kl, clipped = token_losses(
             p, per_token_logps, mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio
         )

@@ -15,8 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
-from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
-from liger_kernel.nn.options import WithOptions
+from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase, PairLoss
 
 __all__ = ["LigerFusedLinearSimPOFunction", "LigerFusedLinearSimPOLoss"]
 
@@ -46,12 +45,14 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
         return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
 
 
-class LigerFusedLinearSimPOLoss(WithOptions):
+class LigerFusedLinearSimPOLoss(PairLoss):
     """``(loss, (chosen_logps, rejected_logps, chosen_logits_mean, rejected_logits_mean, nll_loss,
     chosen_rewards, rejected_rewards))``.
 
     ``compiled`` and ``chunk_size`` have no effect; ``compact``: ``LigerFusedLinearPreferenceBase``.
     """
+
+    function = LigerFusedLinearSimPOFunction
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -62,6 +63,3 @@ class LigerFusedLinearSimPOLoss(WithOptions):
     gamma: float = 0.5
     chunk_size: int = 1
     compact: bool = True
-
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
-        return LigerFusedLinearSimPOFunction.apply(_input, lin_weight, target, bias, **self.options())

@@ -267,7 +267,7 @@ def _named(op_name: str, requested: str | None) -> str | None:
     variables = [
         f"LIGER_KERNEL_{word}{suffix}" for suffix in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")
     ]
-    name = requested or next((said for v in variables if (said := os.environ.get(v))), None) or _chosen
+    name = requested or next((value for v in variables if (value := os.environ.get(v))), None) or _chosen
     return name and _ALIASES.get(name, name)
 
 

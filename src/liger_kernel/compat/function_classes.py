@@ -89,8 +89,8 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> Four:  # fmt: skip
         only_ours("fused_linear_cross_entropy", ce_impl, ce_mode)
         numbers = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
-        asked = use_token_scaling, return_token_accuracy, return_predicted_tokens
-        return OF_OPERATOR["fused_linear_cross_entropy"](_input, weight, target, bias, ce_weight, *numbers, *asked)
+        requested = use_token_scaling, return_token_accuracy, return_predicted_tokens
+        return OF_OPERATOR["fused_linear_cross_entropy"](_input, weight, target, bias, ce_weight, *numbers, *requested)
 
 
 class LigerFusedLinearJSDFunction:

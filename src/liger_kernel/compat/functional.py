@@ -135,13 +135,14 @@ def kl_div(
 Four = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _four(run: Run, target: Tensor, *tensors: Any, return_: tuple[bool, bool, bool], **options: Any) -> Four:
+def _four(
+    run: Run, tensors: tuple[Tensor | None, ...], target: Tensor, requested: tuple[bool, ...], **options: Any
+) -> Four:
     """Loss, z-loss, token accuracy and predicted classes, None where not requested."""
-    z_loss, accuracy, predictions = return_
-    found = run(*tensors, **options, stats=any(return_))
-    if not any(return_):
-        return found, None, None, None
-    loss, z, predicted = found
+    if not any(requested):
+        return run(*tensors, **options), None, None, None
+    z_loss, accuracy, predictions = requested
+    loss, z, predicted = run(*tensors, **options, stats=True)
     valid = as_index(target) != options["ignore_index"]
     share = ((predicted == target) & valid).sum() / valid.sum() if accuracy else None
     return loss, z if z_loss else None, share, predicted if predictions else None
@@ -156,19 +157,10 @@ def cross_entropy(
 ) -> Four:  # fmt: skip
     """Cross entropy of logits (M, V) and class indices (M,): loss, z-loss, token accuracy,
     predicted classes; None for what is not requested."""
-    return _four(
-        run,
-        target,
-        input,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        z_loss=lse_square_scale,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-        softcap=softcap,
-        return_=(return_z_loss, return_token_accuracy, return_predicted_tokens),
-    )
+    options: dict[str, Any] = dict(ignore_index=ignore_index, z_loss=lse_square_scale, reduction=reduction)
+    options |= dict(label_smoothing=label_smoothing, softcap=softcap)
+    requested = return_z_loss, return_token_accuracy, return_predicted_tokens
+    return _four(run, (input, target, weight), target, requested, **options)
 
 
 @_over("linear_cross_entropy")
@@ -181,23 +173,11 @@ def fused_linear_cross_entropy(
 ) -> Four:  # fmt: skip
     """``cross_entropy`` of ``_input @ weight.T + bias``, which our kernels never store as a
     whole; "torch" does."""
-    return _four(
-        run,
-        target,
-        _input,
-        weight,
-        target,
-        bias,
-        ce_weight,
-        ignore_index=ignore_index,
-        z_loss=lse_square_scale,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-        softcap=softcap,
-        accum_dtype=accum_dtype,
-        token_scaling=use_token_scaling,
-        return_=(return_z_loss, return_token_accuracy, return_predicted_tokens),
-    )
+    options: dict[str, Any] = dict(ignore_index=ignore_index, z_loss=lse_square_scale, reduction=reduction)
+    options |= dict(label_smoothing=label_smoothing, softcap=softcap)
+    options |= dict(accum_dtype=accum_dtype, token_scaling=use_token_scaling)
+    requested = return_z_loss, return_token_accuracy, return_predicted_tokens
+    return _four(run, (_input, weight, target, bias, ce_weight), target, requested, **options)
 
 
 @_over("linear_divergence")

@@ -357,19 +357,21 @@ def liger_cross_entropy(
     PyTorch's function by this one. ``size_average`` and ``reduce`` have PyTorch's meaning. Returns
     a ``CrossEntropyOutput`` if one of the ``return_*`` is set.
     """
-    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+    requested = return_z_loss, return_token_accuracy, return_predicted_tokens
     # as PyTorch's function does: the logits of a patched model have a cross entropy of their own
     if has_torch_function_unary(input):
         numbers = weight, size_average, ignore_index, reduce, reduction, label_smoothing, lse_square_scale, softcap
-        return handle_torch_function(liger_cross_entropy, (input,), input, target, *numbers, *asked)
+        return handle_torch_function(liger_cross_entropy, (input,), input, target, *numbers, *requested)
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     plain = isinstance(input, Tensor) and input.ndim == 2 and target.ndim == 1 and not target.is_floating_point()
-    if not (plain or any(asked) or lse_square_scale or softcap):
+    if not (plain or any(requested) or lse_square_scale or softcap):
         return _stock_cross_entropy(input, target, weight, **options)
-    found = cross_entropy(input, target, weight, **options, z_loss=lse_square_scale, softcap=softcap, stats=any(asked))
-    return _output(found, target, ignore_index, *asked)
+    found = cross_entropy(
+        input, target, weight, **options, z_loss=lse_square_scale, softcap=softcap, stats=any(requested)
+    )
+    return _output(found, target, ignore_index, *requested)
 
 
 def liger_jsd(
@@ -415,14 +417,14 @@ def liger_fused_linear_cross_entropy(
     memory, or ``chunk_rows`` tokens. ``num_items``, ``compact``, ``fp32_logits`` and ``fp8``: see
     ``linear_cross_entropy``.
     """
-    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+    requested = return_z_loss, return_token_accuracy, return_predicted_tokens
     options: dict[str, Any] = dict(
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=lse_square_scale
     )
-    options |= dict(softcap=softcap, token_scaling=use_token_scaling, num_items=num_items, stats=any(asked))
+    options |= dict(softcap=softcap, token_scaling=use_token_scaling, num_items=num_items, stats=any(requested))
     options |= dict(accum_dtype=accum_dtype, compact=compact, chunk_rows=chunk_rows, fp32_logits=fp32_logits, fp8=fp8)
     found = linear_cross_entropy(input, weight, target, bias, ce_weight, **options)
-    return _output(found, target, ignore_index, *asked)
+    return _output(found, target, ignore_index, *requested)
 
 
 def liger_fused_linear_jsd(

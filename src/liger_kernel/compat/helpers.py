@@ -71,7 +71,7 @@ def device_context(device: torch.device | str | int) -> contextlib.AbstractConte
 
 
 def amp_custom_fwd(fwd: Callable | None = None, **options: Any) -> Callable:
-    """``torch.amp.custom_fwd`` for the kind of device that is here, which is asked when this is
+    """``torch.amp.custom_fwd`` for the kind of device that is here, which is read when this is
     called: importing must not wake a GPU's driver."""
     return torch.amp.custom_fwd(fwd, device_type=infer_device(), **options)
 

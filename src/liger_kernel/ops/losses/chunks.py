@@ -12,7 +12,7 @@ its gradient is stored. x and A get their gradients from dxa, outside the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import acc, counted, intercepted, on_gpu, tracing
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import scale_
-
-Body = Callable[[Tensor, slice, Tensor | None], "Tensor | None"]
 
 
 def rounded_sums(M: int, V: int) -> int:
@@ -81,99 +79,136 @@ def logits(z: Tensor, x: Tensor, w: Tensor, xa: Tensor | None, wb: Tensor | None
     add_mm(z, x, w.t(), first=xa is None)
 
 
-def chunk_gradients(
-    x: Tensor,
-    w: Tensor,
-    body: Body,
-    *,
-    need: tuple[bool, ...],
-    chunks: Iterable[slice] | None = None,
-    chunk_rows: int | None = None,
-    accum_dtype: torch.dtype | None = None,
-    kept: Tensor | None = None,
-    fp32_logits: bool = False,
-    dw_into: Tensor | None = None,
-    xa: Tensor | None = None,
-    wb: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """The loop: it calls ``body(z, rows, dz)`` for each chunk of logits. Returns dx, dw and (in
-    fp32) dbias; they are empty if ``need`` says so.
+class HeadLoop:
+    """The loop over chunks of a head's logits, and the gradients that it adds up:
 
-    With ``xa`` and ``wb``, ``need`` has two more entries, and the loop also returns dxa and (in
-    fp32) dwb, or None if they are not needed.
+        loop = HeadLoop(x, w, need=(True, True, False))
+        for z, rows, dz in loop:
+            ...  # read z (n, V), the logits of these rows of x, and write their gradient to dz
+        dx, dw, db, dxa, dwb = loop.gradients()
 
-    ``body`` writes the gradient of the logits to ``dz``: z itself, another buffer with
-    ``fp32_logits``, or None if no gradient is needed. If it returns a 0-dim tensor, the gradients
-    of all earlier chunks are multiplied by it.
+    ``need``: which gradients of x, w, bias (and xa, wb) are needed; without any, dz is None. dz is z
+    itself, but another buffer with ``fp32_logits``.
     ``kept`` (n,): the rows of x that count. The loop then runs over these, ``rows`` are positions
     among them, and the other rows of dx are zero.
-    With ``dw_into``, dw is added to that tensor.
+    With ``dw_into``, dw is added to that tensor. ``chunks``: a plan instead of equal chunks.
+    ``whole`` (n, V): all logits are one chunk, written to this tensor, or read from it if they were
+    ``computed`` before; these stay, and their gradients are not summed and keep their dtype.
+    A launcher's fake kernel makes the same calls: then the loop has no chunks, and the results only
+    shapes.
     """
-    (H, V), M = (x.shape[1], w.shape[0]), x.shape[0] if kept is None else kept.shape[0]
-    # a head without a term of low rank has three gradients
-    need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
-    dx = (x.new_empty if kept is None else x.new_zeros)(x.shape if need_dx else 0)
-    dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=dtype_of_dw(w))
-    # a bias is small: its gradient is always summed in fp32
-    db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
-    dxa = dwb = None
-    if xa is not None and wb is not None:
-        dxa = (xa.new_empty if kept is None else xa.new_zeros)(xa.shape) if need_dxa else None
-        dwb = wb.new_zeros(wb.shape, dtype=acc(wb.dtype)) if need_dwb else None
-    thin = () if xa is None else (dxa, dwb)
-    if tracing(x):
-        return dx, dw, db, *thin
-    step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x))))
-    # the logits buffer must hold the largest chunk of a given plan, too
-    chunks = list(chunks_of(M, step) if chunks is None else chunks)
-    step = max((c.stop - c.start for c in chunks), default=0)
-    if accum_dtype is None:
-        accum_dtype = dw.dtype if len(chunks) - 1 <= rounded_sums(M, V) else acc(w.dtype)
-    # a single chunk is one product, which rounds once in any dtype
-    total = dw if accum_dtype == dw.dtype or len(chunks) <= 1 else dw.new_empty(dw.shape, dtype=accum_dtype)
-    # no chunk would write dw if all tokens are ignored
-    if dw_into is not None:
-        total = dw_into
-    elif not chunks:
-        total.zero_()
-    if intercepted():
-        chunks = chunks[:2] + chunks[2:][-1:]  # those between have the same kernels, and no other memory
-    buffer = x.new_empty(step, V, dtype=acc(x.dtype) if fp32_logits else x.dtype)
-    # the gradient may take the place of the logits, unless these are wider than the operands of
-    # the products that read it
-    grads = buffer if buffer.dtype == x.dtype else x.new_empty(step if any(need) else 0, V)
-    for i, rows in enumerate(chunks):
-        n = rows.stop - rows.start
-        at = None if kept is None else kept[rows]
-        x_c = x[rows] if at is None else x.index_select(0, at)
-        xa_c = xa if xa is None else xa[rows] if at is None else xa.index_select(0, at)
-        z, dz = buffer[:n], grads[:n] if any(need) else None
-        logits(z, x_c, w, xa_c, wb)
-        # after this call, z is spent and dz is what the next three products read
-        ratio = body(z, rows, dz)
-        if ratio is not None and i:
-            before = (t if t is None or kept is not None else t[: rows.start] for t in (dx, dxa))
-            for t in (*before, total, db, dwb):
-                if t is not None:
-                    scale_(t, ratio)
+
+    def __init__(
+        self, x: Tensor, w: Tensor, need: tuple[bool, ...], *, chunks: Iterable[slice] | None = None,
+        chunk_rows: int | None = None, accum_dtype: torch.dtype | None = None, kept: Tensor | None = None,
+        fp32_logits: bool = False, dw_into: Tensor | None = None, xa: Tensor | None = None, wb: Tensor | None = None,
+        whole: Tensor | None = None, computed: bool = False,
+    ):  # fmt: skip
+        self.x, self.w, self.xa, self.wb, self.kept, self.fp32_logits = x, w, xa, wb, kept, fp32_logits
+        self.whole, self.computed = whole, computed and whole is not None
+        # a head without a term of low rank has three gradients
+        self.need = need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
+        of_rows = lambda t, needed: (t.new_empty if kept is None else t.new_zeros)(t.shape if needed else 0)
+        (V, H), M = w.shape, x.shape[0] if kept is None else kept.shape[0]
+        self.dx, self.dxa = of_rows(x, need_dx), of_rows(xa, True) if need_dxa and xa is not None else None
+        of_dw = w.dtype if self.computed else dtype_of_dw(w)
+        self.dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=of_dw)
+        # a bias is small: its gradient is always summed in fp32
+        self.db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
+        self.dwb = None
+        if need_dwb and wb is not None:
+            self.dwb = wb.new_zeros(wb.shape, dtype=wb.dtype if self.computed else acc(wb.dtype))
+        # where dw is summed
+        self.total = self.dw if dw_into is None else dw_into
+        self.chunks: list[slice] = []
+        self._first = dw_into is None
+        self._before = 0  # rows of earlier chunks
+        if tracing(x):
+            return
+        step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x))))
+        if whole is not None:
+            chunks = [slice(0, M)]
+        self.chunks = list(chunks_of(M, step) if chunks is None else chunks)
+        count = len(self.chunks)
+        if accum_dtype is None:
+            accum_dtype = self.dw.dtype if count - 1 <= rounded_sums(M, V) else acc(w.dtype)
+        # a single chunk is one product, which rounds once in any dtype
+        if dw_into is None and accum_dtype != self.dw.dtype and count > 1:
+            self.total = self.dw.new_empty(self.dw.shape, dtype=accum_dtype)
+        # no chunk would write dw if all tokens are ignored
+        if dw_into is None and not count:
+            self.total.zero_()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, slice, Tensor | None]]:
+        x, w, V, kept, some = self.x, self.w, self.w.shape[0], self.kept, any(self.need)
+        # the buffer must hold the largest chunk of a given plan, too
+        step = max((c.stop - c.start for c in self.chunks), default=0)
+        buffer = self.whole
+        if buffer is None:
+            buffer = x.new_empty(step, V, dtype=acc(x.dtype) if self.fp32_logits else x.dtype)
+        # the gradient may take the place of the logits, unless these are wider than the operands of
+        # the products that read it
+        apart = self.computed or buffer.dtype != x.dtype
+        grads = x.new_empty(step if some else 0, V) if apart else buffer
+        chunks = self.chunks
+        if intercepted():
+            chunks = chunks[:2] + chunks[2:][-1:]  # those between have the same kernels, and no other memory
+        for rows in chunks:
+            at = rows if kept is None else kept[rows]
+            x_c, xa_c = self._of(x, at), self._of(self.xa, at)
+            n = rows.stop - rows.start
+            z, dz = buffer[:n], grads[:n] if some else None
+            if not self.computed:
+                logits(z, x_c, w, xa_c, self.wb)
+            yield z, rows, dz
+            # z is spent now, and dz is what the products read
+            if dz is not None:
+                self.add(rows, dz, x_c, xa_c, None if kept is None else at)
+
+    @staticmethod
+    def _of(t: Tensor | None, at: slice | Tensor) -> Any:
+        return t if t is None else t[at] if isinstance(at, slice) else t.index_select(0, at)
+
+    def add(
+        self, rows: slice, dz: Tensor, x_c: Tensor, xa_c: Tensor | None = None, at: Tensor | None = None,
+        dx: bool = True,
+    ) -> None:  # fmt: skip
+        """Add the products of a chunk's dz to the gradients: x_c and xa_c are its rows of x and xa,
+        which are ``rows``, or those ``at`` these positions. A loop of one's own calls it, too;
+        ``dx=False`` leaves out that of x."""
+        need_dx, need_dw, need_db, *_ = self.need
         # dx and dxa are products of the same gradient with w and with wb
-        for d, of in ((dx if need_dx else None, w), (dxa, wb)):
+        for d, of in ((self.dx if need_dx and dx else None, self.w), (self.dxa, self.wb)):
             if d is not None and at is None:
                 torch.mm(dz, of, out=d[rows])
             elif d is not None:
                 d.index_copy_(0, at, torch.mm(dz, of))
         if need_dw:
-            add_mm(total, dz.t(), x_c, first=i == 0 and dw_into is None)
+            add_mm(self.total, dz.t(), x_c, first=self._first)
         if need_db:
-            db += dz.sum(0, dtype=db.dtype)
-        if dwb is not None:
-            add_mm(dwb, dz.t(), xa_c, first=False)
-    return dx, dw if total is dw or dw_into is not None else dw.copy_(total), db, *thin
+            self.db += dz.sum(0, dtype=self.db.dtype)
+        if self.dwb is not None:
+            add_mm(self.dwb, dz.t(), xa_c, first=False)
+        self._first, self._before = False, rows.stop
+
+    def scale(self, ratio: Tensor) -> None:
+        """Multiply the gradients of all earlier chunks by a 0-dim tensor."""
+        before = (t if t is None or self.kept is not None else t[: self._before] for t in (self.dx, self.dxa))
+        for t in (*before, self.total, self.db, self.dwb):
+            if t is not None:
+                scale_(t, ratio)
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """dx, dw and (in fp32) dbias, empty where they are not needed, dxa and (in fp32) dwb, or
+        None. After the last chunk."""
+        if self.total.shape == self.dw.shape and self.total is not self.dw:
+            self.dw.copy_(self.total)
+        return self.dx, self.dw, self.db, self.dxa, self.dwb
 
 
 class Kept:
     """The rows with targets that count. The device finds them, and the host need not wait for their
-    number if this object was made early.
+    number if this object was created early.
 
     ``Kept(target)`` enqueues a few small kernels and an asynchronous copy. ``rows()`` waits for
     that copy, which has finished long before if a model's forward ran in between. target: any
@@ -184,9 +219,8 @@ class Kept:
     def __init__(self, target: Tensor, ignore_index: int = -100, group: int | None = None):
         valid = target.reshape(-1) != ignore_index
         self.total = valid.shape[0]
-        # stable: the rows that count come first, in their own order. The host takes as many of them
-        # as
-        # it finds counted, and needs no ``nonzero``, which would wait
+        # stable: the rows that count come first, in their own order. The host takes as many as were
+        # counted, and needs no ``nonzero``, which would wait
         self._order = torch.argsort(valid.logical_not(), stable=True)
         self._event: torch.cuda.Event | None = None
         counts = valid.view(-1, group).sum(1) if group else valid.sum().view(1)

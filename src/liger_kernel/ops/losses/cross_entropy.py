@@ -72,14 +72,12 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, class_weight, num_items, gradient_in_forward, *numbers):
         z, s = rows_of(logits), Loss(*numbers)
-        # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches
-        # them
+        # fp16 gradients of a mean over many tokens would underflow before a loss scaler sees them
         now = gradient_in_forward and s.reduction != "none" and z.dtype != torch.float16
         loss, z_loss, predicted, lse, norm, dz = cross_entropy_fwd(z, target, class_weight, num_items, now, *numbers)
         ctx.now, ctx.numbers = now, numbers
-        # a gradient made now takes the place of the logits in memory; without it the logits stay,
-        # which
-        # the model holds anyway
+        # a gradient computed now takes the place of the logits in memory; without it the logits
+        # stay, which the model holds anyway
         ctx.save_for_backward(*((dz,) if now else (z, target, class_weight, lse, norm)))
         ctx.mark_non_differentiable(z_loss, predicted)
         return loss, z_loss, predicted
@@ -141,26 +139,6 @@ def _rows(M: int, V: int, ignored: int = 3, **options: Any) -> dict[str, Any]:
         Case("dft-z-loss", _rows(24, 99, token_scaling=True, z_loss=1e-2, stats=True)),
         Case("all-ignored", _rows(3, 20, 1, reduction="sum")),
         Case("two-blocks", _rows(2, 9001, 5)),
-        Case(
-            "probabilities",
-            dict(logits=T((3, 5)), target=T((3, 5))),
-            error="target must hold class indices, got torch.float32 (class probabilities are not supported)",
-        ),
-        Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
-        Case("bad-weight", _rows(3, 5, class_weight=T((4,))), error="class_weight must have shape (5,), got (4,)"),
-        Case(
-            "bad-reduction",
-            _rows(3, 5, reduction="avg"),
-            error="reduction must be one of ('mean', 'sum', 'none'), got 'avg'",
-        ),
-        Case(
-            "integers",
-            dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
-            error="logits must be floating point, got torch.int64",
-        ),
-        Case(
-            "3d", dict(logits=T((3, 5, 2)), target=targets(3, 5)), error="logits must have shape (M, V), got (3, 5, 2)"
-        ),
     ],
     # a loss that leaves its gradient behind needs one pass to read and one to write
     cost=lambda logits, target, class_weight=None, **_: Cost(
@@ -171,21 +149,11 @@ def _rows(M: int, V: int, ignored: int = 3, **options: Any) -> dict[str, Any]:
     ),
 )
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    token_scaling: bool = False,
-    stats: bool = False,
-    num_items: Tensor | float | None = None,
-    gradient_in_forward: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, target: Tensor, class_weight: Tensor | None = None, *, ignore_index: int = -100,
+    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
+    softcap: float | None = None, token_scaling: bool = False, stats: bool = False,
+    num_items: Tensor | float | None = None, gradient_in_forward: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Cross entropy of logits (M, V) and class indices (M,). The logits do not change.
 
     Returns the fp32 loss, 0-dim or (M,) with ``reduction="none"``; with ``stats`` also the z-loss

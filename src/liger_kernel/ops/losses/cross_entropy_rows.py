@@ -8,9 +8,8 @@ class_weight (else 1), a row's loss is
     w_y (1 - e) (lse - z_y)  +  e / V * sum_j w_j (lse - z_j)  +  z_loss * lse^2
 
 (label smoothing: Szegedy et al., arXiv:1512.00567, as in torch; z-loss: PaLM, arXiv:2204.02311),
-and with ``token_scaling`` that times the
-detached probability of y (dynamic fine-tuning, arXiv:2508.05629). Its gradient with respect to z_j,
-for p = softmax(z), is
+and with ``token_scaling`` that times the detached probability of y (dynamic fine-tuning,
+arXiv:2508.05629). Its gradient with respect to z_j, for p = softmax(z), is
 
     p_j (w_y (1 - e) + e / V * sum_i w_i + 2 z_loss lse)  -  [j = y] w_y (1 - e)  -  e / V * w_j
 
@@ -44,21 +43,9 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def reference(
-    logits,
-    target,
-    class_weight,
-    *,
-    ignore_index,
-    reduction,
-    label_smoothing,
-    z_loss,
-    logit_scale,
-    softcap,
-    token_scaling,
-    stats,
-    num_items,
-    **how,
-):
+    logits, target, class_weight, *, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap,
+    token_scaling, stats, num_items, **how,
+):  # fmt: skip
     """The loss in plain PyTorch; with ``stats`` also the z-loss in it and the most likely
     classes. NaN for a target outside [0, V)."""
     z = logits.to(acc(logits.dtype)) * logit_scale
@@ -411,20 +398,9 @@ class RowLosses:
 
 
 def row_kernel(
-    z: Tensor,
-    target: Tensor,
-    loss: Loss,
-    *,
-    class_weight=None,
-    bias=None,
-    out=None,
-    dz=None,
-    norm=None,
-    g=None,
-    g_entropy=None,
-    lse=None,
-    entropy=None,
-) -> None:
+    z: Tensor, target: Tensor, loss: Loss, *, class_weight=None, bias=None, out=None, dz=None, norm=None, g=None,
+    g_entropy=None, lse=None, entropy=None,
+) -> None:  # fmt: skip
     """The row kernel over logits z (M, V): per-row results into ``out`` (``RowLosses``), the gradient
     into ``dz``, which may be z itself.
 
@@ -506,19 +482,9 @@ class Terms:
 
 
 def _rows_in_torch(
-    z: Tensor,
-    target: Tensor,
-    s: Loss,
-    class_weight: Tensor | None,
-    bias: Tensor | None,
-    out: RowLosses | None,
-    dz: Tensor | None,
-    norm,
-    g,
-    g_entropy,
-    lse,
-    entropy,
-) -> None:
+    z: Tensor, target: Tensor, s: Loss, class_weight: Tensor | None, bias: Tensor | None, out: RowLosses | None,
+    dz: Tensor | None, norm, g, g_entropy, lse, entropy,
+) -> None:  # fmt: skip
     V = z.shape[-1]
     a, t = transformed(z, bias, s)
     y = target.where((target >= 0) & (target < V), 0)[:, None]

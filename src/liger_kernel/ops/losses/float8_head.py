@@ -16,17 +16,15 @@ what FP8 would round most: it is 0 in dz8, and its terms dz_y w_y and dz_y x are
 dtype of x. This halves the error of both gradients.
 
 Step 2 needs the logits again. The memory of dw is free until step 2 writes it, block by block: step
-1 stores there 8 bits for each logit z of a block,
-the rounded 8 log2(e) (top - z), top the largest of its row. p = exp(z - lse) is then off by up to 4
-%, half of what rounding to e5m2 does, and 255 means 0. dw has room for H itemsize(w) tokens; logits
-of further ones, of a frozen w, and of a backward that runs later (``reduction="none"``) are
-multiplied again.
+1 stores there 8 bits for each logit z of a block, the rounded 8 log2(e) (top - z), top the largest
+of its row. p = exp(z - lse) is then off by up to 4 %, half of what rounding to e5m2 does, and 255
+means 0. dw has room for H itemsize(w) tokens; logits of further ones, of a frozen w, and of a
+backward that runs later (``reduction="none"``) are multiplied again.
 
 Why blocks of classes: memory. The loop over tokens of ``chunks`` would hold both casts of w (2 V H
 bytes) beside dw and the logits of a chunk, and FP8 products do not add to their output, so that
 each chunk would read and write dw once more. 8192 x 4096 x 128256, H200 (bf16 744, FP8 1350
-TFLOP/s,
-4.2 TB/s), estimated from bytes and operations:
+TFLOP/s, 4.2 TB/s), estimated from bytes and operations:
 
     bf16, chunks of 1024 tokens                                       3 x 11.6 ms + 5 ms      1.4 GB
     both casts of w, z and dx in FP8, dw in bf16                      12.7 + 11.6 + 5         2.5

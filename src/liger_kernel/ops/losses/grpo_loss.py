@@ -29,7 +29,9 @@ times r with ``use_bias_correction_kl`` (arXiv:2512.02556). The sum over tokens 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,11 +41,8 @@ from liger_kernel.ops._core.operator import acc, computed
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-OF_TOKENS = (
-    "cispo",
-    "sapo",
-    "vespo",
-)  # defined only for ratios of tokens; vespo computes the ratio of a sequence from them itself
+# defined only for ratios of tokens; vespo computes the ratio of a sequence from them itself
+OF_TOKENS = ("cispo", "sapo", "vespo")
 LOSS_TYPES = (*CLIPPED, *OF_TOKENS)
 # the target of masked tokens; not -100, so that a -100 at a token that is not masked is out of
 # range and gives NaN
@@ -83,6 +82,11 @@ class Policy:
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"grpo_loss: {name} must be positive, got {getattr(self, name)}")
+
+
+def policy_of(given: Mapping[str, Any], **more: Any) -> Policy:
+    """The policy of a function's arguments, which have the names of its fields."""
+    return Policy(**{name: given[name] for name in Policy.__dataclass_fields__ if name in given}, **more)
 
 
 def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -173,21 +177,18 @@ def token_losses(
         gain = sapo_loss_fn(r, t) * A
     elif p.loss_type == "vespo":
         if phi_seq is None:
-            phi_seq = get_gamma_weights(
-                A, log_ratio, mask, correction, p.vespo_k_pos, p.vespo_lambda_pos, p.vespo_k_neg, p.vespo_lambda_neg
-            )
+            rates = p.vespo_k_pos, p.vespo_lambda_pos, p.vespo_k_neg, p.vespo_lambda_neg
+            phi_seq = get_gamma_weights(A, log_ratio, mask, correction, *rates)
         gain = phi_seq * A * logp
     else:
-        inside, low, high = clip_coef_fn(
-            r if p.delta is not None else r.detach(), p.epsilon_low, p.epsilon_high, p.loss_type
-        )
+        of = r if p.delta is not None else r.detach()
+        inside, low, high = clip_coef_fn(of, p.epsilon_low, p.epsilon_high, p.loss_type)
         if p.loss_type == "cispo":
             gain, clipped = inside * A * logp, high & (A > 0)
         else:
             free, bound = (r if p.delta is None else r.clamp(max=p.delta)) * A, inside * A
-            clipped = (
-                bound < free
-            )  # without delta, this holds only outside the bounds, where the clipped ratio has no gradient
+            # without delta, this holds only outside the bounds, where the clipped ratio has no gradient
+            clipped = bound < free
             gain = torch.where(clipped, bound, free)
             if p.delta is not None:
                 clipped = clipped & torch.where(A < 0, low, high)
@@ -244,22 +245,14 @@ def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Te
 
 
 def _reduce_grpo_loss(
-    per_token_loss: Tensor,
-    completion_mask: Tensor | None,
-    loss_type: str,
-    max_completion_length: int | None,
+    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None,
     num_items_in_batch: Tensor | float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The loss of a whole batch from its tokens' losses (B, T), under the name of LinkedIn's
     package. ``max_completion_length`` defaults to T."""
     mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask.to(per_token_loss.dtype)
-    n = normaliser(
-        loss_type,
-        mask,
-        per_token_loss.shape[1] if max_completion_length is None else max_completion_length,
-        num_items_in_batch,
-    )
-    return reduced(per_token_loss, mask, loss_type, n)
+    longest = mask.shape[1] if max_completion_length is None else max_completion_length
+    return reduced(per_token_loss, mask, loss_type, normaliser(loss_type, mask, longest, num_items_in_batch))
 
 
 def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tensor | None) -> Tensor:
@@ -313,47 +306,24 @@ class GrpoLossFunction:
         importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
         use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None,
-        phi_seq: Tensor | None = None, *vespo: float,
+        phi_seq: Tensor | None = None, **vespo: float,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-        p = Policy(
-            loss_type,
-            importance_sampling_level,
-            beta,
-            eps_low,
-            eps_high,
-            delta,
-            use_bias_correction_kl,
-            sapo_temperature_pos,
-            sapo_temperature_neg,
-            *vespo,
-        )
+        p = policy_of(locals() | vespo, epsilon_low=eps_low, epsilon_high=eps_high)
         if beta != 0 and ref_logp is None:
             raise ValueError("grpo_loss: ref_logp must be given unless beta is 0, got None")
         logp = _logprobs(logits, completion_ids, temperature, completion_mask)
-        mask = (
-            torch.ones_like(logp)
-            if completion_mask is None
-            else completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
-        )
+        mask = torch.ones_like(logp)
+        if completion_mask is not None:
+            mask = completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
         # where the mask is 0 nothing may be NaN, not even what is multiplied by 0
-        given = (
-            unmasked(mask, advantages),
-            unmasked(mask, ref_logp),
-            unmasked(mask, old_logp),
-            unmasked(mask, vllm_is_ratio, 1.0),
-        )
+        given = *(unmasked(mask, t) for t in (advantages, ref_logp, old_logp)), unmasked(mask, vllm_is_ratio, 1.0)
         loss, kl, clipped = token_losses(p, logp, mask, *given, phi_seq)
         kl, clipped = None if kl is None else kl * mask, torch.zeros_like(mask) if clipped is None else clipped * mask
         if not reduce:
             return loss * mask, kl, clipped
-        n = normaliser(
-            loss_type,
-            mask,
-            mask.shape[1] if max_completion_length is None else max_completion_length,
-            num_items_in_batch,
-        )
         tokens = token_count(mask)
-        return reduced(loss, mask, loss_type, n), None if kl is None else kl.sum() / tokens, clipped.sum() / tokens
+        loss = _reduce_grpo_loss(loss, mask, loss_type, max_completion_length, num_items_in_batch)
+        return loss, None if kl is None else kl.sum() / tokens, clipped.sum() / tokens
 
 
 def triton_grpo_loss(
@@ -373,16 +343,6 @@ def triton_grpo_loss(
     tokens. ``max_completion_length`` None is T. ``inplace`` has no effect: the logits stay as they
     are.
     """
-    vespo = (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
-    tensors = computed(logits), old_logp, ref_logp, completion_ids, advantages, completion_mask
-    numbers = temperature, beta, eps_low, eps_high, inplace, loss_type, max_completion_length, reduce
-    form = (
-        importance_sampling_level,
-        sapo_temperature_pos,
-        sapo_temperature_neg,
-        vllm_is_ratio,
-        delta,
-        use_bias_correction_kl,
-    )
-    loss, *metrics = GrpoLossFunction.apply(*tensors, *numbers, *form, num_items_in_batch, None, *vespo)
+    given = dict(locals()) | dict(logits=computed(logits))
+    loss, *metrics = GrpoLossFunction.apply(**given)
     return (loss, [m for m in metrics if m is not None]) if reduce else (loss, *metrics)

@@ -7,9 +7,9 @@ pairs of them) of T consecutive tokens.
 ``fn(tokens, first, last)`` gets the log-probabilities (and entropies) of groups ``first`` to
 ``last`` and returns what these add to the loss, a 0-dim tensor. For each chunk: one GEMM computes
 logits into a reused buffer; then come their log-probabilities, ``fn`` and its gradient by autograd,
-the
-gradient of the logits in place (``linear_logprobs`` has the formula), and one GEMM each for dx and
-dw. The backward only multiplies by the upstream gradient. This is DPO without a reference model:
+the gradient of the logits in place (``linear_logprobs`` has the formula), and one GEMM each for dx
+and dw. The backward only multiplies by the upstream gradient. This is DPO without a reference
+model:
 
     def dpo(tokens, first, last):
         chosen, rejected = tokens.logp.view(last - first, 2, -1).sum(-1).unbind(1)
@@ -20,24 +20,24 @@ dw. The backward only multiplies by the upstream gradient. This is DPO without a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, host_can_read, on_gpu, once_differentiable, only_pytorch, rows_of
 from liger_kernel.ops._core.reduce import scaled
-from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows, chunk_gradients, chunks_of
-from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, row_kernel
-from liger_kernel.ops.losses.float8_head import check_fp8
+from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, chunks_of
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, row_kernel
 from liger_kernel.ops.losses.linear_cross_entropy import (
     Options,
-    check_head,
+    checked,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     needed,
-    promoted,
+    tempered,
 )
 from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
 from liger_kernel.ops.losses.numbers import values
@@ -58,74 +58,45 @@ Fn = Callable[[Tokens, int, int], "Tensor | tuple[Tensor, tuple[Tensor, ...]]"]
 
 
 def linear_loss(
-    fn: Fn,
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: int = 1,
-    temperature: float = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    entropy: bool = False,
-    mean_logit: bool = False,
-    predicted: bool = False,
-    whole: bool = False,
-    compact: bool | Kept | None = False,
-    accum_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
-    fp32_logits: bool = False,
-    xa: Tensor | None = None,
-    wb: Tensor | None = None,
-    fp8: str | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    fn: Fn, x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None = None, *, group: int = 1,
+    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    entropy: bool = False, mean_logit: bool = False, predicted: bool = False, whole: bool = False,
+    compact: bool | Kept | None = False, accum_dtype: torch.dtype | None = None, chunk_rows: int | None = None,
+    fp32_logits: bool = False, xa: Tensor | None = None, wb: Tensor | None = None, fp8: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """The sum of ``fn`` over chunks, differentiable in x, w, bias, xa and wb, and the ``aux`` of
     ``fn``.
 
     x (M, H), w (V, H), target (M,), bias (V,), M a multiple of ``group``; groups are never divided.
-    ``fn`` may return ``(loss, aux)``: tensors of one
-    or more dimensions are concatenated over chunks, 0-dim tensors are summed; they get no gradient.
-    ``fn`` is differentiated only with respect to log-probabilities and entropies: other tensors
-    that it uses get no gradient. ``mean_logit``, ``predicted``: compute these fields, too.
-    ``compact`` (a bool or ``Kept(..., group=group)``) and the other options are those of
-    ``linear_cross_entropy``.
+    ``fn`` may return ``(loss, aux)``: tensors of one or more dimensions are concatenated over
+    chunks, 0-dim tensors are summed; they get no gradient. ``fn`` is differentiated only with
+    respect to log-probabilities and entropies: other tensors that it uses get no gradient.
+    ``mean_logit``, ``predicted``: compute these fields, too. ``compact`` (a bool or ``Kept(...,
+    group=group)``) and the other options are those of ``linear_cross_entropy``.
 
     With ``whole`` or ``fp8``, for groups of more than two chunks, and under ``torch.compile``,
     ``fn`` is called once, with all groups, and the logits are computed twice, in chunks of any
     rows. The forward still computes the gradients (except under ``torch.compile``), so w may be
     gathered only for its duration.
     """
-    if not temperature > 0:
-        raise ValueError(f"linear_loss: temperature must be positive, got {temperature}")
-    check_head("linear_loss", x, w, bias, chunk_rows, xa, wb)
-    (M, V), B = (x.shape[0], w.shape[0]), x.shape[0] // max(group, 1)
-    target = check("linear_loss", (M, V), target, None, "none", ignore_index)
+    name, unsupported = "linear_loss", dict(fp32_logits=fp32_logits, xa=xa)
+    results = dict(stats=predicted, entropy=entropy, mean=mean_logit)
+    s = tempered(name, temperature, logit_scale, softcap, ignore_index, **results)
+    x, w, target, bias, xa, wb = checked(name, x, w, target, bias, None, s, chunk_rows, xa, wb, fp8, unsupported)
+    M, B = x.shape[0], x.shape[0] // max(group, 1)
     if group < 1 or M % group:
-        raise ValueError(f"linear_loss: group must divide the {M} rows of x, got {group}")
-    x, w, bias, xa, wb = promoted(x, w, bias, xa, wb)
-    s = Loss(
-        ignore_index=ignore_index,
-        reduction="none",
-        logit_scale=logit_scale / temperature,
-        softcap=softcap,
-        stats=predicted,
-        entropy=entropy,
-        mean=mean_logit,
-    )
-    check_fp8("linear_loss", fp8, x, fp32_logits=fp32_logits, xa=xa)
+        raise ValueError(f"{name}: group must divide the {M} rows of x, got {group}")
     o = Options(needed(x, w, bias, xa, wb), accum_dtype, chunk_rows, fp32_logits, fp8=fp8)
     # a graph cannot hold a call of ``fn`` for each chunk: one call with all groups
     if torch.compiler.is_compiling() or only_pytorch() or B == 0:
         losses, _, best, h, mean = nll(
             x, w, target, bias, None, s, None, False, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8
         )
-        loss, aux = _called(fn, B, group, s, -losses, h, mean, best)
+        loss, aux = _called(fn, 0, B, group, s, (-losses, h, mean, best))
         return loss, tuple(a.detach() for a in aux)
     kept = counted(target, ignore_index, group, compact) if compact else None
     # groups that are longer than two chunks would make the logits buffer as long
-    rows = o.chunk_rows or auto_chunk_rows(M, V, w.shape[1], x.itemsize, on_gpu(x))
+    rows = o.chunk_rows or auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x))
     loss, *aux = LinearLossFunction.apply(
         x, w, target, bias, xa, wb, fn, group, whole or fp8 is not None or group > 2 * rows, kept, s, o
     )
@@ -140,12 +111,28 @@ def counted(target: Tensor, ignore_index: int, group: int, compact: bool | Kept 
     return Kept(target, ignore_index, group) if compact is True else compact or None
 
 
-def _called(fn: Fn, B: int, group: int, s: Loss, *found: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Call ``fn`` once for all groups, with ``found``: log-probabilities, entropies, mean logits
-    and most likely classes."""
-    asked = (True, s.entropy, s.mean, s.stats)
-    result = fn(Tokens(*(t.view(B, group) if wanted else None for t, wanted in zip(found, asked))), 0, B)
+def _called(fn: Fn, first: int, last: int, group: int, s: Loss, found: Sequence[Tensor | None]) -> Any:
+    """Loss and aux of ``fn`` for some groups, with ``found``: log-probabilities, entropies, mean
+    logits and most likely classes of their tokens."""
+    requested = (True, s.entropy, s.mean, s.stats)
+    tokens = (t.view(-1, group) if wanted and t is not None else None for t, wanted in zip(found, requested))
+    result = fn(Tokens(*tokens), first, last)
     return result if isinstance(result, tuple) else (result, ())
+
+
+def _differentiated(
+    fn: Fn, first: int, last: int, group: int, s: Loss, need: bool, logp: Tensor, h: Tensor, *stats: Tensor
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """``_called``, without a graph, and the derivatives of the loss to log-probabilities and, if
+    there are any, entropies."""
+    # ``fn`` may differentiate with respect to these, and to nothing else
+    leaves = [t.requires_grad_(need) for t in (logp, h)[: 1 + s.entropy]]
+    with torch.set_grad_enabled(need):
+        loss, aux = _called(fn, first, last, group, s, (leaves[0], leaves[-1], *stats))
+    # a loss that does not depend on its tokens has no slope
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+    slopes = [torch.zeros_like(t) if g is None else g.detach() for t, g in zip(leaves, slopes)]
+    return loss.detach(), [a.detach() for a in aux], slopes
 
 
 class LinearLossFunction(torch.autograd.Function):
@@ -167,7 +154,7 @@ class LinearLossFunction(torch.autograd.Function):
         *saved, up = ctx.saved_tensors
         grads = scaled(tuple(saved), g if up is None else g / up)
         # the saved gradients are those for an upstream gradient of 1 (times ``up``)
-        dx, dw, db, dxa, dwb = (grad if need else None for grad, need in zip((*grads, None, None)[:5], ctx.need))
+        dx, dw, db, dxa, dwb = (grad if need else None for grad, need in zip(grads, ctx.need))
         dw, db, dwb = (None if d is None else d.to(ctx.dtype) for d in (dw, db, dwb))
         return dx, dw, None, db, dxa, dwb, *(None,) * 6
 
@@ -188,84 +175,63 @@ def _up(slopes: list[Tensor], target: Tensor, ignore_index: int) -> Tensor:
 def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     """Two sweeps: first log-probabilities, then, after ``fn`` has read them all, gradients.
     Returns the gradients times ``_up``, ``_up``, loss and aux."""
-    M, index = x.shape[0], None if kept is None else kept.rows()
+    index, need = None if kept is None else kept.rows(), any(o.need)
     inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
-    losses, _, predicted, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None)
-    # ``fn`` may differentiate with respect to these, and to nothing else
-    leaves = [t.requires_grad_(any(o.need)) for t in (-losses, h)[: 1 + s.entropy]]
-    with torch.set_grad_enabled(any(o.need)):
-        loss, aux = _called(fn, M // group, group, s, leaves[0], leaves[-1], mean, predicted)
-    # a loss that does not depend on its tokens has no slope
-    slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * len(leaves)
-    slope, slope_h = (torch.zeros_like(losses) if g is None else g.detach() for g in (slopes[0], slopes[-1]))
-    grads, up = [x.new_empty(0)] * 3, None
-    if any(o.need):
+    losses, _, best, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None, False)
+    loss, aux, slopes = _differentiated(fn, 0, x.shape[0] // group, group, s, need, -losses, h, mean, best)
+    grads, up = (None,) * 5, None
+    if need:
         if x.dtype == torch.float16:
-            up = _up([slope, slope_h], target, s.ignore_index)
-            slope, slope_h = slope * up, slope_h * up
-        grads = linear_cross_entropy_bwd(-slope, slope_h, lse, leaves[-1].detach(), *inputs, *o.need)
-    return grads, up, loss.detach(), [a.detach() for a in aux]
+            up = _up(slopes, target, s.ignore_index)
+            slopes = [slope * up for slope in slopes]
+        grads = linear_cross_entropy_bwd(-slopes[0], slopes[-1], lse, h.detach(), None, *inputs, *o.need)
+    return grads, up, loss, aux
+
+
+def _spread(t: Tensor, at: Tensor | None, n: int, fill: int = 0) -> Tensor:
+    """``t``, or with ``at`` n values, of which those are ``t``'s; what was not requested is empty and
+    stays so."""
+    return t if at is None or len(t) != len(at) else t.new_full((n,), fill).index_copy_(0, at, t)
 
 
 def _by_chunks(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     """One sweep over chunks of whole groups; returns the same as ``_whole``. ``up`` is the
     smallest factor of the chunks so far."""
-    M, V = x.shape[0], w.shape[0]
-    plan, index = _plan(M, V, group, x, w, kept, o.chunk_rows)
+    plan, index = _plan(x.shape[0], w.shape[0], group, x, w, kept, o.chunk_rows)
     y = target if index is None else target.index_select(0, index)
     loss, found, up = x.new_zeros((), dtype=acc(x.dtype)), [], None
     # the loop knows rows; ``fn`` is called with groups
     of_rows = {rows.start: groups for groups, rows in plan}
-
-    def body(z: Tensor, rows: slice, dz: Tensor | None) -> Tensor | None:
-        nonlocal loss, up
+    options = dict(chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, fp32_logits=o.fp32_logits)
+    loop = HeadLoop(x, w, o.need, **options, kept=index, xa=xa, wb=wb)
+    for z, rows, dz in loop:
         first, last = of_rows[rows.start]
         out = RowLosses.empty(y[rows], s, acc(x.dtype))
         row_kernel(z, y[rows], s, bias=bias, out=out)
-        # where the kept rows of this chunk lie in its groups
-        at = None if index is None else index[rows] - first * group
-        dense = lambda t, fill=0: t if at is None else t.new_full(((last - first) * group,), fill).index_copy_(0, at, t)
-        shaped = lambda t, fill=0: dense(t, fill).view(last - first, group)
-        # ignored tokens have log-probability and entropy 0
-        logp, h = -shaped(out.loss), shaped(out.entropy) if s.entropy else None
-        stats = (shaped(out.mean) if s.mean else None, shaped(out.predicted, -1) if s.stats else None)
-        leaves = [t for t in (logp, h) if t is not None]
-        with torch.set_grad_enabled(dz is not None):
-            for t in leaves:
-                t.requires_grad_(dz is not None)
-            result = fn(Tokens(logp, h, *stats), first, last)
-            part, aux = result if isinstance(result, tuple) else (result, ())
-            grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
-            if dz is not None and part.requires_grad:
-                grads = torch.autograd.grad(part, leaves, allow_unused=True)
-        loss = loss + part.detach()
-        found.append([a.detach() for a in aux])
+        # where the kept rows of this chunk lie in its groups; ignored tokens have log-probability
+        # and entropy 0
+        at, n = None if index is None else index[rows] - first * group, (last - first) * group
+        h, mean, best = (_spread(out.entropy, at, n), _spread(out.mean, at, n), _spread(out.predicted, at, n, -1))
+        tokens = -_spread(out.loss, at, n), h, mean, best
+        part, aux, slopes = _differentiated(fn, first, last, group, s, dz is not None, *tokens)
+        loss = loss + part
+        found.append(aux)
         if dz is None:
-            return None
-        picked = [
-            torch.zeros_like(out.loss)
-            if g is None
-            else g.reshape(-1)
-            if at is None
-            else g.reshape(-1).index_select(0, at)
-            for g in grads
-        ]
-        ratio = None
+            continue
+        slopes = slopes if at is None else [g.index_select(0, at) for g in slopes]
         if x.dtype == torch.float16:
             # one factor for all chunks so far: a chunk with steeper slopes scales the earlier
             # gradients down
-            own = _up(picked, y[rows], s.ignore_index)
+            own = _up(slopes, y[rows], s.ignore_index)
             before, up = up, own if up is None else torch.minimum(up, own)
-            picked, ratio = [g * up for g in picked], None if before is None else up / before
-        more = dict(g_entropy=picked[1], entropy=out.entropy) if s.entropy else {}
-        row_kernel(z, y[rows], s, bias=bias, dz=dz, g=-picked[0], lse=out.lse, **more)
-        return ratio
-
-    options = dict(need=o.need, chunks=[rows for _, rows in plan], accum_dtype=o.accum_dtype, fp32_logits=o.fp32_logits)
-    grads = chunk_gradients(x, w, body, **options, kept=index, xa=xa, wb=wb)
+            slopes = [g * up for g in slopes]
+            if before is not None:
+                loop.scale(up / before)
+        more = dict(g_entropy=slopes[1], entropy=out.entropy.detach()) if s.entropy else {}
+        row_kernel(z, y[rows], s, bias=bias, dz=dz, g=-slopes[0], lse=out.lse, **more)
     # tensors follow the groups; numbers are sums over chunks
     aux = [torch.cat(parts) if parts[0].ndim else torch.stack(parts).sum(0) for parts in zip(*found)]
-    return grads, up, loss, aux
+    return loop.gradients(), up, loss, aux
 
 
 def _plan(M: int, V: int, group: int, x: Tensor, w: Tensor, kept: Kept | None, chunk_rows: int | None):

@@ -118,32 +118,15 @@ def _pair(M: int, V: int, grad: bool = True) -> dict[str, T]:
         Case("one-column", dict(**_pair(5, 1), kind="forward_kl", reduction="sum")),
         Case("two-blocks", dict(**_pair(2, 9001), shift_labels=targets(2, 9001, 5))),
         Case("two-blocks-kl", dict(**_pair(2, 9001), kind="reverse_kl")),
-        Case(
-            "bad-shape", dict(student=T((3, 5)), teacher=T((3, 4))), error="teacher must have shape (3, 5), got (3, 4)"
-        ),
-        Case(
-            "bad-kind",
-            dict(**_pair(3, 5), kind="kl"),
-            error="kind must be one of ('jsd', 'forward_kl', 'reverse_kl', 'tvd'), got 'kl'",
-        ),
-        Case("bad-beta", dict(**_pair(3, 5), beta=-0.5), error="beta must be between 0 and 1, got -0.5"),
-        Case("bad-temperature", dict(**_pair(3, 5), temperature=0.0), error="temperature must be positive, got 0.0"),
     ],
     cost=lambda student, teacher, shift_labels=None, **_: Cost(
         *moved(student, teacher), flops=(12 * student.numel(), 10 * student.numel())
     ),
 )
 def logit_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    shift_labels: Tensor | None = None,
-    *,
-    kind: str = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    reduction: str = "batchmean",
-) -> Tensor:
+    student: Tensor, teacher: Tensor, shift_labels: Tensor | None = None, *, kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, ignore_index: int = -100, reduction: str = "batchmean",
+) -> Tensor:  # fmt: skip
     """Divergence of the softmax distributions of student and teacher logits (..., V), both divided
     by ``temperature``.
 

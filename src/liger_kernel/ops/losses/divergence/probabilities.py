@@ -207,21 +207,6 @@ def _logs(*shape: int, **options: Any) -> dict[str, Any]:
         Case("fp32-teacher", _logs(5, 70) | dict(log_p=T((5, 70), log_probs, dtype=torch.float32))),
         Case("all-ignored", _logs(3, 20, shift_labels=targets(3, 20, 1), reduction="sum")),
         Case("three-blocks", _logs(2, 9001, shift_labels=targets(2, 9001, 5))),
-        Case("bad-shape", _logs(3, 5) | dict(log_p=T((3, 4))), error="log_p must have shape (3, 5), got (3, 4)"),
-        Case(
-            "bad-labels", _logs(3, 5, shift_labels=targets(4, 5)), error="shift_labels must have shape (3,), got (4,)"
-        ),
-        Case(
-            "float-labels",
-            _logs(3, 5, shift_labels=T((3,))),
-            error="shift_labels must hold integers, got torch.float32",
-        ),
-        Case("bad-beta", _logs(3, 5, beta=1.5), error="beta must be between 0 and 1, got 1.5"),
-        Case(
-            "bad-reduction",
-            _logs(3, 5, reduction="mean"),
-            error="reduction must be one of ('none', 'sum', 'batchmean'), got 'mean'",
-        ),
     ],
     cost=lambda log_q, log_p, shift_labels=None, **_: _cost(log_q, log_p, False, 10, 8),
 )
@@ -266,18 +251,6 @@ def _pair(*shape: int, draw=probs, **options: Any) -> dict[str, Any]:
         Case("fp32-target", _pair(5, 70, reduction="batchmean") | dict(target=T((5, 70), probs, dtype=torch.float32))),
         Case("eps", _pair(6, 99, reduction="sum", eps=5e-3)),
         Case("three-blocks", _pair(2, 9001, reduction="batchmean")),
-        Case("bad-shape", _pair(3, 5) | dict(target=T((5,))), error="target must have shape (3, 5), got (5,)"),
-        Case(
-            "integers",
-            _pair(3, 5) | dict(target=T((3, 5), dtype=torch.int64)),
-            error="input and target must be floating point, got torch.float32 and torch.int64",
-        ),
-        Case(
-            "bad-reduction",
-            _pair(3, 5, reduction="avg"),
-            error="reduction must be one of ('none', 'sum', 'mean', 'batchmean'), got 'avg'",
-        ),
-        Case("bad-eps", _pair(3, 5, eps=-1.0), error="eps must not be negative, got -1.0"),
     ],
     cost=lambda input, target, *, reduction="mean", **_: _cost(input, target, reduction == "none", 4, 4),
 )
@@ -315,10 +288,6 @@ def _probs(*shape: int, **options: Any) -> dict[str, Any]:
         Case("fp32-teacher", _probs(5, 70) | dict(q=T((5, 70), probs, dtype=torch.float32))),
         Case("all-ignored", _probs(3, 20, shift_labels=targets(3, 20, 1), reduction="sum")),
         Case("three-blocks", _probs(2, 9001, shift_labels=targets(2, 9001, 5))),
-        Case("bad-shape", _probs(3, 5) | dict(q=T((3, 4))), error="q must have shape (3, 5), got (3, 4)"),
-        Case(
-            "bad-labels", _probs(3, 5, shift_labels=targets(4, 5)), error="shift_labels must have shape (3,), got (4,)"
-        ),
     ],
     cost=lambda p, q, shift_labels=None, *, reduction="batchmean", **_: _cost(p, q, reduction == "none", 3, 3),
 )
@@ -342,15 +311,9 @@ class LigerJSDFunction:
 
     @staticmethod
     def apply(
-        _input,
-        target,
-        shift_labels=None,
-        beta=0.5,
-        ignore_index=-100,
-        jsd_impl=None,
-        jsd_mode=None,
+        _input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None,
         reduction="batchmean",
-    ):
+    ):  # fmt: skip
         only_ours("jsd", jsd_impl, jsd_mode)
         return jsd(_input, target, shift_labels, beta=beta, ignore_index=ignore_index, reduction=reduction)
 

@@ -116,19 +116,10 @@ def _check_options(name: str, formula: str, mode: str, prefix: str = "") -> None
 
 
 def part_of(
-    name: str,
-    N: int,
-    group: ProcessGroup | None,
-    sizes: Sequence[int] | None,
-    ignore_index: int,
-    label_smoothing: float,
-    formula: str,
-    mode: str,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    entropy: bool = False,
-) -> tuple:
+    name: str, N: int, group: ProcessGroup | None, sizes: Sequence[int] | None, ignore_index: int,
+    label_smoothing: float, formula: str, mode: str, z_loss: float = 0.0, logit_scale: float = 1.0,
+    softcap: float | None = None, entropy: bool = False,
+) -> tuple:  # fmt: skip
     """The fields of this rank's ``Part``. Raises ``ValueError`` for arguments that have no
     meaning."""
     _check_options(name, formula, mode)
@@ -430,19 +421,9 @@ class LigerVocabParallelCEFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        vocab_parallel_logits,
-        target,
-        tp_group,
-        ignore_index,
-        label_smoothing,
-        label_smoothing_formula,
-        label_smoothing_mode,
-        z_loss=0.0,
-        logit_scale=1.0,
-        softcap=None,
-        sizes=None,
-    ):
+        ctx, vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula,
+        label_smoothing_mode, z_loss=0.0, logit_scale=1.0, softcap=None, sizes=None,
+    ):  # fmt: skip
         z, y = rows_of(vocab_parallel_logits), target.reshape(-1).contiguous()
         smoothing = label_smoothing, label_smoothing_formula, label_smoothing_mode
         numbers = ignore_index, *smoothing, z_loss, logit_scale, softcap
@@ -497,49 +478,16 @@ def _rows(M: int, N: int, **options: Any) -> dict[str, Any]:
         ),
         Case("two-blocks", _rows(2, 8500, label_smoothing=0.1)),
         Case("all-ignored", _rows(1, 20, reduction="sum")),
-        Case("bad-target", dict(logits=T((3, 5)), target=targets(4, 5)), error="target must have shape (3,), got (4,)"),
-        Case(
-            "integers",
-            dict(logits=T((3, 5), dtype=torch.int64), target=targets(3, 5)),
-            error="logits must be floating point, got torch.int64",
-        ),
-        Case(
-            "bad-formula",
-            _rows(3, 5, formula="torch"),
-            error="formula must be one of ('pytorch', 'megatron'), got 'torch'",
-        ),
-        Case("bad-mode", _rows(3, 5, mode="local"), error="mode must be one of ('global', 'partition'), got 'local'"),
-        Case(
-            "bad-sizes",
-            _rows(3, 5, sizes=(5, 5)),
-            error="sizes must be the classes of 1 ranks, 5 of rank 0, got (5, 5)",
-        ),
-        Case("no-class", dict(logits=T((3, 0)), target=targets(3, 5)), error="every rank must have a class, got none"),
-        Case(
-            "one-class",
-            _rows(3, 1, formula="megatron", label_smoothing=0.1),
-            error="formula 'megatron' must smooth over two classes or more, got one",
-        ),
     ],
     cost=lambda logits, target, *_, **__: Cost(
         nbytes(logits, target), nbytes(logits, logits, target), flops=(4 * logits.numel(), 4 * logits.numel())
     ),
 )
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    group: ProcessGroup | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    formula: str = "pytorch",
-    mode: str = "global",
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    sizes: Sequence[int] | None = None,
-) -> Tensor:
+    logits: Tensor, target: Tensor, group: ProcessGroup | None = None, *, ignore_index: int = -100,
+    reduction: str = "mean", label_smoothing: float = 0.0, formula: str = "pytorch", mode: str = "global",
+    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = None, sizes: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Cross entropy of logits (..., N), this rank's slice of the classes, and indices among all
     classes (...), the same on all ranks of ``group``.
 

@@ -79,6 +79,11 @@ def logits(z: Tensor, x: Tensor, w: Tensor, xa: Tensor | None, wb: Tensor | None
     add_mm(z, x, w.t(), first=xa is None)
 
 
+def _of(t: Tensor | None, rows: slice, at: Tensor | None) -> Any:
+    """A chunk's rows of ``t``, or those ``at`` these positions."""
+    return t if t is None else t[rows] if at is None else t.index_select(0, at)
+
+
 class HeadLoop:
     """The loop over chunks of a head's logits, and the gradients that it adds up:
 
@@ -92,8 +97,8 @@ class HeadLoop:
     ``kept`` (n,): the rows of x that count. The loop then runs over these, ``rows`` are positions
     among them, and the other rows of dx are zero.
     With ``dw_into``, dw is added to that tensor. ``chunks``: a plan instead of equal chunks.
-    ``whole`` (n, V): all logits are one chunk, written to this tensor, or read from it if they were
-    ``computed`` before; these stay, and their gradients are not summed and keep their dtype.
+    ``single``: who calls has all logits, and adds the products of their gradient as one chunk (by
+    ``add``), so that nothing is summed and gradients keep their dtype.
     A launcher's fake kernel makes the same calls: then the loop has no chunks, and the results only
     shapes.
     """
@@ -102,33 +107,32 @@ class HeadLoop:
         self, x: Tensor, w: Tensor, need: tuple[bool, ...], *, chunks: Iterable[slice] | None = None,
         chunk_rows: int | None = None, accum_dtype: torch.dtype | None = None, kept: Tensor | None = None,
         fp32_logits: bool = False, dw_into: Tensor | None = None, xa: Tensor | None = None, wb: Tensor | None = None,
-        whole: Tensor | None = None, computed: bool = False,
+        single: bool = False,
     ):  # fmt: skip
         self.x, self.w, self.xa, self.wb, self.kept, self.fp32_logits = x, w, xa, wb, kept, fp32_logits
-        self.whole, self.computed = whole, computed and whole is not None
         # a head without a term of low rank has three gradients
         self.need = need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
         of_rows = lambda t, needed: (t.new_empty if kept is None else t.new_zeros)(t.shape if needed else 0)
         (V, H), M = w.shape, x.shape[0] if kept is None else kept.shape[0]
         self.dx, self.dxa = of_rows(x, need_dx), of_rows(xa, True) if need_dxa and xa is not None else None
-        of_dw = w.dtype if self.computed else dtype_of_dw(w)
+        of_dw = w.dtype if single else dtype_of_dw(w)
         self.dw = w.new_empty((V, H) if need_dw and dw_into is None else 0, dtype=of_dw)
         # a bias is small: its gradient is always summed in fp32
         self.db = x.new_zeros(V if need_db else 0, dtype=acc(x.dtype))
         self.dwb = None
         if need_dwb and wb is not None:
-            self.dwb = wb.new_zeros(wb.shape, dtype=wb.dtype if self.computed else acc(wb.dtype))
+            self.dwb = wb.new_zeros(wb.shape, dtype=wb.dtype if single else acc(wb.dtype))
         # where dw is summed
         self.total = self.dw if dw_into is None else dw_into
         self.chunks: list[slice] = []
         self._first = dw_into is None
         self._before = 0  # rows of earlier chunks
-        if tracing(x):
+        if single or tracing(x):
             return
-        step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x))))
-        if whole is not None:
-            chunks = [slice(0, M)]
-        self.chunks = list(chunks_of(M, step) if chunks is None else chunks)
+        if chunks is None:
+            step = max(1, min(M, chunk_rows or auto_chunk_rows(M, V, H, x.itemsize, on_gpu(x))))
+            chunks = chunks_of(M, step)
+        self.chunks = list(chunks)
         count = len(self.chunks)
         if accum_dtype is None:
             accum_dtype = self.dw.dtype if count - 1 <= rounded_sums(M, V) else acc(w.dtype)
@@ -143,31 +147,24 @@ class HeadLoop:
         x, w, V, kept, some = self.x, self.w, self.w.shape[0], self.kept, any(self.need)
         # the buffer must hold the largest chunk of a given plan, too
         step = max((c.stop - c.start for c in self.chunks), default=0)
-        buffer = self.whole
-        if buffer is None:
-            buffer = x.new_empty(step, V, dtype=acc(x.dtype) if self.fp32_logits else x.dtype)
+        buffer = x.new_empty(step, V, dtype=acc(x.dtype) if self.fp32_logits else x.dtype)
         # the gradient may take the place of the logits, unless these are wider than the operands of
         # the products that read it
-        apart = self.computed or buffer.dtype != x.dtype
-        grads = x.new_empty(step if some else 0, V) if apart else buffer
+        grads = buffer if buffer.dtype == x.dtype else x.new_empty(step if some else 0, V)
         chunks = self.chunks
         if intercepted():
             chunks = chunks[:2] + chunks[2:][-1:]  # those between have the same kernels, and no other memory
         for rows in chunks:
-            at = rows if kept is None else kept[rows]
-            x_c, xa_c = self._of(x, at), self._of(self.xa, at)
-            n = rows.stop - rows.start
-            z, dz = buffer[:n], grads[:n] if some else None
-            if not self.computed:
-                logits(z, x_c, w, xa_c, self.wb)
+            n, at = rows.stop - rows.start, None if kept is None else kept[rows]
+            # a view costs the host some microseconds: none where the chunk is the whole
+            x_c, xa_c = (x, self.xa) if at is None and n == len(x) else (_of(x, rows, at), _of(self.xa, rows, at))
+            z, dz = (buffer, grads) if n == step else (buffer[:n], grads[:n])
+            dz = dz if some else None
+            logits(z, x_c, w, xa_c, self.wb)
             yield z, rows, dz
             # z is spent now, and dz is what the products read
             if dz is not None:
-                self.add(rows, dz, x_c, xa_c, None if kept is None else at)
-
-    @staticmethod
-    def _of(t: Tensor | None, at: slice | Tensor) -> Any:
-        return t if t is None else t[at] if isinstance(at, slice) else t.index_select(0, at)
+                self.add(rows, dz, x_c, xa_c, at)
 
     def add(
         self, rows: slice, dz: Tensor, x_c: Tensor, xa_c: Tensor | None = None, at: Tensor | None = None,
@@ -180,7 +177,7 @@ class HeadLoop:
         # dx and dxa are products of the same gradient with w and with wb
         for d, of in ((self.dx if need_dx and dx else None, self.w), (self.dxa, self.wb)):
             if d is not None and at is None:
-                torch.mm(dz, of, out=d[rows])
+                torch.mm(dz, of, out=d if len(dz) == len(d) else d[rows])
             elif d is not None:
                 d.index_copy_(0, at, torch.mm(dz, of))
         if need_dw:

@@ -245,9 +245,12 @@ def reduced(losses: Tensor, mask: Tensor, loss_type: str, n: Tensor | int) -> Te
 
 
 def _reduce_grpo_loss(
-    per_token_loss: Tensor, completion_mask: Tensor | None, loss_type: str, max_completion_length: int | None,
+    per_token_loss: Tensor,
+    completion_mask: Tensor | None,
+    loss_type: str,
+    max_completion_length: int | None,
     num_items_in_batch: Tensor | float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The loss of a whole batch from its tokens' losses (B, T), under the name of LinkedIn's
     package. ``max_completion_length`` defaults to T."""
     mask = torch.ones_like(per_token_loss) if completion_mask is None else completion_mask.to(per_token_loss.dtype)
@@ -316,8 +319,8 @@ class GrpoLossFunction:
         if completion_mask is not None:
             mask = completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
         # where the mask is 0 nothing may be NaN, not even what is multiplied by 0
-        given = *(unmasked(mask, t) for t in (advantages, ref_logp, old_logp)), unmasked(mask, vllm_is_ratio, 1.0)
-        loss, kl, clipped = token_losses(p, logp, mask, *given, phi_seq)
+        given: Any = [unmasked(mask, t) for t in (advantages, ref_logp, old_logp)]
+        loss, kl, clipped = token_losses(p, logp, mask, *given, unmasked(mask, vllm_is_ratio, 1.0), phi_seq)
         kl, clipped = None if kl is None else kl * mask, torch.zeros_like(mask) if clipped is None else clipped * mask
         if not reduce:
             return loss * mask, kl, clipped

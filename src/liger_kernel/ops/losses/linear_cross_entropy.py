@@ -40,10 +40,11 @@ from liger_kernel.ops._core.operator import (
     only_pytorch,
     op,
     rows_of,
+    tracing,
 )
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.shards import is_sharded
-from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows
+from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, logits
 from liger_kernel.ops.losses.cross_entropy import items, positive, targets
 from liger_kernel.ops.losses.cross_entropy_rows import (
     LOSS_SCHEMA,
@@ -117,10 +118,10 @@ def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
 
 def _gradients(
     x, w, y, bias, class_weight, kept, xa, wb, s: Loss, fp32_logits, fp8, accum_dtype, chunk_rows, *need,
-    dw_into, out=None, norm=None, whole=None, **rows: Tensor | None,
+    dw_into, out=None, norm=None, known=None, **rows: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The five gradients of ``_GRADS``, and ``out`` if it is given. y and ``rows``, arguments of
-    ``row_kernel``, are those of the ``kept`` rows; ``whole``: their logits, to write or to read."""
+    ``row_kernel``, are those of the ``kept`` rows; ``known``: their logits."""
     of_head = dict(bias=bias, class_weight=class_weight, norm=norm)
     if fp8 is not None:
         how = dict(out=out, chunk_rows=chunk_rows, dw_into=dw_into)
@@ -129,12 +130,19 @@ def _gradients(
             dx = torch.zeros_like(x).index_copy_(0, kept, dx)
         return dx, dw, db, None, None
     how = dict(chunk_rows=chunk_rows, accum_dtype=accum_dtype, kept=kept, fp32_logits=fp32_logits, dw_into=dw_into)
-    loop = HeadLoop(x, w, need, xa=xa, wb=wb, whole=whole, computed=out is None, **how)
+    loop = HeadLoop(x, w, need, xa=xa, wb=wb, single=known is not None, **how)
+    if known is not None:
+        if not tracing(x):
+            dz = known.new_empty(known.shape, dtype=x.dtype)
+            row_kernel(known, y, s, dz=dz, **of_head, **rows)
+            loop.add(slice(0, len(y)), dz, _of(x, kept), _of(xa, kept), kept)
+        return loop.gradients()
     for z, chunk, dz in loop:
+        y_c, of_chunk = y, rows | dict(out=out)
         # ``rows`` and ``out`` cover all kept rows, z only those of the chunk
-        of_chunk = {name: t if t is None else t[chunk] for name, t in rows.items()}
-        of_chunk["out"] = out if out is None else out[chunk]
-        row_kernel(z, y[chunk], s, dz=dz, **of_head, **of_chunk)
+        if len(z) != len(y):
+            y_c, of_chunk = y[chunk], {name: t if t is None else t[chunk] for name, t in of_chunk.items()}
+        row_kernel(z, y_c, s, dz=dz, **of_head, **of_chunk)
     return loop.gradients()
 
 
@@ -145,9 +153,15 @@ def linear_cross_entropy_fwd(x, w, target, bias, class_weight, kept, xa, wb, *re
     s, (*how, num_items, keep), y = Loss(*rest[:_N]), rest[_N:], _of(target, kept)
     norm, out, z = normaliser(target, class_weight, s, num_items), RowLosses.empty(y, s, acc(x.dtype)), None
     if keep:
+        # no loop, and no gradient before the upstream ones are known
         z = x.new_empty(y.shape[0], w.shape[0], dtype=acc(x.dtype) if how[0] else x.dtype)
-    into = dict(dw_into=dw_into, out=out, norm=None if _divides_later(x, dw_into) else norm, whole=z)
-    grads = _gradients(x, w, y, bias, class_weight, kept, xa, wb, s, *how, **into)
+        if not tracing(x):
+            logits(z, _of(x, kept), w, _of(xa, kept), wb)
+            row_kernel(z, y, s, bias=bias, class_weight=class_weight, out=out)
+        grads = *(x.new_empty(0) for _ in range(3)), None, None
+    else:
+        into = dict(dw_into=dw_into, out=out, norm=None if _divides_later(x, dw_into) else norm)
+        grads = _gradients(x, w, y, bias, class_weight, kept, xa, wb, s, *how, **into)
     # results of all rows only where somebody sees them row by row; lse has only the ``kept`` rows
     every = out if kept is None or not (s.reduction == "none" or s.stats or s.mean) else out.among(kept, x.shape[0])
     found = *every.reduced(norm, s.reduction), every.predicted, every.entropy, every.mean, out.lse, norm
@@ -163,7 +177,7 @@ def linear_cross_entropy_bwd(
     s, y = Loss(*rest[:_N]), _of(target, kept)
     g_entropy, entropy = (_of(t, kept) if s.entropy else None for t in (g_entropy, entropy))
     rows = dict(g=_of(g, kept), g_entropy=g_entropy, lse=lse, entropy=entropy)
-    return _gradients(x, w, y, bias, class_weight, kept, xa, wb, s, *rest[_N:], dw_into=dw_into, whole=z, **rows)
+    return _gradients(x, w, y, bias, class_weight, kept, xa, wb, s, *rest[_N:], dw_into=dw_into, known=z, **rows)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def linear_loss(
         return loss, tuple(a.detach() for a in aux)
     kept = counted(target, ignore_index, group, compact) if compact else None
     # groups that are longer than two chunks would make the logits buffer as long
-    rows = o.chunk_rows or auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x))
+    rows = o.chunk_rows or auto_chunk_rows(M, w.shape[0], w.shape[1], x.itemsize, on_gpu(x))
     loss, *aux = LinearLossFunction.apply(
         x, w, target, bias, xa, wb, fn, group, whole or fp8 is not None or group > 2 * rows, kept, s, o
     )
@@ -130,8 +130,10 @@ def _differentiated(
     with torch.set_grad_enabled(need):
         loss, aux = _called(fn, first, last, group, s, (leaves[0], leaves[-1], *stats))
     # a loss that does not depend on its tokens has no slope
-    slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
-    slopes = [torch.zeros_like(t) if g is None else g.detach() for t, g in zip(leaves, slopes)]
+    found: Any = [None] * len(leaves)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    slopes = [torch.zeros_like(t) if g is None else g.detach() for t, g in zip(leaves, found)]
     return loss.detach(), [a.detach() for a in aux], slopes
 
 

@@ -159,11 +159,10 @@ class HeadLoop:
             # a view costs the host some microseconds: none where the chunk is the whole
             x_c, xa_c = (x, self.xa) if at is None and n == len(x) else (_of(x, rows, at), _of(self.xa, rows, at))
             z, dz = (buffer, grads) if n == step else (buffer[:n], grads[:n])
-            dz = dz if some else None
             logits(z, x_c, w, xa_c, self.wb)
-            yield z, rows, dz
+            yield z, rows, dz if some else None
             # z is spent now, and dz is what the products read
-            if dz is not None:
+            if some:
                 self.add(rows, dz, x_c, xa_c, at)
 
     def add(

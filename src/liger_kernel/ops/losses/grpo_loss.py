@@ -311,6 +311,7 @@ class GrpoLossFunction:
         use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None,
         phi_seq: Tensor | None = None, **vespo: float,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        # before any name that a closure would hold: torch.compile reads no empty cell
         p = policy_of(locals() | vespo, epsilon_low=eps_low, epsilon_high=eps_high)
         if beta != 0 and ref_logp is None:
             raise ValueError("grpo_loss: ref_logp must be given unless beta is 0, got None")
@@ -319,8 +320,9 @@ class GrpoLossFunction:
         if completion_mask is not None:
             mask = completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
         # where the mask is 0 nothing may be NaN, not even what is multiplied by 0
-        given: Any = [unmasked(mask, t) for t in (advantages, ref_logp, old_logp)]
-        loss, kl, clipped = token_losses(p, logp, mask, *given, unmasked(mask, vllm_is_ratio, 1.0), phi_seq)
+        given: Any = unmasked(mask, advantages), unmasked(mask, ref_logp), unmasked(mask, old_logp)
+        ratio = unmasked(mask, vllm_is_ratio, 1.0)
+        loss, kl, clipped = token_losses(p, logp, mask, *given, vllm_is_ratio=ratio, phi_seq=phi_seq)
         kl, clipped = None if kl is None else kl * mask, torch.zeros_like(mask) if clipped is None else clipped * mask
         if not reduce:
             return loss * mask, kl, clipped

@@ -320,9 +320,9 @@ class GrpoLossFunction:
         if completion_mask is not None:
             mask = completion_mask[:, completion_mask.shape[1] - logp.shape[1] :].to(logp.dtype)
         # where the mask is 0 nothing may be NaN, not even what is multiplied by 0
-        given: Any = unmasked(mask, advantages), unmasked(mask, ref_logp), unmasked(mask, old_logp)
         ratio = unmasked(mask, vllm_is_ratio, 1.0)
-        loss, kl, clipped = token_losses(p, logp, mask, *given, vllm_is_ratio=ratio, phi_seq=phi_seq)
+        given = unmasked(mask, advantages), unmasked(mask, ref_logp), unmasked(mask, old_logp), ratio
+        loss, kl, clipped = token_losses(p, logp, mask, *given, phi_seq)
         kl, clipped = None if kl is None else kl * mask, torch.zeros_like(mask) if clipped is None else clipped * mask
         if not reduce:
             return loss * mask, kl, clipped

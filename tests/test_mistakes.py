@@ -76,7 +76,7 @@ TABLE = [
         "train --nproc 2 --parallel ddp --rdzv-endpoint host",
         "rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'host'",
     ),
-    ("train --nproc 2 --parallel ddp --nnodes x", "nnodes must be N or MIN:MAX, got 'x'"),
+    ("train --nproc 2 --parallel ddp --nnodes x", "nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got 'x'"),
     # its config files
     ("train --config confg.yaml", r"cannot read confg.yaml: No such file or directory; did you mean config.yaml\?"),
     ("train --config config.yaml", r"config.yaml: unknown name 'stepz'; did you mean steps\?"),

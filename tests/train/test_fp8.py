@@ -70,13 +70,13 @@ def test_a_run(trainer, precision, config, capfd):
     "flags, message",
     [
         ("--fp8 tensorwize", r"--fp8 must be one of tensorwise, .*; got 'tensorwize'; did you mean tensorwise\?"),
-        ("--fp8-filter o_proj", "fp8_filter needs fp8, a recipe"),
-        ("--fp8-head", "fp8_head needs fp8, a recipe"),
+        ("--fp8-filter o_proj", "fp8_filter o_proj needs fp8 tensorwise, .*, got none"),
+        ("--fp8-head", "fp8_head needs fp8 tensorwise, .*, got none"),
         ("--fp8 rowwise --fp8-filter o_proj,,mlp", "fp8_filter must be names of layers .*; got 'o_proj,,mlp'"),
         ("--fp8 rowwise --kernels off", "fp8 rowwise needs kernels on"),
-        ("--fp8 rowwise --lora 8", "fp8 rowwise trains the whole model: with lora, quantize fp8"),
+        ("--fp8 rowwise --lora 8", "fp8 rowwise needs lora 0, got 8"),
         ("--fp8 rowwise --parallel tp", "fp8 rowwise needs parallel none, ddp or fsdp2, got tp"),
-        ("--fp8 rowwise --parallel ulysses", "got ulysses: scales would be those of a part of each row"),
+        ("--fp8 rowwise --parallel ulysses", "fp8 rowwise needs parallel .*, got ulysses: "),
         ("--fp8 rowwise --trainer hf --parallel deepspeed-z3", "fp8 rowwise needs parallel .*, got deepspeed-z3"),
     ],
 )

@@ -204,7 +204,7 @@ def test_a_part_that_is_wanted_comes_before_those_before_it(config, tmp_path):
 
 def test_data_that_has_changed_is_noticed(config, tmp_path):
     writer = Writer(config, tmp_path / "parts")
-    writer.request = {"wanted": 0, "parts": [[1, [3, 0, 3], False]]}
+    writer.request = {"wanted": 0, "parts": [[1, [3, 0, 3], False, "x"]]}
     with pytest.raises(UserError, match="has changed"):
         writer.run()
 

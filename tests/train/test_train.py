@@ -18,6 +18,7 @@ import time
 import traceback
 import types
 from pathlib import Path
+from types import NoneType
 from unittest import mock
 
 import numpy as np
@@ -36,10 +37,11 @@ from liger_kernel.train import data as data_module
 from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import load
+from liger_kernel.train.files import COUNT, NUMBER, fits
 from liger_kernel.train.measure import PeakMemory
 from liger_kernel.train.model import device_and_precision, flags_for
 from liger_kernel.train.records import BEGIN, Records, standard_library
-from liger_kernel.train.token_rows import IGNORE, Data, TokenRows, target_tokens
+from liger_kernel.train.token_rows import IGNORE, Data, TokenRows
 from liger_kernel.train.tokenise import CHAT_TEMPLATE, tokenise, train_bpe
 
 pytestmark = pytest.mark.usefixtures("references")
@@ -158,8 +160,8 @@ def test_only_kernels_named_are_passed_on():
         ("eval_fraction: 1", r"eval_fraction must be in \[0, 1\), got 1.0"),
         ("{cross_entropy: true, fused_linear_cross_entropy: true}", "exclude each other"),
         ("lr: 1" + "0" * 400, "lr must be of type float, got 10{79}$"),
-        ("weight_decay: .inf", r"weight_decay must be in \[0, 1000000000\], got inf"),
-        ("timeout: 1" + "0" * 400, r"timeout must be in \[1, 1000000000\], got 10{79}$"),
+        ("weight_decay: .inf", "weight_decay must be at least 0 and at most 1000000000, got inf"),
+        ("timeout: 1" + "0" * 400, "timeout must be at least 1 and at most 1000000000, got 10{79}$"),
         ("lr: 1\nlr: 2", "the name 'lr' stands there twice"),
         ("model: [&a [x], *a]", r"aliases are not read \(\*a\): write the value where it is used"),
         (r'out: "a\0b"', r"out must be text without NUL and without halves of characters, got 'a\\x00b'"),
@@ -210,10 +212,33 @@ def test_a_damaged_tokenizer_of_prepared_rows_is_said(tmp_path):
         tokenising.loaded(tmp_path)
 
 
-STRANGE_DRAFTS = [{"place": 3}, {"place": [0, 0, "x"]}, {"ids": "8"}, {"ids": -1}, {"ids": 10**30}, {"lengths": [2]}]
+@pytest.mark.parametrize(
+    "value, form, found",
+    [
+        (3, COUNT, True),
+        (-1, COUNT, False),
+        (10**30, COUNT, False),
+        (True, COUNT, False),
+        ("3", COUNT, False),
+        (None, (NoneType, bool), True),
+        (0, (NoneType, bool), False),
+        (10**400, NUMBER, False),
+        (math.nan, NUMBER, True),
+        ([1, [0, 0, 0], True, "x"], checkpoint.PART, True),
+        ([1, [0, 0], True, "x"], checkpoint.PART, False),
+        ([1, [0, 0, 0], 1, "x"], checkpoint.PART, False),
+        ([1], checkpoint.PART, False),
+        ({"step": 1, "loss": None, "grad_norm": 1, "lr": 0.5, "more": "x"}, metrics.LINE, True),
+        ({"step": 0}, metrics.LINE, False),
+        ({"loss": 1.0}, metrics.LINE, False),
+        ([], metrics.LINE, False),
+    ],
+)
+def test_forms_of_values_in_files(value, form, found):
+    assert fits(value, form) is found
 
 
-@pytest.mark.parametrize("known", [*STRANGE_DRAFTS, [], "[" * 9**6, None])
+@pytest.mark.parametrize("known", [{"place": 3}, {"ids": 10**30}, "[" * 9**6, None])
 def test_a_strange_draft_begins_anew(known, tmp_path):
     for name in ("ids", "labels", "lengths"):
         (tmp_path / name).write_bytes(bytes(32))
@@ -230,9 +255,7 @@ def test_a_strange_draft_begins_anew(known, tmp_path):
     assert tokenising.Draft(tmp_path).place == records.BEGIN
 
 
-@pytest.mark.parametrize(
-    "part", [None, "{", "[1]", "[1, [0, 0, 0], 1]", "[-1, [0, 0, 0], true]", "[" * 100_000, "pipe"]
-)
+@pytest.mark.parametrize("part", [None, "{", "[1]", "[" * 100_000, "pipe"])
 def test_a_strange_part_of_a_stream_is_said(part, tmp_path):
     path = tmp_path / "part-000000.safetensors"
     safetensors.torch.save_file({"ids": torch.zeros(1)}, path, {"part": part} if part else {"x": "y"})
@@ -244,12 +267,13 @@ def test_a_strange_part_of_a_stream_is_said(part, tmp_path):
         TokenRows.read(path)
 
 
-@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000, '{"global_batch": 0}', '{"global_batch": "x"}', None])
+@pytest.mark.parametrize("content", ["[]", "{", '{"global_batch": 0}', None])
 def test_a_damaged_identity_is_said_and_damaged_numbers_are_no_ones(content, config, tmp_path):
     path = tmp_path / "identity.json"
     os.mkfifo(path) if content is None else path.write_text(content)
-    assert re.search("which says of what data and model the checkpoints are, is damaged", session._identity(path)[1])
-    assert session._identity(tmp_path / "none") == ({}, None)
+    for damaged in (path, tmp_path / "none"):
+        with pytest.raises(UserError, match="which says of what data and model the checkpoints are, is damaged"):
+            session._identity(damaged)
     config, whole = (
         dataclasses.replace(config, out=str(tmp_path)),
         {"tokens_per_second": 1.0, "peak_memory": 1, "memory_kind": "x"},
@@ -397,7 +421,7 @@ def test_a_batch_is_padded_without_labels():
     assert batch["input_ids"].tolist() == [[4, 9, 9], [1, 2, 3]]
     assert batch["labels"].tolist() == [[4, IGNORE, IGNORE], [IGNORE, 2, 3]]
     assert batch["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
-    assert target_tokens(batch) == 2  # the 4 comes first in its row: nothing predicts it
+    assert rows.count([1, 0])[1] == 2  # the 4 comes first in its row: nothing predicts it
     assert "attention_mask" not in rows.batch([0, 0], pad=9)
 
 
@@ -405,12 +429,12 @@ def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer
     rows = TokenRows.of([([i], [i]) for i in range(10)])
     data = Data(rows, tokenizer, eval_fraction=0.2)
     assert len(data.eval) == 2 and not set(data.eval) & set(data.train)
-    drawn = lambda seed: [data.train_batch(i, 2, seed)["input_ids"].flatten().tolist() for i in range(8)]
+    drawn = lambda seed: [data.picks(2 * i, 2, seed) for i in range(8)]
     first = drawn(0)
     assert first == drawn(0) != drawn(1)
     epochs = [[row for batch in part for row in batch] for part in (first[:4], first[4:])]
     assert sorted(epochs[0]) == sorted(epochs[1]) == data.train and epochs[0] != epochs[1]
-    assert data.train_batch(5, 2, 0)["input_ids"].flatten().tolist() == first[5]  # from the middle as well
+    assert data.picks(10, 2, 0) == first[5]  # from the middle as well
     assert sorted(i for batch in data.eval_batches(4) for i in batch["input_ids"].flatten().tolist()) == data.eval
 
 
@@ -494,6 +518,7 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
         ('{"messages": ["hi"]}', "messages must be a list of objects"),
         ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
         ("[1]", ":1: a record must be an object, got list"),
+        ("[" * 100_000 + "]" * 100_000, ":1: (nested too deeply|not valid JSON|a record must be an object)"),
         (
             '{"prompt": "x"}',
             r"must have 'text', 'messages', or 'instruction' and 'output'; the first record has \['prompt'\]",
@@ -550,14 +575,6 @@ def test_a_run_learns_and_says_what_it_did(config, tmp_path):
     assert metrics["tokens_per_second"] > 0 and metrics["peak_memory"] > 0
 
 
-def test_the_first_loss_is_transformers_own(config):
-    metrics = loop.train(dataclasses.replace(config, kernels="off"))
-    data = load(config)
-    model = loop.build(dataclasses.replace(config, kernels="off"), data.tokenizer, torch.device("cpu"), "fp32")
-    expected = model(**data.train_batch(0, config.batch, config.seed)).loss.item()
-    assert metrics["losses"][0] == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("records", ["text", "chats"])
 def test_kernels_change_no_loss(records, config, tmp_path):
     if records == "chats":
@@ -596,7 +613,7 @@ def test_a_saved_model_reads_back(config, tmp_path):
     more = loop.train(dataclasses.replace(config, model=str(folder), save=None, steps=1))
     data = load(dataclasses.replace(config, model=str(folder)))
     with torch.no_grad():
-        expected = model(**data.train_batch(0, config.batch, config.seed)).loss.item()
+        expected = model(**data.rows.batch(data.picks(0, config.batch, config.seed), data.pad)).loss.item()
     assert more["losses"] == [pytest.approx(expected, rel=1e-5)]
 
 
@@ -618,11 +635,6 @@ def test_low_precision_follows_fp32(precision, config):
     full, low = (loop.train(dataclasses.replace(config, precision=p)) for p in ("fp32", precision))
     assert low["losses"] != full["losses"]
     assert low["losses"] == pytest.approx(full["losses"], rel=5e-2)  # a GPU showed 2.4 % at the third step
-
-
-def test_a_diverged_run_stops_with_a_word(config):
-    with pytest.raises(UserError, match=r"the (loss|gradient norm) is (nan|inf) at step 2"):
-        loop.train(dataclasses.replace(config, kernels="off", lr=1e30, grad_clip=0.0, warmup=0, steps=8))
 
 
 @pytest.mark.parametrize(
@@ -861,24 +873,21 @@ def test_fewer_steps_than_the_checkpoint_has_are_no_failure(config, tmp_path):
 
 
 DAMAGED = [
-    b"[]",
     b"5",
     b'{"loss": 1}',
-    b'{"step": "x"}',
     b"\0" * 4096,
-    b'{"step":1,"loss":"\xff"}',
     b'{"step": 1' + b"0" * 5000 + b"}",
     b"[" * 100000,
+    b'{"step":1,"lr":"\xff"}',
 ]
-STRANGE = [b'{"step": 2, "loss": "x", "grad_norm": 1, "lr": 1}', b'{"step": -1, "loss": 1, "grad_norm": 1, "lr": 1}']
 
 
 def test_damaged_lines_of_metrics_are_left_out(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     line = b'{"step": %d, "loss": null, "grad_norm": 1.5, "lr": 0.1}'
-    path.write_bytes(b"\n".join([line % 1, *DAMAGED, *STRANGE, line % 2, b'{"step": 3, "lo']))
+    path.write_bytes(b"\n".join([line % 1, *DAMAGED, line % 2, b'{"step": 3, "lo']))
     lines = metrics.StepLines(path, 2)
-    assert "11 damaged lines are left out, the first is line 2" in capsys.readouterr().err
+    assert "7 damaged lines are left out, the first is line 2" in capsys.readouterr().err
     assert [(found["step"], math.isnan(found["loss"])) for found in lines.read()] == [(1, True), (2, True)]
 
 
@@ -895,7 +904,6 @@ def test_rows_of_strangers_are_checked_before_a_gpu_reads_them(config, tmp_path)
         (dict(other=good["ids"]), "it has tensors bounds, ids, labels, other"),
         (dict(labels=None), "it has tensors bounds, ids"),
         (dict(bounds=good["bounds"] * 1000), "bounds must rise from 0"),
-        (dict(bounds=good["bounds"].flip(0)), "bounds must rise from 0"),
         (dict(bounds=good["bounds"][:0]), "bounds must rise from 0"),
         (dict(bounds=torch.tensor([0, last, last])), "bounds must rise from 0"),
         (dict(positions=torch.full_like(good["ids"], 10**6)), "positions must lie in their rows"),
@@ -955,14 +963,6 @@ def test_conversations_with_nothing_to_learn_are_counted(tokenizer, capsys):
         "3 of 9 conversations have no answer: left out" in said
         and "4 of 9 conversations have no answer within their first 60 tokens" in said
     )
-
-
-def test_a_deep_record_is_a_mistake_with_its_line(config, tmp_path):
-    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000 + "]" * 100_000 + "\n")
-    with pytest.raises(
-        UserError, match=r"deep\.jsonl:2: (nested too deeply|not valid JSON|a record must be an object)"
-    ):
-        load(dataclasses.replace(config, data=str(tmp_path / "deep.jsonl")))
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
@@ -1142,12 +1142,6 @@ def test_other_data_of_the_same_sum_is_refused(how, config, tmp_path):
         other = dataclasses.replace(first, data=str(tmp_path / "other"))
     with pytest.raises(UserError, match=r"is of other data: .*digest of tokens \w{32} there, \w{32} here"):
         loop.train(dataclasses.replace(other, steps=6))
-    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):  # as an earlier release wrote it
-        state = json.loads((path / "state.json").read_text())
-        del state["identity"]["digest of tokens"], state["sums"]
-        (path / "state.json").write_text(json.dumps(state))
-        (path / "sums-0.json").unlink()
-    loop.train(dataclasses.replace(first, steps=6))
 
 
 def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):

@@ -61,9 +61,9 @@ def check(name: str, parallel: str, in_backward: bool = False, on_cpu: bool = Fa
     optimizer's than ``KINDS`` has."""
     kind = KINDS.get(name)
     if kind and parallel not in kind.parallel:
-        raise ValueError(f"optimizer {name} needs parallel {_either(kind.parallel)}, got {parallel}")
+        raise ValueError(f"optimizer {name} needs parallel {either(kind.parallel)}, got {parallel}")
     if in_backward and parallel not in ("none", *FULLY_SHARDED):
-        modes = _either(("none", *FULLY_SHARDED))
+        modes = either(("none", *FULLY_SHARDED))
         raise ValueError(
             f"optimizer_in_backward needs parallel {modes}, got {parallel}: elsewhere gradients are not complete "
             "when the backward has them"
@@ -82,7 +82,7 @@ def check(name: str, parallel: str, in_backward: bool = False, on_cpu: bool = Fa
         )
 
 
-def _either(names: Iterable[str]) -> str:
+def either(names: Iterable[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
 

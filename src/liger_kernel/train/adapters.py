@@ -20,7 +20,7 @@ from torch import nn
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
-from liger_kernel.train.hub import on_hub, why
+from liger_kernel.train.hub import skeleton
 from liger_kernel.train.redact import in_a_line
 
 # the file that makes a folder one of adapters
@@ -41,11 +41,11 @@ def check(config: TrainConfig, device: torch.device) -> None:
             f"{config.model} holds adapters, not a model: give --model their base model, "
             f"{base_of(config.model) or 'whose name they do not have'}"
         )
-    skeleton = _skeleton(config)
-    if config.quantize and getattr(skeleton.config, "quantization_config", None):
+    model = skeleton(config.model, config.trust_remote_code)
+    if config.quantize and getattr(model.config, "quantization_config", None):
         raise UserError(f"{config.model} is quantised already: leave out --quantize")
     if config.target_modules != EVERY_LINEAR:
-        _check_targets(config.target_modules, skeleton)
+        _check_targets(config.target_modules, model)
 
 
 def _peft() -> Any:
@@ -73,22 +73,6 @@ def _check_bitsandbytes(kind: str, device: torch.device) -> None:
             f"quantize {kind} needs a device that bitsandbytes has kernels for ({', '.join(sorted(devices))}); this "
             f"run uses {device.type}"
         )
-
-
-def _skeleton(config: TrainConfig) -> nn.Module:
-    """The model of a run without weights: its modules and their names."""
-    import transformers
-
-    if config.model:
-        on_hub(config.model)
-    try:
-        form, trust = transformers.LlamaConfig(num_hidden_layers=1), config.trust_remote_code
-        if config.model:
-            form = transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=trust)
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=trust)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"cannot build the model{f' {config.model}' if config.model else ''}: {why(error)}") from error
 
 
 def _check_targets(targets: str | list[str], model: Any) -> None:

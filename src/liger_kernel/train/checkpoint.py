@@ -33,7 +33,7 @@ import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from liger_kernel.parallel import plain_parts
 from liger_kernel.train.config import UserError
-from liger_kernel.train.files import read_object, write
+from liger_kernel.train.files import COUNT, fits, fresh, read_object, write
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
@@ -82,13 +82,11 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Return the newest intact checkpoint, the same on all ranks. Damaged ones give a
         warning; ``UserError`` if all are damaged."""
-        found, problem = self.ranks.agreed(self._newest() if self.ranks.first else None)
-        if problem:
-            raise UserError(problem)
+        found = self.ranks.by_first(self._newest)
         return self.folder / found if found else None
 
-    def _newest(self) -> tuple[str | None, str | None]:
-        """(its name, or None to begin anew; why the run must do neither)."""
+    def _newest(self) -> str | None:
+        """Its name, or None to begin anew; ``UserError`` if the run must do neither."""
         found, damaged = newest(self.folder, say=True, without=self._unreadable)
         named = listed(self.folder)
         if found:
@@ -98,21 +96,14 @@ class Checkpoints:
                     f"{self.folder / LATEST} names no complete checkpoint: the newest complete one, {found}, is used",
                     file=sys.stderr,
                 )
-            if not summed(self.folder / found):
-                print(
-                    f"checkpoint {self.folder / found} was written by an earlier release without checksums: its "
-                    "contents are not verified",
-                    file=sys.stderr,
-                )
-            return found, None
+            return found
         self._kept = []
-        left = named or any(not unfinished(self.folder / name) or (self.folder / LATEST).exists() for name in damaged)
-        return (
-            None,
-            f"no checkpoint in {self.folder} is complete: restore one, or move the folder away to start again"
-            if left
-            else None,
-        )
+        # a run that was killed in its first save has left nothing to lose
+        if damaged and ((self.folder / LATEST).exists() or not all(unfinished(self.folder / name) for name in damaged)):
+            raise UserError(
+                f"no checkpoint in {self.folder} is complete: restore one, or move the folder away to start again"
+            )
+        return None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Read ``path`` into model and optimizer, and this rank's generators if as many ranks wrote
@@ -182,20 +173,9 @@ class Checkpoints:
         if state["step"] == self.step:
             return
         self._path = self.folder / f"step-{state['step']:08d}"
-        error: str | None = None
-        if self.ranks.first:
-            try:
-                self._put_aside()
-                self._path.mkdir(parents=True)
-                write(self._path / "state.json", json.dumps(state | {"ranks": self.ranks.world, "sums": True}))
-            except OSError as problem:
-                error = str(problem)
-        error = self.ranks.agreed(error)
+        error = self.ranks.agreed(self._begin(state) if self.ranks.first else None)
         if error is None:
-            try:
-                write(self._path / f"rank-{self.ranks.rank}.json", json.dumps(generators()))
-            except OSError as problem:
-                error = str(problem)
+            error = _written(self._path / f"rank-{self.ranks.rank}.json", generators())
         # ranks agree before DCP's own collectives, in which they would wait for one that failed
         if self.ranks.any(error is not None):
             self._failed(error or "another rank could not write")
@@ -267,24 +247,19 @@ class Checkpoints:
         except OSError as error:
             return str(error)
         self._kept = names
-        shutil.rmtree(self._aside, ignore_errors=True)
         for old in present(self.folder):
             if old not in names and (old in before or unfinished(self.folder / old)):
                 shutil.rmtree(self.folder / old, ignore_errors=True)
         return None
 
-    @property
-    def _aside(self) -> Path:
-        return self._path.with_name(f"replaced-{self._path.name}")
-
-    def _put_aside(self) -> None:
-        """Make room for a save. A checkpoint of the same step, from which this run did not go
-        on, is there until the save is complete."""
-        if self._path.is_dir() and not unfinished(self._path):
-            shutil.rmtree(self._aside, ignore_errors=True)
-            self._path.rename(self._aside)
-        # an unfinished checkpoint that a killed run has left
-        shutil.rmtree(self._path, ignore_errors=True)
+    def _begin(self, state: dict[str, Any]) -> str | None:
+        """Make the folder of a save and state.json; why that failed."""
+        try:
+            # what is there is damaged or was never finished, else the run had gone on from it
+            fresh(self._path)
+        except OSError as error:
+            return str(error)
+        return _written(self._path / "state.json", state | {"ranks": self.ranks.world})
 
     def _failed(self, why: str) -> None:
         self.failures += 1
@@ -294,10 +269,16 @@ class Checkpoints:
                 f"{' '.join(why.split())[:500]}",
                 file=sys.stderr,
             )
-            if self._kept is None or self._path.name not in self._kept:
-                shutil.rmtree(self._path, ignore_errors=True)
-            if self._aside.is_dir() and not self._path.exists():
-                self._aside.rename(self._path)
+            shutil.rmtree(self._path, ignore_errors=True)
+
+
+def _written(path: Path, values: dict[str, Any]) -> str | None:
+    """Write JSON; why that failed."""
+    try:
+        write(path, json.dumps(values))
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _then_summed(saving: Future, folder: Path, rank: int) -> Future:
@@ -402,15 +383,13 @@ def damage(path: Path) -> str | None:
     try:
         files = _files(path)
         state = _state(path)
-        sums = _sums(path, state["ranks"], files) if state.get("sums") or "sums-0.json" in files else None
-        if sums is not None and (wrong := _differing(path, sums)):
+        sums = _sums(path, state["ranks"], files)
+        if wrong := _differing(path, sums):
             return f"{wrong} is not what was written"
         for rank in range(state["ranks"]):
             own = random.Random(), np.random.RandomState(), torch.Generator()
             set_generators(read_object(path / f"rank-{rank}.json"), *own)
-        return _misplaced(
-            SafeReader(path).read_metadata(), files if sums is None else {name: files[name] for name in sums}
-        )
+        return _misplaced(SafeReader(path).read_metadata(), {name: files[name] for name in sums})
     # an unpickler raises errors of any kind
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace(f"{path}/", "")[:300]
@@ -427,39 +406,23 @@ def _files(folder: Path) -> dict[str, int]:
     return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
 
 
-# the numbers in state.json and what they may be; rows of a step are listed, positions are
-# multiplied
-RANGES = {name: (0, 1 << 53) for name in ("step", "position", "tokens", "nonfinite", "skips")} | {
-    "ranks": (1, 1 << 24),
-    "global_batch": (1, 1 << 24),
-}
+# a part of a stream: its rows, the place behind its last record, whether it is the last, a digest
+PART = [COUNT, [COUNT] * 3, bool, str]
+# numbers of a run that go on with it
+NUMBERS = ("step", "position", "tokens", "nonfinite", "skips")
+# what a run needs of state.json; rows of a step are listed
+STATE: dict[str, Any] = dict.fromkeys(NUMBERS, COUNT)
+STATE |= dict.fromkeys(("ranks", "global_batch"), range(1, 1 << 24)) | {"identity": dict, "data": dict}
 
 
 def _state(path: Path) -> dict[str, Any]:
     """What state.json holds; ``ValueError`` if a run could not go on from it."""
-    state = read_object(path / "state.json")
-    for name, (least, end) in RANGES.items():
-        if type(value := state.get(name)) is not int or not least <= value < end:
-            raise ValueError(f"state.json: {name} must be a whole number from {least} to {end - 1}, got {value!r:.40}")
+    state = read_object(path / "state.json", **STATE)
     if state["step"] != step_of(path):
         raise ValueError(f"state.json is of step {state['step']}")
-    data = state.get("data", {})
-    if (
-        not isinstance(state.get("identity"), dict)
-        or not isinstance(data, dict)
-        or not all(map(is_part, data.get("parts", [])))
-    ):
-        raise ValueError("state.json: identity and data are not those of a run")
+    if not all(fits(part, PART) for part in state["data"].get("parts", [])):
+        raise ValueError("state.json has other parts than a stream")
     return state
-
-
-def is_part(part: Any) -> bool:
-    """Whether this is a part of a stream as JSON has it: [rows, [numbers of its end], whether it
-    is the last, a digest]."""
-    if not isinstance(part, list) or len(part) not in (3, 4) or not isinstance(part[1], list) or len(part[1]) != 3:
-        return False
-    whole = all(type(number) is int and 0 <= number < 1 << 53 for number in (part[0], *part[1]))
-    return whole and type(part[2]) is bool and (part[3:] in ([], [None]) or isinstance(part[3], str))
 
 
 def _misplaced(metadata: Metadata, files: dict[str, int]) -> str | None:
@@ -483,6 +446,16 @@ def _misplaced(metadata: Metadata, files: dict[str, int]) -> str | None:
             return f"{part.relative_path!s:.100} is too short or missing"
         if getattr(part, "transform_descriptors", None):
             return f"{part.relative_path!s:.100} is encoded, as no run does"
+    return None
+
+
+def first_whole(paths: Iterable[Path], damage: Callable[[Path], str | None]) -> Path | None:
+    """The first of these that ``damage`` says nothing of; those before it give a warning."""
+    for path in paths:
+        why = damage(path)
+        if why is None:
+            return path
+        print(f"ignoring checkpoint {path}: {why}", file=sys.stderr)
     return None
 
 
@@ -537,20 +510,13 @@ def _differing(folder: Path, sums: dict[str, str]) -> str | None:
     return next((name for name, equal in zip(sums, same) if not equal), None) or next(iter(missing), None)
 
 
-def summed(path: Path) -> bool:
-    """Whether a checkpoint has checksums, which earlier releases did not write."""
-    return bool(read_object(path / "state.json").get("sums"))
-
-
 def unfinished(path: Path) -> bool:
     """Whether the run that wrote a checkpoint was killed before it was complete."""
     try:
-        state = read_object(path / "state.json")
-        if state.get("sums"):
-            return not all((path / f"sums-{rank}.json").exists() for rank in range(state["ranks"]))
+        ranks = read_object(path / "state.json")["ranks"]
+        return not all((path / f"sums-{rank}.json").exists() for rank in range(ranks))
     except (OSError, ValueError, KeyError, TypeError):
         return not any(path.glob("sums-*.json"))
-    return damage(path) is not None
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -13,13 +13,14 @@ import os
 import shutil
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.patch_options import SWITCHES, PatchOptions
-from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check
+from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check, either
 from liger_kernel.train.files import write
 from liger_kernel.train.mistakes import Parser, regular, similar_file, unique
 from liger_kernel.train.mistakes import UserError as UserError
@@ -37,26 +38,30 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
 QUANTIZED = ("nf4", "int8", "fp8")
 EVERY_LINEAR = "all-linear"
+FP8 = SWITCHES["fp8"].metadata["choices"]
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
 # more than a run has of anything, and small enough for integers of PyTorch and the system
 MANY = 10**9
-RANGES = (
-    (
-        "hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout "
-        "checkpoint_keep limit",
-        1,
-        MANY,
-    ),
-    ("sequence_parallel_size max_record_mb", 1, MANY),
+COUNTS = (
+    "hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout "
+    "checkpoint_keep limit sequence_parallel_size max_record_mb"
+)
+AMOUNTS = "tiled_mlp warmup eval_every weight_decay lora nproc max_restarts checkpoint_every stream"
+# (what numbers of these fields must be, whether one is: not a NaN, which is in no range)
+LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("at least 1", lambda x: 1 <= x <= MANY, COUNTS),
     # the first token of a row is predicted by nothing
-    ("length", 2, MANY),
-    ("tiled_mlp warmup eval_every weight_decay lora nproc max_restarts checkpoint_every stream", 0, MANY),
-    ("grad_clip", 0, math.inf),
-    ("min_lr", 0, 1),
-    ("metrics_port", 0, 2**16 - 1),
+    ("at least 2", lambda x: 2 <= x <= MANY, "length"),
+    ("at least 0", lambda x: 0 <= x <= MANY, AMOUNTS),
+    ("at least 0", lambda x: x >= 0, "grad_clip"),
+    ("positive", lambda x: 0 < x < math.inf, "lr lora_alpha"),
+    ("in [0, 1]", lambda x: 0 <= x <= 1, "min_lr"),
+    ("in [0, 1)", lambda x: 0 <= x < 1, "beta2 eval_fraction lora_dropout"),
+    ("in (0, 1]", lambda x: 0 < x <= 1, "decay"),
+    ("in [0, 65535]", lambda x: 0 <= x < 2**16, "metrics_port"),
     # the range of NumPy's seeds
-    ("seed", 0, 2**32 - 1),
+    ("in [0, 4294967295]", lambda x: 0 <= x < 2**32, "seed"),
 )
 # of a field's choices, those that a trainer has
 OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -66,8 +71,31 @@ OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"group": group, "help": help, "choices": choices})
+# (a field that a run sets, another field, the values that it then needs, why others do not do)
+NEEDS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+    ("sequence_parallel_size", "parallel", ULYSSES, ""),
+    ("optimizer_in_backward", "trainer", ("torch",), ""),
+    ("optimizer_on_cpu", "trainer", ("torch",), ""),
+    ("optimizer_in_backward", "grad_clip", (0,), "when the norm is known, the steps are made"),
+    ("optimizer_in_backward", "accumulate", (1,), "each backward makes a step"),
+    ("optimizer_in_backward", "nonfinite", ("stop",), "some weights have made their step before a gradient is seen"),
+    ("lora", "parallel", tuple(mode for mode in PARALLEL if mode != "tp"), "tp does not split adapters"),
+    ("quantize", "parallel", ("none", "ddp"), ""),
+    # PEFT 0.21 with bitsandbytes 0.50 loses them in the second step
+    ("dora", "quantize", ("nf4", "fp8", None), "with int8, DoRA loses the scales of the weights"),
+    ("fp8_filter", "fp8", FP8, ""),
+    ("fp8_head", "fp8", FP8, ""),
+    ("fp8", "kernels", ("on",), ""),
+    ("fp8", "lora", (0,), "it trains the whole model; quantize fp8 stores a frozen one in FP8"),
+    ("fp8", "parallel", ("none", "ddp", "fsdp2"), "elsewhere rows, or weights that are multiplied, are split"),
+    ("keep_attention", "gradient_checkpointing", ("full",), ""),
+)
+
+
+def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None = None, fit: bool = False) -> Any:
+    """``fit``: the memory of a run depends on it, so that it is a flag of ``liger fit``, too."""
+    values = {"group": group, "help": help, "choices": choices, "fit": fit}
+    return dataclasses.field(default=default, metadata=values)
 
 
 # The switches of a patch; each is None where the model family decides.
@@ -84,9 +112,9 @@ else:
     _OFF = "off trains the model as Hugging Face ships it; on: as the model family supports, but for the next flags"
     _Kernels = dataclasses.make_dataclass(
         "_Kernels",
-        [("kernels", "str", _field("on", "kernels", _OFF, ("on", "off")))]
+        [("kernels", "str", _field("on", "kernels", _OFF, ("on", "off"), fit=True))]
         + [
-            (name, f"{kind} | None", _field(None, "kernels", field.metadata["help"], field.metadata["choices"]))
+            (name, f"{kind} | None", _field(None, "kernels", field.metadata["help"], field.metadata["choices"], True))
             for name, field in SWITCHES.items()
             if (kind := field.metadata["option"])
         ],
@@ -104,12 +132,14 @@ class TrainConfig(_Kernels):
         None,
         "model",
         "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights",
+        fit=True,
     )
     trust_remote_code: bool = _field(
         False,
         "model",
         "run Python code that comes with the model or tokenizer, on every rank and with your rights; without it, "
         "such a model is refused",
+        fit=True,
     )
     hidden: int = _field(256, "model", "hidden size")
     intermediate: int | None = _field(None, "model", "inner size of the MLP (default: 8/3 of hidden, in steps of 64)")
@@ -122,23 +152,25 @@ class TrainConfig(_Kernels):
         "model",
         "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa or what the model has instead, or PyTorch's "
         "varlen_attn for packed documents if it can",
+        fit=True,
     )
 
     lora: int = _field(
-        0, "adapters", "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model"
+        0, "adapters", "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model", fit=True
     )
     lora_alpha: float | None = _field(
         None, "adapters", "scale adapters by alpha / rank (default: alpha is twice the rank)"
     )
-    lora_dropout: float = _field(0.0, "adapters", "dropout of the adapters' input")
+    lora_dropout: float = _field(0.0, "adapters", "dropout of the adapters' input", fit=True)
     lora_targets: str = _field(
         EVERY_LINEAR,
         "adapters",
         "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but "
         "the head",
+        fit=True,
     )
     dora: bool = _field(
-        False, "adapters", "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude"
+        False, "adapters", "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude", fit=True
     )
     rslora: bool = _field(False, "adapters", "scale adapters by alpha / sqrt(rank)")
     quantize: str | None = _field(
@@ -146,6 +178,7 @@ class TrainConfig(_Kernels):
         "adapters",
         "store the frozen model in 4 bits (nf4) or 8 bits (int8) by bitsandbytes, or in fp8 on GPUs that compute in it",
         QUANTIZED,
+        fit=True,
     )
 
     data: str = _field(
@@ -163,7 +196,10 @@ class TrainConfig(_Kernels):
         64, "data", "largest record in MB: a longer line of a .jsonl file is refused before it is read"
     )
     length: int = _field(
-        512, "data", "tokens per row: plain text is packed into rows of this length, conversations are cut to it"
+        512,
+        "data",
+        "tokens per row: plain text is packed into rows of this length, conversations are cut to it",
+        fit=True,
     )
     packing: str = _field(
         "auto",
@@ -180,9 +216,12 @@ class TrainConfig(_Kernels):
     eval_fraction: float = _field(0.02, "data", "part of the rows that are kept for evaluation; 0 keeps none")
 
     steps: int = _field(100, "optimisation", "optimizer steps")
-    batch: int = _field(8, "optimisation", "rows per forward pass")
+    batch: int = _field(8, "optimisation", "rows per forward pass", fit=True)
     accumulate: int = _field(
-        1, "optimisation", "forward passes per step; each token weighs the same whichever pass and rank it is in"
+        1,
+        "optimisation",
+        "forward passes per step; each token weighs the same whichever pass and rank it is in",
+        fit=True,
     )
     global_batch: int | None = _field(
         None,
@@ -195,18 +234,21 @@ class TrainConfig(_Kernels):
         "AdamW of PyTorch (adamw) or torchao: with moments in 8 bits (8bit), with stochastic rounding of weights in "
         "bf16 (bf16), or both",
         OPTIMIZERS,
+        fit=True,
     )
     optimizer_in_backward: bool = _field(
         False,
         "optimisation",
         "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0, trainer "
         "torch",
+        fit=True,
     )
     optimizer_on_cpu: bool = _field(
         False,
         "optimisation",
         "keep weights and moments in the CPU's memory, and step there (CPU offload, also for one GPU); needs fsdp2 "
         "or ulysses-fsdp2",
+        fit=True,
     )
     lr: float | None = _field(
         None,
@@ -215,7 +257,7 @@ class TrainConfig(_Kernels):
     )
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
     beta2: float = _field(0.95, "optimisation", "AdamW's decay of the squared gradient")
-    grad_clip: float = _field(1.0, "optimisation", "largest gradient norm; 0 does not clip")
+    grad_clip: float = _field(1.0, "optimisation", "largest gradient norm; 0 does not clip", fit=True)
     schedule: str = _field("cosine", "optimisation", "learning rate after warm-up", SCHEDULES)
     warmup: int = _field(10, "optimisation", "steps of linear warm-up")
     min_lr: float = _field(0.1, "optimisation", "last learning rate as a part of the peak")
@@ -230,7 +272,7 @@ class TrainConfig(_Kernels):
     )
 
     trainer: str = _field(
-        "torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS
+        "torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS, fit=True
     )
     parallel: str = _field(
         "none",
@@ -239,16 +281,18 @@ class TrainConfig(_Kernels):
         "or with fsdp2's shards);"
         " deepspeed-z2 and -z3 need trainer hf, tp and ulysses need torch",
         PARALLEL,
+        fit=True,
     )
     sequence_parallel_size: int | None = _field(
-        None, "ranks", "ranks that share each row, with parallel ulysses (default: all)"
+        None, "ranks", "ranks that share each row, with parallel ulysses (default: all)", fit=True
     )
     nproc: int | None = _field(
         None,
         "ranks",
         "start so many processes here, and restart them when one dies; 0: one per GPU (default: one, or torchrun's)",
+        fit=True,
     )
-    nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc")
+    nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc", fit=True)
     rdzv_endpoint: str = _field("localhost:0", "ranks", "HOST:PORT of one of the machines, the same on all; with nproc")
     max_restarts: int = _field(3, "ranks", "restarts after a process died; with nproc")
     timeout: int = _field(600, "ranks", "seconds without progress after which every rank writes its stack and exits")
@@ -275,6 +319,7 @@ class TrainConfig(_Kernels):
         "memory",
         "recompute activations in the backward: full: all; selective: all but matrix products and attention",
         ("none", "selective", "full"),
+        fit=True,
     )
     compile: bool = _field(False, "memory", "torch.compile of each layer")
 
@@ -297,6 +342,7 @@ class TrainConfig(_Kernels):
         "run",
         "bf16-mixed trains fp32 weights, bf16 keeps all in bf16 but adapters; auto: bf16-mixed on a GPU, fp32 on a CPU",
         PRECISIONS,
+        fit=True,
     )
     seed: int = _field(0, "run", "seed of the weights and of the order of the data")
     deterministic: bool = _field(False, "run", "only deterministic PyTorch algorithms: the same bits in every run")
@@ -304,27 +350,12 @@ class TrainConfig(_Kernels):
     eval_every: int = _field(0, "run", "steps between evaluations; 0 evaluates once, at the end")
 
     def __post_init__(self) -> None:
-        for names, least, most in RANGES:
+        for limit, fits, names in LIMITS:
             for name in names.split():
                 value = getattr(self, name)
-                # written so that NaN, which is in no range, is refused
-                if value is not None and not least <= value <= most:
-                    limits = (
-                        f"at least {least}"
-                        if most in (MANY, math.inf) and not value > most
-                        else f"in [{least}, {most}]"
-                    )
-                    raise UserError(f"{name} must be {limits}, got {value!s:.80}")
-        for name, wanted, fits in (
-            ("lr", "positive", lambda x: x is None or 0 < x < math.inf),
-            ("beta2", "in [0, 1)", lambda x: 0 <= x < 1),
-            ("eval_fraction", "in [0, 1)", lambda x: 0 <= x < 1),
-            ("decay", "in (0, 1]", lambda x: 0 < x <= 1),
-            ("lora_alpha", "positive", lambda x: x is None or 0 < x < math.inf),
-            ("lora_dropout", "in [0, 1)", lambda x: 0 <= x < 1),
-        ):
-            if not fits(value := getattr(self, name)):
-                raise UserError(f"{name} must be {wanted}, got {value}")
+                if value is not None and not fits(value):
+                    most = f" and at most {MANY}" if limit.startswith("at least") and value > MANY else ""
+                    raise UserError(f"{name} must be {limit}{most}, got {value!s:.80}")
         for field in dataclasses.fields(self):
             _check_text(field.name, getattr(self, field.name))
             choices = field.metadata["choices"]
@@ -336,8 +367,10 @@ class TrainConfig(_Kernels):
         for name, offered in OFFERED[self.trainer].items():
             if getattr(self, name) not in offered:
                 raise UserError(f"trainer {self.trainer} offers {name} {', '.join(offered)}; got {getattr(self, name)}")
-        if self.sequence_parallel_size and self.parallel not in ULYSSES:
-            raise UserError(f"sequence_parallel_size needs parallel {' or '.join(ULYSSES)}, got {self.parallel}")
+        for name, other, values, why in NEEDS:
+            if getattr(self, name) and (got := getattr(self, other)) not in values:
+                needs = f"{self._named(name)} needs {other} {either(map(_shown, values))}, got {_shown(got)}"
+                raise UserError(f"{needs}: {why}" if why else needs)
         self._check_optimizer()
         if self.store and (self.trainer != "torch" or not self.checkpoint_every):
             raise UserError("store needs trainer torch and checkpoint_every")
@@ -351,22 +384,22 @@ class TrainConfig(_Kernels):
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
-        self._check_fp8()
+        if self.fp8_filter is not None and not all(name.strip() for name in self.fp8_filter.split(",")):
+            raise UserError(f"fp8_filter must be names of layers with commas between; got {self.fp8_filter!r}")
         if self.kernels == "off" and (
             named := [name for name, value in self.kernel_flags.items() if value is True or name == "tiled_mlp"]
         ):
             raise UserError(f"{named[0]} needs kernels on, got off")
-        if self.keep_attention and self.gradient_checkpointing != "full":
-            raise UserError(f"keep_attention needs gradient_checkpointing full, got {self.gradient_checkpointing}")
+
+    def _named(self, name: str) -> str:
+        """A field that is set, with its value if that is a choice."""
+        return f"{name} {getattr(self, name)}" if isinstance(getattr(self, name), str) else name
 
     def _check_optimizer(self) -> None:
         try:
             check(self.optimizer, self.parallel, self.optimizer_in_backward, self.optimizer_on_cpu)
         except ValueError as error:
             raise UserError(str(error)) from error
-        for name in ("optimizer_in_backward", "optimizer_on_cpu"):
-            if getattr(self, name) and self.trainer != "torch":
-                raise UserError(f"{name} needs trainer torch, got {self.trainer}")
         kind = KINDS[self.optimizer]
         if kind.by == "torchao" and self.fully_sharded and self.trainer != "torch":
             raise UserError(
@@ -378,73 +411,32 @@ class TrainConfig(_Kernels):
                 f"optimizer {self.optimizer} rounds weights that are kept in bf16, so it needs precision bf16; got "
                 f"{got}"
             )
-        if not self.optimizer_in_backward:
-            return
-        if self.grad_clip:
-            raise UserError(
-                f"optimizer_in_backward needs grad_clip 0, got {self.grad_clip:g}: when the norm is known, the steps "
-                "are made"
-            )
-        if self.accumulate > 1:
-            raise UserError(
-                f"optimizer_in_backward needs accumulate 1, got {self.accumulate}: each backward makes a step"
-            )
-        if self.nonfinite != "stop":
-            raise UserError(
-                f"optimizer_in_backward needs nonfinite stop, got {self.nonfinite}: when a gradient is not finite, "
-                "others have made their step"
-            )
 
     def _check_adapters(self) -> None:
         """What is wrong with adapters whatever the model is; ``train/adapters.py`` checks the
         rest."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        alone = [name for name in ADAPTERS if getattr(self, name) != defaults[name]] if not self.lora else []
-        if self.quantize and alone:
-            raise UserError(
-                f"quantize {self.quantize} needs lora, a rank of 1 or more: a quantised model cannot be trained whole"
-            )
-        if alone:
-            raise UserError(f"{alone[0]} needs lora, a rank of 1 or more")
+        for name in ("quantize", *ADAPTERS) if not self.lora else ():
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise UserError(f"{self._named(name)} needs lora, a rank of 1 or more")
         names = self.lora_targets.split(",")
         if not all(name.strip() for name in names) or (len(names) > 1 and EVERY_LINEAR in map(str.strip, names)):
             raise UserError(
                 f"lora_targets must be {EVERY_LINEAR}, or names of layers with commas between; got "
                 f"{self.lora_targets!r}"
             )
-        if self.lora and self.parallel == "tp":
-            raise UserError("lora needs parallel none, ddp, fsdp2 or deepspeed: tp does not split adapters")
-        if self.quantize and self.parallel not in ("none", "ddp"):
-            raise UserError(f"quantize {self.quantize} needs parallel none or ddp, got {self.parallel}")
-        # PEFT 0.21 with bitsandbytes 0.50 loses the scales in the second step
-        if self.dora and self.quantize == "int8":
-            raise UserError("dora needs quantize nf4, fp8 or none: with int8, DoRA loses the scales of the weights")
-
-    def _check_fp8(self) -> None:
-        if not self.fp8:
-            if self.fp8_filter is not None or self.fp8_head:
-                raise UserError(f"{'fp8_head' if self.fp8_head else 'fp8_filter'} needs fp8, a recipe")
-            return
-        if self.fp8_filter is not None and not all(name.strip() for name in self.fp8_filter.split(",")):
-            raise UserError(f"fp8_filter must be names of layers with commas between; got {self.fp8_filter!r}")
-        if self.kernels != "on":
-            raise UserError(f"fp8 {self.fp8} needs kernels on")
-        if self.lora:
-            raise UserError(
-                f"fp8 {self.fp8} trains the whole model: with lora, quantize fp8 stores the frozen model in FP8"
-            )
-        if self.parallel not in ("none", "ddp", "fsdp2"):
-            why = (
-                "scales would be those of a part of each row"
-                if self.parallel in ULYSSES
-                else "elsewhere weights are sharded while they are multiplied"
-            )
-            raise UserError(f"fp8 {self.fp8} needs parallel none, ddp or fsdp2, got {self.parallel}: {why}")
 
     @property
     def fully_sharded(self) -> bool:
         """Whether FSDP2 holds the weights."""
         return self.parallel in FULLY_SHARDED
+
+    @property
+    def machines(self) -> tuple[int, int]:
+        """The fewest and the most machines, of ``nnodes``."""
+        least, _, most = self.nnodes.partition(":")
+        if not least.isdecimal() or not (most or least).isdecimal() or not 1 <= int(least) <= int(most or least):
+            raise UserError(f"nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {self.nnodes!r}")
+        return int(least), int(most or least)
 
     def sharing(self, world: int) -> int:
         """How many of ``world`` ranks read the same rows."""
@@ -567,6 +559,10 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
     return values
 
 
+def _shown(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _check_text(name: str, value: Any) -> None:
     """``UserError`` for text that no path, command line or environment can hold."""
     if not isinstance(value, str):
@@ -627,6 +623,11 @@ def _kinds(cls: type) -> dict[str, tuple[type, bool]]:
     return kinds
 
 
+def by_group() -> list[dataclasses.Field]:
+    """The fields of a run, in the order of --help."""
+    return sorted(dataclasses.fields(TrainConfig), key=lambda field: GROUPS.index(field.metadata["group"]))
+
+
 _METAVAR = {int: "N", float: "X", str: "NAME"}
 
 
@@ -634,7 +635,7 @@ def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tup
     """One flag per field, by group. A flag that is not given leaves no trace, so that config
     files and defaults show through."""
     groups: dict[str, Any] = {}
-    for field in sorted(dataclasses.fields(TrainConfig), key=lambda f: GROUPS.index(f.metadata["group"])):
+    for field in by_group():
         if field.name in fixed:
             continue
         name, kind, choices = field.metadata["group"], _kinds(TrainConfig)[field.name][0], field.metadata["choices"]

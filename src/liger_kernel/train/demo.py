@@ -181,16 +181,17 @@ def take_turns(name: str, turn: str, other: str) -> None:
             os.write(int(other), b".")
         os.read(int(turn), 1)
 
-    loop._Run.pause, loop._Progress.label = staticmethod(pause), f"{name:<5} "  # type: ignore[method-assign, assignment]  # in this process alone
+    loop._Run.pause, loop._Run.label = staticmethod(pause), f"{name:<5} "  # type: ignore[method-assign, assignment]  # in this process alone
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """The numbers of the table, and whether the loss curves agree."""
     last = min(10, len(stock["losses"]))
-    rows = {"loss": {name: sum(run["losses"][-last:]) / last for name, run in (("stock", stock), ("ours", ours))}}
-    rows["peak_memory"] = {"stock": stock["peak_memory"], "ours": ours["peak_memory"]}
-    rows["training_memory"] = {
-        name: run["peak_memory"] - run["memory_before_training"] for name, run in (("stock", stock), ("ours", ours))
+    of = lambda number: dict(zip(RUNS, map(number, (stock, ours))))
+    rows = {
+        "loss": of(lambda run: sum(run["losses"][-last:]) / last),
+        "peak_memory": of(lambda run: run["peak_memory"]),
+        "training_memory": of(lambda run: run["peak_memory"] - run["memory_before_training"]),
     }
     for row in rows.values():
         row["ratio"] = row["ours"] / row["stock"]
@@ -215,15 +216,8 @@ def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     if len(pairs) < PAIRS:
         few = f"There are too few blocks of steps to tell which is faster, {len(pairs)} of at least {PAIRS}"
         few += ": raise --steps or lower --log-every."
-        return {
-            "stock": None,
-            "ours": None,
-            "ratio": None,
-            "quartiles": None,
-            "pairs": len(pairs),
-            "clear": False,
-            "spread": few,
-        }
+        none = dict.fromkeys(("stock", "ours", "ratio", "quartiles"))
+        return none | {"pairs": len(pairs), "clear": False, "spread": few}
     # both numbers are of one pair; the medians of the two runs may be of different moments
     a, b = pairs[len(pairs) // 2]
     low, _, high = statistics.quantiles([ours / stock for stock, ours in pairs], n=4, method="inclusive")
@@ -250,11 +244,11 @@ def table(report: dict[str, Any], run: dict[str, Any]) -> str:
             f"{label:<32}{show(report[name]['stock']):>10}{show(report[name]['ours']):>10}{report[name]['ratio']:>12{ratio}}"
         )
     rate = report["tokens_per_second"]
-    told = f"{'unclear':>10}{'unclear':>10}{'unclear':>12}"
+    cells = f"{'unclear':>10}{'unclear':>10}{'unclear':>12}"
     if rate["clear"]:
         low, high = rate["quartiles"]
-        told = f"{rate['stock']:>10,.0f}{rate['ours']:>10,.0f}{rate['ratio']:>12.2f} ({low:.2f} to {high:.2f})"
-    lines.insert(2, f"{'tokens/s, median pair of blocks':<32}{told}")
+        cells = f"{rate['stock']:>10,.0f}{rate['ours']:>10,.0f}{rate['ratio']:>12.2f} ({low:.2f} to {high:.2f})"
+    lines.insert(2, f"{'tokens/s, median pair of blocks':<32}{cells}")
     verdict, difference, allowed = (
         "agree" if report["agree"] else "DO NOT AGREE",
         report["largest_loss_difference"],
@@ -286,19 +280,9 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     from matplotlib import pyplot as plt
 
     ink, quiet, colours = "#24292f", "#8c959f", {"stock": "#b6bec8", "ours": "#0a7d6c"}
-    plt.rcParams.update(
-        {
-            "font.family": "DejaVu Sans",
-            "font.size": 10,
-            "text.color": ink,
-            "axes.edgecolor": quiet,
-            "axes.labelcolor": quiet,
-            "xtick.color": quiet,
-            "ytick.color": quiet,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.edgecolor": quiet})
+    plt.rcParams.update(dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), quiet))
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     title: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
     figure, (curve, memory, speeds) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), dpi=160)
     figure.set_layout_engine("constrained", wspace=0.06)

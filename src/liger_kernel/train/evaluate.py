@@ -11,7 +11,7 @@ import torch
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.model import attend, build, check_packing, device_and_precision
-from liger_kernel.train.token_rows import Data, target_tokens
+from liger_kernel.train.token_rows import Data
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision:
     model = build(config, data.tokenizer, device, precision).eval()
     data.check(model.config.get_text_config().vocab_size)
     attend(config, data.rows, model, device, precision)
-    total, tokens = 0.0, 0
+    total, tokens = 0.0, data.rows.count(data.eval)[1]
     arithmetic = torch.autocast(device.type, torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
     for batch in data.eval_batches(config.batch):
         on_device = {
@@ -38,7 +38,6 @@ def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision:
         }
         with arithmetic:
             total += float(model(**on_device, use_cache=False, num_items_in_batch=1).loss)
-        tokens += target_tokens(batch)
     loss = total / max(1, tokens)
     return {
         "loss": loss,

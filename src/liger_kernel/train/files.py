@@ -44,8 +44,27 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
-def read_object(path: str | Path) -> dict[str, Any]:
-    """The JSON object that is all of a regular file; ``ValueError`` for anything else.
+# a number of a run in a file; sums and products of such numbers are exact
+COUNT = range(1 << 53)
+# whole numbers beyond these are no floats
+NUMBER = (float, range(-(10**300), 10**300))
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Whether a value of JSON has a form: a type, a range of whole numbers, one of a tuple of
+    forms, or a list or dict of forms. A dict may have other names, too."""
+    if isinstance(form, tuple):
+        return any(fits(value, each) for each in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and len(value) == len(form) and all(map(fits, value, form))
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(fits(value.get(name), each) for name, each in form.items())
+    return type(value) is int and value in form if isinstance(form, range) else type(value) is form
+
+
+def read_object(path: str | Path, **form: Any) -> dict[str, Any]:
+    """The JSON object that is all of a regular file, whose values have the given forms;
+    ``ValueError`` for anything else.
 
     A pipe keeps nobody waiting.
     """
@@ -61,6 +80,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"{path} is nested too deeply") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold names and values, got a {type(values).__name__}")
+    for name, each in form.items():
+        if not fits(values.get(name), each):
+            raise ValueError(f"{path}: {name} cannot be {values.get(name)!r:.40}")
     return values
 
 

@@ -14,10 +14,10 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import functools
 import json
 import math
 import os
+import pickle
 import shlex
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.model_sizes import MODELS
-from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags
+from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags, by_group
 from liger_kernel.train.hub import configuration
 from liger_kernel.train.mistakes import Parser, one_of
 from liger_kernel.train.redact import in_a_line
@@ -53,15 +53,6 @@ GPUS = {
 }
 # bytes of the GPU's memory that no program gets: those of CUDA and the driver
 OWN = 10**9
-# fields of a run that its memory depends on, which are flags of the command under the same names
-FIELDS = (
-    *("model", "trust_remote_code", "attention", "batch", "length", "accumulate", "precision", "trainer"),
-    *("lora", "lora_dropout", "lora_targets", "dora", "quantize", "fp8", "fp8_filter", "fp8_head"),
-    *("optimizer", "optimizer_in_backward", "optimizer_on_cpu", "grad_clip"),
-    *("parallel", "sequence_parallel_size", "nproc", "nnodes"),
-    *("kernels", "fused_linear_cross_entropy", "cross_entropy", "rematerialise"),
-    *("gradient_checkpointing", "keep_attention", "activation_offloading", "tiled_mlp"),
-)
 
 
 class Switch(NamedTuple):
@@ -143,7 +134,7 @@ class Estimates:
 
     def total(self, config: TrainConfig) -> int:
         """Bytes at the peak; more than any GPU has if what must be in the CPU's memory finds no
-        room there."""
+        place there."""
         peak = self.peak(config)
         return peak.total if sum(peak.cpu.values()) <= self.cpu_memory else sys.maxsize
 
@@ -158,52 +149,47 @@ def turned_on(config: TrainConfig, switch: Switch, world: int = 1) -> TrainConfi
     return dataclasses.replace(config, **{name: value for name, value in switch.changes.items() if name not in stay})
 
 
-def switches(of: Estimates, config: TrainConfig) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Each switch that is off and saves memory: what changes, what it costs, and the peak with
-    it in bytes. A switch that the run cannot have is left out."""
+def switches(of: Estimates, config: TrainConfig) -> Iterator[dict[str, Any]]:
+    """Each switch that is off and saves memory: what changes, what it costs, the peak with it in
+    bytes, and what that saves. A switch that the run cannot have is left out."""
     given = of.peak(config).total
     halved = Switch({"batch": config.batch // 2, "accumulate": 2 * config.accumulate}, "time: products of fewer tokens")
     for switch in (*SWITCHES, *([halved] if config.batch % 2 == 0 else [])):
         with contextlib.suppress(UserError):
             other = turned_on(config, switch, of.world)
             if other != config and (peak := of.total(other)) < given:
-                changed = {
-                    name: value
-                    for name, value in switch.changes.items()
-                    if getattr(config, name) != getattr(other, name)
-                }
-                yield changed, switch.costs, peak
+                before, after = vars(config), vars(other)
+                changes = {name: value for name, value in switch.changes.items() if before[name] != after[name]}
+                yield dict(flags=flags(changes), changes=changes, costs=switch.costs, peak=peak, saves=given - peak)
 
 
-def recommended(of: Estimates, config: TrainConfig, room: float) -> TrainConfig | None:
-    """The first run that fits into ``room`` bytes of those that train the same model: as given,
+def recommended(of: Estimates, config: TrainConfig, available: float) -> TrainConfig | None:
+    """The first run that fits into so many bytes of those that train the same model: as given,
     with switches, and with fewer rows at a time."""
     for parts in range(1, config.batch + 1):
         if config.batch % parts == 0:
             fewer = dataclasses.replace(config, batch=config.batch // parts, accumulate=config.accumulate * parts)
             for combination in COMBINATIONS:
                 with contextlib.suppress(UserError):
-                    if (
-                        of.total(
-                            run := functools.reduce(functools.partial(turned_on, world=of.world), combination, fewer)
-                        )
-                        <= room
-                    ):
+                    run = fewer
+                    for switch in combination:
+                        run = turned_on(run, switch, of.world)
+                    if of.total(run) <= available:
                         return run
     return None
 
 
-def largest(peak: Callable[[int], int], room: float, start: int = 1, unit: int = 1) -> int:
-    """The largest multiple of ``unit`` whose ``peak`` is at most ``room``, to within 1/64; 0 if
+def largest(peak: Callable[[int], int], available: float, start: int = 1, unit: int = 1) -> int:
+    """The largest multiple of ``unit`` whose ``peak`` is at most ``available``, to within 1/64; 0 if
     none is. Peaks are nearly linear in what is searched."""
     known: dict[int, int] = {}
     low, high, n = 0, None, max(1, start // unit)
     while high is None or high - low > max(1, low // 64):
         known[n] = peak(n * unit)
-        low, high = (n, high) if known[n] <= room else (low, n)
+        low, high = (n, high) if known[n] <= available else (low, n)
         a, b = (sorted(known) * 2)[-2:] if high is None else (max(known.keys() - {high}, default=high), high)
         slope = (known[b] - known[a]) / (b - a) if a != b else 0.0
-        meets = int(a + (room - known[a]) / slope) if slope > 0 else 2 * n if high is None else n // 2
+        meets = int(a + (available - known[a]) / slope) if slope > 0 else 2 * n if high is None else n // 2
         least, most = (
             (low + 1, 16 * (low + 1))
             if high is None
@@ -238,10 +224,8 @@ def _parser() -> Parser:
         help="--gradient-checkpointing full",
     )
     add("--json", action="store_true", help="print JSON")
-    defaults = TrainConfig(batch=1, length=2048)
-    add_flags(
-        parser, defaults, tuple(field.name for field in dataclasses.fields(TrainConfig) if field.name not in FIELDS)
-    )
+    others = tuple(field.name for field in by_group() if not field.metadata["fit"])
+    add_flags(parser, TrainConfig(batch=1, length=2048), others)
     return parser
 
 
@@ -258,18 +242,18 @@ def main(argv: list[str]) -> int:
             f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}"
         )
     config = TrainConfig(**{"batch": 1, "length": 2048, **a})
-    room, arch, name = _gpu(gpu, gigabytes)
+    available, arch, name = _gpu(gpu, gigabytes)
     form = configuration(config.model or "", config.trust_remote_code)
     text = form.get_text_config()
     if getattr(text, "max_position_embeddings", config.length) < config.length:
         # a longer row needs no other memory
         text.max_position_embeddings = config.length
     world = world_of(config)
-    found = _found(Estimates(form, arch, world, _for_copies(of_cpu)), config, room)
+    found = _found(Estimates(form, arch, world, _for_copies(of_cpu)), config, available)
     print(
-        json.dumps(found | {"gpu": name, "gpus": world, "memory": int(room)}, indent=1)
+        json.dumps(found | {"gpu": name, "gpus": world, "memory": int(available)}, indent=1)
         if as_json
-        else _shown(found, config, room, _each(name, world))
+        else _shown(found, config, available, _each(name, world))
     )
     return 0
 
@@ -288,10 +272,7 @@ def world_of(config: TrainConfig) -> int:
 
     if config.nproc == 0:
         raise UserError("--nproc must be the number of GPUs of a machine, got 0")
-    least = config.nnodes.partition(":")[0]
-    if not least.isdecimal() or int(least) < 1:
-        raise UserError(f"nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {config.nnodes!r}")
-    check_ranks(config, world := (config.nproc or 1) * int(least))
+    check_ranks(config, world := (config.nproc or 1) * config.machines[0])
     return world
 
 
@@ -308,8 +289,8 @@ def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:
     if name is None and gigabytes is None:
         return torch.cuda.get_device_properties(0).total_memory, _arch(), torch.cuda.get_device_name(0)
     meant = GPUS[name or "h100"]
-    room = meant.mib * 2**20 - OWN if gigabytes is None else gigabytes * 1e9
-    return room, meant.arch, f"{name or 'a GPU'} with {_gb(room)} GB"
+    available = meant.mib * 2**20 - OWN if gigabytes is None else gigabytes * 1e9
+    return available, meant.arch, f"{name or 'a GPU'} with {_gb(available)} GB"
 
 
 def _arch() -> str:
@@ -319,30 +300,20 @@ def _arch() -> str:
     return arch() if arch() in TARGETS else "sm90"
 
 
-def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
+def _found(of: Estimates, config: TrainConfig, available: float) -> dict[str, Any]:
     given = of.peak(config)
-    chosen = recommended(of, config, room)
+    chosen = recommended(of, config, available)
     best = chosen or config
-    rows = largest(lambda n: of.total(dataclasses.replace(best, batch=n)), room)
-    tokens = largest(lambda n: of.total(dataclasses.replace(best, length=n)), room, config.length, 256)
+    rows = largest(lambda n: of.total(dataclasses.replace(best, batch=n)), available)
+    tokens = largest(lambda n: of.total(dataclasses.replace(best, length=n)), available, config.length, 256)
     return {
         "model": config.model,
         "peak": given.total,
         "parts": given.parts,
         "phase": given.phase,
         "cpu": given.cpu,
-        "fits": of.total(config) <= room,
-        "switches": [
-            {
-                "flags": flags(changes),
-                "changes": changes,
-                "costs": costs,
-                "peak": peak,
-                "saves": given.total - peak,
-                "fits": peak <= room,
-            }
-            for changes, costs, peak in switches(of, config)
-        ],
+        "fits": of.total(config) <= available,
+        "switches": [each | {"fits": each["peak"] <= available} for each in switches(of, config)],
         "recommended": None
         if chosen is None
         else dict(
@@ -358,18 +329,19 @@ def _found(of: Estimates, config: TrainConfig, room: float) -> dict[str, Any]:
 
 def command(config: TrainConfig) -> str:
     """The run as a command line, without what has its default."""
-    defaults = TrainConfig()
-    told = {name: getattr(config, name) for name in FIELDS if getattr(config, name) != getattr(defaults, name)}
-    if config.model in MODELS:
-        told["model"] = "FOLDER"
-    return f"liger train {flags(told | {'length': config.length, 'batch': config.batch})}"
+    shown = {
+        field.name: value
+        for field in by_group()
+        if (value := getattr(config, field.name)) != field.default or field.name in ("length", "batch")
+    }
+    return f"liger train {flags(shown | ({'model': 'FOLDER'} if config.model in MODELS else {}))}"
 
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.2f}"
 
 
-def _shown(found: dict[str, Any], config: TrainConfig, room: float, gpu: str) -> str:
+def _shown(found: dict[str, Any], config: TrainConfig, available: float, gpu: str) -> str:
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in found["parts"].items() if size >= 5e6)
     lines = [
         ("", "peak GB", "saves GB", "fits", "costs"),
@@ -419,35 +391,23 @@ def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = 
         del form.quantization_config
     from liger_kernel.parallel import MODES
 
-    run = {name: getattr(config, name) for name in FIELDS}
+    question = form, config, world, _arch(), with_switches
     # one rank can be simulated here; for DeepSpeed this raises that it is not known
     if config.parallel not in MODES[1:]:
-        return _expected(form, run, world, _arch(), with_switches)
-    question = json.dumps(
-        dict(
-            form=json.loads(form.to_json_string(use_diff=False)),
-            run=run,
-            world=world,
-            arch=_arch(),
-            with_switches=with_switches,
-        )
-    )
+        return _expected(*question)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
     try:
-        done = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, input=pickle.dumps(question), env=environment, capture_output=True, timeout=300)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"no other process could simulate it: {in_a_line(error)}") from error
     if done.returncode:
-        raise UserError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return answer
+        raise UserError((done.stderr.decode().strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return pickle.loads(done.stdout)
 
 
-def _expected(form: Any, run: dict[str, Any], world: int, arch: str, with_switches: bool) -> dict[str, Any]:
-    of, config = Estimates(form, arch, world), TrainConfig(**run)
+def _expected(form: Any, config: TrainConfig, world: int, arch: str, with_switches: bool) -> dict[str, Any]:
+    of = Estimates(form, arch, world)
     found = of.peak(config)
     more = {"switches": list(switches(of, config))} if with_switches else {}
     return {"peak": found.total, "parts": found.parts, "phase": found.phase} | more
@@ -455,36 +415,33 @@ def _expected(form: Any, run: dict[str, Any], world: int, arch: str, with_switch
 
 def _answer() -> None:
     """Of the question on standard input, in a process that ``expected`` started."""
-    import transformers
-
-    question = json.load(sys.stdin)
-    form = question.pop("form")
     try:
-        answer = _expected(transformers.CONFIG_MAPPING[form["model_type"]].from_dict(form), **question)
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = pickle.dumps(_expected(*pickle.load(sys.stdin.buffer)))
     except UserError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer))
+        sys.exit(str(error))
+    sys.stdout.buffer.write(answer)
 
 
-def explained(model: Any, config: TrainConfig, room: float | None, world: int = 1) -> str:
+def explained(model: Any, config: TrainConfig, available: float | None, world: int = 1) -> str:
     """What a run says that ran out of memory: the switches that it could turn on, and about how
     much each saves. It never raises. Arguments: ``expected``'s.
 
-    ``room``: the bytes that the GPU has.
+    ``available``: the bytes that the GPU has.
     """
     try:
         found = expected(model, config, world, with_switches=True)
-        given, rows = found["peak"], found["switches"]
         lines = [
-            f"  {flags(changes):<38} saves about {_gb(given - peak)} GB; costs {costs}" for changes, costs, peak in rows
+            f"  {switch['flags']:<38} saves about {_gb(switch['saves'])} GB; costs {switch['costs']}"
+            for switch in found["switches"]
         ]
     # the error that is explained counts, not this one
     except Exception as error:
         return f"out of memory; what each switch would save is not known: {in_a_line(error)}"
-    have = f" of the GPU's {_gb(room)}" if room else ""
+    have = f" of the GPU's {_gb(available)}" if available else ""
     ranks = f" on each of {world} ranks" if world > 1 else ""
     need = (
         f"out of memory: from its shapes, a step with {config.batch} x {config.length} tokens needs about "
-        f"{_gb(given)}{have} GB{ranks}"
+        f"{_gb(found['peak'])}{have} GB{ranks}"
     )
     return "\n".join([f"{need}. Turn on:" if lines else f"{need}, and no switch of liger train reduces that", *lines])

@@ -43,8 +43,8 @@ OURS = re.compile(rf"{UNRECORDED.pattern}|liger-run(-\d+)?\.json|metrics(-\d+)?\
 # what may lie there and is never written
 HIDDEN = re.compile(r"\..*|lost\+found|.*\.log")
 BESIDE = re.compile(rf"{HIDDEN.pattern}|.*\.(out|err|txt|ya?ml)")
-STEP = re.compile(r"(replaced-|fetching-)?step-\d+")
-IN_CHECKPOINTS = re.compile(rf"latest|identity\.json|{STEP.pattern}(\.ckpt)?|last\.ckpt|checkpoint-\d+|.*\.tmp")
+STEP = re.compile(r"(fetching-)?step-\d+")
+IN_CHECKPOINTS = re.compile(rf"latest|identity\.json|{STEP.pattern}(\.ckpt)?|checkpoint-\d+|.*\.tmp")
 IN_A_STEP = re.compile(rf"{FILE.pattern}|.*\.tmp")
 
 
@@ -96,19 +96,16 @@ def record(config: TrainConfig, ranks: Ranks, step: int) -> None:
 
 
 def _records(out: Path) -> Iterator[dict[str, Any]]:
-    """The configs of accepted starts, the newest first. Earlier releases kept one, as
-    config.json."""
+    """The configs of accepted starts, the newest first."""
     numbered = [name for name in _entries(out) if re.fullmatch(r"liger-run-\d+\.json", name)]
     for name in (RECORD, *sorted(numbered, key=lambda name: -int(name[10:-5]))):
         if (out / name).is_file():
             yield _json(out / name)
-    if _is_config(values := _json(out / "config.json")):
-        yield values
 
 
 def _is_config(values: dict[str, Any]) -> bool:
-    """Whether an object is a config of a run, perhaps of another release. A model's has other
-    names."""
+    """Whether an object is a config of a run, which ``--config`` may read from there. A model's
+    has other names."""
     return 2 * len(values.keys() & {field.name for field in dataclasses.fields(TrainConfig)}) > len(values)
 
 
@@ -183,23 +180,17 @@ def locked(config: TrainConfig, ranks: Ranks) -> Iterator[None]:
 
     It may not if something else is there, or if another run, which is named, has locked the folder.
     """
-    lock, problem = None, None
-    if ranks.first:
-        try:
+    with contextlib.ExitStack() as stack:
+
+        def lock() -> None:
             check(config)
             for folder in (config.out, config.save, config.cache):
                 writable(folder=folder)
-            lock = acquired(Path(config.out), PATIENCE * (12 if restarts() else 1))
-        except UserError as error:
-            problem = str(error)
-    problem = ranks.agreed(problem)
-    if problem:
-        raise UserError(problem)
-    try:
+            if held := acquired(Path(config.out), PATIENCE * (12 if restarts() else 1)):
+                stack.callback(held.release)
+
+        ranks.by_first(lock)
         yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def acquired(folder: Path, patience: float) -> FileLock | None:

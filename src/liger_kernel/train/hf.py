@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import transformers
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import TrainerState
 
-from liger_kernel.train.checkpoint import torn
+from liger_kernel.train.checkpoint import first_whole, step_of, torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import read_object
 from liger_kernel.train.model import replacing
 from liger_kernel.train.optimizer import optimizer_of, scheduler
-from liger_kernel.train.ranks import Ranks
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.session import Following, Observers, Session, accept, configured, numbers, refuse_nonfinite
 
@@ -161,22 +159,10 @@ def arguments(session: Session, folder: Path, rows: int) -> transformers.Trainin
     return args
 
 
-def latest(folder: Path, ranks: Ranks) -> Path | None:
-    """The newest complete checkpoint, the same on all ranks; a damaged one gives a warning and
-    is skipped."""
-    found = None
-    if ranks.first:
-        names = sorted(
-            (path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()),
-            key=lambda path: int(path.name[11:]),
-        )
-        for path in reversed(names):
-            why = damage(path)
-            if why is None:
-                found = path
-                break
-            print(f"ignoring checkpoint {path}: {why}", file=sys.stderr)
-    return ranks.agreed(found)
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint."""
+    paths = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return first_whole(sorted(paths, key=step_of, reverse=True), damage)
 
 
 def damage(path: Path) -> str | None:
@@ -190,7 +176,7 @@ def damage(path: Path) -> str | None:
             raise ValueError(f"{other} is no regular file")
         # Transformers writes this file last
         step = read_object(path / "trainer_state.json").get("global_step")
-        if type(step) is not int or step != int(path.name.rpartition("-")[2]):
+        if type(step) is not int or step != step_of(path):
             raise ValueError(f"trainer_state.json is of step {step!r:.40}")
         TrainerState.load_from_json(str(path / "trainer_state.json"))
     # Transformers raises what it likes for other names and types
@@ -204,7 +190,7 @@ def run(session: Session) -> dict[str, Any]:
     mean of ``log_every`` steps."""
     config, data, ranks = session.config, session.data, session.ranks
     folder = Path(config.out) / "checkpoints-hf"
-    last = latest(folder, ranks)
+    last = ranks.by_first(lambda: newest(folder))
     rows = accept(session, folder, last)
     args = arguments(session, folder, rows)
     with Observers(session) as observers:

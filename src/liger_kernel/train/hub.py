@@ -77,6 +77,24 @@ def why(error: Exception) -> str:
     return in_a_line(error)
 
 
+def skeleton(name: str | None, trust_remote_code: bool) -> Any:
+    """The model ``name`` without weights, or a Llama of one layer: its modules and their names."""
+    import torch
+    import transformers
+
+    if name:
+        on_hub(name)
+    try:
+        form = transformers.LlamaConfig(num_hidden_layers=1)
+        if name:
+            form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=trust_remote_code)
+    # transformers and a model's own code raise errors of many kinds
+    except Exception as error:
+        raise UserError(f"cannot build the model{f' {name}' if name else ''}: {why(error)}") from error
+
+
 def configuration(name: str, trust_remote_code: bool = False) -> Any:
     """The transformers configuration of a ``config.json``, a folder that holds one, a model that
     `liger bench step` knows, or a model on the hub."""

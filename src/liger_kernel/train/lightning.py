@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from liger_kernel.train.checkpoint import torn
+from liger_kernel.train.checkpoint import first_whole, torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import as_clock
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import optimizer_of, scheduler
-from liger_kernel.train.ranks import restarts
 from liger_kernel.train.session import Following, Observers, Session, accept, configured, numbers, refuse_nonfinite
 
 try:
@@ -204,11 +202,8 @@ class _LightningCallback(L.Callback):
             if isinstance(line["loss"], Tensor):
                 line["loss"] = float(self.summed(line["loss"])) / self.ranks.world
                 line["grad_norm"] = float(line["grad_norm"])
-                if observers.reports:
-                    observers.reports.send(line)
+                observers.publish(line)
             refuse_nonfinite(line["step"], line["loss"], line["grad_norm"])
-        if observers.endpoint and lines:
-            observers.endpoint.values, observers.endpoint.progress = lines[-1] | {"restarts": restarts()}, time.time()
         if self.ranks.first and lines:
             step = lines[-1]["step"]
             each = (time.perf_counter() - self.started) / max(1, len(lines))
@@ -217,28 +212,24 @@ class _LightningCallback(L.Callback):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints, the newest last; earlier releases wrote only last.ckpt."""
-    return [*folder.glob("last.ckpt"), *sorted(folder.glob("step-*.ckpt"))]
+    """The checkpoints, the newest last."""
+    return sorted(folder.glob("step-*.ckpt"))
 
 
 def newest(folder: Path) -> Path | None:
     """The newest intact checkpoint; ``UserError`` if there are checkpoints and none is intact."""
-    found = checkpoints(folder)
-    for path in reversed(found):
-        why = torn(path)
-        if why is None:
-            return path
-        print(f"ignoring checkpoint {path}: it {why}", file=sys.stderr)
-    if found:
+    there = checkpoints(folder)
+    found = first_whole(reversed(there), torn)
+    if there and not found:
         raise UserError(f"no checkpoint in {folder} is complete: restore one, or move the folder away to start again")
-    return None
+    return found
 
 
 def run(session: Session) -> dict[str, Any]:
     """Train and save as the config says; returns the content of ``metrics.json``."""
     config, data, ranks, device = session.config, session.data, session.ranks, session.device
     folder = Path(config.out) / "checkpoints-lightning"
-    last = ranks.agreed(newest(folder) if ranks.first else None)
+    last = ranks.by_first(lambda: newest(folder))
     rows = accept(session, folder, last)
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     # the number of ranks on this machine

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from liger_kernel.train import adamw, adapters, folder
-from liger_kernel.train.checkpoint import Checkpoints
+from liger_kernel.train.checkpoint import NUMBERS, Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.files import read_object, write
@@ -38,15 +38,7 @@ from liger_kernel.train.model import (
 )
 from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import DelayedReduce, Preempted, Ranks, Stop, joined, restarts, told_to_stop
-from liger_kernel.train.session import (
-    Observers,
-    Session,
-    moments,
-    not_to_resume,
-    refuse_nonfinite,
-    refuse_other,
-    seed_all,
-)
+from liger_kernel.train.session import Observers, Session, not_to_resume, refuse_nonfinite, refuse_other, seed_all
 from liger_kernel.train.store import stored
 from liger_kernel.train.summary import summary
 
@@ -141,6 +133,9 @@ def _own(session: Session) -> dict[str, Any]:
 class _Run(Session):
     """A run in a loop of our own."""
 
+    # the name of one of two runs that take turns, before its lines; these have no time that is left
+    label: ClassVar = ""
+
     @staticmethod
     def pause() -> None:
         """Between two stretches of steps that are timed; ``liger demo`` waits here for its turn."""
@@ -148,7 +143,7 @@ class _Run(Session):
     def __post_init__(self) -> None:
         config, model, device, ranks = self.config, self.model, self.device, self.ranks
         self.flops = flops_per_token(model, config.length)
-        self.adapters = adapters.identity(config, model)
+        self.identity  # noqa: B018  # of the whole model
         self.parallel = split(model, config, self.precision, mesh_of(config, device, ranks.world))
         self.autocast = self.precision == "bf16-mixed" and not config.fully_sharded
         self.optimizer = optimizer_of(model.parameters(), config)
@@ -186,7 +181,7 @@ class _Run(Session):
     def train(self) -> dict[str, Any]:
         config = self.config
         try:
-            with Observers(self) as self.observers, _Progress(config.steps, self.ranks.first) as self.progress:
+            with Observers(self) as self.observers:
                 folder.record(config, self.ranks, self.step)
                 path = Path(config.out) / "metrics.jsonl"
                 self.lines = StepLines(path, self.step) if self.ranks.first else None
@@ -323,7 +318,8 @@ class _Run(Session):
             self.observers.watch.progress()
         self.parallel.model.train()
         loss = float(parallel.total(total)) / max(1, data.rows.count(data.eval)[1])
-        self.progress.say(f"step {self.step}: evaluation loss {loss:.4f}")
+        if self.ranks.first:
+            print(f"step {self.step}: evaluation loss {loss:.4f}", flush=True)
         self.memory.start()
         self.started += self._clock() - before
         return loss
@@ -393,10 +389,22 @@ class _Run(Session):
         if self.lines:
             self.lines.append(lines)
         self.observers.publish(state)
-        if show:
-            self.progress.show(state)
+        if show and self.ranks.first:
+            self._show(state)
         self.pause()
         self.started = self._clock()
+
+    def _show(self, state: dict[str, Any]) -> None:
+        text = f"loss {state['loss']:.4f}  {state['tokens_per_second']:,.0f} tokens/s  {state['memory'] / 1e9:.2f} GB"
+        if state["mfu"]:
+            text += f"  MFU {state['mfu']:.1%}"
+        if state["nonfinite_steps"]:
+            text += f"  {state['nonfinite_steps']} steps skipped"
+        # the estimate leaves out evaluations and checkpoints
+        if state["seconds_left"] and not self.label:
+            text += f"  ETA {as_clock(state['seconds_left'])}"
+        steps = str(self.config.steps)
+        print(f"{self.label}step {state['step']:>{len(steps)}}/{steps}  {text}", flush=True)
 
     def _metrics(self) -> dict[str, Any]:
         lines = list(self.lines.read()) if self.lines else []
@@ -419,22 +427,9 @@ class _Run(Session):
             metrics["problem"] = f"{lost}; the newest checkpoint is that of step {newest}"
         return metrics
 
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same for the order of the data, and the function that is trained, to
-        go on where they stopped."""
-        form = self.model.config.get_text_config()
-        names = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")
-        return (
-            {"seed": self.config.seed, "length": self.config.length}
-            | self.data.identity()
-            | {"model": {name: getattr(form, name, None) for name in names}}
-            | moments(self.config)
-            | self.adapters
-        )
-
     def _save(self, wait: bool) -> None:
-        state = {name: getattr(self, name) for name in COUNTS} | {"global_batch": self.rows, "data": self.data.state()}
-        self.checkpoints.save(self.parallel.module, self.optimizer, state | {"identity": self._identity()}, wait)
+        state = {name: getattr(self, name) for name in NUMBERS} | {"global_batch": self.rows, "data": self.data.state()}
+        self.checkpoints.save(self.parallel.module, self.optimizer, state | {"identity": self.identity}, wait)
         self.started = self._clock()
 
     def _resume(self) -> None:
@@ -446,9 +441,7 @@ class _Run(Session):
                 return
             if not self.config.resume and restarts() == 0:
                 raise not_to_resume(self.checkpoints.folder)
-            here, there = self._identity(), read_object(path / "state.json")["identity"]
-            # earlier releases did not write the model
-            refuse_other(path, {"model": here["model"]} | there, here)
+            refuse_other(path, read_object(path / "state.json")["identity"], self.identity)
             state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
         self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
         self.nonfinite, self.skips = state["nonfinite"], state["skips"]
@@ -473,55 +466,5 @@ class _Run(Session):
         return time.perf_counter()
 
 
-# numbers of a run that its checkpoints keep
-COUNTS = ("step", "position", "tokens", "nonfinite", "skips")
-
-
 def _percentile(ordered: list[float], part: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
-
-
-class _Progress:
-    """A bar on a terminal (with tqdm), lines elsewhere, with the time that the steps which are
-    left need; nothing on ranks that do not ``show``."""
-
-    # the name of one of several runs in a terminal; such a run has no bar and no time that is left
-    label = ""
-
-    def __init__(self, steps: int, show: bool):
-        self.steps, self.shown, self.bar = steps, show, None
-        if show and not self.label and sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                import tqdm
-
-                self.bar = tqdm.tqdm(
-                    total=steps, dynamic_ncols=True, bar_format="{n}/{total} {bar:24} {elapsed}{postfix}"
-                )
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def show(self, state: dict[str, Any]) -> None:
-        if not self.shown:
-            return
-        text = f"loss {state['loss']:.4f}  {state['tokens_per_second']:,.0f} tokens/s  {state['memory'] / 1e9:.2f} GB"
-        if state["mfu"]:
-            text += f"  MFU {state['mfu']:.1%}"
-        if state["nonfinite_steps"]:
-            text += f"  {state['nonfinite_steps']} steps skipped"
-        # the estimate leaves out evaluations and checkpoints
-        if (left := state.get("seconds_left")) and not self.label:
-            text += f"  ETA {as_clock(left)}"
-        if self.bar is None:
-            print(f"{self.label}step {state['step']:>{len(str(self.steps))}}/{self.steps}  {text}", flush=True)
-        else:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(state["step"] - self.bar.n)
-
-    def say(self, text: str) -> None:
-        if self.shown:
-            print(text, flush=True) if self.bar is None else self.bar.write(text)

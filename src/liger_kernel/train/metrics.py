@@ -8,26 +8,26 @@ lines after it, so that every step is there once.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib.util
 import ipaddress
 import json
 import math
-import selectors
 import socket
 import sys
-import threading
 import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
-from liger_kernel.train.files import append, write
+from liger_kernel.train.files import NUMBER, append, fits, write
 from liger_kernel.train.ranks import optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
@@ -55,6 +55,12 @@ EXPORTED = {
     ),
     "kernels_compiled_total": ("kernels_compiled", "counter", "Kernels compiled after training began"),
 }
+
+
+# name in metrics.json -> name in a line of metrics.jsonl
+CURVES = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}
+# of a line of metrics
+LINE = {"step": range(1, 1 << 53)} | dict.fromkeys(CURVES.values(), (NoneType, *NUMBER))
 
 
 class StepLines:
@@ -89,7 +95,7 @@ class StepLines:
                     # a killed run leaves half a line at the end
                     with contextlib.suppress(ValueError, RecursionError):
                         found = json.loads(line)
-                    if _of_a_step(found):
+                    if fits(found, LINE):
                         yield {name: math.nan if value is None else value for name, value in found.items()}
                     else:
                         damaged.append(number)
@@ -98,14 +104,6 @@ class StepLines:
                 f"{self.path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}",
                 file=sys.stderr,
             )
-
-
-def _of_a_step(line: Any) -> bool:
-    """Whether this is a line of metrics: a step and its curves."""
-    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 1:
-        return False
-    values = [line.get(name) for name in CURVES.values()]
-    return all(value is None or type(value) is float or (type(value) is int and abs(value) < 1e300) for value in values)
 
 
 def as_json(value: Any, **options: Any) -> str:
@@ -119,10 +117,6 @@ def as_json(value: Any, **options: Any) -> str:
         return None if isinstance(part, float) and not math.isfinite(part) else part
 
     return json.dumps(plain(value), allow_nan=False, **options)
-
-
-# name in metrics.json -> name in a line of metrics.jsonl
-CURVES = {"losses": "loss", "gradient_norms": "grad_norm", "learning_rates": "lr"}
 
 
 class Endpoint:
@@ -140,7 +134,7 @@ class Endpoint:
     # second that a client may take to ask: behind 200 of them a scrape waits less than the ten that
     # Prometheus gives it
     patience = 1.0
-    # seconds between two looks at connections
+    # seconds between two looks for new connections
     rest = 0.05
 
     def __init__(self, host: str, port: int, rank: int):
@@ -155,61 +149,41 @@ class Endpoint:
             raise UserError(f"metrics cannot be served on {host}:{port}: {error}") from error
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
-        # connection -> the time at which it was accepted
-        self._clients: dict[socket.socket, float] = {}
-        self._ended = threading.Event()
-        self._thread = optional_thread(self._serve, "metrics", f"no metrics on {host}:{port}")
+        self._clients: set[asyncio.Task] = set()
+        self._ended = False
+        self._thread = optional_thread(lambda: asyncio.run(self._serve()), "metrics", f"no metrics on {host}:{port}")
 
     def close(self) -> None:
-        self._ended.set()
+        self._ended = True
         if self._thread:
             self._thread.join()
-        for connection in (*self._clients, self._listener):
-            connection.close()
+        self._listener.close()
 
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            while not self._ended.wait(self.rest):
-                for key, _ in selector.select(0.2):
-                    if key.fileobj is self._listener:
-                        self._accept(selector)
-                    else:
-                        self._receive(selector, key)
-                oldest = time.monotonic() - self.patience
-                for connection in [connection for connection, since in self._clients.items() if since < oldest]:
-                    self._drop(selector, connection)
+    async def _serve(self) -> None:
+        while not self._ended:
+            # OSError: no client is waiting, or there are no more descriptors
+            with contextlib.suppress(OSError):
+                while len(self._clients) < self.most:
+                    connection, _ = self._listener.accept()
+                    connection.setblocking(False)
+                    client = asyncio.create_task(self._client(connection))
+                    self._clients.add(client)
+                    client.add_done_callback(self._clients.discard)
+            await asyncio.sleep(self.rest)
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        # OSError: no client is waiting, or there are no more descriptors
-        with contextlib.suppress(OSError):
-            while len(self._clients) < self.most:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._clients[connection] = time.monotonic()
-                selector.register(connection, selectors.EVENT_READ, bytearray())
-
-    def _receive(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-        connection: Any = key.fileobj
-        try:
-            more = connection.recv(4096)
-            key.data.extend(more)
-            if b"\r\n\r\n" in key.data:
-                # blocking, so that what the system's buffer has no room for is sent, too
-                connection.settimeout(self.patience)
-                connection.sendall(self._answer(bytes(key.data)))
-            elif more and len(key.data) < 1 << 16:
-                # the rest of the request has not come yet
-                return
+    async def _client(self, connection: socket.socket) -> None:
         # a client may go away at any time
-        except OSError:
-            pass
-        self._drop(selector, connection)
+        with connection, contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._converse(connection), self.patience)
 
-    def _drop(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        selector.unregister(connection)
-        del self._clients[connection]
-        connection.close()
+    async def _converse(self, connection: socket.socket) -> None:
+        loop, request = asyncio.get_running_loop(), b""
+        while b"\r\n\r\n" not in request:
+            more = await loop.sock_recv(connection, 4096)
+            if not more or len(request) > 1 << 16:
+                return
+            request += more
+        await loop.sock_sendall(connection, self._answer(request))
 
     def _answer(self, request: bytes) -> bytes:
         method, path = (*request.split(b" ", 2), b"", b"")[:2]

@@ -23,7 +23,7 @@ from liger_kernel.parallel import Parallel, layers_of, parallelize
 from liger_kernel.train import adapters
 from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.data import packs
-from liger_kernel.train.hub import on_hub, why
+from liger_kernel.train.hub import on_hub, skeleton, why
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.token_rows import TokenRows
 from liger_kernel.utils import varlen_lacks
@@ -215,11 +215,9 @@ def check_packing(config: TrainConfig) -> None:
     from liger_kernel.transformers.documents import joining
 
     try:
-        form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=config.trust_remote_code)
+        model = skeleton(name, config.trust_remote_code)
     # loading the model, later, says what is wrong
-    except Exception:
+    except UserError:
         return
     verbosity = transformers.logging.get_verbosity()
     # warnings about kernels that the model on the meta device lacks are of no interest
@@ -227,7 +225,9 @@ def check_packing(config: TrainConfig) -> None:
     found = joining(model)
     transformers.logging.set_verbosity(verbosity)
     if found is not None and not found.attention:
-        raise UserError(f"packing documents: {found}, so {form.model_type} cannot be trained with several in a row")
+        raise UserError(
+            f"packing documents: {found}, so {model.config.model_type} cannot be trained with several in a row"
+        )
     if found is not None and "flash" not in config.attention and local_rank() == 0:
         print(f"warning: packing documents: {found}", file=sys.stderr)
 

@@ -100,6 +100,19 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def by_first(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on rank 0, on every rank; its ``UserError``, too."""
+        found: tuple[Any, str | None] = None, None
+        if self.first:
+            try:
+                found = work(), None
+            except UserError as error:
+                found = None, str(error)
+        value, problem = self.agreed(found)
+        if problem:
+            raise UserError(problem)
+        return value
+
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""
         flags = torch.tensor([int(flag)])
@@ -324,7 +337,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._thread = optional_thread(
-            self._look,
+            self._watch,
             "watch",
             f"rank {self._rank}: there is no watch over progress, so a run that is stuck will not end by itself",
         )
@@ -335,14 +348,6 @@ class Watch:
         if self._thread:
             self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-
-    def _look(self) -> None:
-        try:
-            self._watch()
-        except BaseException as error:
-            os.write(
-                2, f"rank {self._rank}: the watch over progress has stopped: {type(error).__name__}: {error}\n".encode()
-            )
 
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self._seconds / 4)):
@@ -501,13 +506,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAUNCHER: str(os.getpid())}
     for name in STATIC:
         os.environ.pop(name, None)
-    least, _, most = config.nnodes.partition(":")
-    try:
-        nodes = int(least), int(most or least)
-    except ValueError as error:
-        raise UserError(f"nnodes must be N or MIN:MAX, got {config.nnodes!r}") from error
-    if not 1 <= nodes[0] <= nodes[1]:
-        raise UserError(f"nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {config.nnodes!r}")
+    nodes = config.machines
     nproc = config.nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 1)
     if nodes[1] > 1 and config.rdzv_endpoint == TrainConfig.rdzv_endpoint:
         raise UserError(

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from liger_kernel.train import adapters
 from liger_kernel.train.adamw import KINDS
-from liger_kernel.train.adapters import identity
 from liger_kernel.train.config import ADAPTERS, TrainConfig, UserError
-from liger_kernel.train.files import read_object, write
+from liger_kernel.train.files import NUMBER, fits, read_object, write
 from liger_kernel.train.folder import record
 from liger_kernel.train.measure import Pace, PeakMemory, device_name
 from liger_kernel.train.metrics import CURVES, Endpoint, Reports
@@ -41,6 +41,21 @@ class Session:
     ranks: Ranks
     stop: Stop
     store: Store | None = None
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a run to go on from a checkpoint: the order of the data, and the
+        function that is trained. First read before the model is sharded, which has all weights."""
+        config, form = self.config, self.model.config.get_text_config()
+        names = ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim")
+        return (
+            {"seed": config.seed, "length": config.length}
+            | self.data.identity()
+            | {"model": {name: getattr(form, name, None) for name in names}}
+            # a checkpoint of other moments does not fit
+            | {"moments": "8 bits" if KINDS[config.optimizer].moments == 1 else "dtype of the weights"}
+            | adapters.identity(config, self.model)
+        )
 
     def metrics(self, memory: PeakMemory, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """What ``metrics.json`` says for every trainer: the run, and the curves of its ``lines``."""
@@ -67,18 +82,12 @@ class Session:
             # only rank 0 writes the file
             return None
         print("no step was left to make", flush=True)
-        found: dict[str, Any] = {}
+        form = dict(losses=list, tokens_per_second=NUMBER, peak_memory=NUMBER, memory_kind=str, trainer=str)
         with contextlib.suppress(OSError, ValueError):
-            found = read_object(Path(self.config.out) / "metrics.json")
-        losses = found.get("losses")
-        numbers = [
-            *(losses if isinstance(losses, list) else [None]),
-            found.get("tokens_per_second"),
-            found.get("peak_memory"),
-        ]
-        whole = all(type(number) in (int, float) and abs(number) < 1e300 for number in numbers)
-        ours = isinstance(found.get("memory_kind"), str) and found.get("trainer") == self.config.trainer
-        return found if whole and ours else None
+            found = read_object(Path(self.config.out) / "metrics.json", **form)
+            if found["trainer"] == self.config.trainer and all(fits(loss, NUMBER) for loss in found["losses"]):
+                return found
+        return None
 
 
 def accept(session: Session, folder: Path, last: Path | None) -> int:
@@ -92,48 +101,31 @@ def accept(session: Session, folder: Path, last: Path | None) -> int:
     if last and not config.resume and restarts() == 0:
         raise not_to_resume(folder)
     path = folder / "identity.json"
-    there, problem = ranks.agreed(_identity(path) if ranks.first and last else ({}, None))
-    if problem:
-        raise UserError(problem)
+    there = ranks.by_first(lambda: _identity(path) if last else {})
     rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world
-    here = (
-        {"seed": config.seed, "length": config.length}
-        | session.data.identity()
-        | {"global_batch": rows}
-        | moments(config)
-        | identity(config, session.model)
-    )
-    if there:
-        # earlier releases did not write these
-        refuse_other(last, {"global_batch": rows} | there, here)
+    here = session.identity | {"global_batch": rows}
+    if last:
+        refuse_other(last, there, here)
     if ranks.first and config.checkpoint_every:
         folder.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(here))
     return rows
 
 
-def _identity(path: Path) -> tuple[dict[str, Any], str | None]:
-    """(what identity.json holds, why it cannot be read); earlier releases have not written it."""
+def _identity(path: Path) -> dict[str, Any]:
+    """What identity.json holds; ``UserError`` where it cannot be read."""
     try:
-        there = read_object(path)
-        rows = there.get("global_batch", 1)
-        if type(rows) is not int or not 1 <= rows < 1 << 24:
-            raise ValueError(f"global_batch is {rows!r:.40}")
-    except FileNotFoundError:
-        return {}, None
+        return read_object(path, global_batch=range(1, 1 << 24))
     except (OSError, ValueError) as error:
         of_what = "which says of what data and model the checkpoints are"
         mend = "restore it, or give another --out"
-        return {}, f"{path}, {of_what}, is damaged ({in_a_line(error, 100)}): {mend}"
-    return there, None
+        raise UserError(f"{path}, {of_what}, is damaged ({in_a_line(error, 100)}): {mend}") from error
 
 
 def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any]) -> None:
     """``UserError`` if the checkpoint ``path`` was written with another identity than this
     run's: order of the data, model, or adapters."""
-    # earlier releases did not write these
-    later = lambda name: name.startswith("digest of ") or name in ("moments", *ADAPTERS)
-    wrong = [name for name, value in here.items() if there.get(name) != value and (name in there or not later(name))]
+    wrong = [name for name, value in here.items() if there.get(name) != value]
     if wrong:
         models = dict.fromkeys(("model", "digest of base", "digest of weights"), "another model")
         kinds = {**dict.fromkeys(ADAPTERS, "other adapters"), "moments": "another optimizer", **models}
@@ -142,11 +134,6 @@ def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any])
             f"checkpoint {path} is of {kind}: "
             f"{'; '.join(f'{name} {there.get(name)!s:.200} there, {here[name]!s:.200} here' for name in wrong)}"
         )
-
-
-def moments(config: TrainConfig) -> dict[str, str]:
-    """How the optimizer stores its moments: a checkpoint of others does not fit."""
-    return {"moments": "8 bits" if KINDS[config.optimizer].moments == 1 else "dtype of the weights"}
 
 
 def not_to_resume(folder: Path) -> UserError:

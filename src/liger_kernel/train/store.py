@@ -215,42 +215,39 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
     if not config.store:
         yield None
         return
-    problem, thread, ended, store = None, None, threading.Event(), None
-    if ranks.first:
+    found: list[Store] = []
+
+    def begin() -> None:
         try:
             store = Store(config.store_uri or "", Path(config.out))
             store.probe()
-            name = store.fetch()
-            if name:
+            if name := store.fetch():
                 print(f"fetched {name} from {store.uri}", flush=True)
-        except UserError as error:
-            problem = str(error)
+        except UserError:
+            raise
         # every store has errors of its own
         except Exception as error:
-            problem = f"cannot read the store {config.store!r}: {in_a_line(error)}"
-    problem = ranks.agreed(problem)
-    if problem:
-        raise UserError(problem)
-    if store:
-        thread = optional_thread(
-            lambda: _keep(store, ended), "store", "checkpoints are copied to the store at the end of the run alone"
-        )
+            raise UserError(f"cannot read the store {config.store!r}: {in_a_line(error)}") from None
+        found.append(store)
+
+    ranks.by_first(begin)
+    if not found:
+        yield None
+        return
+    (store,), ended, whole = found, threading.Event(), True
+    without = "checkpoints are copied to the store at the end of the run alone"
+    thread = optional_thread(lambda: _keep(store, ended), "store", without)
     try:
         yield store
     except BaseException as error:
-        _end(thread, ended)
-        if store and isinstance(error, Preempted):
-            _last(store)
+        whole = isinstance(error, Preempted)
         raise
-    _end(thread, ended)
-    if store:
-        _last(store)
-
-
-def _end(thread: threading.Thread | None, ended: threading.Event) -> None:
-    ended.set()
-    if thread:
-        thread.join()
+    finally:
+        ended.set()
+        if thread:
+            thread.join()
+        if whole:
+            _last(store)
 
 
 def _last(store: Store) -> None:

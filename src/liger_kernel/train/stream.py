@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from liger_kernel.train.checkpoint import is_part
+from liger_kernel.train.checkpoint import PART
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.files import fits
 from liger_kernel.train.mistakes import existing
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.records import BEGIN, Records, characters
@@ -50,12 +51,7 @@ class Part(NamedTuple):
     # the ``Place`` behind its last record
     end: list[int]
     last: bool
-    # a digest of the rows; earlier releases did not write it
-    digest: str | None = None
-
-    def differs(self, other: Part) -> bool:
-        """Whether they are not of the same records."""
-        return self[:3] != other[:3] or (None not in (self.digest, other.digest) and self.digest != other.digest)
+    digest: str
 
 
 def path_of(folder: Path, part: int) -> Path:
@@ -69,7 +65,7 @@ def described(path: Path) -> Part:
     try:
         with safe_open(existing(path), "pt") as file:
             part = json.loads((file.metadata() or {})["part"])
-        if not is_part(part):
+        if not fits(part, PART):
             raise ValueError(f"{part!r:.80} is no part")
     except (SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise UserError(f"{path} holds no part of rows: {in_a_line(error)}; remove it") from error
@@ -177,7 +173,7 @@ class Stream(Data):
     def compare(self, number: int) -> None:
         """``UserError`` if a part that is there is not the one that a checkpoint knows."""
         found = described(path_of(self._folder, number))
-        if number < len(self._parts) and found.differs(self._parts[number]):
+        if number < len(self._parts) and found != self._parts[number]:
             raise changed(number, self._parts[number], found)
 
     def _add(self, part: Part) -> None:
@@ -190,7 +186,7 @@ class Stream(Data):
             "rows of part 0": len(first),
             "held back": len(self.eval),
             "sum of ids of part 0": int(first.ids.sum()),
-            "digest of part 0": self._parts[0].digest or first.digest(),
+            "digest of part 0": self._parts[0].digest,
         }
 
     def state(self) -> dict[str, Any]:
@@ -293,7 +289,7 @@ class Writer:
                 raise
             rows = TokenRows.of([])
         found = Part(len(rows), list(end), self._ahead is None, rows.digest())
-        if part < len(self._parts) and found.differs(self._parts[part]):
+        if part < len(self._parts) and found != self._parts[part]:
             raise changed(part, self._parts[part], found)
         path = path_of(self.folder, part)
         unfinished = path.with_suffix(".unfinished")

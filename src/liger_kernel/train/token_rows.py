@@ -120,7 +120,7 @@ class TokenRows:
             raise UserError(f"{path} holds no rows of tokens: {wrong}")
         rows = cls(**found)
         with safe_open(path, "pt") as file:
-            # files of earlier releases have no digest: it is then computed from all rows
+            # without one, it is computed from all rows
             rows._digest = (file.metadata() or {}).get("digest")
         return rows
 
@@ -203,25 +203,14 @@ def _wrong(found: dict[str, Tensor]) -> str | None:
     """What keeps these tensors from being rows."""
     if not {"ids", "labels", "bounds"} <= found.keys() <= {"ids", "labels", "bounds", "positions"}:
         return f"it has tensors {', '.join(sorted(found)):.200}"
-    bounds, ids = found.pop("bounds"), found["ids"]
-    other = next((name for name, t in found.items() if t.dtype != torch.int32 or t.shape != (ids.numel(),)), None)
-    found["bounds"] = bounds
-    if other:
-        return f"{other} must be {ids.numel()} numbers in int32"
-    if (
-        bounds.dtype != torch.int64
-        or bounds.ndim != 1
-        or len(bounds) < 1
-        or bounds[0] != 0
-        or bounds[-1] != len(ids)
-        or bool((bounds.diff() < 1).any())
-    ):
-        return f"bounds must rise from 0 to {len(ids)} in int64"
-    if (
-        "positions" in found
-        and len(ids)
-        and not 0 <= found["positions"].min() <= found["positions"].max() < bounds.diff().max()
-    ):
+    count, bounds, positions = found["ids"].numel(), found["bounds"], found.get("positions")
+    for name in found.keys() - {"bounds"}:
+        if found[name].dtype != torch.int32 or found[name].shape != (count,):
+            return f"{name} must be {count} numbers in int32"
+    ends = bounds[[0, -1]].tolist() if bounds.dtype == torch.int64 and bounds.ndim == 1 and len(bounds) else []
+    if ends != [0, count] or bool((bounds.diff() < 1).any()):
+        return f"bounds must rise from 0 to {count} in int64"
+    if positions is not None and count and not 0 <= positions.min() <= positions.max() < bounds.diff().max():
         return "positions must lie in their rows"
     return None
 
@@ -230,11 +219,6 @@ def _bounds(positions: Tensor) -> dict[str, Any]:
     """Where documents begin and end in the flattened batch, and the length of the longest."""
     bounds = torch.cat([(positions.flatten() == 0).nonzero().flatten(), torch.tensor([positions.numel()])]).int()
     return {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": int(bounds.diff().max()) for t in "qk"}
-
-
-def target_tokens(batch: dict[str, Tensor]) -> int:
-    """The number of tokens with a loss; nothing predicts the first token of a row."""
-    return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
 def together(single: TokenRows, length: int) -> TokenRows:
@@ -317,10 +301,6 @@ class Data:
     def tokens_of(self, begin: int, end: int, seed: int) -> int:
         """Tokens of the rows at positions ``begin`` to ``end`` in the order of training."""
         return self.rows.count(self.picks(begin, end - begin, seed))[0]
-
-    def train_batch(self, index: int, size: int, seed: int) -> dict[str, Any]:
-        """Training batch number ``index`` of ``size`` rows each."""
-        return self.rows.batch(self.picks(index * size, size, seed), self.pad)
 
     def batches(self, picks: list[int], rank: int, world: int, size: int) -> list[dict[str, Any]]:
         """This rank's share of a step's rows, in batches of at most ``size`` rows: as many

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.files import fresh, read_object, write
+from liger_kernel.train.files import COUNT, fresh, read_object, write
 from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.mistakes import regular_in
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
@@ -44,6 +45,10 @@ TOKENIZER_FILES = (
 # the folder of the tokenizer, in one of data that is being tokenised
 TOKENIZER = "tokenizer"
 DRAFT = ("ids", "labels", "lengths")
+# of a draft: the place behind the last record, whether records are conversations, how many of these
+# have no answer or one too late, and how many numbers its files have
+STATE: dict[str, Any] = {"place": [COUNT] * 3, "chats": (bool, NoneType)}
+STATE |= dict.fromkeys(("silent", "late", *DRAFT), COUNT)
 # characters that are tokenised together; a tokenizer takes 150 bytes for each
 PIECE = 1_000_000
 # seconds between two moments at which what is tokenised is synced to the disk
@@ -179,23 +184,9 @@ class Draft:
         if self.folder is None:
             return {}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            known = read_object(self.folder / "state.json")
-            whole = lambda number: type(number) is int and 0 <= number < 1 << 53
-            place, counts = (
-                known.get("place"),
-                [known.get(name, 0) for name in ("ids", "labels", "lengths", "silent", "late")],
-            )
-            if (
-                not all(map(whole, counts))
-                or not isinstance(place, list)
-                or len(place) != 3
-                or not all(map(whole, place))
-            ):
-                return {}
-            if known.get("chats") in (True, False, None) and all(
-                (self.folder / name).stat().st_size >= 4 * known[name] for name in DRAFT
-            ):
+        with contextlib.suppress(OSError, ValueError):
+            known = read_object(self.folder / "state.json", **STATE)
+            if all((self.folder / name).stat().st_size >= 4 * known[name] for name in DRAFT):
                 return known
         return {}
 

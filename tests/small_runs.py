@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,3 +25,18 @@ def small_run(folder: Path, records: Iterable[Any], **changes: Any) -> TrainConf
     """A run in ``folder`` on these records; its tokens are kept there, too."""
     places = dict(out=str(folder / "run"), cache=str(folder / "cache"))
     return TrainConfig(**RUN | places | dict(data=write_jsonl(folder / "text.jsonl", records)) | changes)
+
+
+def saved(config: TrainConfig) -> bytes:
+    """The model or the adapters that a run has saved."""
+    (path,) = Path(config.save or "").glob("*model.safetensors")
+    return path.read_bytes()
+
+
+def forget_the_newest(config: TrainConfig) -> None:
+    """Remove the newest checkpoint of a run, and what it has saved."""
+    folder = Path(config.out) / ("checkpoints" if config.trainer == "torch" else f"checkpoints-{config.trainer}")
+    newest = max(folder.glob("*-*[0-9]*"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    newest.unlink() if newest.is_file() else shutil.rmtree(newest)
+    if config.save:
+        shutil.rmtree(config.save)

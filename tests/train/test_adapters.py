@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 import peft
 import transformers
 from accelerate.utils import extract_model_from_parallel
-from small_runs import TEXT, small_run
+from small_runs import TEXT, forget_the_newest, saved, small_run
 
 from liger_kernel import cli
 from liger_kernel.nn.float8 import LigerFloat8Experts
@@ -56,10 +56,6 @@ def config(base, tmp_path):
     return dataclasses.replace(base, out=str(tmp_path / "run"), save=str(tmp_path / "saved"))
 
 
-def adapter(config):
-    return (Path(config.save) / "adapter_model.safetensors").read_bytes()
-
-
 def stored(config):
     """Names of the weights in the newest checkpoint."""
     if config.trainer == "torch":
@@ -77,14 +73,6 @@ def stored(config):
     (path,) = (Path(config.out) / "checkpoints-hf" / "checkpoint-4").glob("*.safetensors")
     with safe_open(path, "pt") as file:
         return list(file.keys())
-
-
-def forget_the_newest(config):
-    folder = Path(config.out) / {"torch": "checkpoints"}.get(config.trainer, f"checkpoints-{config.trainer}")
-    newest = (
-        folder / {"torch": "step-00000004", "hf": "checkpoint-4", "lightning": "step-00000004.ckpt"}[config.trainer]
-    )
-    newest.unlink() if newest.is_file() else shutil.rmtree(newest)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +123,14 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
         with read.disable_adapter():
             assert not torch.equal(outputs(read), expected_logits)
 
-    whole = adapter(config)
+    whole = saved(config)
     forget_the_newest(config)
-    shutil.rmtree(config.save)
     again = loop.train(config)
     assert again["losses"] == expected["losses"][-len(again["losses"]) :] and len(again["losses"]) in (
         2,
         4,
     )  # our own has those of before, too
-    assert adapter(config) == whole
+    assert saved(config) == whole
 
     for changed, message in (
         (dict(lora=8), "lora 4 there, 8 here"),
@@ -163,9 +150,9 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
 def test_a_base_from_random_weights_is_made_again(config):
     config = dataclasses.replace(config, model=None, tokenizer=config.model, hidden=32, heads=2, kv_heads=1, layers=1)
     expected = loop.train(config)
-    whole = adapter(config)
+    whole = saved(config)
     forget_the_newest(config)
-    assert loop.train(config)["losses"] == expected["losses"] and adapter(config) == whole
+    assert loop.train(config)["losses"] == expected["losses"] and saved(config) == whole
     # a saved adapter is evaluated on the base that it is of, which is made again, too
     scores = evaluate(dataclasses.replace(config, model=config.save))
     assert scores["loss"] == pytest.approx(expected["evaluations"][-1]["loss"], rel=1e-5)
@@ -178,11 +165,11 @@ def test_adapters_that_lie_beside_their_model_are_no_part_of_it(config, tmp_path
     shutil.copytree(config.model, tmp_path / "beside")
     config = dataclasses.replace(config, model=str(tmp_path / "beside"), eval_fraction=0.0)
     expected = loop.train(config)
-    whole = adapter(config)
+    whole = saved(config)
     for path in Path(config.save).glob("adapter_*"):
         shutil.copy(path, config.model)
     forget_the_newest(config)
-    assert loop.train(config)["losses"] == expected["losses"] and adapter(config) == whole
+    assert loop.train(config)["losses"] == expected["losses"] and saved(config) == whole
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 mistakes that are named."""
 
 import dataclasses
-import shutil
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-from small_runs import TEXT, small_run
+from small_runs import TEXT, forget_the_newest, saved, small_run
 
 pytest.importorskip("accelerate")
 
@@ -36,10 +34,6 @@ def test_recipes_are_those_of_the_operator():
     assert tuple(RECIPES) == SWITCHES["fp8"].metadata["choices"]
 
 
-def weights(config):
-    return (Path(config.save) / "model.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize(
     "trainer, precision", [("torch", "fp32"), ("torch", "bf16-mixed"), ("torch", "bf16"), ("hf", "bf16-mixed")]
 )
@@ -55,12 +49,10 @@ def test_a_run(trainer, precision, config, capfd):
     assert "2 stock: left by the filter of fp8 (model.layers.0.self_attn.o_proj and 1 more)" in said
     assert "1 stock: a head, a router, or left by its name (lm_head)" in said
     assert expected["losses"][-1] < expected["losses"][0]
-    whole = weights(config)
-    folder = Path(config.out) / {"torch": "checkpoints", "hf": "checkpoints-hf"}[trainer]
-    shutil.rmtree(folder / {"torch": "step-00000004", "hf": "checkpoint-4"}[trainer])
-    shutil.rmtree(config.save)
+    whole = saved(config)
+    forget_the_newest(config)
     again = loop.train(config)
-    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and weights(config) == whole
+    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and saved(config) == whole
     stock = loop.train(dataclasses.replace(config, fp8=None, fp8_filter=None, out=f"{config.out}-stock", save=None))
     assert stock["losses"] != expected["losses"]
     assert expected["losses"] == pytest.approx(stock["losses"], rel=2e-2)

@@ -31,7 +31,7 @@ from unittest import mock
 import pytest
 import torch
 from processes import forkserver, free_port
-from small_runs import TEXT, small_run, write_jsonl
+from small_runs import TEXT, saved, small_run, write_jsonl
 
 pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
@@ -202,10 +202,6 @@ def largest_part(path):
     return max(path.glob("*.distcp"), key=lambda part: part.stat().st_size)
 
 
-def weights(config):
-    return (Path(config.save) / "model.safetensors").read_bytes()
-
-
 def latest(config):
     return (checkpoints_of(config) / "latest").read_text().split()
 
@@ -251,7 +247,7 @@ def same_run(config, undisturbed):
     """To the last bit: every loss, the rows of every step, the weights."""
     assert losses(config) == losses(undisturbed)
     assert rows(config) == rows(undisturbed) == [[6 * i, 6 * i + 6] for i in range(STEPS)]
-    assert weights(config) == weights(undisturbed)
+    assert saved(config) == saved(undisturbed)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
@@ -379,11 +375,11 @@ def test_optimizers_over_shards(changes, base, tmp_path):
     assert run(config, fault=("killed", 5))[1] == -signal.SIGKILL, log(config)
     assert run(config) == [0, 0], log(config)
     assert losses(config) == losses(calm) and losses(config)[-1] < losses(config)[0]
-    assert weights(config) == weights(calm)
+    assert saved(config) == saved(calm)
     if "optimizer" not in changes:
         plain = dict(optimizer_in_backward=False, optimizer_on_cpu=False, save=str(tmp_path / "third"))
         plain = dataclasses.replace(calm, out=str(tmp_path / "plain"), **plain)
-        assert run(plain) == [0, 0] and losses(plain) == losses(calm) and weights(plain) == weights(calm)
+        assert run(plain) == [0, 0] and losses(plain) == losses(calm) and saved(plain) == saved(calm)
     alone = dataclasses.replace(calm, batch=4, steps=STEPS + 2)
     if "8bit" in calm.optimizer:
         assert run(alone, 1) != [0]
@@ -466,7 +462,7 @@ def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     assert evaluated(calm) == pytest.approx(evaluated(one), rel=1e-5)
     assert run(config, fault=("terminated", 4)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
     assert run(config) == [0, 0], log(config)
-    assert losses(config) == losses(calm) and rows(config) == rows(one) and weights(config) == weights(calm)
+    assert losses(config) == losses(calm) and rows(config) == rows(one) and saved(config) == saved(calm)
     fewer = dataclasses.replace(calm, save=None, out=str(tmp_path / "fewer"))
     assert run(fewer, fault=("terminated", 6)) == [ranks.EXIT_PREEMPTED] * 2 and run(fewer, 1) == [0], log(fewer)
     assert losses(fewer) == pytest.approx(losses(one), rel=1e-5)

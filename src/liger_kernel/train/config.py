@@ -28,15 +28,9 @@ from liger_kernel.train.redact import MARK, in_a_line, redacted
 
 # variable with the URI of the store, where a config file has it without credentials
 STORE = "LIGER_STORE"
-TRAINERS = ("torch", "hf", "lightning")
 PARALLEL = ("none", "ddp", "fsdp2", "tp", "ulysses", "ulysses-fsdp2", "deepspeed-z2", "deepspeed-z3")
 ULYSSES = ("ulysses", "ulysses-fsdp2")
-PRECISIONS = ("auto", "fp32", "bf16-mixed", "bf16")
-OPTIMIZERS = tuple(KINDS)
-PACKINGS = ("auto", "documents")
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REPORTS = ("tensorboard", "wandb", "mlflow")
-QUANTIZED = ("nf4", "int8", "fp8")
 EVERY_LINEAR = "all-linear"
 FP8 = SWITCHES["fp8"].metadata["choices"]
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
@@ -177,7 +171,7 @@ class TrainConfig(_Kernels):
         None,
         "adapters",
         "store the frozen model in 4 bits (nf4) or 8 bits (int8) by bitsandbytes, or in fp8 on GPUs that compute in it",
-        QUANTIZED,
+        ("nf4", "int8", "fp8"),
         fit=True,
     )
 
@@ -205,7 +199,7 @@ class TrainConfig(_Kernels):
         "auto",
         "data",
         "auto joins plain text, and a conversation is a row; documents packs both, and a document attends to no other",
-        PACKINGS,
+        ("auto", "documents"),
     )
     stream: float = _field(
         0.0,
@@ -233,7 +227,7 @@ class TrainConfig(_Kernels):
         "optimisation",
         "AdamW of PyTorch (adamw) or torchao: with moments in 8 bits (8bit), with stochastic rounding of weights in "
         "bf16 (bf16), or both",
-        OPTIMIZERS,
+        tuple(KINDS),
         fit=True,
     )
     optimizer_in_backward: bool = _field(
@@ -258,7 +252,9 @@ class TrainConfig(_Kernels):
     weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
     beta2: float = _field(0.95, "optimisation", "AdamW's decay of the squared gradient")
     grad_clip: float = _field(1.0, "optimisation", "largest gradient norm; 0 does not clip", fit=True)
-    schedule: str = _field("cosine", "optimisation", "learning rate after warm-up", SCHEDULES)
+    schedule: str = _field(
+        "cosine", "optimisation", "learning rate after warm-up", ("cosine", "linear", "constant", "wsd")
+    )
     warmup: int = _field(10, "optimisation", "steps of linear warm-up")
     min_lr: float = _field(0.1, "optimisation", "last learning rate as a part of the peak")
     decay: float = _field(
@@ -272,7 +268,11 @@ class TrainConfig(_Kernels):
     )
 
     trainer: str = _field(
-        "torch", "run", "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's", TRAINERS, fit=True
+        "torch",
+        "run",
+        "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's",
+        ("torch", "hf", "lightning"),
+        fit=True,
     )
     parallel: str = _field(
         "none",
@@ -341,7 +341,7 @@ class TrainConfig(_Kernels):
         "auto",
         "run",
         "bf16-mixed trains fp32 weights, bf16 keeps all in bf16 but adapters; auto: bf16-mixed on a GPU, fp32 on a CPU",
-        PRECISIONS,
+        ("auto", "fp32", "bf16-mixed", "bf16"),
         fit=True,
     )
     seed: int = _field(0, "run", "seed of the weights and of the order of the data")
@@ -384,7 +384,7 @@ class TrainConfig(_Kernels):
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
-        if self.fp8_filter is not None and not all(name.strip() for name in self.fp8_filter.split(",")):
+        if self.fp8_filter is not None and not all(in_commas(self.fp8_filter)):
             raise UserError(f"fp8_filter must be names of layers with commas between; got {self.fp8_filter!r}")
         if self.kernels == "off" and (
             named := [name for name, value in self.kernel_flags.items() if value is True or name == "tiled_mlp"]
@@ -418,8 +418,8 @@ class TrainConfig(_Kernels):
         for name in ("quantize", *ADAPTERS) if not self.lora else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise UserError(f"{self._named(name)} needs lora, a rank of 1 or more")
-        names = self.lora_targets.split(",")
-        if not all(name.strip() for name in names) or (len(names) > 1 and EVERY_LINEAR in map(str.strip, names)):
+        names = in_commas(self.lora_targets)
+        if not all(names) or (len(names) > 1 and EVERY_LINEAR in names):
             raise UserError(
                 f"lora_targets must be {EVERY_LINEAR}, or names of layers with commas between; got "
                 f"{self.lora_targets!r}"
@@ -448,7 +448,7 @@ class TrainConfig(_Kernels):
     def target_modules(self) -> str | list[str]:
         """``lora_targets`` in PEFT's form."""
         targets = self.lora_targets
-        return targets if targets == EVERY_LINEAR else sorted({name.strip() for name in targets.split(",")})
+        return targets if targets == EVERY_LINEAR else sorted({*in_commas(targets)})
 
     @property
     def alpha(self) -> float:
@@ -470,7 +470,7 @@ class TrainConfig(_Kernels):
 
     @property
     def reports(self) -> list[str]:
-        return [name.strip() for name in self.report.split(",")] if self.report else []
+        return in_commas(self.report) if self.report else []
 
     @property
     def kernel_flags(self) -> dict[str, Any]:
@@ -480,7 +480,7 @@ class TrainConfig(_Kernels):
         flags = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
         del flags["kernels"]
         if self.fp8_filter:
-            flags["fp8_filter"] = [name.strip() for name in self.fp8_filter.split(",")]
+            flags["fp8_filter"] = in_commas(self.fp8_filter)
         return flags | ({"tiled_mlp": True} if self.tiled_mlp == 0 else {})
 
     def shown(self) -> dict[str, Any]:
@@ -557,6 +557,11 @@ def checked(values: dict[str, Any], cls: type, where: str) -> dict[str, Any]:
         if not (type(value) is kind or (value is None and optional)):
             raise UserError(f"{where}: {name} must be of type {kind.__name__}, got {value!r:.80}")
     return values
+
+
+def in_commas(names: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in names.split(",")]
 
 
 def _shown(value: Any) -> str:

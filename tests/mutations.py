@@ -112,7 +112,7 @@ MUTATIONS = {
         'self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]\n',
         'self.step, self.position, self.tokens = state["step"], 0, state["tokens"]\n',
         "tests/train/test_runtime.py",
-        "test_a_killed_rank_loses_nothing",
+        "loses_nothing and terminated",
     ),
 }
 

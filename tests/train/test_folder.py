@@ -119,7 +119,7 @@ def test_what_no_run_writes_may_lie_beside_it(config, tmp_path):
 
 
 def test_a_start_that_was_killed_before_its_record_begins_again(config):
-    made(config.out, ["cache/0123/rows.safetensors", "stuck-rank-0.txt", "launched-here.json"])
+    made(config.out, ["cache/0123/rows.safetensors", "stuck-rank-0.txt"])
     (Path(config.out) / "lock").write_text(json.dumps({"host": "here", "pid": 1, "since": "now"}))
     (Path(config.out) / "cache.lock").touch()
     loop.train(config)

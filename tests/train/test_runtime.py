@@ -263,49 +263,33 @@ def test_transformers_trainer_learns_the_same_over_ranks(parallel, base, tmp_pat
         assert curves["hf"][name] == pytest.approx(curves["torch"][name], rel=2e-4), name
 
 
-def test_a_killed_rank_loses_nothing(base, undisturbed, tmp_path):
-    config = place(base, tmp_path)
-    codes = run(config, fault=("killed", 7))
-    assert codes == [1, -signal.SIGKILL], log(config)  # the other one does not wait for ever
-    # the second save may still have been under way
-    assert latest(config)[-1] == "step-00000003" and latest(config)[:-1] in ([], ["step-00000006"])
-    assert run(config, TORCHELASTIC_RESTART_COUNT="1") == [0, 0], log(config)
+# what happens to the second of two ranks; its exit code; how many checkpoints are then named, the
+# newest first, of steps 3 and 6 or of the one after SIGTERM; what else is true of the run
+RECOVERIES = {
+    # the second save may still be under way
+    "killed": (("killed", 7), -signal.SIGKILL, [[3], [6, 3]], {}),
+    # one part, whose order is that of the data as a whole; it is gone with the machine
+    "killed, of a stream": (("killed", 7), -signal.SIGKILL, [[3], [6, 3]], dict(stream=1)),
+    "killed in a save": (("killed in save", 2), -signal.SIGKILL, [[3]], {}),
+    # neither the weights, the moments nor the draws of dropout are changed by it
+    "killed after a rehearsal": (("killed", 7), -signal.SIGKILL, [[3], [6, 3]], dict(REHEARSE="1")),
+    # the news travel beside one step
+    "terminated": (("terminated", 4), ranks.EXIT_PREEMPTED, [[5, 3]], {}),
+}
+
+
+@pytest.mark.parametrize("how", RECOVERIES)
+def test_a_fault_of_a_rank_loses_nothing(how, base, undisturbed, tmp_path):
+    fault, code, named, more = RECOVERIES[how]
+    changes = dict(stream=1, cache=str(tmp_path / "cache")) if "stream" in more else {}
+    config, env = place(base, tmp_path, **changes), {name: more[name] for name in more if name == "REHEARSE"}
+    codes = run(config, fault=fault, **env)
+    assert codes[1] == code and codes[0] in (1, code), log(config)  # the other one does not wait for ever
+    assert [int(name[5:]) for name in latest(config)] in named
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    assert run(config, TORCHELASTIC_RESTART_COUNT="1", **env) == [0, 0], log(config)
     same_run(config, undisturbed)
     assert metrics_of(config)["restarts"] == 1
-
-
-def test_a_stream_loses_nothing_with_a_rank(base, undisturbed, tmp_path):
-    """One part, whose order is that of the data as a whole; it is gone with the machine."""
-    config = place(base, tmp_path, stream=1, cache=str(tmp_path / "cache"))
-    assert run(config, fault=("killed", 7)) == [1, -signal.SIGKILL], log(config)
-    shutil.rmtree(tmp_path / "cache")
-    assert run(config, TORCHELASTIC_RESTART_COUNT="1") == [0, 0], log(config)
-    same_run(config, undisturbed)
-
-
-def test_a_rehearsal_changes_no_bit(base, undisturbed, tmp_path):
-    """Not the weights, the moments or the draws of dropout, whether the run begins or goes on."""
-    config = place(base, tmp_path)
-    assert run(config, fault=("killed", 7), REHEARSE="1") == [1, -signal.SIGKILL], log(config)
-    assert run(config, TORCHELASTIC_RESTART_COUNT="1", REHEARSE="1") == [0, 0], log(config)
-    same_run(config, undisturbed)
-
-
-def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(base, undisturbed, tmp_path):
-    config = place(base, tmp_path)
-    assert run(config, fault=("killed in save", 2))[1] == -signal.SIGKILL, log(config)
-    assert latest(config) == ["step-00000003"]
-    assert run(config) == [0, 0], log(config)
-    same_run(config, undisturbed)
-
-
-def test_sigterm_to_one_rank_stops_all_after_the_same_step(base, undisturbed, tmp_path):
-    config = place(base, tmp_path)
-    assert run(config, fault=("terminated", 4)) == [ranks.EXIT_PREEMPTED] * 2, log(config)
-    assert latest(config)[0] == "step-00000005"  # the news travel beside one step
-    assert len(losses(config)) == 5
-    assert run(config) == [0, 0], log(config)
-    same_run(config, undisturbed)
 
 
 def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):

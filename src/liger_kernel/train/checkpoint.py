@@ -30,7 +30,6 @@ import pickle
 import random
 import re
 import shutil
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Collection, Iterable
@@ -54,6 +53,7 @@ from torch.distributed.checkpoint.state_dict import (
 from liger_kernel.parallel import plain_parts
 from liger_kernel.train.config import UserError
 from liger_kernel.train.files import COUNT, fits, fresh, read_object, write
+from liger_kernel.train.mistakes import note
 from liger_kernel.train.ranks import Ranks
 
 LATEST = "latest"
@@ -92,10 +92,7 @@ class Checkpoints:
         if found:
             self._kept = named[named.index(found) :] if found in named else [found]
             if found not in named:
-                print(
-                    f"{self.folder / LATEST} names no complete checkpoint: the newest complete one, {found}, is used",
-                    file=sys.stderr,
-                )
+                note(f"{self.folder / LATEST} names no complete checkpoint: the newest complete one, {found}, is used")
             return found
         self._kept = []
         # a run that was killed in its first save has left nothing to lose
@@ -164,7 +161,7 @@ class Checkpoints:
     def _pass_over(self, path: Path, why: str) -> None:
         self._unreadable.add(path.name)
         if self.ranks.first:
-            print(f"ignoring checkpoint {path}: {' '.join(why.split())[:300]}", file=sys.stderr)
+            note(f"ignoring checkpoint {path}: {' '.join(why.split())[:300]}")
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], wait: bool) -> None:
         """Start a save. When it returns, training may change every tensor. With ``wait`` it is
@@ -189,9 +186,7 @@ class Checkpoints:
             except RuntimeError as problem:
                 if "start new thread" not in str(problem):
                     raise
-                print(
-                    f"{problem}: training waits for the checkpoint of step {state['step']}", file=sys.stderr, flush=True
-                )
+                note(f"{problem}: training waits for the checkpoint of step {state['step']}")
         self._future = Future()
         try:
             save(dcp.save)
@@ -264,10 +259,9 @@ class Checkpoints:
     def _failed(self, why: str) -> None:
         self.failures += 1
         if self.ranks.first:
-            print(
+            note(
                 f"checkpoint {self._path} could not be written; earlier checkpoints remain: "
-                f"{' '.join(why.split())[:500]}",
-                file=sys.stderr,
+                f"{' '.join(why.split())[:500]}"
             )
             shutil.rmtree(self._path, ignore_errors=True)
 
@@ -319,10 +313,7 @@ def names_in(latest: bytes, where: str | None = None) -> list[str]:
     names = [word for word in words if NAME.fullmatch(word)]
     if where and len(names) < len(words):
         strange = next(word for word in words if not NAME.fullmatch(word))
-        print(
-            f"{where} names {strange[:80]!r}, which is not the name of a checkpoint (step- and eight digits): ignored",
-            file=sys.stderr,
-        )
+        note(f"{where} names {strange[:80]!r}, which is not the name of a checkpoint (step- and eight digits): ignored")
     return names
 
 
@@ -353,7 +344,7 @@ def newest(folder: Path, say: bool = False, without: Collection[str] = ()) -> tu
             return name, damaged
         damaged.append(name)
         if why and say and (name in named or not unfinished(folder / name)):
-            print(f"ignoring checkpoint {folder / name}: {why}", file=sys.stderr)
+            note(f"ignoring checkpoint {folder / name}: {why}")
     return None, damaged
 
 
@@ -455,7 +446,7 @@ def first_whole(paths: Iterable[Path], damage: Callable[[Path], str | None]) -> 
         why = damage(path)
         if why is None:
             return path
-        print(f"ignoring checkpoint {path}: {why}", file=sys.stderr)
+        note(f"ignoring checkpoint {path}: {why}")
     return None
 
 

@@ -461,8 +461,8 @@ class TrainConfig(_Kernels):
         if not self.lora:
             return {"lora": 0}
         targets = self.target_modules
-        told = {"lora_alpha": self.alpha, "lora_targets": targets if isinstance(targets, str) else ",".join(targets)}
-        return {name: told.get(name, getattr(self, name)) for name in ADAPTERS}
+        same = {"lora_alpha": self.alpha, "lora_targets": targets if isinstance(targets, str) else ",".join(targets)}
+        return {name: same.get(name, getattr(self, name)) for name in ADAPTERS}
 
     @property
     def peak_lr(self) -> float:

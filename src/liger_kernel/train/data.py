@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.mistakes import owned
+from liger_kernel.train.mistakes import note, owned
 from liger_kernel.train.records import BEGIN, Records, files_of
 from liger_kernel.train.stream import Stream
 from liger_kernel.train.token_rows import Data, TokenRows
@@ -103,7 +103,7 @@ def _tokenised(config: TrainConfig, tokenizer: Any, folder: Path | None = None) 
     if tokenizer is None:
         tokenizer = own_tokenizer(records, config.vocab, folder)
     if draft.place != BEGIN:
-        print(f"tokenising continues after record {draft.place[0]}", file=sys.stderr, flush=True)
+        note(f"tokenising continues after record {draft.place[0]}")
     draft.add(records.since(draft.place), tokenizer, config.length)
     return draft.rows(config.length, config.packing), tokenizer
 

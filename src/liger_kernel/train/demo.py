@@ -25,7 +25,7 @@ from typing import Any
 from liger_kernel.env_report import environment
 from liger_kernel.train.config import TrainConfig, configured, read_flags
 from liger_kernel.train.files import write
-from liger_kernel.train.mistakes import UserError, writable
+from liger_kernel.train.mistakes import UserError, note, writable
 
 RUNS = {"stock": "off", "ours": "on"}
 # its files, and how they begin
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
 
     for name, code in _trained(config, out).items():
         if code:
-            print(f"the {name} run failed with exit code {code}", file=sys.stderr)
+            note(f"the {name} run failed with exit code {code}")
             return 1
     results = {name: json.loads((out / name / "metrics.json").read_text(encoding="utf-8")) for name in RUNS}
 

@@ -20,7 +20,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,14 +30,14 @@ from filelock import FileLock, Timeout
 from liger_kernel.train.checkpoint import FILE
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import read_object, reopen, special, write
-from liger_kernel.train.mistakes import writable
+from liger_kernel.train.mistakes import note, writable
 from liger_kernel.train.ranks import Ranks, restarts
 
 RECORD = "liger-run.json"
 CHECKPOINTS = ("checkpoints", "checkpoints-hf", "checkpoints-lightning")
 # what a start leaves that was refused or ended before it had a record, and what is copied to begin
 # from
-UNRECORDED = re.compile(r"lock|cache(\.lock)?|checkpoints(-hf|-lightning)?|stuck-rank-\d+\.txt|launched-.*\.json")
+UNRECORDED = re.compile(r"lock|cache(\.lock)?|checkpoints(-hf|-lightning)?|stuck-rank-\d+\.txt")
 OURS = re.compile(rf"{UNRECORDED.pattern}|liger-run(-\d+)?\.json|metrics(-\d+)?\.jsonl?|tensorboard|wandb|wandb-id")
 # what may lie there and is never written
 HIDDEN = re.compile(r"\..*|lost\+found|.*\.log")
@@ -210,7 +209,7 @@ def acquired(folder: Path, patience: float) -> FileLock | None:
         if error.filename is not None:  # it cannot be opened
             raise
         without = "a second run could write to it without being noticed"
-        print(f"{folder} cannot be locked ({error.strerror}): {without}", file=sys.stderr)
+        note(f"{folder} cannot be locked ({error.strerror}): {without}")
         return None
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
     with reopen(path) as file:

@@ -129,7 +129,7 @@ class _LightningCallback(L.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.run.begin(trainer.global_step)
-        self.seen, self.begun, self.loss, self.started = trainer.global_step, -1, 0.0, time.perf_counter()
+        self.step, self.begun, self.loss, self.started = trainer.global_step, -1, 0.0, time.perf_counter()
         configured(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, module.numbers)
         # a step ends where batches so far divide by its parts: of a checkpoint, steps may have had
         # another number of these
@@ -153,9 +153,9 @@ class _LightningCallback(L.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         # the loss of one part of the step
         self.loss = self.loss + outputs["loss"].detach()
-        if trainer.global_step == self.seen:
+        if trainer.global_step == self.step:
             return
-        self.seen = step = trainer.global_step
+        self.step = step = trainer.global_step
         # loss and gradient norm stay on the device until they are logged
         self.run.lines.append({"step": step, "loss": self.loss, "grad_norm": self.norm, "lr": self.lr})
         self.loss = 0.0

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from liger_kernel.train.files import read_object, write
 from liger_kernel.train.kernels import Compilations, compile_ahead, use_cache
 from liger_kernel.train.measure import UNTIMED, PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.metrics import StepLines, as_json, check_reports
+from liger_kernel.train.mistakes import note
 from liger_kernel.train.model import (
     attend,
     build,
@@ -105,7 +105,7 @@ def explaining(config: TrainConfig, device: torch.device, ranks: Ranks, form: An
             from liger_kernel.train.fit import explained
 
             room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-            print(explained(form or config.model, config, room, ranks.world), file=sys.stderr, flush=True)
+            note(explained(form or config.model, config, room, ranks.world))
         raise
 
 

@@ -28,6 +28,7 @@ from typing import Any
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.files import NUMBER, append, fits, write
+from liger_kernel.train.mistakes import note
 from liger_kernel.train.ranks import optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
@@ -72,10 +73,9 @@ class StepLines:
         kept = [line for line in self.read() if line["step"] <= step]
         # lost lines are no reason not to train
         if len(kept) < step:
-            print(
+            note(
                 f"{path} has lines of {len(kept)} steps, but the checkpoint was written after step {step}: the lines "
-                "between are lost",
-                file=sys.stderr,
+                "between are lost"
             )
         write(path, "".join(as_json(line) + "\n" for line in kept))
 
@@ -84,7 +84,7 @@ class StepLines:
             append(self.path, "".join(as_json(line) + "\n" for line in lines))
         # a full disk must not end a run
         except OSError as error:
-            print(f"{self.path} lacks steps {lines[0]['step']} to {lines[-1]['step']}: {error}", file=sys.stderr)
+            note(f"{self.path} lacks steps {lines[0]['step']} to {lines[-1]['step']}: {error}")
 
     def read(self) -> Iterator[dict[str, Any]]:
         damaged = []
@@ -100,10 +100,7 @@ class StepLines:
                     else:
                         damaged.append(number)
         if damaged:
-            print(
-                f"{self.path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}",
-                file=sys.stderr,
-            )
+            note(f"{self.path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
 
 
 def as_json(value: Any, **options: Any) -> str:
@@ -305,4 +302,4 @@ def _left_alone(service: str, then: Callable[[], Any] = lambda: None) -> Iterato
         yield
     except Exception as error:
         then()
-        print(f"reporting to {service} stopped: {type(error).__name__}: {in_a_line(error)}", file=sys.stderr)
+        note(f"reporting to {service} stopped: {type(error).__name__}: {in_a_line(error)}")

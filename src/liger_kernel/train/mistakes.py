@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import stat
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,6 +79,11 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(no_such("command", str(value), names))
             flag = max(action.option_strings, key=len, default=action.dest)
             raise UserError(f"{flag} must be one of {', '.join(names)}; got {value!r}{did_you_mean(str(value), names)}")
+
+
+def note(text: object) -> None:
+    """Tell the user something beside the results, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def one_of(kind: str, name: str, names: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -24,6 +23,7 @@ from liger_kernel.train import adapters
 from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.data import packs
 from liger_kernel.train.hub import on_hub, skeleton, why
+from liger_kernel.train.mistakes import note
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.token_rows import TokenRows
 from liger_kernel.utils import varlen_lacks
@@ -229,7 +229,7 @@ def check_packing(config: TrainConfig) -> None:
             f"packing documents: {found}, so {model.config.model_type} cannot be trained with several in a row"
         )
     if found is not None and "flash" not in config.attention and local_rank() == 0:
-        print(f"warning: packing documents: {found}", file=sys.stderr)
+        note(f"warning: packing documents: {found}")
 
 
 def recompute(model: Any, what: str) -> None:

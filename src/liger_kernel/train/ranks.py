@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 
 from liger_kernel.train.config import STORE, TrainConfig, UserError
 from liger_kernel.train.files import create
-from liger_kernel.train.mistakes import sentence
+from liger_kernel.train.mistakes import note, sentence
 from liger_kernel.train.redact import in_a_line, redacted
 
 T = TypeVar("T")
@@ -145,10 +145,9 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Ranks]:
             and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
             and rank == 0
         ):
-            print(
+            note(
                 "torchrun's restarts fail unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set: set it, or use --nproc "
-                "instead of torchrun",
-                file=sys.stderr,
+                "instead of torchrun"
             )
         yield Ranks(rank, world, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
     except BaseException as error:
@@ -235,7 +234,7 @@ def optional_thread(target: Callable[[], Any], name: str, without: str) -> threa
     try:
         thread.start()
     except RuntimeError as error:
-        print(f"{error}: {without}", file=sys.stderr, flush=True)
+        note(f"{error}: {without}")
         return None
     return thread
 
@@ -271,10 +270,10 @@ class DelayedReduce:
     def exchange(self, stop: bool, saved: int) -> tuple[bool, int]:
         """Send this rank's and return (whether any rank was to stop, the least save that was
         done) of the exchange before; the same on all ranks."""
-        heard = self.last()
+        before = self.last()
         numbers = torch.tensor([-int(stop), saved])
         self._sent = numbers, dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._ranks.control, async_op=True)
-        return heard
+        return before
 
     def last(self) -> tuple[bool, int]:
         """What the last exchange said; after it there is none under way."""
@@ -296,7 +295,7 @@ def told_to_stop() -> Iterator[Stop]:
         yield event
         return
 
-    def told(*_: Any) -> None:
+    def handler(*_: Any) -> None:
         event.set()
         if event.early:
             # a second signal must not disturb the way out
@@ -307,14 +306,14 @@ def told_to_stop() -> Iterator[Stop]:
     numbers = [
         number for number in (getattr(signal, name) for name in names) if signal.getsignal(number) != signal.SIG_IGN
     ]
-    before = {number: signal.signal(number, told) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield event
     except _Early:
         raise TooEarly("stopped by SIGTERM before training began; no checkpoint was changed") from None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Watch:
@@ -436,9 +435,7 @@ class _Agent(LocalElasticAgent):
                     # one worker failed, and the others wait for it in a collective
                     end = min(end, time.monotonic() + timeout)
             for handler in self._running():
-                print(
-                    f"process {handler.proc.pid} did not end in time after SIGTERM, so it was killed", file=sys.stderr
-                )
+                note(f"process {handler.proc.pid} did not end in time after SIGTERM, so it was killed")
                 handler.close(signal.SIGKILL)
         # PyTorch 2.11 and 2.13 differ in what else it takes
         super()._shutdown(death_sig)
@@ -467,11 +464,7 @@ def _check_endpoint(endpoint: str, nodes: int) -> None:
         raise UserError(
             f"rdzv_endpoint {endpoint} is used by another program than this run's launcher: give another port"
         )
-    print(
-        f"{endpoint} is in use: joining the launcher there. If another program uses it, give another port",
-        file=sys.stderr,
-        flush=True,
-    )
+    note(f"{endpoint} is in use: joining the launcher there. If another program uses it, give another port")
 
 
 def _keeps_a_rendezvous(host: str, port: int) -> bool:
@@ -573,6 +566,6 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE
     failure = ChildFailedError(command[0], result.failures)
-    print(failure, file=sys.stderr)
+    note(failure)
     # a signal is a negative number
     return max(1, failure.get_first_failure()[1].exitcode)

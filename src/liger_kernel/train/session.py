@@ -238,8 +238,8 @@ class Following:
         config = self.session.config
         self.observers.watch.progress()
         self.pace.made(step)
-        told = bool(config.checkpoint_every) and self.delayed.exchange(self.session.stop.is_set(), -1)[0]
-        self.preempted = self.preempted or (told and step < config.steps)
+        stop = bool(config.checkpoint_every) and self.delayed.exchange(self.session.stop.is_set(), -1)[0]
+        self.preempted = self.preempted or (stop and step < config.steps)
         return self.preempted
 
     def end(self, step: int, folder: Path) -> dict[str, float]:

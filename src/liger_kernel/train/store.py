@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from liger_kernel.train.checkpoint import FILE, LATEST, NAME, damage, listed, names_in, newest, step_of
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import aside, fresh, write
+from liger_kernel.train.mistakes import note
 from liger_kernel.train.ranks import Preempted, Ranks, optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
@@ -118,10 +118,10 @@ class Store:
                         self.fs.get_file(lines, str(new))
                         new.replace(self.out / "metrics.jsonl")
                     else:
-                        print(f"{self.uri}/metrics.jsonl is no regular file: ignored", file=sys.stderr)
+                        note(f"{self.uri}/metrics.jsonl is no regular file: ignored")
                 write(folder / LATEST, "".join(f"{each}\n" for each in dict.fromkeys((name, *listed(folder)))))
                 return name
-            print(f"ignoring checkpoint {self.uri}/checkpoints/{name}: {why}", file=sys.stderr)
+            note(f"ignoring checkpoint {self.uri}/checkpoints/{name}: {why}")
             self.damaged.add(name)
         if there and not here:
             raise UserError(
@@ -182,7 +182,7 @@ class Store:
                 self.fs.rm(f"{self.root}/checkpoints/{name}", recursive=True)
         # the new checkpoint is complete there all the same
         except Exception as error:
-            print(f"older checkpoints remain in {self.uri}: {in_a_line(error)}", file=sys.stderr)
+            note(f"older checkpoints remain in {self.uri}: {in_a_line(error)}")
         self.known, self.damaged = wanted, set()
         return True
 
@@ -271,7 +271,4 @@ def _keep(store: Store, ended: threading.Event) -> None:
             failed = newest_here
             if message != str(error):
                 message = str(error)
-                print(
-                    f"a checkpoint could not be copied to {store.uri} and will be copied later: {in_a_line(error)}",
-                    file=sys.stderr,
-                )
+                note(f"a checkpoint could not be copied to {store.uri} and will be copied later: {in_a_line(error)}")

@@ -1,7 +1,7 @@
 """TokenRows of tokens: how they are stored, packed, batched, and drawn in an order that the seed
 determines.
 
-Labels are -100 where nothing is learnt; the model shifts them by one. With packing "documents", a
+Labels are -100 where nothing is learned; the model shifts them by one. With packing "documents", a
 row has several documents or conversations, whose positions begin at 0: from these, Transformers
 sees where attention ends.
 """

@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import json
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import COUNT, fresh, read_object, write
 from liger_kernel.train.hub import on_hub, why
-from liger_kernel.train.mistakes import regular_in
+from liger_kernel.train.mistakes import note, regular_in
 from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.token_rows import IGNORE, TokenFile, TokenRows, Tokens, together
@@ -95,7 +94,7 @@ def pieces(text: str, tokenizer: Any = None) -> Iterator[str]:
                     f"this tokenizer's tokens of a text of {len(text):,} characters cannot be made piece by piece: "
                     "that takes memory, 150 bytes a character"
                 )
-                print(say, file=sys.stderr, flush=True)
+                note(say)
             break
         yield text[begin:cut]
         begin = cut
@@ -259,7 +258,7 @@ class Draft:
                     f"nothing to learn: {', and '.join(left_out)}" if left_out else "the data has no conversation"
                 )
             for why in left_out:
-                print(f"{why}: left out, as they have nothing to learn", file=sys.stderr, flush=True)
+                note(f"{why}: left out, as they have nothing to learn")
             rows = TokenRows(ids.tensor(), self._tokens["labels"].tensor(), bounds)
             return together(rows, length) if documents else rows
         # documents are joined and cut; what does not fill the last row is dropped
@@ -356,7 +355,7 @@ def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | 
     kept = folder and folder / TOKENIZER
     if kept and kept.is_dir():
         return loaded(kept)
-    print(f"training a tokenizer of up to {vocab:,} tokens on the data", file=sys.stderr, flush=True)
+    note(f"training a tokenizer of up to {vocab:,} tokens on the data")
     tokenizer = train_bpe(texts_of(records), vocab)
     complete(tokenizer)
     if kept:

@@ -18,7 +18,6 @@ import io
 import json
 import math
 import os
-import pickle
 import random
 import resource
 import select
@@ -124,32 +123,6 @@ def of_yaml(content: bytes, rng: random.Random) -> bytes:
     return damaged(content, rng)
 
 
-def of_pickle(content: bytes, rng: random.Random) -> bytes:
-    """Metadata with one of its objects changed."""
-    metadata = pickle.loads(content)
-    for _ in range(rng.choice([1, 1, 3])):
-        place = rng.choice(
-            [
-                metadata,
-                *metadata.state_dict_metadata.values(),
-                *metadata.storage_data.values(),
-                *metadata.storage_data,
-                metadata.storage_meta,
-            ]
-        )
-        if (fields := getattr(place, "__dict__", None)) and rng.random() < 0.9:
-            name = rng.choice(list(fields))
-            value = rng.choice([*VALUES, torch.float8_e4m3fn, torch.Size([10**9]), metadata, (1,), *fields.values()])
-            object.__setattr__(place, name, value)
-        else:
-            part = rng.choice([metadata.state_dict_metadata, metadata.storage_data])
-            part[rng.choice([*part, "x"])] = rng.choice([*VALUES, metadata.storage_meta])
-    try:
-        return pickle.dumps(metadata)
-    except Exception:
-        return damaged(content, rng)
-
-
 def of_tensors(content: bytes, rng: random.Random) -> bytes:
     """A safetensors file with another header."""
     size = int.from_bytes(content[:8], "little")
@@ -248,7 +221,7 @@ class Readers:
             "job-json": Kind(files, "job.json", of_json, lambda place, _: Job.load(place / "job.json").to_json()),
             "state": Kind(run, f"{step}/state.json", of_json, read),
             "sums": Kind(run, f"{step}/sums-0.json", of_json, read),
-            "metadata": Kind(run, f"{step}/.metadata", of_pickle, read),
+            "index": Kind(run, f"{step}/tensors.json", of_json, read),
             "generators": Kind(run, f"{step}/rank-0.json", of_json, read),
             "tensors": Kind(run, f"{step}/__0_0.distcp", damaged, read),
             "latest": Kind(run, "checkpoints/latest", damaged, read),

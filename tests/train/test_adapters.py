@@ -60,7 +60,7 @@ def stored(config):
     """Names of the weights in the newest checkpoint."""
     if config.trainer == "torch":
         (newest, *_) = checkpoint.listed(Path(config.out) / "checkpoints")
-        names = checkpoint.SafeReader(Path(config.out) / "checkpoints" / newest).read_metadata().state_dict_metadata
+        names = checkpoint.read_object(Path(config.out) / "checkpoints" / newest / checkpoint.INDEX)
         return [name for name in names if name.startswith("model.")]
     if config.trainer == "lightning":
         return list(

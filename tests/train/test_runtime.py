@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import io
 import json
 import multiprocessing
 import os
@@ -324,7 +323,7 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     assert losses(config) == losses(calm)[:7]
     assert run(config, 1) == [0], log(config)
     assert losses(config)[:7] == losses(calm)[:7] and losses(config) == pytest.approx(losses(calm), rel=rel)
-    stored = checkpoint.SafeReader(checkpoints_of(config) / latest(config)[0]).read_metadata().state_dict_metadata
+    stored = checkpoint.read_object(checkpoints_of(config) / latest(config)[0] / checkpoint.INDEX)
     assert stored and all("lora" in name for name in stored)
     from safetensors.torch import load_file
 
@@ -533,7 +532,7 @@ def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
     of_a_rank = [
         f"{name.format(rank)}" for rank in (0, 1) for name in ("rank-{}.json", "sums-{}.json", "__{}_0.distcp")
     ]
-    assert set(names) == {".metadata", "state.json", *of_a_rank}
+    assert set(names) == {".metadata", "tensors.json", "state.json", *of_a_rank}
     for name in names:
         shutil.copytree(folder, tmp_path / name)
         CORRUPTIONS[corruption](tmp_path / name / newest / name)
@@ -552,15 +551,6 @@ def of_the_file(name, change):
     return made
 
 
-def of_the_metadata(change):
-    def made(path):
-        metadata = pickle.loads((path / ".metadata").read_bytes())
-        change(metadata)
-        (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return made
-
-
 def pipe_at(path):
     path.unlink(missing_ok=True)
     os.mkfifo(path)
@@ -572,26 +562,11 @@ def link_at(path, to="/dev/zero"):
 
 
 def everywhere(**values):
-    """All tensors are said to be there."""
-    return of_the_metadata(
-        lambda metadata: [
-            setattr(part, name, value) for part in metadata.storage_data.values() for name, value in values.items()
-        ]
-    )
-
-
-def lost(metadata):
-    metadata.storage_data.popitem()
-
-
-def huge_memo(path):
-    """A pickle that puts something at place 2 ** 31 of its memory."""
-    (path / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
-
-
-def class_changed(path):
-    (path / ".metadata").write_bytes(
-        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\nN}X\x08\x00\x00\x00__hash__Ns\x86b."
+    """Said of the places of all tensors."""
+    at = {"file": 2, "begin": 3, "length": 4}
+    chunks = lambda index: [chunk for tensor in index.values() for chunk in tensor["chunks"]]
+    return of_the_file(
+        "tensors.json", lambda index: [c.__setitem__(at[name], values[name]) for c in chunks(index) for name in values]
     )
 
 
@@ -620,14 +595,12 @@ STRANGE = {
     "generators of three": of_the_file("rank-1.json", lambda states: states.update(python=[3, [1, 2], None])),
     "generators beside themselves": of_the_file("rank-1.json", lambda states: states["numpy"].__setitem__(2, 10**6)),
     "generators of PyTorch": of_the_file("rank-0.json", lambda states: states.update(torch="AAAA")),
-    "tensors elsewhere": everywhere(relative_path="../../../elsewhere.distcp", offset=0, length=0),
-    "tensors of a device": everywhere(relative_path="/dev/zero", offset=0, length=-1),
-    "tensors before their file": everywhere(offset=-1_000_000, length=10),
-    "tensors behind their file": everywhere(offset=1 << 40),
-    "encoded tensors": everywhere(transform_descriptors=["zstd"]),
-    "a tensor is nowhere": of_the_metadata(lost),
-    "huge memo": huge_memo,
-    "a class is changed": class_changed,
+    "tensors elsewhere": everywhere(file="../../../elsewhere.distcp", begin=0),
+    "tensors of a device": everywhere(file="/dev/zero", begin=0, length=-1),
+    "tensors before their file": everywhere(begin=-1_000_000, length=10),
+    "tensors behind their file": everywhere(begin=1 << 40),
+    "a tensor is nowhere": of_the_file("tensors.json", lambda index: [t["chunks"].clear() for t in index.values()]),
+    "tensors are a list": lambda path: (path / "tensors.json").write_text("[]"),
 }
 
 
@@ -740,37 +713,29 @@ def test_a_damaged_checkpoint_is_written_again(base, tmp_path, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == ["latest", *sorted(latest(config))]
 
 
-def test_a_pickle_in_the_place_of_metadata_runs_nothing(tmp_path):
+def test_the_metadata_of_dcp_are_written_and_not_read(base, tmp_path):
+    """PyTorch's tools need them; they are a pickle, which can run anything."""
+
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(pickle.UnpicklingError, match=r"must not hold posix\.mkdir"):
-        checkpoint.SafeReader(tmp_path).read_metadata()
+    config = place(base, tmp_path, parallel="none", steps=2, checkpoint_every=2)
+    loop.train(config)
+    path = checkpoints_of(config) / latest(config)[0]
+    theirs, ours = (
+        reader(path).read_metadata() for reader in (checkpoint.dcp.FileSystemReader, checkpoint.IndexReader)
+    )
+    assert theirs.storage_data == ours.storage_data
+    for name, tensor in theirs.state_dict_metadata.items():
+        assert (tensor.size, tensor.chunks) == (
+            ours.state_dict_metadata[name].size,
+            ours.state_dict_metadata[name].chunks,
+        )
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    checkpoint.write_sums(path, 0)
+    loop.train(dataclasses.replace(config, steps=3))
     assert not (tmp_path / "evil").exists()
-
-
-class Attribute:
-    def __init__(self, *of):
-        self.of = of
-
-    def __reduce__(self):
-        return getattr, self.of
-
-
-def test_metadata_of_any_python_is_read():
-    """Early releases of 3.11 write members of enums as attributes of their class, 3.13 paths by
-    the module that makes them."""
-    read = lambda pickled: checkpoint._Unpickler(io.BytesIO(pickled)).load()
-    formats = checkpoint.dcp.filesystem.SerializationFormat
-    for member in formats:
-        assert read(pickle.dumps(member)) is member and read(pickle.dumps(Attribute(formats, member.name))) is member
-    for module in ("pathlib", "pathlib._local"):
-        assert read(b"c%s\nPosixPath\n(S'/run'\ntR." % module.encode()) == Path("/run")
-    for attribute in (Attribute(formats, "__init_subclass__"), Attribute(torch.Size, "numel")):
-        with pytest.raises(pickle.UnpicklingError, match="must not hold"):
-            read(pickle.dumps(attribute))
 
 
 def test_a_full_disk_costs_a_checkpoint_and_no_more(base, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,8 @@
 again after every kind of failure.
 
     checkpoints/latest             names of the complete checkpoints, newest first
-    checkpoints/step-00000040/     DCP: tensors of all ranks, and .metadata, which says where they are
+    checkpoints/step-00000040/     DCP: tensors of all ranks, and .metadata for PyTorch's tools
+                     tensors.json  where the tensors are
                      state.json    step, position in the data, and what must not change between runs
                      rank-0.json   random number generators of a rank
                      sums-0.json   checksums of the files that a rank wrote, written last
@@ -13,20 +14,18 @@ intact. A run continues from the newest named checkpoint whose checksums hold. I
 ``latest`` is lost, it continues from the newest intact checkpoint that is not named. It deletes
 only what ``latest`` has named and what a killed run left unfinished.
 
-Tensors are read by ``torch.load(weights_only=True)``. From the pickle in which DCP stores its
-metadata, only the types of that metadata are read. A checkpoint may come from a stranger: nothing
-in it names another file, and one that is not as we write it is passed over.
+Tensors are read by ``torch.load(weights_only=True)``, all else is JSON: DCP's own metadata, a
+pickle, are not read. A checkpoint may come from a stranger: nothing in it names another file, and
+one that is not as we write it is passed over.
 """
 
 from __future__ import annotations
 
 import base64
-import enum
 import hashlib
-import io
 import json
+import math
 import os
-import pickle
 import random
 import re
 import shutil
@@ -35,13 +34,22 @@ import zipfile
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # the form in which DCP's reader wants places
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -56,7 +64,7 @@ from liger_kernel.train.files import COUNT, fits, fresh, read_object, write
 from liger_kernel.train.mistakes import note
 from liger_kernel.train.ranks import Ranks
 
-LATEST = "latest"
+LATEST, INDEX = "latest", "tensors.json"
 # names of the files that a checkpoint consists of
 FILE = re.compile(r"\.metadata|[A-Za-z0-9_][A-Za-z0-9_-]*\.(json|distcp)")
 # names of checkpoints: all that f"step-{step:08d}" can write
@@ -110,8 +118,7 @@ class Checkpoints:
         before, which has to be read over what this one has left.
         """
         tensors, optimizer_state = _tensors(model, optimizer)
-        reader, state = SafeReader(path), read_object(path / "state.json")
-        there = reader.read_metadata().state_dict_metadata
+        there, state = read_object(path / INDEX), read_object(path / "state.json")
         # which moments are large enough for 8 bits depends on the size of a shard
         if any(name.endswith(".codes") for name in there.keys() ^ tensors.keys()):
             ranks = state["ranks"]
@@ -125,13 +132,13 @@ class Checkpoints:
                 some = ", ".join(sorted(names)[:3])[:300] + (" ..." if len(names) > 3 else "")
                 raise UserError(f"checkpoint {path} does not fit this model{who} lacks {some}")
         for name, tensor in tensors.items():
-            if (shape := getattr(there[name], "size", None)) != tensor.shape:
+            if (shape := tuple(there[name]["size"])) != tensor.shape:
                 raise UserError(
-                    f"checkpoint {path} does not fit this model: {name:.100} has shape {shape!s:.100} there, "
+                    f"checkpoint {path} does not fit this model: {name:.100} has shape {shape} there, "
                     f"{tuple(tensor.shape)} here"
                 )
         try:
-            dcp.load(tensors, storage_reader=reader, process_group=self.ranks.saving)
+            dcp.load(tensors, storage_reader=IndexReader(path), process_group=self.ranks.saving)
         # DCP raises it on all ranks, whichever failed
         except dcp.api.CheckpointException as error:
             # an error of the file system may be gone at the next start: the checkpoint is not
@@ -178,7 +185,7 @@ class Checkpoints:
             self._failed(error or "another rank could not write")
             return
         tensors, _ = _tensors(model, optimizer)
-        save = lambda by: by(tensors, storage_writer=dcp.FileSystemWriter(self._path), process_group=self.ranks.saving)
+        save = lambda by: by(tensors, storage_writer=IndexWriter(self._path), process_group=self.ranks.saving)
         if not wait:
             try:
                 self._future = _then_summed(save(dcp.async_save), self._path, self.ranks.rank)
@@ -369,8 +376,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its checksums, its metadata and the types and ranges
-    of what it says; None if nothing is."""
+    """What is wrong with a checkpoint, by its checksums and the types and ranges of what it
+    says; None if nothing is."""
     try:
         files = _files(path)
         state = _state(path)
@@ -380,8 +387,8 @@ def damage(path: Path) -> str | None:
         for rank in range(state["ranks"]):
             own = random.Random(), np.random.RandomState(), torch.Generator()
             set_generators(read_object(path / f"rank-{rank}.json"), *own)
-        return _misplaced(SafeReader(path).read_metadata(), {name: files[name] for name in sums})
-    # an unpickler raises errors of any kind
+        return _misplaced(path, {name: files[name] for name in sums})
+    # generators raise errors of any kind for other states
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace(f"{path}/", "")[:300]
 
@@ -402,8 +409,10 @@ PART = [COUNT, [COUNT] * 3, bool, str]
 # numbers of a run that go on with it
 NUMBERS = ("step", "position", "tokens", "nonfinite", "skips")
 # what a run needs of state.json; rows of a step are listed
-STATE: dict[str, Any] = dict.fromkeys(NUMBERS, COUNT)
-STATE |= dict.fromkeys(("ranks", "global_batch"), range(1, 1 << 24)) | {"identity": dict, "data": dict}
+STATE: dict[str, Any] = dict.fromkeys(NUMBERS, COUNT) | dict.fromkeys(("ranks", "global_batch"), range(1, 1 << 24))
+STATE |= {"identity": dict, "data": {"parts": (NoneType, [PART, ...])}}
+# of a tensor in tensors.json; a chunk is its offsets and sizes, its file, where it begins there, and its length
+TENSOR = {"size": [COUNT, ...], "chunks": [[[COUNT, ...], [COUNT, ...], str, COUNT, range(1, 1 << 53)], ...]}
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -411,32 +420,17 @@ def _state(path: Path) -> dict[str, Any]:
     state = read_object(path / "state.json", **STATE)
     if state["step"] != step_of(path):
         raise ValueError(f"state.json is of step {state['step']}")
-    if not all(fits(part, PART) for part in state["data"].get("parts", [])):
-        raise ValueError("state.json has other parts than a stream")
     return state
 
 
-def _misplaced(metadata: Metadata, files: dict[str, int]) -> str | None:
-    """A tensor of the metadata that is not where it should be: inside a file of the checkpoint's
-    own."""
-    parts = metadata.storage_data
-    for name, tensor in metadata.state_dict_metadata.items():
-        for chunk in tensor.chunks:  # type: ignore[union-attr]  # the unpickler refuses the metadata of bytes
-            part = parts.get(MetadataIndex(name, chunk.offsets))
-            if part is None or part.relative_path not in files:
-                return f"the file of {name:.100} is missing"
-    for part in parts.values():
-        begin, size = part.offset, part.length
-        if (
-            type(begin) is not int
-            or type(size) is not int
-            or begin < 0
-            or size < 1
-            or files.get(part.relative_path, 0) < begin + size
-        ):
-            return f"{part.relative_path!s:.100} is too short or missing"
-        if getattr(part, "transform_descriptors", None):
-            return f"{part.relative_path!s:.100} is encoded, as no run does"
+def _misplaced(path: Path, files: dict[str, int]) -> str | None:
+    """A tensor that is not where it should be: inside a file of the checkpoint's own."""
+    for name, tensor in read_object(path / INDEX).items():
+        if not fits(tensor, TENSOR) or math.prod(tensor["size"]) != sum(math.prod(c[1]) for c in tensor["chunks"]):
+            return f"{INDEX} does not say where {name:.100} is"
+        for *_, file, begin, length in tensor["chunks"]:
+            if files.get(file, 0) < begin + length:
+                return f"{file:.100}, in which {name:.100} is, is too short or missing"
     return None
 
 
@@ -479,7 +473,7 @@ def write_sums(folder: Path, rank: int) -> None:
     mine = [
         folder / f"rank-{rank}.json",
         *folder.glob(f"__{rank}_*.distcp"),
-        *([folder / "state.json", folder / ".metadata"] if rank == 0 else []),
+        *([folder / name for name in ("state.json", INDEX, ".metadata")] if rank == 0 else []),
     ]
     write(folder / f"sums-{rank}.json", json.dumps({path.name: digest(path) for path in mine}))
 
@@ -497,7 +491,7 @@ def _differing(folder: Path, sums: dict[str, str]) -> str | None:
     """A file whose checksum is another, if there is one."""
     with ThreadPoolExecutor(8) as readers:
         same = readers.map(lambda name: digest(folder / name) == sums[name], sums)
-    missing = {".metadata", "state.json", "rank-0.json"} - sums.keys()
+    missing = {INDEX, "state.json", "rank-0.json"} - sums.keys()
     return next((name for name, equal in zip(sums, same) if not equal), None) or next(iter(missing), None)
 
 
@@ -510,67 +504,35 @@ def unfinished(path: Path) -> bool:
         return not any(path.glob("sums-*.json"))
 
 
-class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, which refuses metadata that names anything except the types of tensors'
-    metadata."""
+class IndexWriter(dcp.FileSystemWriter):
+    """DCP's writer, which also writes ``INDEX``: where the tensors are."""
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, results)
+        index = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            chunks = []
+            for chunk in tensor.chunks:  # type: ignore[union-attr]  # all values are tensors
+                part = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                chunks.append([*map(list, (chunk.offsets, chunk.sizes)), part.relative_path, part.offset, part.length])
+            index[name] = {"size": list(tensor.size), "chunks": chunks}  # type: ignore[union-attr]  # as above
+        write(Path(self.path) / INDEX, json.dumps(index))
+
+
+class IndexReader(dcp.FileSystemReader):
+    """DCP's reader, which reads ``INDEX`` in the place of DCP's own metadata: these are a pickle,
+    and what a pickle names is run."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-_Python: Any = pickle._Unpickler  # type: ignore[attr-defined]  # the one in C reserves memory for any number that a pickle names
-
-
-class _Unpickler(_Python):
-    # Bytes are left out: DCP would unpickle them.
-    CHECKPOINT = {
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-        "StorageMeta",
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        # as Python 3.13 writes it
-        module = "pathlib" if module == "pathlib._local" else module
-        allowed = (
-            (module == "torch.distributed.checkpoint.metadata" and name in self.CHECKPOINT)
-            or (module == "torch.distributed.checkpoint.filesystem" and name in ("_StorageInfo", "SerializationFormat"))
-            or (module, name)
-            in (
-                ("torch", "Size"),
-                ("torch.serialization", "_get_layout"),
-                ("pathlib", "PosixPath"),
-                ("pathlib", "WindowsPath"),
-            )
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        )
-        if not allowed:
-            raise pickle.UnpicklingError(f"checkpoint metadata must not hold {module}.{name}")
-        return super().find_class(module, name)
-
-    def _build(self) -> None:
-        # a change of a class would reach the whole process
-        if isinstance(self.stack[-2], type):
-            raise pickle.UnpicklingError("checkpoint metadata must not change a class")
-        super().load_build()
-
-    dispatch = _Python.dispatch | {pickle.BUILD[0]: _build}
-
-
-def _member(kind: Any, name: str) -> enum.Enum:
-    """A member of an Enum, which early releases of Python 3.11 pickle as ``getattr(kind,
-    name)``."""
-    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"checkpoint metadata must not hold {name} of {kind!r}")
+        tensors: dict[str, Any] = {}
+        parts = {}
+        for name, tensor in read_object(Path(self.path) / INDEX).items():
+            chunks = []
+            for offsets, sizes, *place in tensor["chunks"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                parts[MetadataIndex(name, offsets)] = _StorageInfo(*place)
+            tensors[name] = TensorStorageMetadata(TensorProperties(), torch.Size(tensor["size"]), chunks)
+        return Metadata(tensors, storage_data=parts, storage_meta=StorageMeta(load_id=self.load_id))
 
 
 def generators() -> dict[str, Any]:

@@ -52,9 +52,12 @@ NUMBER = (float, range(-(10**300), 10**300))
 
 def fits(value: Any, form: Any) -> bool:
     """Whether a value of JSON has a form: a type, a range of whole numbers, one of a tuple of
-    forms, or a list or dict of forms. A dict may have other names, too."""
+    forms, or a list or dict of forms. ``[form, ...]`` is a list of any length; a dict may have
+    other names, too."""
     if isinstance(form, tuple):
         return any(fits(value, each) for each in form)
+    if isinstance(form, list) and form[-1] is ...:
+        return isinstance(value, list) and all(fits(each, form[0]) for each in value)
     if isinstance(form, list):
         return isinstance(value, list) and len(value) == len(form) and all(map(fits, value, form))
     if isinstance(form, dict):

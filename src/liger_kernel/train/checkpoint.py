@@ -364,7 +364,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     # a frozen base may be quantised, and DCP cannot tell its state from modules
     frozen = len(trained) < sum(1 for _ in model.parameters())
-    weights: dict[str, Any] = trained if frozen else get_model_state_dict(model)  # type: ignore[assignment]  # its values are more than tensors
+    weights: dict[str, Any] = dict(trained if frozen else get_model_state_dict(model))
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     tensors = {f"model.{name}": t for name, t in weights.items()}
     for name, t in state.items():

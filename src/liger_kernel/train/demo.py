@@ -181,7 +181,9 @@ def take_turns(name: str, turn: str, other: str) -> None:
             os.write(int(other), b".")
         os.read(int(turn), 1)
 
-    loop._Run.pause, loop._Run.label = staticmethod(pause), f"{name:<5} "  # type: ignore[method-assign, assignment]  # in this process alone
+    # in this process alone
+    run: Any = loop._Run
+    run.pause, run.label = staticmethod(pause), f"{name:<5} "
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
@@ -240,9 +242,8 @@ def table(report: dict[str, Any], run: dict[str, Any]) -> str:
     ]
     lines = [f"{'':<32}{'stock':>10}{'ours':>10}{'ours/stock':>12}"]
     for label, name, show, ratio in rows:
-        lines.append(
-            f"{label:<32}{show(report[name]['stock']):>10}{show(report[name]['ours']):>10}{report[name]['ratio']:>12{ratio}}"
-        )
+        row = report[name]
+        lines.append(f"{label:<32}{show(row['stock']):>10}{show(row['ours']):>10}{row['ratio']:>12{ratio}}")
     rate = report["tokens_per_second"]
     cells = f"{'unclear':>10}{'unclear':>10}{'unclear':>12}"
     if rate["clear"]:

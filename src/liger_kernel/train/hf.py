@@ -49,13 +49,15 @@ class _Trainer(transformers.Trainer):
 
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = optimizer_of(self.model.parameters(), self.config)  # type: ignore[union-attr]  # a Trainer that trains has a model
+            model: Any = self.model
+            self.optimizer = optimizer_of(model.parameters(), self.config)
             self.numbers = numbers(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
-            self.lr_scheduler = scheduler(optimizer or self.optimizer, self.config)  # type: ignore[arg-type]  # a Trainer has an optimizer by now
+            optimizer = optimizer or self.optimizer
+            self.lr_scheduler = scheduler(optimizer, self.config)
         return self.lr_scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

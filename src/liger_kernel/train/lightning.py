@@ -266,7 +266,8 @@ def run(session: Session) -> dict[str, Any]:
         )
         # SIGTERM is ours: Lightning's handler would end the run at the next batch, before ranks
         # agree on a step to save
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]  # its handlers would take the place of ours
+        connector: Any = trainer._signal_connector
+        connector.register_signal_handlers = lambda: None
         following.memory.start()
         todo = _Batches(session, rows, lambda: trainer.global_step)
         trainer.fit(module, loader(todo), loader(mine) if mine else None, ckpt_path=last)

@@ -282,8 +282,10 @@ class _Run(Session):
             # for the norm
             skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
             where = "cpu" if self.config.optimizer_on_cpu else self.device
-            self.optimizer.found_inf, self.optimizer.grad_scale = skip.to(where, torch.float32), None  # type: ignore[attr-defined]  # what GradScaler gives an optimizer
-            self.optimizer.step()
+            fused: Any = self.optimizer
+            # as GradScaler says it to an optimizer
+            fused.found_inf, fused.grad_scale = skip.to(where, torch.float32), None
+            fused.step()
         # torchao's optimizers have no such switch, so the host waits for the norm
         elif not keep and bool(torch.isfinite(norm)):
             self.optimizer.step()

@@ -24,7 +24,8 @@ _QUERY = re.compile(r"(?i)([?&;#][\w.~-]*(?:key|secret|token|sig|passw|pwd|crede
 # A quoted name of JSON or YAML with a quoted value. Tokenizers have names such as "eos_token", so
 # `token` needs a prefix.
 _FIELD = re.compile(
-    r"(?i)(?P<name>(?P<quote>\\*[\"'])(?:[\w.-]*(?:passw|passphrase|pwd|secret|credential|(?:api|access|account|private)[_-]?key)[\w.-]*"
+    r"(?i)(?P<name>(?P<quote>\\*[\"'])"
+    r"(?:[\w.-]*(?:passw|passphrase|pwd|secret|credential|(?:api|access|account|private)[_-]?key)[\w.-]*"
     r"|(?:(?:access|api|auth|bearer|hf|id|refresh|session)[_-]?)?token|auth)(?P=quote)\s*:\s*)"
     r"(?P<mark>\\*[\"'])(?:(?!(?P=mark))(?:\\.|.))*(?P=mark)"
 )
@@ -44,7 +45,8 @@ _BEARER = re.compile(r"(?i)(\b(?:bearer|authorization:\s*\w+)\s+)(?!\*)[\w.~+/-]
 # PGPASSWORD.
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET = re.compile(
-    r"(?:pass|pwd|pat|keys?|auth|secrets?|token|creds?|credentials?|netrc)$|.*(?:passw(?:or)?d|passphrase|secret|token|apikey|pwd|credentials?)$"
+    r"(?:pass|pwd|pat|keys?|auth|secrets?|token|creds?|credentials?|netrc)$"
+    r"|.*(?:passw(?:or)?d|passphrase|secret|token|apikey|pwd|credentials?)$"
 )
 # a variable whose name ends in one of these holds no credential itself
 _PLACE = {"class", "dir", "file", "name", "path", "ref", "sock", "type"}

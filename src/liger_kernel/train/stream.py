@@ -146,7 +146,8 @@ class Stream(Data):
         path = path_of(self._folder, part)
         while not path.is_file():
             if self._writer is not None and self._writer.poll() is not None and not path.is_file():
-                message = self._writer.stdout.read().decode().strip()  # type: ignore[union-attr]  # it was started with a pipe
+                output: Any = self._writer.stdout  # a pipe
+                message = output.read().decode().strip()
                 code = self._writer.returncode
                 raise UserError(message or f"tokenising ended with exit code {code}: {path} is missing")
             time.sleep(0.02)

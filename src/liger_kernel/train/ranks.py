@@ -302,10 +302,8 @@ def told_to_stop() -> Iterator[Stop]:
             event.early = False
             raise _Early
 
-    names = [number for number in ("SIGTERM", "SIGHUP") if hasattr(signal, number)]
-    numbers = [
-        number for number in (getattr(signal, name) for name in names) if signal.getsignal(number) != signal.SIG_IGN
-    ]
+    there = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))
+    numbers = [number for number in there if number and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield event

@@ -300,7 +300,7 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
 
     rate = report["tokens_per_second"]
     saved = f"Peak memory: {report['peak_memory']['ratio']:.2f}x"
-    bars = [(memory, "peak_memory", _gb, saved)]
+    bars: list[Any] = [(memory, "peak_memory", _gb, saved)]
     if rate["clear"]:
         bars.append((speeds, "tokens_per_second", lambda x: f"{x:,.0f}", f"Tokens/s: {rate['ratio']:.2f}x"))
         low, high = rate["quartiles"]

@@ -237,9 +237,7 @@ def test_a_device_without_kernels_of_bitsandbytes_is_refused(config, monkeypatch
     import bitsandbytes
 
     monkeypatch.setattr(bitsandbytes, "supported_torch_devices", {"cuda"})
-    with pytest.raises(
-        UserError, match="quantize nf4 needs a device that bitsandbytes has kernels for \(cuda\); this run uses cpu"
-    ):
+    with pytest.raises(UserError, match=r"quantize nf4 needs a device .* \(cuda\); this run uses cpu"):
         adapters.check(dataclasses.replace(config, quantize="nf4"), CPU)
 
 

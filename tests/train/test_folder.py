@@ -290,9 +290,7 @@ def test_pipes_and_folders_in_the_place_of_files_are_refused(kind, name, config)
     path = Path(config.out) / name
     path.parent.mkdir(parents=True)
     path.mkdir() if kind == "folder" else os.mkfifo(path)
-    with pytest.raises(
-        UserError, match=rf"{path} is a {kind}.*, which no run has made: remove it, or give another --out$"
-    ):
+    with pytest.raises(UserError, match=rf"{path} is a {kind}.*, which no run has made"):
         loop.train(config)
 
 

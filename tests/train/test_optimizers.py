@@ -263,9 +263,7 @@ def test_steps_without_finite_gradients_change_nothing(optimizer, config, monkey
 def test_a_step_in_the_backward_has_one_backward(config):
     from liger_kernel.train import loop
 
-    with pytest.raises(
-        UserError, match="optimizer_in_backward needs at most batch x ranks = 2 rows in a step, got global_batch 4"
-    ):
+    with pytest.raises(UserError, match=r"optimizer_in_backward needs at most .* 2 rows in a step, got global_batch 4"):
         loop.train(dataclasses.replace(config, optimizer_in_backward=True, global_batch=4))
 
 
@@ -332,11 +330,7 @@ def test_what_is_missing_is_said_before_the_data_are_read(config, monkeypatch):
 
     config = dataclasses.replace(config, optimizer="adamw-8bit", data="/nowhere.jsonl")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(
-        UserError,
-        match=r"optimizer adamw-8bit needs a C\+\+ compiler, .*install g\+\+, or set CXX; no-such-compiler was not "
-        r"found",
-    ):
+    with pytest.raises(UserError, match=r"adamw-8bit needs a C\+\+ compiler, .*no-such-compiler was not found"):
         loop.train(config)
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="optimizer adamw-8bit needs torchao: pip install torchao"):

@@ -701,9 +701,7 @@ def test_a_damaged_checkpoint_is_written_again(base, tmp_path, monkeypatch):
     (folder / "step-00000006" / "rank-0.json").write_text("{}")
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *_: no_space())
-        with pytest.raises(
-            OSError, match="the last checkpoint could not be written; the newest checkpoint is that of step 4"
-        ):
+        with pytest.raises(OSError, match="could not be written; the newest checkpoint is that of step 4"):
             loop.train(config)
     loop.train(config)
     assert (
@@ -954,9 +952,7 @@ def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, undistur
     for path in (tmp_path / "store").glob("checkpoints/*/state.json"):
         path.write_text("{")
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
-    with pytest.raises(
-        UserError, match=r"no checkpoint in the store file:.* is complete: restore one, or give another --store"
-    ):
+    with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is complete"):
         loop.train(place(base, tmp_path, parallel="none", store=(tmp_path / "store").as_uri()))
     assert {path: path.read_bytes() for path in before} == before
 
@@ -968,10 +964,7 @@ def test_a_store_that_is_not_there_is_said_before_training(base, tmp_path, monke
         type(fs), "pipe_file", mock.Mock(side_effect=FileNotFoundError("The specified bucket does not exist"))
     )
     monkeypatch.setattr(loop, "load", mock.Mock(side_effect=AssertionError("data were loaded")))
-    with pytest.raises(
-        UserError,
-        match="cannot write to the store memory://bucket/run: FileNotFoundError: The specified bucket does not exist",
-    ):
+    with pytest.raises(UserError, match="cannot write to the store memory://bucket/run: FileNotFoundError"):
         loop.train(place(base, tmp_path, parallel="none", store="memory://bucket/run"))
 
 
@@ -1136,11 +1129,7 @@ def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for nodes in (1, 2):
-            with pytest.raises(
-                UserError,
-                match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is used by another program than this run's launcher: give "
-                r"another port",
-            ):
+            with pytest.raises(UserError, match=r"rdzv_endpoint 127\.0\.0\.1:\d+ is used by another program"):
                 ranks._check_endpoint(f"127.0.0.1:{silent.getsockname()[1]}", nodes)
     ranks._check_endpoint("localhost:0", 1), ranks._check_endpoint(f"127.0.0.1:{free_port()}", 2)
     with pytest.raises(UserError, match="rdzv_endpoint must be HOST:PORT, such as localhost:29400; got 'nonsense'"):

@@ -223,9 +223,7 @@ def test_a_checkpoint_of_lightnings_that_would_run_something_is_refused(config, 
             return os.mkdir, (str(tmp_path / "evil"),)
 
     torch.save(torch.load(path, weights_only=True) | {"evil": Evil()}, path.with_name("step-00000005.ckpt"))
-    with pytest.raises(
-        UserError, match=r"checkpoint .*step-00000005.ckpt is damaged, or holds objects other than tensors"
-    ):
+    with pytest.raises(UserError, match=r"step-00000005.ckpt is damaged, or holds objects"):
         loop.train(dataclasses.replace(again, steps=6))
     assert not (tmp_path / "evil").exists()
 

@@ -86,11 +86,17 @@ NEEDS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
 )
 
 
-def _field(default: Any, group: str, help: str, choices: tuple[str, ...] | None = None, fit: bool = False) -> Any:
+def _field(group: str, default: Any, help: str, choices: tuple[str, ...] | None = None, fit: bool = False) -> Any:
     """``fit``: the memory of a run depends on it, so that it is a flag of ``liger fit``, too."""
     values = {"group": group, "help": help, "choices": choices, "fit": fit}
     return dataclasses.field(default=default, metadata=values)
 
+
+# in the order of --help; each makes a field of its group
+GROUPS = ["model", "adapters", "data", "optimisation", "kernels", "run", "ranks", "checkpoints", "memory", "metrics"]
+_model, _adapters, _data, _optimisation, _kernels, _run, _ranks, _checkpoints, _memory, _metrics = (
+    functools.partial(_field, group) for group in GROUPS
+)
 
 # The switches of a patch; each is None where the model family decides.
 if TYPE_CHECKING:
@@ -106,15 +112,13 @@ else:
     _OFF = "off trains the model as Hugging Face ships it; on: as the model family supports, but for the next flags"
     _Kernels = dataclasses.make_dataclass(
         "_Kernels",
-        [("kernels", "str", _field("on", "kernels", _OFF, ("on", "off"), fit=True))]
+        [("kernels", "str", _kernels("on", _OFF, ("on", "off"), fit=True))]
         + [
-            (name, f"{kind} | None", _field(None, "kernels", field.metadata["help"], field.metadata["choices"], True))
+            (name, f"{kind} | None", _kernels(None, field.metadata["help"], field.metadata["choices"], True))
             for name, field in SWITCHES.items()
             if (kind := field.metadata["option"])
         ],
     )
-# in the order of --help
-GROUPS = ["model", "adapters", "data", "optimisation", "kernels", "run", "ranks", "checkpoints", "memory", "metrics"]
 
 
 @dataclass
@@ -122,232 +126,195 @@ class TrainConfig(_Kernels):
     """A training run. Each field is a flag of ``liger train``: ``batch`` is ``--batch``,
     ``grad_clip`` is ``--grad-clip``."""
 
-    model: str | None = _field(
+    model: str | None = _model(
         None,
-        "model",
         "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights",
         fit=True,
     )
-    trust_remote_code: bool = _field(
+    trust_remote_code: bool = _model(
         False,
-        "model",
         "run Python code that comes with the model or tokenizer, on every rank and with your rights; without it, "
         "such a model is refused",
         fit=True,
     )
-    hidden: int = _field(256, "model", "hidden size")
-    intermediate: int | None = _field(None, "model", "inner size of the MLP (default: 8/3 of hidden, in steps of 64)")
-    layers: int = _field(4, "model", "number of layers")
-    heads: int = _field(4, "model", "attention heads")
-    kv_heads: int | None = _field(None, "model", "key and value heads (default: half of heads)")
-    vocab: int = _field(16384, "model", "size of the BPE vocabulary trained on the data where no tokenizer is given")
-    attention: str = _field(
+    hidden: int = _model(256, "hidden size")
+    intermediate: int | None = _model(None, "inner size of the MLP (default: 8/3 of hidden, in steps of 64)")
+    layers: int = _model(4, "number of layers")
+    heads: int = _model(4, "attention heads")
+    kv_heads: int | None = _model(None, "key and value heads (default: half of heads)")
+    vocab: int = _model(16384, "size of the BPE vocabulary trained on the data where no tokenizer is given")
+    attention: str = _model(
         "auto",
-        "model",
         "sdpa, eager, flash_attention_2 ... of transformers; auto: sdpa or what the model has instead, or PyTorch's "
         "varlen_attn for packed documents if it can",
         fit=True,
     )
 
-    lora: int = _field(
-        0, "adapters", "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model", fit=True
+    lora: int = _adapters(
+        0, "rank of LoRA adapters; only they are trained (needs peft). 0 trains the whole model", fit=True
     )
-    lora_alpha: float | None = _field(
-        None, "adapters", "scale adapters by alpha / rank (default: alpha is twice the rank)"
-    )
-    lora_dropout: float = _field(0.0, "adapters", "dropout of the adapters' input", fit=True)
-    lora_targets: str = _field(
+    lora_alpha: float | None = _adapters(None, "scale adapters by alpha / rank (default: alpha is twice the rank)")
+    lora_dropout: float = _adapters(0.0, "dropout of the adapters' input", fit=True)
+    lora_targets: str = _adapters(
         EVERY_LINEAR,
-        "adapters",
         "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but "
         "the head",
         fit=True,
     )
-    dora: bool = _field(
-        False, "adapters", "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude", fit=True
+    dora: bool = _adapters(
+        False, "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude", fit=True
     )
-    rslora: bool = _field(False, "adapters", "scale adapters by alpha / sqrt(rank)")
-    quantize: str | None = _field(
+    rslora: bool = _adapters(False, "scale adapters by alpha / sqrt(rank)")
+    quantize: str | None = _adapters(
         None,
-        "adapters",
         "store the frozen model in 4 bits (nf4) or 8 bits (int8) by bitsandbytes, or in fp8 on GPUs that compute in it",
         ("nf4", "int8", "fp8"),
         fit=True,
     )
 
-    data: str = _field(
+    data: str = _data(
         "stdlib",
-        "data",
         "'stdlib' (Python's own sources), a .jsonl or .parquet file, a folder of them or of prepared rows, or a "
         "Hugging Face dataset id",
     )
-    split: str = _field("train", "data", "split of a Hugging Face dataset")
-    limit: int | None = _field(None, "data", "read at most this many texts")
-    tokenizer: str | None = _field(
-        None, "data", "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)"
+    split: str = _data("train", "split of a Hugging Face dataset")
+    limit: int | None = _data(None, "read at most this many texts")
+    tokenizer: str | None = _data(
+        None, "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)"
     )
-    max_record_mb: int = _field(
-        64, "data", "largest record in MB: a longer line of a .jsonl file is refused before it is read"
+    max_record_mb: int = _data(64, "largest record in MB: a longer line of a .jsonl file is refused before it is read")
+    length: int = _data(
+        512, "tokens per row: plain text is packed into rows of this length, conversations are cut to it", fit=True
     )
-    length: int = _field(
-        512,
-        "data",
-        "tokens per row: plain text is packed into rows of this length, conversations are cut to it",
-        fit=True,
-    )
-    packing: str = _field(
+    packing: str = _data(
         "auto",
-        "data",
         "auto joins plain text, and a conversation is a row; documents packs both, and a document attends to no other",
         ("auto", "documents"),
     )
-    stream: float = _field(
+    stream: float = _data(
         0.0,
-        "data",
         "read, tokenise and shuffle so many millions of characters at a time, during training; 0 tokenises and "
         "shuffles all data before training",
     )
-    eval_fraction: float = _field(0.02, "data", "part of the rows that are kept for evaluation; 0 keeps none")
+    eval_fraction: float = _data(0.02, "part of the rows that are kept for evaluation; 0 keeps none")
 
-    steps: int = _field(100, "optimisation", "optimizer steps")
-    batch: int = _field(8, "optimisation", "rows per forward pass", fit=True)
-    accumulate: int = _field(
-        1,
-        "optimisation",
-        "forward passes per step; each token weighs the same whichever pass and rank it is in",
-        fit=True,
+    steps: int = _optimisation(100, "optimizer steps")
+    batch: int = _optimisation(8, "rows per forward pass", fit=True)
+    accumulate: int = _optimisation(
+        1, "forward passes per step; each token weighs the same whichever pass and rank it is in", fit=True
     )
-    global_batch: int | None = _field(
+    global_batch: int | None = _optimisation(
         None,
-        "optimisation",
         "rows per step of all ranks (default: batch x accumulate x ranks of the first start; a resumed run keeps it)",
     )
-    optimizer: str = _field(
+    optimizer: str = _optimisation(
         "adamw",
-        "optimisation",
         "AdamW of PyTorch (adamw) or torchao: with moments in 8 bits (8bit), with stochastic rounding of weights in "
         "bf16 (bf16), or both",
         tuple(KINDS),
         fit=True,
     )
-    optimizer_in_backward: bool = _field(
+    optimizer_in_backward: bool = _optimisation(
         False,
-        "optimisation",
         "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0, trainer "
         "torch",
         fit=True,
     )
-    optimizer_on_cpu: bool = _field(
+    optimizer_on_cpu: bool = _optimisation(
         False,
-        "optimisation",
         "keep weights and moments in the CPU's memory, and step there (CPU offload, also for one GPU); needs fsdp2 "
         "or ulysses-fsdp2",
         fit=True,
     )
-    lr: float | None = _field(
-        None,
-        "optimisation",
-        "peak learning rate of AdamW (default: 2e-5 with a model, 2e-4 with adapters, 1e-3 from random weights)",
+    lr: float | None = _optimisation(
+        None, "peak learning rate of AdamW (default: 2e-5 with a model, 2e-4 with adapters, 1e-3 from random weights)"
     )
-    weight_decay: float = _field(0.1, "optimisation", "weight decay of matrices; vectors have none")
-    beta2: float = _field(0.95, "optimisation", "AdamW's decay of the squared gradient")
-    grad_clip: float = _field(1.0, "optimisation", "largest gradient norm; 0 does not clip", fit=True)
-    schedule: str = _field(
-        "cosine", "optimisation", "learning rate after warm-up", ("cosine", "linear", "constant", "wsd")
+    weight_decay: float = _optimisation(0.1, "weight decay of matrices; vectors have none")
+    beta2: float = _optimisation(0.95, "AdamW's decay of the squared gradient")
+    grad_clip: float = _optimisation(1.0, "largest gradient norm; 0 does not clip", fit=True)
+    schedule: str = _optimisation("cosine", "learning rate after warm-up", ("cosine", "linear", "constant", "wsd"))
+    warmup: int = _optimisation(10, "steps of linear warm-up")
+    min_lr: float = _optimisation(0.1, "last learning rate as a part of the peak")
+    decay: float = _optimisation(
+        0.2, "part of the steps at the end in which wsd (warm-up, stable, decay) falls, linearly"
     )
-    warmup: int = _field(10, "optimisation", "steps of linear warm-up")
-    min_lr: float = _field(0.1, "optimisation", "last learning rate as a part of the peak")
-    decay: float = _field(
-        0.2, "optimisation", "part of the steps at the end in which wsd (warm-up, stable, decay) falls, linearly"
-    )
-    nonfinite: str = _field(
+    nonfinite: str = _optimisation(
         "stop",
-        "optimisation",
         "a step with a NaN or Inf gradient never changes weights: skip continues with the next, stop ends the run",
         ("stop", "skip"),
     )
 
-    trainer: str = _field(
+    trainer: str = _run(
         "torch",
-        "run",
         "what runs the loop: plain PyTorch, transformers' Trainer, or Lightning's",
         ("torch", "hf", "lightning"),
         fit=True,
     )
-    parallel: str = _field(
+    parallel: str = _ranks(
         "none",
-        "ranks",
         "how several ranks share the work: copies of the model, its shards, or parts of rows (ulysses, with copies "
         "or with fsdp2's shards);"
         " deepspeed-z2 and -z3 need trainer hf, tp and ulysses need torch",
         PARALLEL,
         fit=True,
     )
-    sequence_parallel_size: int | None = _field(
-        None, "ranks", "ranks that share each row, with parallel ulysses (default: all)", fit=True
+    sequence_parallel_size: int | None = _ranks(
+        None, "ranks that share each row, with parallel ulysses (default: all)", fit=True
     )
-    nproc: int | None = _field(
+    nproc: int | None = _ranks(
         None,
-        "ranks",
         "start so many processes here, and restart them when one dies; 0: one per GPU (default: one, or torchrun's)",
         fit=True,
     )
-    nnodes: str = _field("1", "ranks", "machines, or MIN:MAX; with nproc", fit=True)
-    rdzv_endpoint: str = _field("localhost:0", "ranks", "HOST:PORT of one of the machines, the same on all; with nproc")
-    max_restarts: int = _field(3, "ranks", "restarts after a process died; with nproc")
-    timeout: int = _field(600, "ranks", "seconds without progress after which every rank writes its stack and exits")
+    nnodes: str = _ranks("1", "machines, or MIN:MAX; with nproc", fit=True)
+    rdzv_endpoint: str = _ranks("localhost:0", "HOST:PORT of one of the machines, the same on all; with nproc")
+    max_restarts: int = _ranks(3, "restarts after a process died; with nproc")
+    timeout: int = _ranks(600, "seconds without progress after which every rank writes its stack and exits")
 
-    checkpoint_every: int = _field(
-        0,
-        "checkpoints",
-        "steps between checkpoints in the run's folder; the last step and SIGTERM write one, too. 0 writes none",
+    checkpoint_every: int = _checkpoints(
+        0, "steps between checkpoints in the run's folder; the last step and SIGTERM write one, too. 0 writes none"
     )
-    checkpoint_keep: int = _field(2, "checkpoints", "newest checkpoints to keep")
-    checkpoint_async: bool = _field(True, "checkpoints", "write while training goes on")
-    store: str | None = _field(
+    checkpoint_keep: int = _checkpoints(2, "newest checkpoints to keep")
+    checkpoint_async: bool = _checkpoints(True, "write while training goes on")
+    store: str | None = _checkpoints(
         None,
-        "checkpoints",
         "URI (s3://bucket/run ...) to copy checkpoints to, by fsspec; a run whose own folder has none resumes from "
         "there",
     )
-    resume: bool = _field(
-        True, "checkpoints", "resume from the run's latest checkpoint; --no-resume refuses a folder that has any"
+    resume: bool = _checkpoints(
+        True, "resume from the run's latest checkpoint; --no-resume refuses a folder that has any"
     )
 
-    gradient_checkpointing: str = _field(
+    gradient_checkpointing: str = _memory(
         "none",
-        "memory",
         "recompute activations in the backward: full: all; selective: all but matrix products and attention",
         ("none", "selective", "full"),
         fit=True,
     )
-    compile: bool = _field(False, "memory", "torch.compile of each layer")
+    compile: bool = _memory(False, "torch.compile of each layer")
 
-    report: str | None = _field(
-        None, "metrics", f"where else to report metrics: any of {', '.join(REPORTS)}, with commas between"
+    report: str | None = _metrics(
+        None, f"where else to report metrics: any of {', '.join(REPORTS)}, with commas between"
     )
-    metrics_port: int = _field(0, "metrics", "serve metrics for Prometheus on this port plus the local rank; 0: do not")
-    metrics_host: str = _field("127.0.0.1", "metrics", "address that metrics are served on")
+    metrics_port: int = _metrics(0, "serve metrics for Prometheus on this port plus the local rank; 0: do not")
+    metrics_host: str = _metrics("127.0.0.1", "address that metrics are served on")
 
-    out: str = _field(
-        "runs/train", "run", "folder for metrics.json, liger-run.json (the configuration) and checkpoints"
+    out: str = _run("runs/train", "folder for metrics.json, liger-run.json (the configuration) and checkpoints")
+    cache: str | None = _run(None, "folder for tokenised data (default: cache in the folder of the run)")
+    save: str | None = _run(
+        None, "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them"
     )
-    cache: str | None = _field(None, "run", "folder for tokenised data (default: cache in the folder of the run)")
-    save: str | None = _field(
-        None, "run", "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them"
-    )
-    device: str = _field("auto", "run", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
-    precision: str = _field(
+    device: str = _run("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
+    precision: str = _run(
         "auto",
-        "run",
         "bf16-mixed trains fp32 weights, bf16 keeps all in bf16 but adapters; auto: bf16-mixed on a GPU, fp32 on a CPU",
         ("auto", "fp32", "bf16-mixed", "bf16"),
         fit=True,
     )
-    seed: int = _field(0, "run", "seed of the weights and of the order of the data")
-    deterministic: bool = _field(False, "run", "only deterministic PyTorch algorithms: the same bits in every run")
-    log_every: int = _field(10, "run", "steps between log lines; the run waits for the GPU only at these lines")
-    eval_every: int = _field(0, "run", "steps between evaluations; 0 evaluates once, at the end")
+    seed: int = _run(0, "seed of the weights and of the order of the data")
+    deterministic: bool = _run(False, "only deterministic PyTorch algorithms: the same bits in every run")
+    log_every: int = _run(10, "steps between log lines; the run waits for the GPU only at these lines")
+    eval_every: int = _run(0, "steps between evaluations; 0 evaluates once, at the end")
 
     def __post_init__(self) -> None:
         for limit, fits, names in LIMITS:

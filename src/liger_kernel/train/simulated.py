@@ -453,8 +453,7 @@ def _attention_workspace(q: Tensor, k: Tensor) -> int:
     return 4 * q.numel() + (2 * q.nbytes if q.shape[1] != k.shape[1] else 0)
 
 
-# PyTorch's signature
-def _attention(  # type: ignore[no-untyped-def]
+def _attention(  # type: ignore[no-untyped-def]  # PyTorch's signature
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     """The attention that PyTorch runs on a GPU: without a mask one of the flash kinds, else the

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.ops._core.operator import T
+from liger_kernel.ops.losses.logprob_tiles import OUTPUTS
 
 
 def integers(*shape: int) -> T:
@@ -138,6 +139,22 @@ REFUSED = {
         dict(x=T((4, 8)), w=T((10, 6)), target=integers(4)),
         (dict(), "w must have shape (V, 8), got (10, 6)"),
         (dict(w=T((10, 8)), temperature=0.0), "temperature must be positive, got 0.0"),
+        (
+            dict(w=T((10, 8)), temperature=T((3,), grad=False)),
+            "temperature must be a number or of shape (4,), got (3,)",
+        ),
+        (dict(w=T((10, 8)), outputs=("perplexity",)), f"outputs must be some of {OUTPUTS}, got 'perplexity'"),
+        (dict(w=T((10, 8)), vocab_size=11), "vocab_size must be in [1, 10], got 11"),
+        (dict(w=T((10, 8)), target=integers(5)), "target must have shape (4,) or (4, K), got (5,)"),
+        (
+            dict(w=T((10, 8)), keep_ids=integers(6)),
+            "keep_ids and keep_offsets must have n and 5 numbers, got 6 and None",
+        ),
+        (
+            dict(w=T((10, 8)), fp8="rowwise", outputs=("lse",)),
+            "with fp8, only one target and the outputs 'entropy', 'mean_logit' and 'top1' are possible, "
+            "got 1 targets and ('lse',)",
+        ),
     ),
     "expert_load": (
         dict(logits=T((4, 8)), index=integers(4, 2)),

@@ -175,7 +175,7 @@ def heads_in_fp8() -> None:
         linear_cross_entropy(x, w, target, fp8="tensorwise")
         options = dict(label_smoothing=0.1, softcap=30.0, logit_scale=0.5, stats=True)
         linear_cross_entropy(x, w, target, bias, torch.empty_like(bias), fp8="tensorwise", **options)
-        linear_logprobs(x, w, target, bias, return_entropy=True, fp8="rowwise")[0].sum().backward()
+        linear_logprobs(x, w, target, bias, outputs=("entropy",), fp8="rowwise")[0].sum().backward()
 
 
 def mxfp8_casts() -> None:

@@ -507,7 +507,7 @@ def test_the_head_that_trl_is_going_to_need():
     torch.manual_seed(0)
     x, w = torch.randn(2 * 5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     ids = torch.randint(0, 20, (2 * 5,))
-    logp, entropy = linear_logprobs(x, w, ids, temperature=0.8, return_entropy=True)
+    logp, entropy = linear_logprobs(x, w, ids, temperature=0.8, outputs=("entropy",))
     log_p = (x @ w.t() / 0.8).log_softmax(-1)
     want = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close((logp, entropy), want)

@@ -38,7 +38,7 @@ def with_entropy(tokens, first, last):
 
 def undivided(fn, x, w, target, bias, group):
     """Named results, and what ``fn`` returned beside the loss."""
-    logp, entropy = (t.view(-1, group) for t in reference(x, w, target, bias, temperature=0.8, return_entropy=True))
+    logp, entropy = (t.view(-1, group) for t in reference(x, w, target, bias, temperature=0.8, outputs=("entropy",)))
     result = fn(Tokens(logp, entropy), 0, logp.shape[0])
     loss, aux = result if isinstance(result, tuple) else (result, ())
     return named(loss, x, w, bias), aux
@@ -94,7 +94,7 @@ def test_a_head_with_adapters(whole, chunk_rows, compact, dtype):
 
     def stock(target, x, w, bias, xa, wb):
         logp, entropy = (
-            t.view(-1, T) for t in reference(x, w, target, bias, temperature=0.8, return_entropy=True, xa=xa, wb=wb)
+            t.view(-1, T) for t in reference(x, w, target, bias, temperature=0.8, outputs=("entropy",), xa=xa, wb=wb)
         )
         return with_entropy(Tokens(logp, entropy), 0, B)
 
@@ -167,7 +167,7 @@ def test_mistakes_are_named(group, temperature, message):
 
 def test_agrees_with_logprobs():
     x, w, target, bias = inputs()
-    logp, entropy = linear_logprobs(x, w, target, bias, return_entropy=True)
+    logp, entropy = linear_logprobs(x, w, target, bias, outputs=("entropy",))
     _, found = linear_loss(
         lambda t, *_: (t.logp.sum(), (t.logp, t.entropy)), x, w, target, bias, group=T, entropy=True, chunk_rows=10
     )

@@ -295,7 +295,7 @@ def test_log_probabilities_are_not_positive_nor_entropies_negative(V):
             randn(V, 16, dtype=torch.bfloat16, seed=1),
         )
         y = (x.detach() @ w.t()).float().argmax(-1)
-        logp, entropy = ops.linear_logprobs(x, w, y, return_entropy=True)
+        logp, entropy = ops.linear_logprobs(x, w, y, outputs=("entropy",))
         assert (logp <= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
         assert torch.autograd.grad((logp + entropy).sum(), x)[0].isfinite().all()
         assert (ops.cross_entropy(x.detach() @ w.t(), y, reduction="none") >= 0).all()
@@ -307,7 +307,7 @@ def test_log_probabilities_of_chunks_and_of_given_logits_are_not_positive(scale)
     x, w = randn(12, 16, dtype=torch.bfloat16, scale=scale), randn(V, 16, dtype=torch.bfloat16, seed=1)
     logits = x @ w.t()
     y = logits.float().argmax(-1)
-    logp, entropy = ops.linear_logprobs(x, w, y, return_entropy=True, chunk_rows=5, compact=True)
+    logp, entropy = ops.linear_logprobs(x, w, y, outputs=("entropy",), chunk_rows=5, compact=True)
     nll, scaled_entropy = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, y, 0.7, return_entropy=True)
     losses = ops.linear_cross_entropy(x, w, y, reduction="none", chunk_rows=5)
     given = fused_selective_log_softmax(logits.view(2, 6, V), y.view(2, 6)[:, :-1])
@@ -324,7 +324,7 @@ def test_entropies_of_a_class_that_comes_late(top):
     w[-2:] = top
     w[-1] -= 1
     x, y = torch.ones(2, 1, device=DEVICE, requires_grad=True), torch.tensor([V - 1, 0], device=DEVICE)
-    entropy = ops.linear_logprobs(x, w, y, return_entropy=True)[1]
+    entropy = ops.linear_logprobs(x, w, y, outputs=("entropy",))[1]
     a = x.detach().double().requires_grad_()
     log_p = (a @ w.double().t()).log_softmax(-1)
     expected = -(log_p.exp() * log_p).sum(-1)

@@ -30,10 +30,12 @@ from liger_kernel.ops import (
     LigerVocabParallelCEFunction,
     cross_entropy,
     linear_cross_entropy,
+    linear_logprobs,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
 from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.losses.logprob_tiles import OUTPUTS
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
 
 GPUS = torch.cuda.device_count()
@@ -374,6 +376,26 @@ def scaled_cross_entropy_over_ranks(r: Rank) -> None:
         torch.testing.assert_close((dx.double(), dw.double()), (ex, r.own(ew, 0)), rtol=1e-4, atol=1e-5)
         if r.even:
             torch.testing.assert_close(liger_fused_linear_scaled_cross_entropy_tp(x, mine, y, r.group, 0.7), loss)
+
+
+@check
+def linear_logprobs_over_ranks(r: Rank) -> None:
+    """As over one rank that has all classes: every output, one and several targets, padding."""
+    x, w = r.randn(2, 5, 16, dtype=torch.float32), r.randn(r.V, 16, dtype=torch.float32, seed=1).detach()
+    mine, whole = r.own(w, 0).clone().requires_grad_(), w.clone().requires_grad_()
+    slices = dict(group=r.group, **r.slices)
+    several = torch.stack([r.target(2, 5), r.target(2, 5).flip(1)], -1)
+    for y, options in (
+        (r.target(2, 5), dict(outputs=OUTPUTS, temperature=0.7, chunk_classes=8)),
+        (several, dict(outputs=("entropy", "top1"), softcap=4.0)),
+        (r.target(2, 5).clamp(max=r.V - 4), dict(vocab_size=r.V - 3)),
+    ):
+        found, expected = linear_logprobs(x, mine, y, **options, **slices), linear_logprobs(x, whole, y, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        sums = [sum((t * t).sum() for t in (f if isinstance(f, tuple) else (f,))[:2]) for f in (found, expected)]
+        dx, dw = torch.autograd.grad(sums[0], (x, mine))
+        ex, ew = torch.autograd.grad(sums[1], (x, whole))
+        torch.testing.assert_close((dx, dw), (ex, r.own(ew, 0)), rtol=1e-4, atol=1e-5)
 
 
 @check

@@ -119,9 +119,8 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         ``ignore_index``; if requested, the entropies (...) and the log-probabilities of
         selected_token_ids (K,), as (..., K)."""
         x, y = _input.flatten(0, -2), as_index(target.reshape(-1))
-        found = linear_logprobs(
-            x, weight, y, temperature=temperature, ignore_index=ignore_index, return_entropy=return_entropy
-        )
+        outputs = ("entropy",) if return_entropy else ()
+        found = linear_logprobs(x, weight, y, temperature=temperature, ignore_index=ignore_index, outputs=outputs)
         logp, *entropy = found if isinstance(found, tuple) else (found,)
         outs = [-logp, *entropy]
         if selected_token_ids is not None:

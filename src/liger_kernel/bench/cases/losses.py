@@ -115,7 +115,7 @@ LOSSES = {
             "vocabulary": ((32768, 65536, 131072, 262144), lambda v: head(4096, 2048, v)),
         },
     ),
-    "linear_logprobs": Measured(cases=[timed("llama-3.2-1b", **head(8192, 2048, 128256), return_entropy=True)]),
+    "linear_logprobs": Measured(cases=[timed("llama-3.2-1b", **head(8192, 2048, 128256), outputs=("entropy",))]),
     "vocab_parallel_cross_entropy": Measured(
         cases=[
             real("llama3-tp8", logits=T((8192, 16032)), target=targets(8192, 16032)),

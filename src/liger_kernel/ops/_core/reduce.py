@@ -66,6 +66,11 @@ def divided(g: Tensor, norm: Tensor | None) -> Tensor:
     return g if norm is None else g / norm.where(norm != 0, 1)
 
 
+def scaled_rows(t: Tensor, g: Tensor) -> Tensor:
+    """``t`` (M, N) times ``g`` (M, 1), rounded once, in place if this backward is its last use."""
+    return torch.mul(t, g, out=torch.empty_like(t) if graph_is_kept() else t)
+
+
 def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, ...]:
     """``grads`` times the 0-dim ``s``, in place if this backward is their last use.
 

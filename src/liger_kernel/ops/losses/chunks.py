@@ -72,6 +72,14 @@ def dtype_of_dw(w: Tensor) -> torch.dtype:
     return acc(w.dtype) if w.dtype == torch.float16 else w.dtype
 
 
+def only_hidden(need: tuple[bool, ...]) -> bool:
+    """Whether only hidden states (x, xa) need a gradient: the head is frozen. A token's gradient
+    then depends on the loss by one factor, so that the one for an upstream gradient of 1 can be
+    computed beside its logits, which spares the backward to compute these again."""
+    need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
+    return (need_dx or need_dxa) and not (need_dw or need_db or need_dwb)
+
+
 def logits(z: Tensor, x: Tensor, w: Tensor, xa: Tensor | None, wb: Tensor | None) -> None:
     """z = x w^T + xa wb^T: the large product adds to the thin one in its epilogue."""
     if xa is not None and wb is not None:

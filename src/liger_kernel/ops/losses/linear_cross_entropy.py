@@ -42,9 +42,9 @@ from liger_kernel.ops._core.operator import (
     rows_of,
     tracing,
 )
-from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
 from liger_kernel.ops._core.shards import is_sharded
-from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, logits
+from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, logits, only_hidden
 from liger_kernel.ops.losses.cross_entropy import items, positive, targets
 from liger_kernel.ops.losses.cross_entropy_rows import (
     LOSS_SCHEMA,
@@ -206,9 +206,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             o = dataclasses.replace(o, chunk_rows=rows(frozen=True))
         ctx.o = o
         fits = any(o.need) and o.fp8 is None and 0 < M <= (o.chunk_rows or rows())
-        # with a reduction, the forward computes the gradients; else the backward does, from the
-        # logits if all of them are one chunk, or from logits that it computes again
-        ctx.done = s.reduction != "none"
+        # with a reduction, the forward computes the gradients, and with a frozen head those for
+        # upstream gradients of 1; else the backward does, from the logits if all of them are one
+        # chunk, or from logits that it computes again
+        ctx.rows = s.reduction == "none" and only_hidden(o.need) and o.fp8 is None and not s.entropy
+        ctx.done = s.reduction != "none" or ctx.rows
         inputs = (x, w, target, bias, class_weight, kept, xa, wb)
         ctx.numbers = *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows
         need = o.need if ctx.done else (False,) * 5
@@ -219,7 +221,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             *inputs, *ctx.numbers, *need, num_items, fits and not ctx.done
         )
         if ctx.done:
-            ctx.save_for_backward(*grads, norm if _divides_later(x, into) else None)
+            ctx.ignored = s.ignore_index
+            ctx.save_for_backward(*grads, target if ctx.rows else norm if _divides_later(x, into) else None)
         else:
             ctx.save_for_backward(lse, entropy, z, *inputs)
         differentiable = s.reduction == "none" and s.entropy
@@ -231,7 +234,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, g, _z, _p, g_entropy, _m):
         o = ctx.o
         into = o.dw_into if o.need[1] else None
-        if ctx.done:
+        if ctx.rows:
+            *grads, target = ctx.saved_tensors
+            # 0 stays 0, whatever the upstream gradient is
+            g = g.masked_fill(target == ctx.ignored, 0)[:, None]
+            grads = [scaled_rows(grad, g) if need else None for grad, need in zip(grads, o.need)]
+        elif ctx.done:
             *grads, norm = ctx.saved_tensors
             grads = scaled(tuple(grads), divided(g, norm))
             # dw has been added already, for an upstream gradient of 1
@@ -419,12 +427,16 @@ def check_head(
         )
 
 
-def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in one dtype: the promoted dtype of x and w, or autocast's if it is on, as in
-    ``F.linear``."""
+def products_dtype(x: Tensor, w: Tensor) -> torch.dtype:
+    """The promoted dtype of x and w, or autocast's if it is on, as in ``F.linear``."""
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, w.dtype)
-    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
+    return torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
+
+
+def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in the dtype of the products."""
+    dtype = products_dtype(x, w)
     return x.to(dtype), w.to(dtype), *(t if t is None else t.to(dtype) for t in others)
 
 

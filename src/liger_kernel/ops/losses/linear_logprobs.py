@@ -1,110 +1,571 @@
-"""Log-probabilities of given tokens under a linear head, and the entropy of its distribution,
-without ever storing all logits.
+"""Log-probabilities of given tokens under a linear head, and what else trainers ask of its
+distribution, without ever storing all logits.
 
-Shapes: x (M, H), w (V, H), bias (V,), target (M,).  With z = f((x w^T + bias) * logit_scale /
-temperature), f the softcap of ``cross_entropy`` or nothing, and p = softmax(z):
+Shapes: x (..., H), w (V, H), bias (V,), target (...) or (..., K).  With z = softcap * tanh((x w^T +
+bias) * logit_scale / softcap) / temperature, without the softcap z = (x w^T + bias) * logit_scale /
+temperature, and p = softmax(z):
 
-    logp = z_y - logsumexp(z)        entropy = logsumexp(z) - sum_j p_j z_j
+    logp = z_y - lse    lse = logsumexp(z)    entropy = lse - sum_j p_j z_j
+    log_sum_sq = log(sum_j p_j^2)    mean_logit = sum_j z_j / V    top1 = argmax(z)
 
     d logp / d z_j = [j = y] - p_j        d entropy / d z_j = -p_j (log p_j + entropy)
 
-Rows whose target is ``ignore_index`` have both 0. It is the linear cross entropy without reduction:
-the forward is one GEMM a chunk, the backward computes the logits again if they did not fit one
-chunk. Where the loss is known beforehand, ``linear_loss`` saves that.
+Tokens whose target is ``ignore_index`` have 0 everywhere (top1 -1).
+
+There are three ways, by what needs a gradient:
+
+frozen head    Chunks of tokens, with all classes. The gradient of a token's log-probability to its
+               hidden state depends on the loss by one factor alone: that of a unit upstream
+               gradient is computed beside the logits, and the backward multiplies it. Two products
+               instead of three. A gradient of the entropy has a factor of its own: it computes the
+               logits again.
+few tokens     Their logits stay for the backward: three products.
+otherwise      Tiles of all tokens by some classes, in the forward and again in the backward: four
+               products. Each row of dw is one product over all tokens, rounded once, and dx is
+               summed in fp32.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import Case, T, op
-from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.ops._core.operator import (
+    Case,
+    Cost,
+    T,
+    acc,
+    intercepted,
+    launcher,
+    nbytes,
+    on_gpu,
+    once_differentiable,
+    only_pytorch,
+    op,
+    rows_of,
+    shaped,
+    tracing,
+)  # fmt: skip
+from liger_kernel.ops._core.products import add_mm
+from liger_kernel.ops._core.reduce import scaled_rows
+from liger_kernel.ops.losses.chunks import (
+    Kept,
+    auto_chunk_rows,
+    chunks_of,
+    dtype_of_dw,
+    logits,
+    only_hidden,
+    rounded_sums,
+)
 from liger_kernel.ops.losses.cross_entropy import targets
-from liger_kernel.ops.losses.cross_entropy_rows import Loss, statistics
-from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
-from liger_kernel.ops.losses.linear_cross_entropy import _cost, all_logits, apply, checked, tempered
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, check
+from liger_kernel.ops.losses.float8_head import check_fp8
+from liger_kernel.ops.losses.linear_cross_entropy import (
+    all_logits,
+    apply,
+    check_head,
+    kept_rows,
+    needed,
+    products_dtype,
+    promoted,
+)
+from liger_kernel.ops.losses.logprob_tiles import OUTPUTS, SCHEMA, Found, Numbers, tile
+from liger_kernel.ops.losses.numbers import values
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import Part, gathered, part_of, process_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TOKENS = 32768  # in a tile, so that fp32 sums of dx stay small
+
+
+def tile_classes(M: int, V: int, gpu: bool) -> int:
+    """Classes in a tile of M tokens: 256 MiB of 16-bit logits, on a CPU 32 MiB."""
+    wide = ((1 << 27) if gpu else (1 << 24)) // max(1, min(M, _TOKENS)) // 256 * 256
+    return min(V, max(2048 if gpu else 256, wide))
+
+
+def _mask(ids: Tensor, offsets: Tensor, M: int, first: int, start: int, N: int) -> Tensor:
+    """(M, N) bool: which of the N classes from ``start`` on are among the ``ids`` of M tokens
+    from ``first`` on. ids (n,), offsets (tokens + 1,)."""
+    row = torch.searchsorted(offsets.contiguous(), torch.arange(len(ids), device=ids.device), right=True) - 1
+    row, col = row - first, ids - start
+    here = (row >= 0) & (row < M) & (col >= 0) & (col < N)
+    mask = ids.new_zeros(M * N + 1, dtype=torch.bool)  # the last is for all that are elsewhere
+    mask.index_fill_(0, torch.where(here, row * N + col, M * N), True)
+    return mask[:-1].view(M, N)
 
 
 def reference(
-    x, w, target, bias, *, temperature, logit_scale, softcap, ignore_index, return_entropy, xa, wb, fp8, **how
-):
+    x, w, target, bias, *, temperature, logit_scale, softcap, ignore_index, outputs, keep_ids, keep_offsets,
+    vocab_size, group, sizes, xa, wb, fp8, **how,
+):  # fmt: skip
+    shape, K = x.shape[:-1], target.shape[x.ndim - 1 :].numel()
+    x, xa, target = x.reshape(-1, x.shape[-1]), xa if xa is None else xa.flatten(0, -2), target.reshape(-1, K)
+    if group is not None and group.size() > 1:
+        raise ValueError("linear_logprobs: group must be None where PyTorch traces or transforms the call")
+    w, bias, wb = (t if t is None or vocab_size is None else t[:vocab_size] for t in (w, bias, wb))
     z = all_logits(x, w, bias, xa, wb, fp8)
-    numbers = dict(logit_scale=logit_scale / temperature, softcap=softcap, ignore_index=ignore_index)
-    logp = -cross_entropy_reference(z, target, **numbers, reduction="none")
-    return (logp, statistics(z, target, Loss(**numbers, entropy=True))[0]) if return_entropy else logp
+    z = z.to(acc(z.dtype)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / (temperature.reshape(-1, 1) if isinstance(temperature, Tensor) else temperature)
+    counts, inside = target != ignore_index, (target >= 0) & (target < w.shape[0])
+    y, valid, nan = target.where(inside, 0), counts.any(1), float("nan")
+    log_p = z.log_softmax(-1)
+    lse = kept_lse = z.logsumexp(-1)
+    if keep_ids is not None:
+        kept = _mask(keep_ids, keep_offsets, len(z), 0, 0, z.shape[1]).scatter(1, y, True)
+        kept_lse = z.masked_fill(~kept, -float("inf")).logsumexp(-1)
+    # factors, so that gradients are NaN, too
+    poison = z.new_ones(()).where(inside | ~counts, nan)
+    logp = ((z.gather(1, y) - kept_lse[:, None]) * poison).where(counts, 0)
+    some = poison.prod(1)
+    found = {
+        "entropy": -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(-1) * some,
+        "log_sum_sq": ((2 * log_p).logsumexp(-1) * some).detach(),
+        "mean_logit": z.mean(-1).detach(),
+        "top1": z.argmax(-1),
+        "lse": lse.detach(),
+    }
+    each = (found[name].where(valid, -1 if name == "top1" else 0).view(shape) for name in outputs)
+    logp = logp.view(shape if K == 1 and target.ndim else (*shape, K))
+    return (logp, *each) if outputs else logp
+
+
+_IN = (
+    "Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? xa, Tensor? wb, Tensor? temperature, Tensor? ids, "
+    f"Tensor? offsets, Tensor? kept, {SCHEMA}, bool fp32_logits"
+)
+_N = len(dataclasses.fields(Numbers))
+
+
+def _classes(w: Tensor, n: Numbers) -> int:
+    """How many of the rows of this rank's w are classes; the rest is padding."""
+    return max(0, min(w.shape[0], n.V - n.first))
+
+
+def _cut(w: Tensor | None, at: slice, dtype: torch.dtype) -> Tensor | None:
+    """A tile of a weight in the products' dtype: of a master copy in fp32, no other copy exists."""
+    return None if w is None else w[at].to(dtype)
+
+
+def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
+    return t if t is None or kept is None else t.index_select(0, kept)
+
+
+def _among(d: Tensor, kept: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient of all tokens, of those that are not ``kept`` 0."""
+    return d if kept is None else d.new_zeros(like.shape).index_copy_(0, kept, d)
+
+
+def _buffer(like: Tensor, dtype: torch.dtype, numel: int) -> Callable[[int, int], Tensor]:
+    """``part(m, c)``: a contiguous (m, c) of one buffer that all tiles share."""
+    whole = like.new_empty(numel, dtype=dtype)
+    return lambda m, c: whole[: m * c].view(m, c)
+
+
+def _row_chunks(M: int, step: int) -> list[slice]:
+    chunks = chunks_of(M, max(1, min(M, step)))
+    return chunks[:2] + chunks[2:][-1:] if intercepted() else chunks  # the others have the same kernels
+
+
+@launcher(
+    f"({_IN}, str way, bool need_dx, bool need_dxa, int? chunk_rows, int? chunk_classes)"
+    " -> (Tensor logp, Tensor entropy, Tensor log_sum_sq, Tensor mean_logit, Tensor top1, Tensor lse, Tensor state,"
+    " Tensor z, Tensor dx, Tensor? dxa)"
+)
+def linear_logprobs_fwd(x, w, target, bias, xa, wb, temperature, ids, offsets, kept, *rest):
+    """The results of ``Found`` for the ``kept`` tokens; all logits if ``way`` is "few"; gradients
+    for unit upstream gradients if it is "frozen"."""
+    x, target, xa, temperature = (_of(t, kept) for t in (x, target, xa, temperature))
+    n, (fp32_logits, way, need_dx, need_dxa, chunk_rows, chunk_classes) = Numbers(*rest[:_N]), rest[_N:]
+    M, classes, frozen = x.shape[0], _classes(w, n), way == "frozen"
+    found, z_dtype = Found.empty(target, n, acc(x.dtype)), acc(x.dtype) if fp32_logits else x.dtype
+    z = x.new_empty((M, classes) if way == "few" else 0, dtype=z_dtype)
+    dx = x.new_empty(x.shape if frozen and need_dx else 0)
+    dxa = xa.new_empty(xa.shape) if xa is not None and frozen and need_dxa else None
+    if tracing(x):
+        return *found.fields(), z, dx, dxa
+    wide = (chunk_classes or tile_classes(M, classes, on_gpu(x))) if way == "tiles" else classes
+    chunks = _row_chunks(M, {"tiles": _TOKENS, "few": M, "frozen": chunk_rows}[way])
+    most = max((c.stop - c.start for c in chunks), default=0) * wide
+    part = _buffer(x, z_dtype, 0 if way == "few" else most)
+    # a gradient may take the place of the logits, unless these are wider than what products read
+    dz_part = part if z_dtype == x.dtype else _buffer(x, x.dtype, most if frozen else 0)
+    tiles = [slice(i, min(i + wide, classes)) for i in range(0, classes, max(1, wide))]
+    for rows in chunks:
+        m, y, of_rows = rows.stop - rows.start, target[rows], found[rows]
+        some = lambda t: None if t is None else t[rows]  # noqa: B023
+        for at in tiles:
+            c, start = at.stop - at.start, n.first + at.start
+            z_c = z if way == "few" else part(m, c)
+            logits(z_c, x[rows], _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
+            dz = dz_part(m, c) if frozen else None
+            nucleus = None if ids is None else _mask(ids, offsets, m, rows.start, start, c)
+            of_tile = dict(bias=_cut(bias, at, x.dtype), temperature=some(temperature), kept=nucleus)
+            tile(z_c, y, n, of_rows, start, fold=True, finish=at is tiles[-1] and not n.group, dz=dz, **of_tile)
+            if dz is not None and need_dx:
+                torch.mm(dz, w[at], out=dx[rows])
+            if dz is not None and dxa is not None:
+                torch.mm(dz, wb[at], out=dxa[rows])
+        if n.group:
+            _merge(of_rows, n)
+            none = x.new_empty(m, 0)
+            tile(none, y, n, of_rows, 0, fold=True, finish=True, kept=None if ids is None else none.bool())
+    return *found.fields(), z, dx, dxa
+
+
+def _merge(found: Found, n: Numbers) -> None:
+    """Make the statistics of this rank's classes those of all classes; one rank has a target's
+    logit."""
+    (R, M), K = found.state.shape, found.logp.shape[1]
+    parts = gathered(torch.cat([found.state.flatten(), found.logp.flatten()]), n.group)[0]
+    m, s, a, q, total, kept_m, kept_s, tops = parts[:, : R * M].view(-1, R, M).unbind(1)
+    found.logp.copy_(parts[:, R * M :].sum(0).view(M, K))
+    top, kept_top = m.amax(0), kept_m.amax(0)
+    d = m - top
+    e = d.exp()
+    merged = (top, (s * e).sum(0), ((a + s * d) * e).sum(0), (q * e * e).sum(0), total.sum(0))
+    found.state.copy_(torch.stack([*merged, kept_top, (kept_s * (kept_m - kept_top).exp()).sum(0), tops.amax(0)]))
+    if n.top1:
+        # the first rank among equals, whose classes come first
+        best = gathered(found.top1.contiguous(), n.group)[0]
+        found.top1.copy_(best.gather(0, tops.argmax(0, keepdim=True))[0])
+
+
+@launcher(
+    f"(Tensor g, Tensor? g_entropy, Tensor state, Tensor z, {_IN}, bool need_dx, bool need_dw, bool need_db,"
+    " bool need_dxa, bool need_dwb, ScalarType? accum_dtype, int? chunk_classes)"
+    " -> (Tensor dx, Tensor dw, Tensor db, Tensor? dxa, Tensor? dwb)"
+)
+def linear_logprobs_bwd(g, g_entropy, state, z, x, w, target, bias, xa, wb, temperature, ids, offsets, kept, *rest):
+    """All gradients, from the logits ``z`` if they were kept. dx and dxa of a head in parts are in
+    the dtype of sums, as other ranks add to them."""
+    whole = x, xa
+    x, target, xa, temperature = (_of(t, kept) for t in (x, target, xa, temperature))
+    n, (fp32_logits, *need, accum_dtype, chunk_classes) = Numbers(*rest[:_N]), rest[_N:]
+    need_dx, need_dw, need_db, need_dxa, need_dwb = need
+    (M, H), classes, sums = x.shape, _classes(w, n), acc(x.dtype)
+    dx = x.new_empty((M, H) if need_dx else 0, dtype=sums if n.group else x.dtype)
+    dxa = xa.new_empty(xa.shape, dtype=dx.dtype) if xa is not None and need_dxa else None
+    dw = w.new_empty(w.shape if need_dw else 0, dtype=dtype_of_dw(w))
+    db = x.new_zeros(w.shape[0] if need_db else 0, dtype=sums)
+    dwb = wb.new_empty(wb.shape, dtype=sums) if wb is not None and need_dwb else None
+    if tracing(x):
+        spread = lambda d, of: d if kept is None or d is None or not d.numel() else d.new_empty(of.shape)
+        return spread(dx, whole[0]), dw, db, spread(dxa, whole[1]), dwb
+    few, chunks = z.numel() > 0, _row_chunks(M, _TOKENS)
+    wide = classes if few else chunk_classes or tile_classes(M, classes, on_gpu(x))
+    tiles = [slice(i, min(i + wide, classes)) for i in range(0, classes, max(1, wide))]
+    # dw is a sum over chunks of 32,768 tokens; one chunk is one product, which rounds once
+    if accum_dtype is None:
+        accum_dtype = dw.dtype if len(chunks) <= rounded_sums(M, n.V) else acc(w.dtype)
+    total = dw if len(chunks) < 2 or accum_dtype == dw.dtype else dw.new_empty(dw.shape, dtype=accum_dtype)
+    for t in (total if need_dw else None, dwb):
+        if t is not None:
+            t[classes if chunks else 0 :] = 0  # rows that are no class
+    most = min(M, _TOKENS) * wide
+    z_dtype = sums if fp32_logits else x.dtype
+    part = _buffer(x, z_dtype, 0 if few else most)
+    dz_part = part if z_dtype == x.dtype and not few else _buffer(x, x.dtype, most)
+    for rows in chunks:
+        m, first = rows.stop - rows.start, rows.start == chunks[0].start
+        some = lambda t: None if t is None else t[rows]  # noqa: B023
+        found = Found(state[:, rows], *(state.new_empty(0),) * 5, state[:, rows])
+        # of several tiles, dx and dxa are sums in fp32, rounded at their end
+        outs = [(d[rows], of) for d, of, wanted in ((dx, w, need_dx), (dxa, wb, need_dxa)) if wanted and d is not None]
+        added = [d if len(tiles) == 1 else d.new_zeros(d.shape, dtype=sums) for d, _ in outs]
+        for at in tiles:
+            c, start = at.stop - at.start, n.first + at.start
+            z_c, dz = z if few else part(m, c), dz_part(m, c)
+            if not few:
+                logits(z_c, x[rows], _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
+            nucleus = None if ids is None else _mask(ids, offsets, m, rows.start, start, c)
+            of_tile = dict(bias=_cut(bias, at, x.dtype), temperature=some(temperature), kept=nucleus)
+            tile(z_c, target[rows], n, found, start, dz=dz, g=g[rows], g_entropy=some(g_entropy), **of_tile)
+            for d, (_, of) in zip(added, outs):
+                add_mm(d, dz, _cut(of, at, x.dtype), first=len(tiles) == 1)
+            if need_dw and total.itemsize >= x.itemsize:
+                add_mm(total[at], dz.t(), x[rows], first=first)
+            elif need_dw:
+                # a head in 16 bits whose products are in fp32
+                total[at] = torch.mm(dz.t(), x[rows]) + (0 if first else total[at])
+            if dwb is not None:
+                add_mm(dwb[at], dz.t(), some(xa), first=first)
+            if need_db:
+                db[at] += dz.sum(0, dtype=db.dtype)
+        for (d, _), total_x in zip(outs, added):
+            if d is not total_x:
+                d.copy_(total_x)
+    if need_dx:
+        dx = _among(dx, kept, whole[0])
+    if dxa is not None:
+        dxa = _among(dxa, kept, whole[1])
+    return dx, dw if total is dw else dw.copy_(total), db, dxa, dwb
+
+
+@contextlib.contextmanager
+def _whole(*weights: Tensor | None) -> Iterator[None]:
+    """Gather weights that DeepSpeed's ZeRO-3 has divided again since the forward."""
+    parts = [t for t in weights if hasattr(t, "ds_id")]
+    if not parts:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parts):
+        yield
+
+
+@dataclass(frozen=True)
+class LogprobOptions:
+    """How log-probabilities are computed. ``need``: which of x, w, bias, xa and wb need a
+    gradient; ``one``: the result has no dimension of targets."""
+
+    need: tuple[bool, ...]
+    entropy_grad: bool
+    accum_dtype: torch.dtype | None
+    chunk_rows: int | None
+    chunk_classes: int | None
+    fp32_logits: bool
+    one: bool
+
+
+class LinearLogProbsFunction(torch.autograd.Function):
+    """``apply(x, w, target, bias, xa, wb, temperature, ids, offsets, kept, Numbers, LogprobOptions)`` ->
+    logp, of x's leading dims and, if there are several targets, theirs, and the five ``OUTPUTS``;
+    with ``kept``, of these tokens."""
+
+    @staticmethod
+    def forward(ctx, x, w, target, bias, xa, wb, temperature, ids, offsets, kept, n, o):
+        ctx.set_materialize_grads(False)  # an entropy that is only reported must not cost a backward
+        ctx.shape, ctx.n, ctx.o, x, need = x.shape, n, o, rows_of(x), o.need
+        M, same = x.shape[0] if kept is None else len(kept), w.dtype == x.dtype and not n.group
+        lead = ctx.shape[:-1] if kept is None else kept.shape
+        rows = o.chunk_rows or auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=not need[1])
+        factor = same and target.shape[1] == 1 and only_hidden(need)
+        few = same and any(need) and 0 < M <= rows
+        ctx.way = "frozen" if factor and not o.entropy_grad else "few" if few else "tiles"
+        inputs = (x, w, target, bias, xa, wb, temperature, ids, offsets, kept)
+        how = o.fp32_logits, ctx.way, need[0], need[3], rows, o.chunk_classes
+        logp, entropy, *others, state, z, dx, dxa = linear_logprobs_fwd(*inputs, *values(n), *how)
+        if any(need):
+            ctx.save_for_backward(state, z, dx, dxa, *inputs)
+        entropy = shaped(entropy, lead) if n.entropy else entropy
+        ctx.mark_non_differentiable(*others, *(() if n.entropy else (entropy,)))
+        return shaped(logp, lead if o.one else (*lead, target.shape[1])), entropy, *others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, g_entropy, *_):
+        state, z, dx, dxa, *inputs = ctx.saved_tensors
+        (x, w, target, bias, xa), kept, n, o, need = inputs[:5], inputs[9], ctx.n, ctx.o, ctx.o.need
+        if g is None and g_entropy is None:
+            return (None,) * 12
+        y = _of(target, kept)
+        g = state.new_zeros(y.shape) if g is None else g.reshape(y.shape)
+        if ctx.way == "frozen" and (g_entropy is None or not n.entropy):
+            g = g.masked_fill(y == n.ignore_index, 0)  # 0 stays 0, whatever the upstream gradient is
+            times = lambda t, of: _among(scaled_rows(t, g), kept, of)
+            dx, dxa = times(dx, x).view(ctx.shape) if need[0] else None, times(dxa, xa) if need[3] else None
+            return dx, None, None, None, dxa, *(None,) * 7
+        with _whole(w, bias):
+            # a recorded graph passes zeros for results that have no gradient
+            h = None if g_entropy is None or not n.entropy else g_entropy.reshape(-1)
+            how = o.fp32_logits, *need, o.accum_dtype, o.chunk_classes
+            dx, dw, db, dxa, dwb = linear_logprobs_bwd(g, h, state, z, *inputs, *values(n), *how)
+        for d in (dx, dxa) if n.group else ():
+            if d is not None and d.numel():
+                torch.distributed.all_reduce(d, group=process_group(n.group))
+        dx, dw, db, dxa, dwb = (d if wanted else None for d, wanted in zip((dx, dw, db, dxa, dwb), need))
+        of_x = lambda t: t if t is None else t.to(x.dtype)
+        dx = None if dx is None else of_x(dx).view(ctx.shape)
+        return dx, dw, None, None if db is None else db.to(bias.dtype), of_x(dxa), of_x(dwb), *(None,) * 6
+
+
+def _cost(x, w, target, bias=None, *, xa=None, wb=None, fp8=None, **_) -> Cost:
+    M, H, V, R = x.shape[:-1].numel(), x.shape[-1], w.shape[0], 0 if xa is None else xa.shape[-1]
+    backward = [(M, H + R, V), *([(V, H, M)] if w.requires_grad else [])]
+    read = nbytes(x, w, target, bias, xa, wb)
+    return Cost(read, nbytes(x, w, bias, xa, wb), gemms=([(M, V, H + R)], backward), rate=1 if fp8 is None else 2)
+
+
+def _head(*shape: int, V: int, K: tuple[int, ...] = (), frozen: bool = False, **options: Any) -> dict[str, Any]:
+    """Arguments of a case: x of this shape, a head of V classes, K targets a token or one."""
+    head = T((V, shape[-1]), grad=not frozen)
+    return dict(x=T(shape), w=head, target=targets((*shape[:-1], *K), V), **options)
+
+
+def _nucleus(M: int, V: int, each: int) -> dict[str, T]:
+    """Some of V classes for each of M tokens."""
+    ids = lambda *shape, dtype: torch.rand(M, V).argsort(1)[:, :each].flatten()
+    offsets = lambda *shape, dtype: torch.arange(M + 1) * each
+    kept = T((M * each,), ids, dtype=torch.int64), T((M + 1,), offsets, dtype=torch.int64)
+    return dict(zip(("keep_ids", "keep_offsets"), kept))
+
+
+def _temperatures(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.rand(shape, dtype=dtype) + 0.5
+
+
+_ALL, _ENTROPY = dict(outputs=OUTPUTS, entropy_grad=True), dict(outputs=("entropy",), entropy_grad=True)
+_LORA = dict(xa=T((9, 3)), wb=T((65, 3)))
 
 
 @op(
     reference=reference,
     cases=[
-        Case(
-            "grpo",
-            dict(
-                x=T((9, 32)), w=T((65, 32)), target=targets(9, 65), temperature=0.9, chunk_rows=4, return_entropy=True
-            ),
-        ),
-        Case("one-chunk", dict(x=T((20, 16)), w=T((65, 16)), target=targets(20, 65), return_entropy=True)),
-        Case("no-entropy", dict(x=T((9, 16)), w=T((40, 16)), target=targets(9, 40), bias=T((40,)), temperature=1.3)),
-        Case(
-            "gemma2",
-            dict(
-                x=T((7, 16)),
-                w=T((40, 16)),
-                target=targets(7, 40),
-                softcap=2.0,
-                logit_scale=0.5,
-                return_entropy=True,
-                chunk_rows=3,
-            ),
-        ),
-        Case(
-            "compact",
-            dict(x=T((24, 16)), w=T((40, 16)), target=targets(24, 40), return_entropy=True, compact=True, chunk_rows=7),
-        ),
-        Case(
-            "lora",
-            dict(
-                x=T((9, 16)),
-                w=T((40, 16), grad=False),
-                target=targets(9, 40),
-                xa=T((9, 3)),
-                wb=T((40, 3)),
-                return_entropy=True,
-                chunk_rows=4,
-            ),
-        ),
-        Case(
-            "fp8",
-            dict(
-                x=T((64, 32)),
-                w=T((80, 32)),
-                target=targets(64, 80),
-                fp8="rowwise",
-                chunk_rows=40,
-                return_entropy=True,
-                temperature=0.9,
-            ),
-        ),
+        Case("grpo", _head(9, 32, V=65, temperature=0.9, chunk_rows=1, chunk_classes=16, **_ENTROPY)),
+        Case("few", _head(20, 16, V=65, **_ALL)),
+        Case("tiles", _head(2, 5, 16, V=70, chunk_rows=1, chunk_classes=32, **_ALL)),
+        Case("bias", _head(9, 16, V=40, bias=T((40,)), temperature=1.3, chunk_rows=4, chunk_classes=16)),
+        Case("gemma2", _head(7, 16, V=40, softcap=2.0, logit_scale=0.5, temperature=0.7, chunk_rows=3, **_ALL)),
+        Case("top-k", _head(6, 16, V=50, K=(5,), chunk_rows=1, chunk_classes=16, softcap=3.0, **_ALL)),
+        Case("top-k-few", _head(2, 3, 16, V=50, K=(3,), outputs=("entropy",))),
+        Case("frozen", _head(9, 16, V=40, frozen=True, chunk_rows=4, outputs=("entropy", "top1"))),
+        Case("frozen-entropy", _head(9, 16, V=40, frozen=True, chunk_rows=4, entropy_grad=True, outputs=("entropy",))),
+        Case("temperatures", _head(9, 16, V=40, temperature=T((9,), _temperatures, False), softcap=2.0, **_ALL)),
+        Case("nucleus", _head(8, 16, V=40, chunk_rows=1, chunk_classes=16, **_nucleus(8, 40, 6), **_ALL)),
+        Case("padded", _head(7, 16, V=40, vocab_size=33, chunk_rows=1, chunk_classes=16)),
+        Case("fp32-logits", _head(9, 16, V=40, fp32_logits=True, chunk_rows=4, **_ENTROPY)),
+        Case("compact", _head(24, 16, V=40, compact=True, chunk_rows=7, **_ALL)),
+        Case("lora", _head(9, 16, V=65, frozen=True, chunk_rows=1, chunk_classes=32, **_ALL, **_LORA)),
+        Case("fp8", _head(64, 32, V=80, fp8="rowwise", chunk_rows=40, outputs=("entropy",), temperature=0.9)),
     ],
     cost=_cost,
 )
 def linear_logprobs(
-    x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0,
-    logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100, return_entropy: bool = False,
+    x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None = None, *, temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int = -100, outputs: tuple[str, ...] = (),
+    entropy_grad: bool = False, keep_ids: Tensor | None = None, keep_offsets: Tensor | None = None,
+    vocab_size: int | None = None, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None,
     compact: bool | Kept = False, accum_dtype: torch.dtype | None = None, chunk_rows: int | None = None,
-    fp32_logits: bool = False, xa: Tensor | None = None, wb: Tensor | None = None, fp8: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """fp32 log-probabilities (M,) of ``target`` (M,), with ``return_entropy`` also the entropies
-    (M,); both differentiable in x, w, bias, xa and wb.
+    chunk_classes: int | None = None, fp32_logits: bool = False, xa: Tensor | None = None, wb: Tensor | None = None,
+    fp8: str | None = None,
+) -> Any:  # fmt: skip
+    """fp32 log-probabilities of ``target``, and a tuple of them and ``outputs`` if there are any.
 
-    x (M, H), w (V, H), bias (V,). The other options are those of ``linear_cross_entropy``.
+    x (..., H), w (V, H), bias (V,), target (...) or (..., K) for K classes a token, each with its
+    gradient. Differentiable in x, w, bias, xa and wb.
+
+    temperature: a number, or one for each token (...).
+    outputs: some of "entropy" (differentiable), "log_sum_sq" (log of the sum of squared
+    probabilities), "mean_logit", "top1" (the most likely class), "lse", each (...), in the order
+    asked for.
+    entropy_grad: the loss differentiates the entropy. This only saves time: with a frozen head it
+    makes such a gradient cost one product more and not two.
+    keep_ids, keep_offsets (M + 1,): the classes that a sampler kept for each of the M tokens,
+    ``keep_ids[keep_offsets[i]:keep_offsets[i + 1]]``: the log-probability is normalised over these
+    and the target, the other outputs over all classes.
+    vocab_size: the first rows of w that are classes; the rest is padding.
+    group: the ranks that have slices of the classes, w (N, H) on each; x and target are the same on
+    all, and so are the results. dx is summed over the ranks. sizes: N of every rank, if they differ.
+    compact: leave out tokens to ignore, as in ``linear_cross_entropy``, which has accum_dtype,
+    fp32_logits, xa, wb and fp8, too. chunk_rows and chunk_classes: tokens of a chunk, and classes
+    of a tile. With fp8: one target, no keep_ids, group, vocab_size or temperatures of tokens, and of the
+    outputs only "entropy", "mean_logit" and "top1".
     """
-    name, unsupported = "linear_logprobs", dict(fp32_logits=fp32_logits, xa=xa)
-    s = tempered(name, temperature, logit_scale, softcap, ignore_index, entropy=return_entropy)
-    x, w, target, bias, xa, wb = checked(name, x, w, target, bias, None, s, chunk_rows, xa, wb, fp8, unsupported)
-    # the cross entropy of the head without reduction, with the opposite sign
-    nll, _, _, entropy, _ = apply(
-        x, w, target, bias, None, s, None, compact, accum_dtype, chunk_rows, fp32_logits, xa=xa, wb=wb, fp8=fp8
-    )
-    return (-nll, entropy) if return_entropy else -nll
+    name = "linear_logprobs"
+    lead = x.shape[:-1]
+    one, K = target.ndim < x.ndim, target.shape[len(lead) :].numel()
+    for wanted in outputs:
+        if wanted not in OUTPUTS:
+            raise ValueError(f"{name}: outputs must be some of {OUTPUTS}, got {wanted!r}")
+    if isinstance(temperature, Tensor):
+        if temperature.shape != lead:
+            raise ValueError(
+                f"{name}: temperature must be a number or of shape {tuple(lead)}, got {tuple(temperature.shape)}"
+            )
+        scalar, per_token = None, temperature.detach().reshape(-1).contiguous()
+    elif not temperature > 0:
+        raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    else:
+        scalar, per_token = temperature, None
+    rows, thin = (x.reshape(-1, x.shape[-1]) if x.ndim > 2 else x), xa if xa is None else xa.reshape(-1, xa.shape[-1])
+    check_head(name, rows, w, bias, chunk_rows, thin, wb)
+    if target.shape[: len(lead)] != lead or target.ndim > x.ndim:
+        shape = f"{tuple(lead)} or ({', '.join(map(str, lead))}, K)"
+        raise ValueError(f"{name}: target must have shape {shape}, got {tuple(target.shape)}")
+    first, V, shared = _part(name, w, group, sizes)
+    if vocab_size is not None and not 0 < vocab_size <= V:
+        raise ValueError(f"{name}: vocab_size must be in [1, {V}], got {vocab_size}")
+    V = vocab_size or V
+    if (keep_ids is None) != (keep_offsets is None) or (
+        keep_offsets is not None and len(keep_offsets) != len(rows) + 1
+    ):
+        lengths = " and ".join("None" if t is None else str(len(t)) for t in (keep_ids, keep_offsets))
+        raise ValueError(f"{name}: keep_ids and keep_offsets must have n and {len(rows) + 1} numbers, got {lengths}")
+    if keep_ids is not None and K != 1:
+        raise ValueError(f"{name}: target must have one class for each token with keep_ids, got {K}")
+    y = check(name, (target.numel(), V), target.reshape(-1), None, "none", ignore_index)
+    y = y.reshape(-1, K).contiguous()
+    check_fp8(name, fp8, rows, fp32_logits=fp32_logits, xa=xa)
+    if fp8 is None and only_pytorch():
+        return reference(
+            x, w, target, bias, temperature=per_token if scalar is None else scalar, logit_scale=logit_scale,
+            softcap=softcap, ignore_index=ignore_index, outputs=outputs, keep_ids=keep_ids, keep_offsets=keep_offsets,
+            vocab_size=vocab_size, group=group, sizes=sizes, xa=xa, wb=wb, fp8=fp8,
+        )  # fmt: skip
+    wanted = tuple(output in outputs for output in OUTPUTS)
+    # the same logits as those of the cap first and the temperature then
+    scale, cap = logit_scale / (scalar or 1.0), None if softcap is None else softcap / (scalar or 1.0)
+    if fp8 is not None:
+        if (
+            K != 1
+            or keep_ids is not None
+            or group is not None
+            or vocab_size
+            or scalar is None
+            or wanted[1]
+            or wanted[4]
+        ):
+            raise ValueError(
+                f"{name}: with fp8, only one target and the outputs 'entropy', 'mean_logit' and 'top1' are possible, "
+                f"got {K} targets and {outputs}"
+            )
+        s = Loss(
+            ignore_index, "none", logit_scale=scale, softcap=cap, stats=wanted[3], entropy=wanted[0], mean=wanted[2]
+        )
+        x2, w2, b2, *_ = promoted(rows, w, bias, None, None)
+        nll, _, best, entropy, mean = apply(
+            x2, w2, y[:, 0], b2, None, s, None, compact, accum_dtype, chunk_rows, False, fp8=fp8
+        )
+        found = [(-nll).view(lead), entropy, None, mean, best, None]
+        found = [t if t is None or not t.numel() else t.view(lead) for t in found]
+    else:
+        n = Numbers(V, first, shared, ignore_index, scale, cap, *wanted)
+        dtype = products_dtype(rows, w)
+        rows, bias, thin, wb = (t if t is None else t.to(dtype) for t in (rows, bias, thin, wb))
+        bias = bias if bias is None else bias.contiguous()
+        o = LogprobOptions(
+            needed(rows, w, bias, thin, wb), entropy_grad, accum_dtype, chunk_rows, chunk_classes, fp32_logits, one
+        )
+        kept = kept_rows(compact, y[:, 0], ignore_index) if K == 1 and keep_ids is None else None
+        # of all leading dims: x itself, so that its gradient needs no view
+        of_x = rows if x.ndim <= 2 or kept is not None else rows.view(x.shape)
+        given = of_x, w, y, bias, thin, wb, per_token, keep_ids, keep_offsets, kept
+        found = LinearLogProbsFunction.apply(*given, n, o)
+        if kept is None:
+            # those without a gradient get their dims here: PyTorch 2.11 compiles no views of them in a Function
+            found = [*found[:2], *(t.view(lead) if t.numel() else t for t in found[2:])]
+        else:
+            # the other tokens have what ignored ones have
+            spread = lambda t, value: t.new_full((len(y),), value).index_copy(0, kept, t.flatten()).view(lead)
+            found = [spread(t, -1 if t.dtype == torch.int64 else 0) if t.numel() or not len(kept) else t for t in found]
+    results = (found[0], *(found[1 + OUTPUTS.index(output)] for output in outputs))
+    return results if outputs else results[0]
+
+
+def _part(name: str, w: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None) -> tuple[int, int, str]:
+    """This rank's first class, the number of all classes, and the group's name."""
+    if group is None:
+        return 0, w.shape[0], ""
+    part = Part(*part_of(name, w.shape[0], group, sizes, -100, 0.0, "pytorch", "global"))
+    return part.first, part.V, part.group

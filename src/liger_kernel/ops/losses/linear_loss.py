@@ -29,7 +29,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, host_can_read, on_gpu, once_differentiable, only_pytorch, rows_of
 from liger_kernel.ops._core.reduce import scaled
-from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, chunks_of
+from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, chunks_of, only_hidden
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, row_kernel
 from liger_kernel.ops.losses.linear_cross_entropy import (
     Options,
@@ -179,14 +179,21 @@ def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     Returns the gradients times ``_up``, ``_up``, loss and aux."""
     index, need = None if kept is None else kept.rows(), any(o.need)
     inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
-    losses, _, best, h, mean, lse, *_ = linear_cross_entropy_fwd(*inputs, *(False,) * 5, None, False)
+    # of a frozen head, the first sweep also computes gradients for slopes of 1
+    ones = only_hidden(o.need) and not s.entropy and o.fp8 is None
+    need_now = o.need if ones else (False,) * 5
+    losses, _, best, h, mean, lse, _, *grads_of_ones, _ = linear_cross_entropy_fwd(*inputs, *need_now, None, False)
     loss, aux, slopes = _differentiated(fn, 0, x.shape[0] // group, group, s, need, -losses, h, mean, best)
     grads, up = (None,) * 5, None
     if need:
         if x.dtype == torch.float16:
             up = _up(slopes, target, s.ignore_index)
             slopes = [slope * up for slope in slopes]
-        grads = linear_cross_entropy_bwd(-slopes[0], slopes[-1], lse, h.detach(), None, *inputs, *o.need)
+        if ones:
+            slope = -slopes[0].masked_fill(target == s.ignore_index, 0)[:, None]
+            grads = tuple(t.mul_(slope) if t is not None and t.numel() else t for t in grads_of_ones)
+        else:
+            grads = linear_cross_entropy_bwd(-slopes[0], slopes[-1], lse, h.detach(), None, *inputs, *o.need)
     return grads, up, loss, aux
 
 

@@ -46,8 +46,8 @@ from liger_kernel.ops._core.operator import (
     rows_of,
 )
 from liger_kernel.ops._core.products import add_mm
-from liger_kernel.ops._core.reduce import divided, scaled
-from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows
+from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
+from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, only_hidden
 from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
@@ -173,14 +173,20 @@ class LinearDivergenceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, *rest):
         *others, num_items, s, o = rest
-        ctx.need, ctx.recompute = o.need, s.reduction == "none"
+        ctx.need, ctx.rows = o.need, s.reduction == "none" and only_hidden(o.need)
+        ctx.recompute = s.reduction == "none" and not ctx.rows
         ctx.numbers = *values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits
         logits = None if teacher_logits is None else rows_of(teacher_logits)
         inputs = rows_of(x), w, bias, teacher_x, teacher_w, teacher_bias, logits, *others
-        # without a reduction the upstream gradients are vectors, which only the backward knows
+        # without a reduction the upstream gradients are vectors, which only the backward knows; those
+        # of a frozen head are factors of rows
         need = (False,) * 3 if ctx.recompute else o.need
         loss, soft, hard, norm, *grads = linear_divergence_fwd(*inputs, *ctx.numbers, *need, num_items)
-        ctx.save_for_backward(*(inputs if ctx.recompute else (*grads, norm if x.dtype == torch.float16 else None)))
+        if ctx.recompute:
+            ctx.save_for_backward(*inputs)
+        else:
+            target, ctx.ignored = others[2], s.ignore_index
+            ctx.save_for_backward(*grads, target if ctx.rows else norm if x.dtype == torch.float16 else None)
         ctx.mark_non_differentiable(soft, hard)
         return loss, soft, hard
 
@@ -189,6 +195,11 @@ class LinearDivergenceFunction(torch.autograd.Function):
     def backward(ctx, g, *_):
         if ctx.recompute:
             grads = linear_divergence_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)
+        elif ctx.rows:
+            dx, *grads, target = ctx.saved_tensors
+            # 0 stays 0, whatever the upstream gradient is
+            g = g if target is None else g.masked_fill(target == ctx.ignored, 0)
+            grads = [scaled_rows(dx, g[:, None]), *grads]
         else:
             *grads, norm = ctx.saved_tensors
             grads = scaled(tuple(grads), divided(g, norm))

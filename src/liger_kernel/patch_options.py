@@ -85,6 +85,9 @@ class PatchOptions:
         choices=("off", "cheap", "mlp"),
         variants={"off": "off", "mlp": "mlp"},
     )
+    fused_logprobs: bool = _switch(
+        True, "trainers of TRL compute log-probabilities with our head, which stores no logits", option=None
+    )
     projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
     fp8: bool | str = _switch(
         False,

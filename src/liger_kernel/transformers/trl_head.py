@@ -10,6 +10,8 @@ known here, its own head runs, and one warning says so.
 from __future__ import annotations
 
 import inspect
+import itertools
+import logging
 import os
 import sys
 import warnings
@@ -22,65 +24,53 @@ from torch import Tensor, nn
 
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 
-_UTILS = "trl.trainer.utils"
+logger = logging.getLogger(__name__)
+
 _FIRST = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale")
 # parameters of TRL's Function after ctx -> the releases that have them
 _KNOWN = {(*_FIRST, "outputs"): "1.15 and 1.16", ("last_hidden", *_FIRST[1:]): "1.13 and 1.14"}
 # TRL's name of an output -> ours
 _OUTPUTS = {"entropy": "entropy", "log_sum_sq_probs": "log_sum_sq", "mean_logits": "mean_logit", "is_top1": "top1"}
 
-# models patched one by one, and classes of models
+# models patched one by one, and types of models whose classes are
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_classes: set[type] = set()
+_types: set[str] = set()
 
 
-def _functions() -> dict[str, Any]:
-    """TRL's Functions that can be replaced, by where they are; none before TRL is imported."""
-    found = {}
-    for module, name in ((_UTILS, "_ChunkedLogProbFunction"),):
-        function = getattr(sys.modules.get(module), name, None)
-        if function is not None:
-            found[f"{module}.{name}"] = function
-    return found
+def _function() -> Any:
+    """TRL's Function; None before TRL is imported, or without TRL."""
+    return getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
 
 
-def use(owner: nn.Module | type) -> None:
-    """From now on TRL computes log-probabilities of this model, or of models of this class, with
-    our head."""
-    (_classes if isinstance(owner, type) else _models).add(owner)
-    for function in _functions().values():
-        if isinstance(function.__dict__.get("apply"), staticmethod):
-            continue
-        parameters = tuple(inspect.signature(function.forward).parameters)[1:]
-        if parameters in _KNOWN:
-            function.apply = staticmethod(_apply(function, "outputs" in parameters))
-        else:
-            warnings.warn(
-                f"liger_kernel: TRL's head has parameters that this release does not know {parameters}; TRL's own runs",
-                stacklevel=2,
-            )
+def _replaced(function: Any) -> bool:
+    return isinstance(vars(function).get("apply"), staticmethod)
 
 
-def stop(owner: nn.Module | type | None = None) -> None:
-    """The opposite of ``use``, for all models if there is no ``owner``."""
+def use(owner: nn.Module | str) -> None:
+    """From now on TRL computes log-probabilities of this model, or of models of this type, with our
+    head. TRL must have been imported."""
+    _types.add(owner) if isinstance(owner, str) else _models.add(owner)
+    function = _function()
+    if function is None or _replaced(function):
+        return
+    parameters = tuple(inspect.signature(function.forward).parameters)[1:]
+    if parameters in _KNOWN:
+        function.apply = staticmethod(_apply(function, "outputs" in parameters))
+    else:
+        why = f"its parameters are not those of TRL {' or '.join(_KNOWN.values())}: {', '.join(parameters)}"
+        warnings.warn(f"liger_kernel: TRL computes log-probabilities itself, because {why}", stacklevel=2)
+
+
+def stop(owner: nn.Module | str | None = None) -> None:
+    """The opposite of ``use``; without ``owner`` for all models."""
     if owner is None:
-        _classes.clear()
+        _types.clear()
         _models.clear()
     else:
-        (_classes if isinstance(owner, type) else _models).discard(owner)
-    if not _classes and not len(_models):
-        for function in _functions().values():
-            if isinstance(function.__dict__.get("apply"), staticmethod):
-                del function.apply
-
-
-def state() -> str | None:
-    """What ``liger env`` reports of TRL's head; None without TRL."""
-    functions = _functions()
-    if not functions:
-        return None
-    ours = any(isinstance(f.__dict__.get("apply"), staticmethod) for f in functions.values())
-    return "liger_kernel for patched models" if ours else "TRL's own"
+        _types.discard(owner) if isinstance(owner, str) else _models.discard(owner)
+    function = _function()
+    if not _types and not len(_models) and function is not None and _replaced(function):
+        del function.apply
 
 
 def _calling_model() -> nn.Module | None:
@@ -100,25 +90,21 @@ def _calling_model() -> nn.Module | None:
 
 
 def _is_used(model: nn.Module | None) -> bool:
-    if model is None:
-        return False
-    return any(m in _models or not _classes.isdisjoint(type(m).__mro__) for m in _inner(model))
-
-
-def _inner(model: nn.Module) -> list[nn.Module]:
-    """The model, and the one inside of what PEFT, DDP and FSDP put around it."""
-    found = [model]
-    for name in ("module", "get_base_model", "_orig_mod"):
-        inner = getattr(found[-1], name, None)
-        inner = inner() if callable(inner) and not isinstance(inner, nn.Module) else inner
-        if isinstance(inner, nn.Module) and inner is not found[-1]:
-            found.append(inner)
-    return found
+    """Whether the model, or one inside of what PEFT, DDP, FSDP and torch.compile put around it, is
+    patched."""
+    seen = 0
+    while model is not None and seen < 8:
+        if model in _models or getattr(getattr(model, "config", None), "model_type", None) in _types:
+            return True
+        inner = next((n for n in ("module", "_orig_mod", "base_model") if hasattr(model, n)), None)
+        inside = getattr(model, inner) if inner else None
+        # Transformers' ``base_model`` of a model without a head is the model itself
+        model, seen = (inside if isinstance(inside, nn.Module) and inside is not model else None), seen + 1
+    return False
 
 
 def _apply(function: Any, with_outputs: bool) -> Callable[..., tuple[Any, ...]]:
-    trl = function.apply
-    unchecked = [os.environ.get("LIGER_CHECKS") == "1"]
+    trl, calls = function.apply, itertools.count()
 
     def apply(
         hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
@@ -140,9 +126,10 @@ def _apply(function: Any, with_outputs: bool) -> Callable[..., tuple[Any, ...]]:
             by_name["top1"] = by_name["top1"] == targets
         results = (logp, *(by_name.get(name) for name in _OUTPUTS.values()))
         results = results if with_outputs else results[:2]
-        if unchecked[0] and len(hidden):
-            unchecked[0] = False
-            some = slice(0, 64)
+        first, some = next(calls) == 0, slice(0, 64)
+        if first:
+            logger.info("liger_kernel: log-probabilities of TRL's trainers are computed by linear_logprobs")
+        if first and os.environ.get("LIGER_CHECKS") == "1":
             _compare(results, trl(hidden[some].detach(), weight.detach(), bias, targets[some], *given), some)
         return results
 

@@ -20,7 +20,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
-from liger_kernel.transformers import fp8
+from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, is_patched, original, ours, warn_once
 from liger_kernel.transformers.patching.select import class_patches, instance_patches, made, on_instance
@@ -87,7 +87,7 @@ def options_of(model_type: str, given: Mapping[str, Any]) -> PatchOptions:
     options = PatchOptions(**dict.fromkeys(SWITCHES, False) | flags_of(model_type) | one_head | dict(given))
     # With everything else off, nothing in a model changes
     alone = not (options.head or options.fp8 or any(options.slots.values()) or "projections" in given)
-    return dataclasses.replace(options, projections=False) if alone else options
+    return dataclasses.replace(options, projections=False, fused_logprobs=False) if alone else options
 
 
 @functools.cache
@@ -116,6 +116,8 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     classes of a type or to ``model``. A flag that is given as None is off."""
     options = options_of(model_type, given)
     in_fp8 = _float8(model_type, given)
+    if options.fused_logprobs:
+        trl_head.use(model_type if model is None else model)
     # Classes carry the request to the models that are made later; a live model is converted now.
     if model is None:
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()

@@ -63,9 +63,20 @@ def made(make: Callable, function: Callable, *args: Any) -> Callable:
     return new
 
 
-def _variant(stock: Callable, label: str, tiles: bool | int) -> Callable:
-    variant = VARIANTS[label]
+def replacement(stock: Callable, label: str, tiles: bool | int = False) -> Callable:
+    """What the variant ``label`` makes of ``stock``, with its parameter names."""
+    variant, stock = VARIANTS[label], _as_function(stock)
     return _named_as(variant(stock, tiles) if isinstance(variant, GLU | MLP) else variant(stock), stock)
+
+
+def _as_function(stock: Callable) -> Callable:
+    """``stock``, which is a module if Transformers lets the library ``kernels`` replace it, as a
+    function with its signature. What ``kernels`` has put there still runs."""
+    if not isinstance(stock, nn.Module):
+        return stock
+    call = lambda *args, **kwargs: stock(*args, **kwargs)
+    vars(call)["__signature__"] = inspect.signature(stock.forward)
+    return call
 
 
 def _named_as(function: Any, stock: Callable) -> Callable:
@@ -169,7 +180,7 @@ def _of_slots(model_type: str, module: types.ModuleType, row: Family, parts: Map
             # it does not read masks that are made when they are read
             makers = {maker: original(module, maker) for maker in makers_of(module)}
             yield from (Patch(module, n, made(lazily, f), (label,)) for n, f in makers.items() if not _is_foreign(f))
-        new = made(_variant, stock, label, tiles) if on else made(tiled, stock, tiles)
+        new = made(replacement, stock, label, tiles) if on else made(tiled, stock, tiles)
         yield Patch(owner, attribute, new, (_both(label if on else "", "tiled" if tiling else ""),))
 
 

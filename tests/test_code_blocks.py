@@ -49,7 +49,10 @@ IDS = {
 }
 # Blocks that need more than this machine has, by a line in them; a package that is missing is a
 # reason that needs no line here
-NOT_RUN = {"FullyShardedDataParallel(model": "FSDP1 needs a GPU"}
+NOT_RUN = {
+    "FullyShardedDataParallel(model": "FSDP1 needs a GPU",
+    "kernel_config=": "the library kernels is in environments of its own",
+}
 
 
 def blocks(page: str, *languages: str) -> list[str]:

@@ -176,6 +176,7 @@ ONE_THING = {
     "ulysses": "the published path, and the module",
     "LigerFusedLinearJSDFunction": "LinkedIn's package has two of this name",
     **dict.fromkeys(("LigerRMSNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP"), "the names that the hub's kernels have"),
+    **dict.fromkeys(("LigerTiledSwiGLUMLP", "LigerTiledGEGLUMLP"), "the names that the hub's kernels have"),
 }
 # Names with two senses that are still to change: nothing may be added
 TWO_SENSES = {*("config", "flags", "linear", "report"), *("Loss", "Part", "Recipe", "Variant", "_Output", "_Run")}

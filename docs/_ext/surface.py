@@ -44,6 +44,7 @@ MODULES = [
     "liger_kernel.transformers.attention",
     "liger_kernel.deploy",
     "liger_kernel.megatron",
+    "liger_kernel.hub",
     "liger_kernel.hub.layers",
     "liger_kernel.testing",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import newer_kernels  # noqa: F401
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: make setup")

@@ -37,9 +37,9 @@ KUBERNETES += ["websocket-client"]
 ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "torch-2.11": (TORCH, [], ["torch==2.11.0", "triton==3.6.0"]),
     "torch-2.15": (TORCH, [], ["torch==2.15.0", "triton==3.9.0"]),
-    "transformers-5.23": (HF, ["transformers==5.23.0"], []),
+    "transformers-5.23": ([*HF, "hub"], ["transformers==5.23.0"], []),
     "transformers-5.17": (
-        [*HF, "attention", "changed_models", "experts_in_fp8", "heads", "projections", "slots"],
+        [*HF, "attention", "changed_models", "experts_in_fp8", "heads", "hub", "projections", "slots"],
         ["transformers==5.17.0"],
         [],
     ),
@@ -48,7 +48,8 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "trl-1.12": (["trl", "trl_adapters", "examples"], ["requests"], ["trl==1.12.0"]),
     "trl-1.0": (["trl"], ["transformers==5.17.0", "requests"], ["trl==1.0.0"]),
     "trl-0.25": (["trl"], ["transformers==4.57.6", "datasets<4.6", "requests"], ["trl==0.25.1"]),
-    "kernels": (["hf_kernels", "examples"], ["transformers==5.17.0", "kernels==0.16.2"], []),
+    "kernels": (["hf_kernels", "hub", "examples"], ["transformers==5.17.0", "kernels==0.16.2"], []),
+    "kernels-0.17": (["hf_kernels", "hub"], ["kernels==0.17.2"], []),
     "llama-factory": (
         ["frameworks"],
         ["transformers==4.57.6", "datasets<4.6", "requests", "omegaconf", "fire"],

@@ -1,13 +1,17 @@
 """Hugging Face's ``kernels``: our layers taken from a local repository, gradients and
-torch.compile included."""
+torch.compile included. With Transformers 5.23 and later, ``newer_kernels.py`` gives ``kernels``
+another version."""
 
 from __future__ import annotations
 
+import collections
+import importlib
 import inspect
 import json
 
 import pytest
 import torch
+import transformers
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from torch import nn
 
@@ -105,3 +109,80 @@ def test_mlps(name, layer, act):
     with_layers(mlp, {name: layer})
     assert "forward" in mlp.__dict__
     torch.testing.assert_close(mlp(x), expected)
+
+
+def ran_by_ours(model: nn.Module) -> collections.Counter[str]:
+    """How many modules run a forward of ours, by their class."""
+    ours = lambda f: getattr(f, "__module__", "").startswith("liger_kernel.")
+    return collections.Counter(
+        type(m).__name__ for m in model.modules() if ours(getattr(vars(m).get("forward"), "__func__", None))
+    )
+
+
+# what a tiny model has of ours with ``use_kernels=True``, and what ``kernel_config`` adds
+REACHED = {
+    "llama": ({"LlamaRMSNorm": 5}, {"LlamaMLP": 2}),
+    "qwen3_moe": ({"Qwen3MoeRMSNorm": 9}, {"Qwen3MoeExperts": 2}),
+    "gemma2": ({}, {"Gemma2RMSNorm": 9, "Gemma2MLP": 2}),
+    "gemma3_text": ({}, {"Gemma3RMSNorm": 13, "Gemma3MLP": 2}),
+}
+
+
+@pytest.fixture
+def in_place_of_the_hub(monkeypatch):
+    """Our folder in the place of Transformers' repository. Without a network, which tells what commit
+    a version is, and without a GPU, whose capability other mappings are for."""
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed: make test-integrations")
+    monkeypatch.setenv("LOCAL_KERNELS", f"kernels-community/liger-kernels={hub.PATH}")
+    folders = importlib.import_module("kernels.load" if hasattr(kernels, "load") else "kernels.utils")
+    folders._parse_local_kernel_overrides.cache_clear()
+    monkeypatch.setattr(kernels.layer.layer, "select_revision_or_version", lambda *args, **kwargs: "main")
+    monkeypatch.setattr(kernels.layer.repos, "_find_capability", lambda: 90)
+    # which Transformers 5.17 takes from another repository in training
+    mapped = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
+    monkeypatch.delitem(mapped, "rotary_pos_emb", raising=False)
+    yield kernels
+    folders._parse_local_kernel_overrides.cache_clear()
+
+
+def test_every_layer_that_transformers_maps(in_place_of_the_hub):
+    mapped = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
+    repositories = {r for of in mapped.values() for value in of.values() for r in _repositories(value)}
+    names = {r.layer_name for r in repositories if getattr(r, "_repo_id", "") == "kernels-community/liger-kernels"}
+    assert names == {
+        *("LigerRMSNorm", "LigerLinear", "LigerForCausalLMLossLayer"),
+        *("LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerTiledSwiGLUMLP", "LigerTiledGEGLUMLP"),
+    }
+    found = in_place_of_the_hub.get_kernel("kernels-community/liger-kernels", version=3, backend="cpu")
+    assert all(getattr(found.layers, name) is getattr(layers, name) for name in names)
+
+
+def _repositories(value):
+    return value.values() if isinstance(value, dict) else [value]
+
+
+@pytest.mark.parametrize("model_type", REACHED)
+def test_modules_on_ours(model_type, in_place_of_the_hub, tmp_path):
+    """By ``use_kernels=True`` and our folder, and by ``kernel_config``, which leaves no trace for
+    the next model."""
+    stock = make(model_type).train()
+    stock.save_pretrained(tmp_path)
+    expected = step(stock)[1]
+    model = make(model_type).train()
+    with pytest.MonkeyPatch.context() as patch:  # Transformers maps nothing of ours for a CPU
+        patch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda"))
+        model.set_use_kernels(True)
+    marked, added = REACHED[model_type]
+    assert ran_by_ours(model) == marked
+    assert_same_learning(step(model)[1], expected)
+
+    auto = transformers.AutoModelForCausalLM
+    # the implementation of attention is not in a checkpoint
+    expected = step(auto.from_pretrained(tmp_path, dtype=torch.float32).to(DEVICE).train())[1]
+    model = auto.from_pretrained(
+        tmp_path, dtype=torch.float32, use_kernels=True, kernel_config=hub.kernel_config(model_type)
+    ).to(DEVICE)
+    for mode in (False, True):
+        assert ran_by_ours(model.train(mode)) == marked | added
+    assert_same_learning(step(model)[1], expected)
+    assert not any(type(m).__qualname__.endswith("Layout") for m in auto.from_pretrained(tmp_path).modules())

@@ -1,6 +1,9 @@
 """Layers without their own state, as ``kernels`` requires: each is a ``forward`` for other modules.
 
 If none of our variants reproduces the rounding of a norm, the norm keeps its own ``forward``.
+
+Besides the classes here, this module has the layers and layouts of ``layouts.py``, made when
+somebody reads them.
 """
 
 from __future__ import annotations
@@ -8,12 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_kernel.hub.layouts import layer_or_layout
 from liger_kernel.ops.activations.glu import glu
+from liger_kernel.ops.losses.cross_entropy import cross_entropy
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.ops.rotary.rope import once, rope
 from liger_kernel.transformers.recognise.compare import recognise, references
+from liger_kernel.transformers.recognise.mlps import in_tiles
 from liger_kernel.transformers.recognise.norms import RMSNorm
 from liger_kernel.transformers.recognise.slots import SLOTS
 
@@ -75,3 +82,61 @@ class LigerGEGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act="gelu_tanh"))
+
+
+class LigerTiledSwiGLUMLP(nn.Module):
+    """``LigerSwiGLUMLP`` in tiles of the tokens, which the backward pass recomputes."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_tiles(LigerSwiGLUMLP.forward, self, x, True)
+
+
+class LigerTiledGEGLUMLP(nn.Module):
+    """``LigerGEGLUMLP`` in tiles of the tokens, which the backward pass recomputes."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_tiles(LigerGEGLUMLP.forward, self, x, True)
+
+
+class LigerLinear(nn.Module):
+    """``forward`` for an ``nn.Linear``: PyTorch's, as one product leaves nothing to fuse."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
+class LigerForCausalLMLossLayer(nn.Module):
+    """``forward`` for Transformers' ``ForCausalLMLoss``: the cross entropy of each token's
+    prediction of the next token, without a copy of the logits in fp32."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        flat = logits.reshape(-1, vocab_size)
+        return cross_entropy(flat, targets, ignore_index=ignore_index, num_items=num_items_in_batch)
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    # read by name, also by pickle, so that a saved model finds its layouts again
+    if (made := layer_or_layout(__name__, name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return made

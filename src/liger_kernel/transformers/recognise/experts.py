@@ -51,6 +51,8 @@ SPREAD = "weights that are spread over ranks"
 # the implementation that transformers runs by default; a user who names this one cannot be told
 # from the default
 DEFAULT_EXPERTS = "grouped_mm"
+# the name of ours in Transformers' registry: hub/registered_experts.py
+OURS = "liger"
 
 
 @functools.cache
@@ -71,11 +73,11 @@ class _Eager:
 
 
 def chosen(experts: Any) -> str | None:
-    """The implementation that the user has chosen for these experts. Look at each call, because
-    it can be set at any time."""
+    """The implementation that the user has chosen for these experts, if it is neither the default
+    nor ours. Look at each call, because it can be set at any time."""
     config = getattr(experts, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
-    return None if implementation == DEFAULT_EXPERTS or isinstance(config, _Eager) else implementation
+    return None if implementation in (DEFAULT_EXPERTS, OURS) or isinstance(config, _Eager) else implementation
 
 
 @dataclass(frozen=True, eq=False)

@@ -394,7 +394,7 @@ def test_what_the_host_has_no_room_for_stays(monkeypatch, moved, fits):
         return block
 
     monkeypatch.setattr(offloading.Lane, "_pin", counted)
-    monkeypatch.setattr(offloading, "host_room", lambda: left[0])
+    monkeypatch.setattr(offloading, "host_memory_left", lambda: left[0])
     with pytest.warns(
         UserWarning,
         match=r"activation_offloading: the host has 0\.0 GB of memory left, so the activations that do not fit stay",
@@ -420,7 +420,7 @@ def test_memory_that_cannot_be_pinned(monkeypatch, error):
 
 
 def test_room_of_the_host():
-    assert 2**20 < offloading.host_room() < 2**50
+    assert 2**20 < offloading.host_memory_left() < 2**50
 
 
 GB = 2**30
@@ -470,11 +470,11 @@ def test_limits_of_the_host(tmp_path, own, files, gb):
         path = tmp_path / "sys" / "fs" / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    assert offloading.host_room(tmp_path) == gb * GB
+    assert offloading.host_memory_left(tmp_path) == gb * GB
 
 
 def test_a_host_that_says_nothing(tmp_path):
-    assert offloading.host_room(tmp_path) > 2**50
+    assert offloading.host_memory_left(tmp_path) > 2**50
 
 
 class Driver:

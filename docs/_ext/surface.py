@@ -179,7 +179,7 @@ def notes(value: Any, others: list[str]) -> Iterator[str]:
         for module in dict.fromkeys((value.__module__, FORMULAS.get(operator.name, value.__module__))):
             yield from ["", *rest(inspect.cleandoc(importlib.import_module(module).__doc__ or "")), ""]
         refused = REFUSED.get(operator.name, ())[1:]
-        if errors := [*(case.error for case in operator.cases if case.error), *(error for _, error in refused)]:
+        if errors := [error for _, error in refused]:
             yield from ["Raises ``ValueError``, with the operator's name before the text, for example:", ""]
             yield from [f"- ``{error}``" for error in dict.fromkeys(errors)]
             yield ""

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
     from liger_kernel.compile.ahead import compile_launches, model_launches
     from liger_kernel.compile.targets import compiling_for
-    from liger_kernel.ops._core import config, operator
+    from liger_kernel.ops._core import launch_config, operator
     from liger_kernel.train import kernels
 
     model_config = configuration(train.model if train and train.model else a.model)
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         else:
             found = model_launches(model_config, batch=a.batch, seq=a.seq, dtype=dtype, autocast=autocast)
         compiled, needed = compile_launches(found)
-        arch = config.arch()
+        arch = launch_config.arch()
     print(
         f"{needed} kernels for {arch}: {compiled} compiled, {needed - compiled} found in {knobs.cache.dir}; "
         f"{time.perf_counter() - start:.1f} s"

@@ -24,7 +24,7 @@ from liger_kernel.nn import (
     liger_poly_norm,
 )
 from liger_kernel.ops import LigerGroupNormFunction, LigerModulatedRMSNormFunction, LigerPolyNormFunction
-from liger_kernel.ops._core import config as _config
+from liger_kernel.ops._core import launch_config as _config
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.testing import assert_as_accurate, like, run

@@ -72,8 +72,8 @@ def test_losses_of_frozen_heads_cost_two_products(monkeypatch):
     }
     for name, loss in losses.items():
         chunks, teacher = 3, name == "distillation"
-        grads = []
-        count = products(monkeypatch, lambda loss=loss: grads.append(torch.autograd.grad(loss(w), x)))
+        grads: list[tuple[Tensor, ...]] = []
+        count = products(monkeypatch, lambda loss=loss, to=grads: to.append(torch.autograd.grad(loss(w), x)))
         assert count == chunks * (3 if teacher else 2), name
         torch.testing.assert_close(grads[0], torch.autograd.grad(loss(w.clone().requires_grad_()), (x,)), msg=name)
 

@@ -13,12 +13,13 @@ import subprocess
 import sys
 
 import pytest
+import refused_calls
+import refused_losses
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from devices import DEVICE, needs_kernels
 from quick import further
-from refused_calls import REFUSED
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -53,7 +54,7 @@ def _cases(op) -> list:
 
 def _first(op, n: int = 2 if GPU else 1) -> list:
     """Enough for what depends on the operator rather than on the case."""
-    return [c for c in _cases(op) if not c.error and not c.gpu][:n]
+    return [c for c in _cases(op) if not c.gpu][:n]
 
 
 def _params(keep) -> list:
@@ -75,7 +76,7 @@ def _accuracy() -> list:
     for op in OPS.values():
         for case, dtype in itertools.product(_cases(op), DTYPES):
             slow = not GPU and (dtype == torch.float16 or (dtype == torch.bfloat16 and case not in _first(op)))
-            if not case.error and not case.timed and (GPU or not case.gpu):
+            if not case.timed and (GPU or not case.gpu):
                 found.append(
                     pytest.param(
                         op, case, dtype, id=f"{str(dtype)[6:]}-{op.name}-{case.name}", marks=[pytest.mark.slow] * slow
@@ -94,8 +95,8 @@ def _of_each_kind(params: list) -> list:
     return [p if few(p) else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in params]
 
 
-runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.timed and (GPU or not c.gpu)))
-small = pytest.mark.parametrize("op, case", _params(lambda c: not c.error and not c.gpu))
+runnable = pytest.mark.parametrize("op, case", _params(lambda c: not c.timed and (GPU or not c.gpu)))
+small = pytest.mark.parametrize("op, case", _params(lambda c: not c.gpu))
 first = pytest.mark.parametrize(
     "op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _first(o)]
 )
@@ -219,7 +220,7 @@ def of_rows(t: Tensor, times: int) -> Tensor:
     return copy.requires_grad_(t.requires_grad)
 
 
-@pytest.mark.parametrize("op, case", _of_each_kind(_params(lambda c: not c.error and not c.gpu)))
+@pytest.mark.parametrize("op, case", _of_each_kind(_params(lambda c: not c.gpu)))
 def test_compiles_whole(op, case):
     """And once for batches of all sizes: neither the operator nor its launchers' fakes take the
     number of rows for a constant.
@@ -619,10 +620,8 @@ def test_checkpoints(op, case, reentrant):
 
 def _refused() -> list:
     """Operators with the arguments and the error text of calls that they refuse."""
-    of_cases = [(o.name, c.args, c.error.removeprefix(f"{o.name}: ")) for o in OPS.values() for c in o.cases if c.error]
-    return of_cases + [
-        (op, base | changes, error) for op, (base, *calls) in REFUSED.items() for changes, error in calls
-    ]
+    tables = [refused_calls.REFUSED, refused_losses.REFUSED]
+    return [(op, base | new, error) for t in tables for op, (base, *calls) in t.items() for new, error in calls]
 
 
 @pytest.mark.parametrize("name, args, error", [pytest.param(*call, id=f"{call[0]}-{call[2]}") for call in _refused()])
@@ -652,7 +651,7 @@ def recorded(op_name: str, case: int, frozen: str | None) -> dict[str, dict[str,
 def ways(ops: list[str]):
     """What ``recorded`` may be asked: small cases, the first of every operator first; then these
     with one input frozen."""
-    cases = [(i, op, c) for op in ops for i, c in enumerate(OPS[op].cases) if not c.error and not c.gpu]
+    cases = [(i, op, c) for op in ops for i, c in enumerate(OPS[op].cases) if not c.gpu]
     cases.sort(key=lambda found: found[2] not in _first(OPS[found[1]]))
     yield from ((op, i, None) for i, op, _ in cases)
     yield from ((op, i, frozen) for i, op, c in cases for frozen in differentiable(c.make(torch.float32, DEVICE)))

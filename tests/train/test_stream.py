@@ -28,7 +28,7 @@ from liger_kernel.train import stream as stream_module
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.records import BEGIN, Records
-from liger_kernel.train.stream import Part, Stream, Writer, described, path_of
+from liger_kernel.train.stream import Stream, StreamPart, Writer, described, path_of
 from liger_kernel.train.tokenise import tokenise, tokenizer_of, train_bpe
 
 pytestmark = pytest.mark.usefixtures("references")
@@ -265,7 +265,8 @@ def test_a_run_goes_on_where_its_parts_are_gone(config, tmp_path):
     loop.train(dataclasses.replace(stopped, steps=4))
     state = json.loads((tmp_path / "stopped" / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert (
-        Part(*state["data"]["parts"][0]).rows == state["identity"]["rows of part 0"] and len(state["data"]["parts"]) > 1
+        StreamPart(*state["data"]["parts"][0]).rows == state["identity"]["rows of part 0"]
+        and len(state["data"]["parts"]) > 1
     )
     resumed = loop.train(dataclasses.replace(stopped, cache=str(tmp_path / "second")))
     assert resumed["losses"] == whole["losses"]

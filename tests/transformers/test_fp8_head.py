@@ -16,7 +16,7 @@ from liger_kernel.ops.projections.float8 import lacking  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
 from liger_kernel.transformers.head import loss_functions  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
-from liger_kernel.transformers.head.weights import FP8  # noqa: E402
+from liger_kernel.transformers.head.head_weights import FP8  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("models_by_references"),

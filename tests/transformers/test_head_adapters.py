@@ -22,9 +22,9 @@ from test_token_scores import of_logits, of_scores  # noqa: E402
 from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import instance_patches  # noqa: E402
 from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
+from liger_kernel.transformers.head.head_weights import held  # noqa: E402
 from liger_kernel.transformers.head.recipe import LossRequest  # noqa: E402
 from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
-from liger_kernel.transformers.head.weights import held  # noqa: E402
 from liger_kernel.transformers.recognise.projections import Fallback  # noqa: E402
 
 V = 263  # beside the hidden sizes of tiny models the largest of all

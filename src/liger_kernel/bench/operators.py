@@ -48,7 +48,7 @@ def cases_of(op: MeasuredOp, names: list[str], sweep: str | None, small: bool) -
             for value in values:
                 yield Case(f"{sweep}={value}", sized(value), gpu=True), {"sweep": sweep, "x": value}
         return
-    valid = [c for c in op.cases if not c.error and (c.name in names if names else c.gpu != small)]
+    valid = [c for c in op.cases if (c.name in names if names else c.gpu != small)]
     for case in valid[:2] if small and not names else valid:
         yield case, {}
 
@@ -308,7 +308,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def check_cases(ops: Sequence[MeasuredOp], cases: Sequence[str], sweep: str | None) -> None:
     """Raise ``UserError`` for a case or a sweep that none of the operators has."""
-    there = {case.name for op in ops for case in op.cases if not case.error}
+    there = {case.name for op in ops for case in op.cases}
     for name in cases:
         one_of("case", name, sorted(there))
     if sweep:

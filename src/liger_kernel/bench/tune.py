@@ -24,8 +24,8 @@ import torch
 from liger_kernel.bench import arguments, clock
 from liger_kernel.bench.cases import OPS
 from liger_kernel.bench.operators import DEVICE, DTYPES, accuracy, cases_of, check_cases, results, timed_call
-from liger_kernel.ops._core import config
-from liger_kernel.ops._core.config import Tile
+from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core.launch_config import Tile
 from liger_kernel.ops._core.operator import Case, Op
 from liger_kernel.testing import forward, like
 from liger_kernel.train.files import write as write_file
@@ -39,14 +39,14 @@ GAIN = 0.02  # least gain as a share of the operator's device time: less is nois
 def configured(override: dict[str, Tile] | None = None) -> Iterator[dict[str, tuple[int, Tile]]]:
     """Give kernels the tiles of ``override``. Yields key -> (columns, tile) of all requested
     tiles."""
-    tile, requested = config.tile, {}
+    tile, requested = launch_config.tile, {}
 
     def chosen(op: str, n: int, itemsize: int, **rule: Any) -> Tile:
         key = f"{op}/{itemsize}/{n}"
         requested[key] = (n, (override or {}).get(key) or tile(op, n, itemsize, **rule))
         return requested[key][1]
 
-    with mock.patch.object(config, "tile", chosen):
+    with mock.patch.object(launch_config, "tile", chosen):
         yield requested
 
 
@@ -61,7 +61,7 @@ def candidates(n: int, tile: Tile) -> list[Tile]:
         Tile(block_m, block_n, num_warps, per_sm, stages)
         for block_n, block_m, num_warps in itertools.product(columns, rows, (2, 4, 8, 16, 32))
         for per_sm, stages in pipelines
-        if num_warps <= config.max_warps() and 4 <= block_m * block_n / (32 * num_warps) <= 64
+        if num_warps <= launch_config.max_warps() and 4 <= block_m * block_n / (32 * num_warps) <= 64
     ]
     return [c for c in found if c != tile]
 
@@ -103,7 +103,9 @@ def search(
         chosen = {key: tile for key, (tile, *_) in better.items()}
         if pool:
             compiled = [
-                pool.submit(compile_ahead, op.name, case.name, sweep, dtype, config.arch(), chosen | {key: candidate})
+                pool.submit(
+                    compile_ahead, op.name, case.name, sweep, dtype, launch_config.arch(), chosen | {key: candidate}
+                )
                 for candidate in candidates(n, tile)
             ]
             for each in compiled:
@@ -128,8 +130,8 @@ def search(
 
 def write(found: dict[str, Tile]) -> str:
     """Add the tiles to the table of this architecture, and return its path."""
-    config.TUNED.mkdir(exist_ok=True)
-    path = config.TUNED / f"{config.arch()}.json"
+    launch_config.TUNED.mkdir(exist_ok=True)
+    path = launch_config.TUNED / f"{launch_config.arch()}.json"
     table = json.loads(path.read_text()) if path.exists() else {}
     table |= {key: dataclasses.asdict(tile) for key, tile in found.items()}
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))

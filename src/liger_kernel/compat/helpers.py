@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.tl import next_power_of_2, tl
 from liger_kernel.utils import infer_device
 
@@ -39,7 +39,8 @@ def ensure_contiguous(fn: Callable) -> Callable:
 def get_num_warps(BLOCK_SIZE: int) -> int:
     """Warps for a block of so many columns."""
     return min(
-        32 if BLOCK_SIZE >= 32768 else 16 if BLOCK_SIZE >= 8192 else 8 if BLOCK_SIZE >= 2048 else 4, config.max_warps()
+        32 if BLOCK_SIZE >= 32768 else 16 if BLOCK_SIZE >= 8192 else 8 if BLOCK_SIZE >= 2048 else 4,
+        launch_config.max_warps(),
     )
 
 

@@ -17,7 +17,7 @@ class Target:
     processors: int
 
 
-# Architectures have the names of ops/_core/config.py (A100, RTX 3090, RTX 4090, H100 and H200,
+# Architectures have the names of ops/_core/launch_config.py (A100, RTX 3090, RTX 4090, H100 and H200,
 # B200, RTX 5090, MI300X, MI355X)
 TARGETS = {
     "sm80": Target("cuda", 80, 32, 108),

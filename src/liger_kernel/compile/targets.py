@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from liger_kernel.compile.architectures import TARGETS as TARGETS
 from liger_kernel.compile.architectures import Target
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 
 
 class CompileOnly(DriverBase):
@@ -53,7 +53,7 @@ def compiling_for(arch: str) -> Iterator[None]:
     before = driver._active
     driver.set_active(CompileOnly(TARGETS[arch]))
     try:
-        with config.target(arch, TARGETS[arch].processors):
+        with launch_config.target(arch, TARGETS[arch].processors):
             yield
     finally:
         driver._active = before

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, mask_of, rsqrt, store_tile, tile_at, tl
@@ -118,7 +118,7 @@ def attn_res_fwd(v, w_query, w_norm, eps) -> tuple[Tensor, Tensor, Tensor]:
     rstd, score = stats = tuple(v.new_empty(M, N, dtype=torch.float32) for _ in range(2))
     if not tracing(v):
         # as many values in flight as in other norms; tiles not measured
-        c = config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
+        c = launch_config.tile("attn_res_fwd", D, v.itemsize, elements=4096, per_thread=16)
         tile = dict(BLOCK_M=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
         numbers = M, N, D, v.stride(0), v.stride(1), eps
         launch(_fwd, (cdiv(M, c.block_m),), v, w_query, w_norm, h, *stats, *numbers, **tile)
@@ -138,8 +138,8 @@ def attn_res_bwd(dh, v, w_query, w_norm, stats, needed) -> tuple[Tensor, Tensor,
     if tracing(v):
         return dv, dq, dn
     # a tile reads v twice, the second time from the cache
-    c = config.tile("attn_res_bwd", D, v.itemsize, elements=2048, per_thread=8)
-    programs = min(2 * config.processors(), cdiv(M, c.block_m))
+    c = launch_config.tile("attn_res_bwd", D, v.itemsize, elements=2048, per_thread=8)
+    programs = min(2 * launch_config.processors(), cdiv(M, c.block_m))
     partials = v.new_empty((programs, D) if need_dq or need_dn else 0, dtype=torch.float32)
     g = torch.empty_like(stats[0])
     # stored, so that both sweeps use the same bits: if one block has all the weight, its g and the

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import (
@@ -95,7 +95,7 @@ def _bwd(
 def dyt_fwd(x, alpha, gamma, beta) -> Tensor:
     M, N = x.shape
     y = x.new_empty(M, N)
-    c = config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
+    c = launch_config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
     numbers = M, N, x.stride(0)
     tensors = x, alpha, gamma, beta, y
     launch(_fwd, (cdiv(M, c.block_m) * cdiv(N, c.block_n),), *tensors, *numbers, **c.tile)
@@ -112,9 +112,9 @@ def dyt_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients; gradients that are not needed are empty."""
     M, N = x.shape
-    c = config.tile("dyt_bwd", N, x.itemsize, elements=1024, per_thread=8, max_block_n=1024, pipelined=2)
+    c = launch_config.tile("dyt_bwd", N, x.itemsize, elements=1024, per_thread=8, max_block_n=1024, pipelined=2)
     blocks = cdiv(N, c.block_n)
-    programs = max(1, min(cdiv(4 * c.per_sm * config.processors(), max(blocks, 1)), cdiv(M, c.block_m)))
+    programs = max(1, min(cdiv(4 * c.per_sm * launch_config.processors(), max(blocks, 1)), cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = lambda need, *shape: x.new_empty(shape if need else 0, dtype=torch.float32)
     a = x.new_empty(programs * blocks if need_dalpha else 0, dtype=torch.float64)

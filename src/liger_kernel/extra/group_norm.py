@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl
@@ -204,7 +204,7 @@ def _sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int, int]:
 def _split(rows: int, n: int, block: int) -> tuple[int, int]:
     """The number of parts of ``n`` columns, and their length: with few rows, there are four
     programs per processor."""
-    splits = max(1, min(SPLITS, 4 * config.processors() // max(rows, 1), cdiv(n, block)))
+    splits = max(1, min(SPLITS, 4 * launch_config.processors() // max(rows, 1), cdiv(n, block)))
     return splits, max(1, cdiv(cdiv(n, splits), block)) * block
 
 
@@ -215,14 +215,14 @@ def group_norm_fwd(x, num_groups, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty_like(x)
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
     if N <= MAX_N:
-        c = config.tile("group_norm_fwd", N, x.itemsize, elements=4096)
+        c = launch_config.tile("group_norm_fwd", N, x.itemsize, elements=4096)
         launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, mean, rstd, M, N, num_groups, K, D, eps, **c.tile)
     else:
         splits, length = _split(M, N, BLOCK)
         found = x.new_empty(M, splits, 2, dtype=torch.float32)
         launch(_parts, (M * splits,), x, found, N, splits, length, BLOCK=BLOCK, num_warps=8)
         launch(_merge, (M,), x, found, mean, rstd, N, splits, length, eps, SPLITS=SPLITS, num_warps=1)
-        c = config.tile("group_norm_apply", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
+        c = launch_config.tile("group_norm_apply", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
         numbers = B * C, C, K, D
         tensors = x, w, b, mean, rstd, y
         launch(_apply, (cdiv(B * C, c.block_m) * cdiv(D, c.block_n),), *tensors, *numbers, **c.tile)
@@ -240,7 +240,7 @@ def group_norm_bwd(dy, x, num_groups, w, mean, rstd, need_dx, need_dw, need_db, 
     M, rows, need_q, need_p = B * num_groups, B * C, need_dx or need_dw, need_dx or need_db
     # 8 numbers per thread: each row of a thread needs a 64-bit offset, so 16 numbers take 226
     # registers on sm90 if channels are short
-    c = config.tile("group_norm_bwd", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
+    c = launch_config.tile("group_norm_bwd", D, x.itemsize, elements=2048, per_thread=8, max_block_n=2048)
     splits, length = _split(cdiv(rows, c.block_m), D, c.block_n)
     sums = x.new_empty(splits * B, C * (need_q + need_p), dtype=torch.float32)
     numbers = rows, C, K, D, splits, length

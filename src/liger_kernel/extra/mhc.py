@@ -26,7 +26,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
@@ -329,12 +329,12 @@ def _tiles(x: Tensor, phi: Tensor, of: str) -> dict:
     if x.dtype == phi.dtype == torch.bfloat16:
         wide = block_p > 32
         # where the operands of products need no registers
-        from_shared_memory = config.arch() in ("sm90", "sm100", "sm103")
+        from_shared_memory = launch_config.arch() in ("sm90", "sm100", "sm103")
         block_k = 128 if of == "dphi" and (not wide or from_shared_memory) else 64
         warps = 8 if of == "dphi" or wide else 4
         return dict(PRECISION="bf16x2", BLOCK_T=64, BLOCK_K=block_k, BLOCK_P=block_p, num_warps=warps)
     # at most 2048 values of phi: nothing spills, and 64 KB of shared memory are enough for fp32, too
-    precision = "ieee" if x.dtype == torch.float32 or not config.arch().startswith("sm") else "tf32x3"
+    precision = "ieee" if x.dtype == torch.float32 or not launch_config.arch().startswith("sm") else "tf32x3"
     # of fp32, sums of few products before they are added exactly
     block_k = 16 if precision == "ieee" else min(64, 2048 // block_p)
     return dict(PRECISION=precision, BLOCK_T=min(32, 2048 // block_p), BLOCK_K=block_k, BLOCK_P=block_p, num_warps=8)
@@ -361,7 +361,7 @@ def mhc_coeffs_fwd(
     if not tracing(x):
         tiles, tokens = _tiles(x, phi, "mix"), _tokens(H)
         blocks = cdiv(M, tiles["BLOCK_T"])
-        splits = max(1, min(cdiv(4 * config.processors(), blocks), cdiv(K, 8 * tiles["BLOCK_K"])))
+        splits = max(1, min(cdiv(4 * launch_config.processors(), blocks), cdiv(K, 8 * tiles["BLOCK_K"])))
         partials = mix if splits == 1 else x.new_empty((splits, mix.numel()), dtype=torch.float32)
         launch(_project, (blocks, splits), x, phi, partials, M, K, P, x.stride(0), **tiles)
         if splits > 1:
@@ -384,7 +384,7 @@ def mhc_coeffs_bwd(
     if not tracing(x):
         (M, K), P = x.shape, phi.shape[1]
         tokens = _tokens(H)
-        programs = min(cdiv(M, tokens["BLOCK_T"]), 8 * config.processors())
+        programs = min(cdiv(M, tokens["BLOCK_T"]), 8 * launch_config.processors())
         per_step = tokens["BLOCK_T"] * tokens["BLOCK_H"] ** 2
         shapes = (M, P), (M,), (programs, P + 3), (programs, 2 * tmax - 1, per_step)
         dz, factor, sums, steps = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -399,7 +399,7 @@ def mhc_coeffs_bwd(
             if needed[of_phi]:
                 tiles = _tiles(x, phi, "dphi" if of_phi else "dx")
                 blocks = cdiv(K, tiles["BLOCK_K"])
-                splits = max(1, min(cdiv(2 * config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
+                splits = max(1, min(cdiv(2 * launch_config.processors(), blocks), cdiv(M, tiles["BLOCK_T"])))
                 partials = x.new_empty((splits, K * P) if of_phi else 0, dtype=torch.float32)
                 tensors = x, phi, dz, factor, grads[0], partials
                 launch(_project_bwd, (blocks, splits), *tensors, M, K, P, x.stride(0), OF_PHI=of_phi, **tiles)

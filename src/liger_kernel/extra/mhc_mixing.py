@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.extra.mhc import _check
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 
@@ -111,7 +111,7 @@ def _mix_tile(kernel: str, x: Tensor, per_thread: int) -> dict[str, int]:
     measured."""
     block_h = next_power_of_2(x.shape[1])
     columns, each = max(16, 128 * per_thread // block_h), max(1, per_thread // block_h)
-    c = config.tile(kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=each)
+    c = launch_config.tile(kernel, x.shape[2], x.itemsize, elements=columns, max_block_n=columns, per_thread=each)
     return dict(BLOCK_T=c.block_m, BLOCK_H=block_h, BLOCK_C=c.block_n, num_warps=c.num_warps)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
@@ -174,7 +174,7 @@ def _bwd_sample(
 def modulated_rms_norm_fwd(x, w, scale, shift, eps, offset, casting) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
-    c = config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
+    c = launch_config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
     numbers = (
         M,
         N,
@@ -204,8 +204,10 @@ def modulated_rms_norm_bwd(
     samples, R = (1, M) if per_row else (S, M // max(S, 1))
     # half of rms_norm's tile: 32 numbers per thread and a scale for each row do not fit in the
     # registers of sm90
-    c = config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
-    programs = max(1, min(cdiv(2 * config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m)))  # of a sample
+    c = launch_config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
+    programs = max(
+        1, min(cdiv(2 * launch_config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m))
+    )  # of a sample
     dx = x.new_empty((M, N) if need_dx else 0)
     dscale = scale.new_empty((S, N) if need_dscale else 0)
     dshift = x.new_empty((S, N) if need_dshift else 0, dtype=shift)

@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
@@ -171,7 +171,7 @@ def _bwd_dkv(
 
 def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
     # 16 values of each tensor per thread, for up to five tensors; not measured
-    c = config.tile(kernel, q.shape[3], q.itemsize, elements=2048, per_thread=16)
+    c = launch_config.tile(kernel, q.shape[3], q.itemsize, elements=2048, per_thread=16)
     tile = dict(BLOCK_T=c.block_m, BLOCK_D=c.block_n, num_warps=c.num_warps)
     return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), tile
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
@@ -236,7 +236,7 @@ def poly_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor]:
     if N > FWD_N:
         launch(_fwd_wide, (M,), x, w, b, y, stats, M, N, x.stride(0), eps, BLOCK_N=4096, num_warps=8)
         return y, stats
-    c = config.tile("poly_norm_fwd", N, x.itemsize, elements=4096)
+    c = launch_config.tile("poly_norm_fwd", N, x.itemsize, elements=4096)
     launch(_fwd, (cdiv(M, c.block_m),), x, w, b, y, stats, M, N, x.stride(0), eps, **c.tile)
     return y, stats
 
@@ -250,8 +250,8 @@ def poly_norm_bwd(dy, x, w, stats, need_dx, need_dw, need_db) -> tuple[Tensor, T
     wide = N > BWD_N
     # half of rms_norm's tile: the powers of a row need twice as many registers as the weight of
     # rms_norm and its sums
-    c = config.tile("poly_norm_bwd", min(N, BWD_N), x.itemsize, elements=4096, pipelined=2)
-    programs = max(1, min(2 * config.processors() * c.per_sm, M if wide else cdiv(M, c.block_m)))
+    c = launch_config.tile("poly_norm_bwd", min(N, BWD_N), x.itemsize, elements=4096, pipelined=2)
+    programs = max(1, min(2 * launch_config.processors() * c.per_sm, M if wide else cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, 3 * need_dw + need_db, dtype=torch.float32)
     needs = dict(NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db)

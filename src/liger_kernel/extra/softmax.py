@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, store_tile, tile_at, tl
 
@@ -134,10 +134,10 @@ def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, ele
     if tracing(x):
         return y
     if N <= MAX_N:
-        c = config.tile(name, N, x.itemsize, elements=elements, per_thread=32)
+        c = launch_config.tile(name, N, x.itemsize, elements=elements, per_thread=32)
         launch(short, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, **c.tile)
     else:
-        c = config.tile(name, N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
+        c = launch_config.tile(name, N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
         launch(long, (M,), x, y, N, x.stride(0), CAUSAL=causal, **c.row)
     return y
 
@@ -153,11 +153,11 @@ def launch_bwd(
         return dx
     strides = dy.stride(0), y.stride(0)
     if N <= MAX_N_BWD:
-        c = config.tile(name, N, y.itemsize, elements=4096, per_thread=16)
+        c = launch_config.tile(name, N, y.itemsize, elements=4096, per_thread=16)
         launch(short, (cdiv(M, c.block_m),), dy, y, dx, M, N, *strides, **c.tile)
     else:
         max_block_n, per_thread = sweep(N, y.itemsize)
-        c = config.tile(name, N, y.itemsize, elements=1, max_block_n=max_block_n, per_thread=per_thread)
+        c = launch_config.tile(name, N, y.itemsize, elements=1, max_block_n=max_block_n, per_thread=per_thread)
         launch(long, (M,), dy, y, dx, N, *strides, **c.row)
     return dx
 

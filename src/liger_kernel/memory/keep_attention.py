@@ -47,7 +47,7 @@ def attention_operators() -> set[Any]:
     return {packet.default for packet in found if packet is not None}
 
 
-class _Output:
+class _AttentionOutput:
     """An output of attention, as the graph would hold it."""
 
     __slots__ = ("saved",)
@@ -84,7 +84,7 @@ class _Keep(_Attention):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in self.operators and not self.drawn(func, args, kwargs or {}):
-            self.kept.append(tree_map_only(Tensor, lambda t: _Output(self.save(_alias(t))), out))
+            self.kept.append(tree_map_only(Tensor, lambda t: _AttentionOutput(self.save(_alias(t))), out))
         return out
 
 
@@ -99,8 +99,10 @@ class _Again(_Attention):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in self.operators and not self.drawn(func, args, kwargs or {}):
             out = next(self.outputs, None)
-            if out is not None and all(offload.intact(t.saved) for t in tree_leaves(out) if isinstance(t, _Output)):
-                return tree_map_only(_Output, lambda t: _alias(offload.unpack(t.saved)), out)
+            if out is not None and all(
+                offload.intact(t.saved) for t in tree_leaves(out) if isinstance(t, _AttentionOutput)
+            ):
+                return tree_map_only(_AttentionOutput, lambda t: _alias(offload.unpack(t.saved)), out)
         return func(*args, **(kwargs or {}))
 
 

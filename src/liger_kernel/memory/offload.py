@@ -133,13 +133,13 @@ def _registered(size: int, device: torch.device) -> Tensor | None:
     return None
 
 
-def host_room(root: Path = Path("/")) -> int:
+def host_memory_left(root: Path = Path("/")) -> int:
     """Bytes of the host's memory that are free; in a container, or under a limit of systemd or
     SLURM, those up to the limit."""
-    proc, rooms = root / "proc", [sys.maxsize]
+    proc, limits = root / "proc", [sys.maxsize]
     with contextlib.suppress(OSError, KeyError, ValueError):  # not Linux
         fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-        rooms.append(1024 * int(fields["MemAvailable"].split()[0]))
+        limits.append(1024 * int(fields["MemAvailable"].split()[0]))
     groups = [("", "/")]
     with contextlib.suppress(OSError, ValueError):
         groups = [
@@ -152,12 +152,12 @@ def host_room(root: Path = Path("/")) -> int:
         top = root / "sys" / "fs" / "cgroup" / ("memory" if kinds else "")
         # every group above it has a limit of its own, up to the top, which may be the container's
         own = top / path.lstrip("/")
-        rooms += (
-            _room_of(folder, *(_GROUP_V1 if kinds else _GROUP))
+        limits += (
+            _left_in(folder, *(_GROUP_V1 if kinds else _GROUP))
             for folder in (own, *own.parents)
             if folder.is_relative_to(top)
         )
-    return min(rooms)
+    return min(limits)
 
 
 # files of a control group's limit and use, and what its memory.stat calls the pages that the system
@@ -168,13 +168,13 @@ _GROUP, _GROUP_V1 = (
 )
 
 
-def _room_of(group: Path, limit: str, used: str, cached: str) -> int:
+def _left_in(group: Path, limit: str, used: str, cached: str) -> int:
     try:
-        room = int((group / limit).read_text()) - int((group / used).read_text())
+        left = int((group / limit).read_text()) - int((group / used).read_text())
     except (OSError, ValueError):  # no such group, or no limit: the word "max"
         return sys.maxsize
     with contextlib.suppress(OSError, ValueError):
-        room += next(
+        left += next(
             (
                 int(line.split()[1])
                 for line in (group / "memory.stat").read_text().splitlines()
@@ -182,7 +182,7 @@ def _room_of(group: Path, limit: str, used: str, cached: str) -> int:
             ),
             0,
         )
-    return room
+    return left
 
 
 def pieces(size: int) -> list[int]:
@@ -219,10 +219,10 @@ class Lane:
         return blocks
 
     def _pin(self, size: int) -> Tensor | None:
-        room = host_room()
-        if room - size < RESERVE:
+        left = host_memory_left()
+        if left - size < RESERVE:
             _warn(
-                f"the host has {max(room, 0) / 1e9:.1f} GB of memory left, so the activations that do not fit stay "
+                f"the host has {max(left, 0) / 1e9:.1f} GB of memory left, so the activations that do not fit stay "
                 "on the GPU"
             )
             return None
@@ -269,7 +269,7 @@ class _Moved:
     on the counts: who reads more often gets another copy.
     """
 
-    def __init__(self, run: _Run, lane: Lane, t: Tensor, blocks: list[Tensor]):
+    def __init__(self, run: _OffloadedRun, lane: Lane, t: Tensor, blocks: list[Tensor]):
         storage = t.untyped_storage()
         self.run, self.lane, self.blocks, self.size, self.version = run, lane, blocks, storage.nbytes(), t._version
         # while it is held, no other storage gets this address, by which this one is found
@@ -333,7 +333,7 @@ class _View(NamedTuple):
     layout: tuple[Any, torch.Size, tuple[int, ...]]  # offset, sizes and strides in the storage
 
 
-class _Run:
+class _OffloadedRun:
     """One offloaded forward. ``order``: what was copied, in the order of saving."""
 
     def __init__(self, module: nn.Module):
@@ -469,7 +469,7 @@ def offloaded(forward: Callable) -> Callable:
             if why:
                 _warn(f"{ASIDE} {why}")
             return forward(self, *args, **kwargs)
-        run = _Run(self)
+        run = _OffloadedRun(self)
         with saved_tensors_hooks(run.pack, unpack):
             try:
                 return forward(self, *args, **kwargs)

@@ -295,7 +295,7 @@ def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:
 
 def _arch() -> str:
     """The architecture of this machine's GPU, or of an H100."""
-    from liger_kernel.ops._core.config import arch
+    from liger_kernel.ops._core.launch_config import arch
 
     return arch() if arch() in TARGETS else "sm90"
 

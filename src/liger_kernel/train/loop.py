@@ -104,8 +104,8 @@ def explaining(config: TrainConfig, device: torch.device, ranks: Ranks, form: An
             # needs Triton
             from liger_kernel.train.fit import explained
 
-            room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-            note(explained(form or config.model, config, room, ranks.world))
+            free = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+            note(explained(form or config.model, config, free, ranks.world))
         raise
 
 

@@ -48,7 +48,7 @@ from liger_kernel import _private, memory
 from liger_kernel._private import FakeTensor, FakeTensorMode
 from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.memory import offload as offloading
-from liger_kernel.ops._core import config as launching
+from liger_kernel.ops._core import launch_config as launching
 from liger_kernel.ops._core.operator import intercept_launches
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.parallel import MODES, layers_of, ulysses

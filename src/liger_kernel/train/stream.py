@@ -44,7 +44,7 @@ WIDTH = 1 << 32
 KEPT = 3
 
 
-class Part(NamedTuple):
+class StreamPart(NamedTuple):
     """What is known of a part without its rows; a list in JSON."""
 
     rows: int
@@ -58,7 +58,7 @@ def path_of(folder: Path, part: int) -> Path:
     return folder / f"part-{part:06d}.safetensors"
 
 
-def described(path: Path) -> Part:
+def described(path: Path) -> StreamPart:
     """A part that has been written."""
     from safetensors import SafetensorError, safe_open
 
@@ -69,10 +69,10 @@ def described(path: Path) -> Part:
             raise ValueError(f"{part!r:.80} is no part")
     except (SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise UserError(f"{path} holds no part of rows: {in_a_line(error)}; remove it") from error
-    return Part(*part)
+    return StreamPart(*part)
 
 
-def changed(number: int, known: Part, found: Part) -> UserError:
+def changed(number: int, known: StreamPart, found: StreamPart) -> UserError:
     """What is said of data that are not those that a run has trained on."""
     return UserError(f"the data has changed: part {number} had {known}, now it has {found}")
 
@@ -124,7 +124,7 @@ class Stream(Data):
 
     def __init__(self, config: TrainConfig, tokenizer: Any, folder: Path):
         self._folder = folder
-        self._parts: list[Part] = []
+        self._parts: list[StreamPart] = []
         self._writer = _start(config, folder) if local_rank() == 0 else None
         try:
             if tokenizer is None:
@@ -177,7 +177,7 @@ class Stream(Data):
         if number < len(self._parts) and found != self._parts[number]:
             raise changed(number, self._parts[number], found)
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: StreamPart) -> None:
         self._parts.append(part)
         self._ends.append(self._ends[-1] + part.rows)
 
@@ -194,7 +194,7 @@ class Stream(Data):
         return {"parts": self._parts}
 
     def seek(self, position: int, state: dict[str, Any]) -> None:
-        known = [Part(*part) for part in state.get("parts", [])]
+        known = [StreamPart(*part) for part in state.get("parts", [])]
         for part in known[len(self._parts) :]:
             self._add(part)
         if self._parts[-1].last:
@@ -235,7 +235,7 @@ class Writer:
         self.request: dict[str, Any] = {"wanted": 0, "parts": []}
         self.tokenizer = tokenizer_of(config)
         # the parts that are known, from the first
-        self._parts: list[Part] = []
+        self._parts: list[StreamPart] = []
         self._there: set[int] = set()
         # the part that begins where ``_ahead`` is
         self._next = -1
@@ -248,7 +248,7 @@ class Writer:
             self._write(part)
 
     def _due(self) -> int | None:
-        self._parts += [Part(*known) for known in self.request["parts"][len(self._parts) :]]
+        self._parts += [StreamPart(*known) for known in self.request["parts"][len(self._parts) :]]
         if not path_of(self.folder, 0).is_file():
             return 0
         part = self._missing(self.request["wanted"])
@@ -289,7 +289,7 @@ class Writer:
             if part == 0:
                 raise
             rows = TokenRows.of([])
-        found = Part(len(rows), list(end), self._ahead is None, rows.digest())
+        found = StreamPart(len(rows), list(end), self._ahead is None, rows.digest())
         if part < len(self._parts) and found != self._parts[part]:
             raise changed(part, self._parts[part], found)
         path = path_of(self.folder, part)

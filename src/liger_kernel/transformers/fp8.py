@@ -27,7 +27,7 @@ from liger_kernel.nn.float8_training import DTYPES, RECIPES, LigerFloat8Training
 from liger_kernel.ops.losses.float8_head import HEAD_RECIPES
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.patch_options import Filter
-from liger_kernel.transformers.head.weights import FP8
+from liger_kernel.transformers.head.head_weights import FP8
 from liger_kernel.transformers.quantize import (
     HEADS_AND_ROUTERS,
     not_plain,

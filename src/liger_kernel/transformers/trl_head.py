@@ -117,9 +117,15 @@ def _apply(function: Any, with_outputs: bool) -> Callable[..., tuple[Any, ...]]:
             return trl(hidden, weight, bias, targets, *given)
         names = tuple(_OUTPUTS[o] for o in known)
         found = linear_logprobs(
-            hidden, weight, targets, bias, temperature=temperature, logit_scale=logit_scale,
-            softcap=final_logit_softcapping, outputs=names,
-        )  # fmt: skip
+            hidden,
+            weight,
+            targets,
+            bias,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=final_logit_softcapping,
+            outputs=names,
+        )
         logp, *others = found if names else (found,)
         by_name = dict(zip(names, others))
         if "top1" in by_name:

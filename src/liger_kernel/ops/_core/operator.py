@@ -81,14 +81,12 @@ class T:
 class Case:
     """Arguments for tests or benchmarks, named after the model from which they come.
 
-    ``error`` marks a call that must raise ``ValueError`` with the operator's name, a colon and that
-    text. ``gpu`` marks shapes of real models, too large for the interpreter. ``timed`` marks shapes
+    ``gpu`` marks shapes of real models, too large for the interpreter. ``timed`` marks shapes
     that are only measured, because smaller shapes test the same kernels as well.
     """
 
     name: str
     args: Mapping[str, Any]
-    error: str | None = None
     gpu: bool = False
     timed: bool = False
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
 from liger_kernel.ops._core.saved import graph_is_kept
 from liger_kernel.ops._core.tl import cdiv, jit, tl
@@ -53,7 +53,7 @@ def scale_(x, s) -> None:
     """x *= s, but 0 stays 0 even if ``s`` is not finite: without contributing tokens there is no
     gradient, even if a sum was divided by 0 tokens."""
     if use_kernels(x):
-        programs = min(cdiv(x.numel(), 8192), 8 * config.processors())
+        programs = min(cdiv(x.numel(), 8192), 8 * launch_config.processors())
         launch(_scale, (programs,), x, s, x.numel(), BLOCK=8192, num_warps=8)
     else:
         nothing = x == 0

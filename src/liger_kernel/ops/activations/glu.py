@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, mask_of, tl
 
@@ -228,7 +228,7 @@ def _bwd(
 
 def _grid(M: int, N: int, itemsize: int) -> tuple[tuple[int], dict[str, int]]:
     # H200, 8192 x 14336 bf16: 2048 columns per program of 4 warps; wider tiles are not faster
-    c = config.tile("glu", N, itemsize, elements=2048, max_block_n=2048)
+    c = launch_config.tile("glu", N, itemsize, elements=2048, max_block_n=2048)
     return (cdiv(M, c.block_m) * cdiv(N, c.block_n),), c.tile
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import autocast_dtype, launch, launcher, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
@@ -457,9 +457,9 @@ NARROW = {"fwd": (64, 64, 4, 3), "dq": (64, 64, 4, 3), "dkv": (64, 64, 4, 2)}
 def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
     """The meta parameters of a kernel: the table's, or the largest below them whose blocks fit
     into shared memory."""
-    block_d, amd = max(16, next_power_of_2(q.shape[3])), config.arch().startswith("gfx")
+    block_d, amd = max(16, next_power_of_2(q.shape[3])), launch_config.arch().startswith("gfx")
     # the interpreter: blocks so small that its tests have several
-    if config.arch() == "cpu":
+    if launch_config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=16, BLOCK_D=block_d, num_warps=4, num_stages=1)
     narrow = window is not None and window <= NARROW_WINDOW and block_d <= 128
     m, n, warps, stages = NARROW[kernel] if narrow else TILES[kernel][max(64, block_d)]
@@ -469,7 +469,7 @@ def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
     if amd:
         m, n, warps, stages = (min(m, 32), min(n, 64), 4, 1) if kernel == "dkv" else (min(m, 64), min(n, 32), 4, 1)
     # a stage less costs less than half a block
-    while _held(kernel, m, n, stages) * block_d * q.itemsize > config.shared_memory() and min(m, n) > 16:
+    while _held(kernel, m, n, stages) * block_d * q.itemsize > launch_config.shared_memory() and min(m, n) > 16:
         stages, m, n = (stages - 1, m, n) if stages > 1 else (1, m // 2, n) if m > n else (1, m, n // 2)
     tf32 = q.itemsize == 4 and not amd and torch.get_float32_matmul_precision() != "highest"
     blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_D=block_d, num_warps=warps, num_stages=stages)

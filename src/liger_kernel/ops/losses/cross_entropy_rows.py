@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
 from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
@@ -422,7 +422,9 @@ def row_kernel(
     # pipelined loads (two passes at copy speed: 987). More terms take registers
     more = loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean
     most = 4096 if more or z.itemsize == 4 else 8192
-    c = config.tile("cross_entropy", V, z.itemsize, elements=1, max_block_n=most, per_thread=8)  # one row a program
+    c = launch_config.tile(
+        "cross_entropy", V, z.itemsize, elements=1, max_block_n=most, per_thread=8
+    )  # one row a program
     stride = lambda t: 0 if t is None else t.stride(0)
     tensors = target, dz, class_weight, weight_sum, bias, norm, g, g_entropy, lse, entropy
     # None for what was not requested: a kernel is compiled without it

@@ -51,7 +51,7 @@ from liger_kernel.ops._core.operator import (
     rows_of,
     shaped,
     tracing,
-)  # fmt: skip
+)
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import scaled_rows
 from liger_kernel.ops.losses.chunks import (
@@ -227,17 +227,17 @@ def _merge(found: Found, n: Numbers) -> None:
     logit."""
     (R, M), K = found.state.shape, found.logp.shape[1]
     parts = gathered(torch.cat([found.state.flatten(), found.logp.flatten()]), n.group)[0]
-    m, s, a, q, total, kept_m, kept_s, tops = parts[:, : R * M].view(-1, R, M).unbind(1)
+    m, s, a, q, total, kept_m, kept_s, maxima = parts[:, : R * M].view(-1, R, M).unbind(1)
     found.logp.copy_(parts[:, R * M :].sum(0).view(M, K))
     top, kept_top = m.amax(0), kept_m.amax(0)
     d = m - top
     e = d.exp()
     merged = (top, (s * e).sum(0), ((a + s * d) * e).sum(0), (q * e * e).sum(0), total.sum(0))
-    found.state.copy_(torch.stack([*merged, kept_top, (kept_s * (kept_m - kept_top).exp()).sum(0), tops.amax(0)]))
+    found.state.copy_(torch.stack([*merged, kept_top, (kept_s * (kept_m - kept_top).exp()).sum(0), maxima.amax(0)]))
     if n.top1:
         # the first rank among equals, whose classes come first
         best = gathered(found.top1.contiguous(), n.group)[0]
-        found.top1.copy_(best.gather(0, tops.argmax(0, keepdim=True))[0])
+        found.top1.copy_(best.gather(0, maxima.argmax(0, keepdim=True))[0])
 
 
 @launcher(
@@ -509,10 +509,24 @@ def linear_logprobs(
     check_fp8(name, fp8, rows, fp32_logits=fp32_logits, xa=xa)
     if fp8 is None and only_pytorch():
         return reference(
-            x, w, target, bias, temperature=per_token if scalar is None else scalar, logit_scale=logit_scale,
-            softcap=softcap, ignore_index=ignore_index, outputs=outputs, keep_ids=keep_ids, keep_offsets=keep_offsets,
-            vocab_size=vocab_size, group=group, sizes=sizes, xa=xa, wb=wb, fp8=fp8,
-        )  # fmt: skip
+            x,
+            w,
+            target,
+            bias,
+            temperature=per_token if scalar is None else scalar,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            ignore_index=ignore_index,
+            outputs=outputs,
+            keep_ids=keep_ids,
+            keep_offsets=keep_offsets,
+            vocab_size=vocab_size,
+            group=group,
+            sizes=sizes,
+            xa=xa,
+            wb=wb,
+            fp8=fp8,
+        )
     wanted = tuple(output in outputs for output in OUTPUTS)
     # the same logits as those of the cap first and the temperature then
     scale, cap = logit_scale / (scalar or 1.0), None if softcap is None else softcap / (scalar or 1.0)

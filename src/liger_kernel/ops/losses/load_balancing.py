@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -110,9 +110,9 @@ def _bwd(
 @launcher("(Tensor logits, Tensor index, Tensor? weight) -> (Tensor probs, Tensor counts)")
 def expert_load_fwd(logits, index, weight):
     (M, E), K = logits.shape, index.shape[1]
-    c = config.tile("expert_load_fwd", E, logits.itemsize, elements=2048)
+    c = launch_config.tile("expert_load_fwd", E, logits.itemsize, elements=2048)
     # few rows of partial sums, which one more kernel adds in a fixed order
-    programs = max(1, min(4 * config.processors() * c.per_sm, cdiv(M, c.block_m)))
+    programs = max(1, min(4 * launch_config.processors() * c.per_sm, cdiv(M, c.block_m)))
     probs, counts = (logits.new_empty(programs, E, dtype=torch.float32) for _ in range(2))
     strides = logits.stride(0), index.stride(0)
     launch(_fwd, (programs,), logits, index, weight, probs, counts, M, E, *strides, K=K, **c.tile)
@@ -123,7 +123,7 @@ def expert_load_fwd(logits, index, weight):
 def expert_load_bwd(dprobs, logits, weight):
     M, E = logits.shape
     dlogits = logits.new_empty(M, E)
-    c = config.tile("expert_load_bwd", E, logits.itemsize, elements=2048)
+    c = launch_config.tile("expert_load_bwd", E, logits.itemsize, elements=2048)
     launch(_bwd, (cdiv(M, c.block_m),), dprobs, logits, weight, dlogits, M, E, logits.stride(0), **c.tile)
     return dlogits
 

@@ -108,7 +108,7 @@ def _sums(
     qs = tl.zeros((BLOCK,), tl.float32)
     zs = tl.zeros((BLOCK,), tl.float32)
     ks = tl.zeros((BLOCK,), tl.float32)
-    tops = tl.full((BLOCK,), -float("inf"), tl.float32)
+    maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
     at = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, N, BLOCK):
         col = first + lane
@@ -117,8 +117,8 @@ def _sums(
         if MEAN:
             zs += tl.where(mask, z, 0.0)
         if TOP:
-            higher = mask & (z > tops)
-            tops = tl.where(higher, z, tops)
+            higher = mask & (z > maxima)
+            maxima = tl.where(higher, z, maxima)
             at = tl.where(higher, col, at)
         d = tl.where(mask, z - m, -1e30)
         e = exp_of(d, PRECISE)
@@ -131,7 +131,7 @@ def _sums(
             kept = (tl.load(kept_ptr + col, mask=mask, other=0) != 0) | (col == first_y)
             ks += tl.where(kept & mask, exp_of(z - kept_m, PRECISE), 0.0)
     none = tl.cast(0.0, tl.float32)
-    top = tl.max(tops, axis=0) if TOP else none
+    top = tl.max(maxima, axis=0) if TOP else none
     return (
         tl.sum(ss, axis=0),
         tl.sum(aa, axis=0) if ENTROPY else none,
@@ -140,22 +140,22 @@ def _sums(
         tl.sum(ks, axis=0) if kept_ptr is not None else none,
         top,
         # as torch.argmax has it: the first class among equals
-        tl.min(tl.where(tops == top, at, N), axis=0) if TOP else tl.cast(0, tl.int32),
+        tl.min(tl.where(maxima == top, at, N), axis=0) if TOP else tl.cast(0, tl.int32),
     )
 
 
 @jit
 def _largest(z_ptr, bias_ptr, kept_ptr, first_y, N, scale, cap, per_t, lane, HOT: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit of the first N classes; with ``kept_ptr``, of those kept."""
-    tops = tl.full((BLOCK,), -1e30, tl.float32)
+    maxima = tl.full((BLOCK,), -1e30, tl.float32)
     for first in range(0, N, BLOCK):
         col = first + lane
         mask = col < N
         z, _ = _logits(z_ptr, bias_ptr, col, mask, scale, cap, per_t, HOT, "evict_last")
         if kept_ptr is not None:
             mask = mask & ((tl.load(kept_ptr + col, mask=mask, other=0) != 0) | (col == first_y))
-        tops = tl.where(mask, tl.maximum(z, tops), tops)
-    return tl.max(tops, axis=0)
+        maxima = tl.where(mask, tl.maximum(z, maxima), maxima)
+    return tl.max(maxima, axis=0)
 
 
 @jit
@@ -366,6 +366,7 @@ def tile(
     some = lambda t: t if t.numel() else None
     scale = None if n.logit_scale == 1.0 else n.logit_scale
     wide = min(next_power_of_2(max(N, 16)), 4096)
+    # fmt: skip: tensors, then sizes and strides, then numbers
     launch(
         _tile, (M,), z, dz, target, bias, temperature, kept, found.state, found.logp,
         some(found.entropy), some(found.log_sum_sq), some(found.mean_logit), some(found.top1), some(found.lse),
@@ -393,7 +394,7 @@ def _tile_in_torch(
     y = y.where(here, 0)
     valid = counts.any(1)
     poison = a.new_zeros(len(a)).masked_fill((counts & ~inside).any(1), float("nan"))
-    m, s, ent, q, total, kept_m, kept_s, tops = found.state
+    m, s, ent, q, total, kept_m, kept_s, maxima = found.state
     if kept is not None:
         # K is 1: the target is one of the kept classes
         kept = kept.scatter(1, y, kept.gather(1, y) | here)
@@ -410,7 +411,7 @@ def _tile_in_torch(
             total += a.sum(1)
             s.copy_(s * old.exp() + e.sum(1))
             m.copy_(new)
-            tops.copy_(new)
+            maxima.copy_(new)
             if n.top1:
                 found.top1.copy_(torch.where(higher, best + start, found.top1))
             if kept is not None:

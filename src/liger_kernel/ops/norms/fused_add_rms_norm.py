@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv
@@ -47,7 +47,7 @@ def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor
     rstd = x.new_empty(M, dtype=torch.float32)
     wide = N > FWD_N
     sizes = dict(elements=4096, per_thread=32, max_block_n=8192 if wide else FWD_N)
-    c = config.tile("fused_add_rms_norm_fwd", N, s.itemsize, **sizes)
+    c = launch_config.tile("fused_add_rms_norm_fwd", N, s.itemsize, **sizes)
     # a stride for a tensor that is None: the kernel does not read it
     numbers = M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset
     how = dict(CASTING=casting) | c.tile
@@ -64,10 +64,10 @@ def fused_add_rms_norm_bwd(dy, ds, s, w, rstd, offset, need_dx, need_dw) -> tupl
     M, N = s.shape
     wide = N > BWD_N
     sizes = dict(elements=4096, max_block_n=2048) if wide else dict(elements=8192, max_block_n=BWD_N)
-    c = config.tile("fused_add_rms_norm_bwd", N, s.itemsize, **sizes, per_thread=32, pipelined=3)
+    c = launch_config.tile("fused_add_rms_norm_bwd", N, s.itemsize, **sizes, per_thread=32, pipelined=3)
     # as many programs as run at a time, shared by the blocks of columns
     blocks = cdiv(N, c.block_n) if wide else 1
-    programs = max(1, min(config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
+    programs = max(1, min(launch_config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
     dx = s.new_empty((M, N) if need_dx else 0)
     partials = s.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
@@ -102,7 +102,7 @@ def _bwd(
 def gated_rms_norm_fwd(x, gate, w, eps, act, casting) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
-    c = config.tile("gated_rms_norm_fwd", N, x.itemsize, elements=4096)
+    c = launch_config.tile("gated_rms_norm_fwd", N, x.itemsize, elements=4096)
     numbers = M, N, x.stride(0), gate.stride(0), eps
     launch(_fwd, (cdiv(M, c.block_m),), x, gate, w, y, rstd, *numbers, ACT=act, CASTING=casting, **c.tile)
     return y, rstd
@@ -116,9 +116,9 @@ def gated_rms_norm_bwd(dy, x, gate, w, rstd, act, need_dx, need_dgate, need_dw) 
     """dx, dgate and dw; gradients that are not needed are empty."""
     M, N = x.shape
     # with 16 values per thread, some variants spill 150 bytes on sm80; with a pipeline, 110 on gfx942
-    pipelined = 0 if config.arch().startswith("gfx") else 3
-    c = config.tile("gated_rms_norm_bwd", N, x.itemsize, elements=2048, per_thread=8, pipelined=pipelined)
-    programs = max(1, min(2 * config.processors() * c.per_sm, cdiv(M, c.block_m)))
+    pipelined = 0 if launch_config.arch().startswith("gfx") else 3
+    c = launch_config.tile("gated_rms_norm_bwd", N, x.itemsize, elements=2048, per_thread=8, pipelined=pipelined)
+    programs = max(1, min(2 * launch_config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx, dgate = x.new_empty((M, N) if need_dx else 0), gate.new_empty((M, N) if need_dgate else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     numbers = M, N, dy.stride(0), x.stride(0), gate.stride(0)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
@@ -170,7 +170,9 @@ def layer_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
     # saved in fp32: the backward divides by the same numbers
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
     wide = N > FWD_N
-    c = config.tile("layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N)
+    c = launch_config.tile(
+        "layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N
+    )
     tensors = x, w, b, y, mean, rstd
     launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), *tensors, M, N, x.stride(0), eps, **c.tile)
     return y, mean, rstd
@@ -185,10 +187,10 @@ def layer_norm_bwd(dy, x, w, mean, rstd, need_dx, need_dw, need_db, dtype) -> tu
     M, N = x.shape
     wide = N > BWD_N
     sizes = dict(elements=4096, max_block_n=2048) if wide else dict(elements=8192, max_block_n=BWD_N)
-    c = config.tile("layer_norm_bwd", N, x.itemsize, **sizes, per_thread=32, pipelined=2)
+    c = launch_config.tile("layer_norm_bwd", N, x.itemsize, **sizes, per_thread=32, pipelined=2)
     # as many programs as run at a time, shared by the blocks of columns
     blocks = cdiv(N, c.block_n) if wide else 1
-    programs = max(1, min(config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
+    programs = max(1, min(launch_config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, N * (need_dw + need_db), dtype=torch.float32)
     # an empty tensor where nobody reads it: kernels take no other number of arguments

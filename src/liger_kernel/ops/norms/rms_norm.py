@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
@@ -31,7 +31,7 @@ def rms_norm_fwd(x, w, eps, offset, casting) -> tuple[Tensor, Tensor]:
         return y, rstd
     y = x.new_empty(M, N, dtype=x.dtype if w is None or casting == "gemma" else torch.promote_types(x.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
-    c = config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
+    c = launch_config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
     # without a residual there is no sum to store: its dtype is all that the kernel asks of it
     grid, numbers = (cdiv(M, c.block_m),), (M, N, x.stride(0), 0, eps, offset)
     launch(_fwd, grid, x, None, w, y, x, rstd, *numbers, CASTING=casting, **c.tile)
@@ -47,9 +47,9 @@ def rms_norm_bwd(dy, x, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tens
     if N > MAX_N:
         return fused_add_rms_norm_bwd(dy, None, x, w, rstd, offset, need_dx, need_dw)
     # H200, bf16, 262144 x 128: 56 us; 176 us with half the tile and one stage
-    c = config.tile("rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
+    c = launch_config.tile("rms_norm_bwd", N, x.itemsize, elements=8192, per_thread=32, pipelined=2)
     # as many as run at a time: each writes one row of partial sums for dw
-    programs = max(1, min(config.processors() * c.per_sm, cdiv(M, c.block_m)))
+    programs = max(1, min(launch_config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     numbers = M, N, dy.stride(0), 0, x.stride(0), offset

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import launch, launcher, on_gpu, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections import grouped_tma
@@ -151,7 +151,7 @@ def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 def reduced_precision(dtype: torch.dtype) -> str:
     """How products in fp32 are computed: by TF32 where PyTorch may use it; AMD has none of it."""
-    exact = dtype != torch.float32 or config.arch() == "cpu" or config.arch().startswith("gfx")
+    exact = dtype != torch.float32 or launch_config.arch() == "cpu" or launch_config.arch().startswith("gfx")
     return "ieee" if exact or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -163,23 +163,23 @@ def _tile(a: Tensor, b: Tensor) -> dict:
     steps of 64. AMD pipelines through registers, and so do unaligned operands elsewhere: they get
     smaller tiles. So does fp32, which uses FMA units unless PyTorch may use TF32.
     """
-    if config.arch() == "cpu":
+    if launch_config.arch() == "cpu":
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=1)
     wide = aligned(a) and aligned(b)
     m, k, warps = (128, 64, 8) if a.itemsize == 2 and wide else (64, 32, 4 if wide else 8)
-    stages = min(4, config.shared_memory() // (2 * m * k * a.itemsize))
-    stages = 2 if config.arch().startswith("gfx") or not wide else stages
+    stages = min(4, launch_config.shared_memory() // (2 * m * k * a.itemsize))
+    stages = 2 if launch_config.arch().startswith("gfx") or not wide else stages
     blocks = dict(BLOCK_M=m, BLOCK_N=m, BLOCK_K=k, num_warps=warps, num_stages=stages)
     return dict(PRECISION=reduced_precision(a.dtype)) | blocks
 
 
 def _programs(tiles: int) -> tuple[int]:
-    return (max(1, min(config.processors(), tiles)),)
+    return (max(1, min(launch_config.processors(), tiles)),)
 
 
 def _cutlass(a: Tensor, b: Tensor) -> bool:
     """Whether PyTorch has a CUTLASS kernel for these operands."""
-    known = on_gpu(a) and config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
+    known = on_gpu(a) and launch_config.arch() in ("sm90", "sm100") and a.dtype == torch.bfloat16
     return known and a.numel() > 0 and aligned(a) and aligned(b)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import launch, launcher, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.grouped_mm import product_of_tile, reduced_precision, span_of
@@ -100,10 +100,10 @@ def _tile(a: Tensor, rows: int, cols: int, depth: int) -> dict:
     Derived by reasoning, not measured: memory is the only cost, so a tile is small enough for
     several programs per processor.
     """
-    amd, cpu = config.arch().startswith("gfx"), config.arch() == "cpu"
+    amd, cpu = launch_config.arch().startswith("gfx"), launch_config.arch() == "cpu"
     block = lambda n, most: max(16, min(next_power_of_2(n), 32 if cpu else most))
     m, n, k = block(rows, 64), block(cols, 128), block(depth, 64 if a.itemsize == 2 else 32)
-    stages = 1 if cpu else min(2 if amd else 4, max(1, config.shared_memory() // (2 * (m + n) * k * a.itemsize)))
+    stages = 1 if cpu else min(2 if amd else 4, max(1, launch_config.shared_memory() // (2 * (m + n) * k * a.itemsize)))
     blocks = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4, num_stages=stages)
     return dict(PRECISION=reduced_precision(a.dtype)) | blocks
 

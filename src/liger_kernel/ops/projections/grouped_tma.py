@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import descriptor, intercepted, launch, on_gpu
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import act_of
@@ -122,7 +122,7 @@ def _mm_tma(
 
 
 def _tile() -> dict[str, Any]:
-    if config.arch() == "cpu":
+    if launch_config.arch() == "cpu":
         return dict(FLATTEN=True, BLOCK_M=32, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=1)
     return dict(FLATTEN=True, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=4)
 
@@ -140,7 +140,7 @@ def aligned(t: Tensor) -> bool:
 
 def supported(a: Tensor, b: Tensor) -> bool:
     """Whether a (M, K) and b (E, K, N) are operands of ``product``."""
-    hopper = on_gpu(a) and config.arch() == "sm90" and a.dtype == torch.bfloat16
+    hopper = on_gpu(a) and launch_config.arch() == "sm90" and a.dtype == torch.bfloat16
     dense = a.is_contiguous() and (b.is_contiguous() or b.mT.is_contiguous())
     return hopper and dense and a.numel() > 0 and b.numel() > 0 and aligned(a) and aligned(b)
 
@@ -166,5 +166,5 @@ def product(
     # at most one tile of each group is not full
     tiles = (cdiv(M, c["BLOCK_M"]) + min(E, M)) * cdiv(N, block_n)
     flags = dict(K=K, B_BY_K=by_k, HALVES=not interleaved, ACT=act, GROUP_M=8, BLOCK_E=next_power_of_2(E)) | c
-    grid, a_desc = (max(1, min(config.processors(), tiles)),), descriptor(a, (c["BLOCK_M"], block_k))
+    grid, a_desc = (max(1, min(launch_config.processors(), tiles)),), descriptor(a, (c["BLOCK_M"], block_k))
     launch(_mm_tma, grid, offs, a_desc, b_desc, bias, y, h, E, N, alpha, limit, offset, **flags)

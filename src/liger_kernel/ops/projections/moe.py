@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import (
     as_index,
     autocast_dtype,
@@ -330,11 +330,11 @@ def moe_gather(x, index, order, position, offs, bias):
     # these tiles and those below: 8 to 16 values per thread and rows in whole cache lines, because
     # memory traffic is the only cost; reasoned, not measured
     if bias is None:
-        c = config.tile("moe_spread", H, x.itemsize, elements=2048, max_block_n=2048)
+        c = launch_config.tile("moe_spread", H, x.itemsize, elements=2048, max_block_n=2048)
         grid = cdiv(tokens, c.block_m), cdiv(H, c.block_n)
         launch(_spread, grid, x, position, offs, y, tokens, H, E, x.stride(0), K=K, **c.tile)
     else:
-        c = config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
+        c = launch_config.tile("moe_gather", H, x.itemsize, elements=4096, max_block_n=2048)
         launch(_gather, (cdiv(M, c.block_m),), x, order, offs, index, bias, y, dot, H, K, E, x.stride(0), **c.tile)
     return y, dot
 
@@ -344,7 +344,7 @@ def moe_combine(y, index, position, offs, w, bias):
     (tokens, K), H = index.shape, y.shape[1]
     out = y.new_empty(tokens, H)
     if not tracing(y):
-        c = config.tile("moe_combine", H, y.itemsize, elements=2048, max_block_n=1024)
+        c = launch_config.tile("moe_combine", H, y.itemsize, elements=2048, max_block_n=1024)
         grid = cdiv(tokens, c.block_m), cdiv(H, c.block_n)
         launch(_combine, grid, y, position, offs, w, index, bias, out, tokens, H, offs.shape[0], K=K, **c.tile)
     return out
@@ -355,7 +355,7 @@ def moe_glu_fwd(h, bias, index, order, offs, act, interleaved, alpha, limit, off
     M, n = h.shape[0], h.shape[1] // 2
     y = h.new_empty(M, n)
     if not tracing(h):
-        c = config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
+        c = launch_config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
         grid, form = (cdiv(M, c.block_m), cdiv(n, c.block_n)), dict(INTERLEAVED=interleaved, ACT=act)
         launch(_glu, grid, h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit, offset, **form, **c.tile)
     return y
@@ -393,7 +393,7 @@ def moe_glu_bwd_(
     M, n = h.shape[0], h.shape[1] // 2
     dw = w.new_empty(w.shape if need_dw else 0)
     if not tracing(h):
-        c = config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
+        c = launch_config.tile("moe_glu_bwd", n, h.itemsize, elements=2048, per_thread=8, max_block_n=256)
         results = h if need_dh else None, dy if need_wy else None, dw if need_dw else None
         tensors, form = (bias, order, index, offs, dy, w, dot, *results), dict(INTERLEAVED=interleaved, ACT=act)
         grid = (cdiv(M, c.block_m),)

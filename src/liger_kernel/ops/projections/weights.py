@@ -156,7 +156,7 @@ class Dequantized(Weight):
 
 
 @dataclass(frozen=True, eq=False)
-class Elsewhere(Weight):
+class ByItsModule(Weight):
     """A weight that its own module multiplies, with the reason. The node computes only what the
     adapters add, and does not see the weight."""
 

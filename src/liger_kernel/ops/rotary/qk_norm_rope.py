@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, config, nbytes, op  # T is the sequence length here
+from liger_kernel.ops._core import Case, Cost, launch_config, nbytes, op  # T is the sequence length here
 from liger_kernel.ops._core import T as T_
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable
 from liger_kernel.ops._core.reduce import column_sum
@@ -270,7 +270,7 @@ def qk_norm_rope_fwd(
     block_r, block_rest = _blocks(D, half)
     # one token per program, so that its angles are loaded once; the tile of ``rope``, which moves
     # the same bytes
-    c = config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
+    c = launch_config.tile("qk_norm_rope_fwd", 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048)
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     # one flag for q and k, which have one dtype; their weights may differ
     rounds = any(rounding(dtype, cos, rope_casting) for dtype in normed)
@@ -304,8 +304,8 @@ def qk_norm_rope_bwd(
     # 64 KB, what it takes to hide the latency of memory. q, then k: both in one kernel are short of
     # scalar registers on CDNA.
     name = "qk_norm_rope_bwd" if 2 * half == D else "qk_norm_rope_bwd_partial"
-    c = config.tile(name, 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048, pipelined=2 * 4)
-    programs = max(1, min(config.processors() * max(c.per_sm, 16 // c.num_warps), B * T))
+    c = launch_config.tile(name, 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048, pipelined=2 * 4)
+    programs = max(1, min(launch_config.processors() * max(c.per_sm, 16 // c.num_warps), B * T))
     partials = q.new_empty((programs, D * (need_dwq + need_dwk)) if need_dwq or need_dwk else 0, dtype=torch.float32)
     dxs = []
     for dy, x, w, dw, need_dx, need_dw in (

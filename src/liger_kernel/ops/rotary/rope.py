@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, acc, config, nbytes, op  # T is the sequence length here
+from liger_kernel.ops._core import Case, Cost, acc, launch_config, nbytes, op  # T is the sequence length here
 from liger_kernel.ops._core import T as T_
 from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import jit, mask_of, next_power_of_2, store_tile, tl
@@ -291,7 +291,7 @@ def rope_turn(
     block_r = next_power_of_2(half)
     rest = next_power_of_2(D - 2 * half) if 2 * half < D else 0
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
-    c = config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
+    c = launch_config.tile("rope", 2 * block_r + rest, q.itemsize, elements=2048)
     # a tile that is not wider than the heads there are
     block_q, block_k = (min(next_power_of_2(h), c.block_m) for h in (Hq, Hk))
     strides = [s for x in (q, k, yq, yk) for s in token_strides(x, heads_first)]
@@ -466,7 +466,7 @@ def rope(
     cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; (B or 1, T, 2, R/2) with angles of the first
     and of the second column of each pair; or, with ``position_ids`` (B or 1, T), tables (L, R/2) or
     (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
-    A position outside its table gives NaN on a GPU. Elsewhere it raises ``IndexError``, or, if
+    A position outside its table gives NaN on a GPU. ByItsModule it raises ``IndexError``, or, if
     negative, indexes from the end, as in PyTorch.
     """
     if casting not in CASTING:

@@ -8,7 +8,7 @@ receives the logits, which is slower and gives the same result. So the model's o
 its own loss function run.
 
 Deferred are ``nn.Linear``, also sharded, and LoRA on it. Every other head computes its logits when
-the model calls it (``weights.held`` says why), and their cross entropy is still our kernel's.
+the model calls it (``head_weights.held`` says why), and their cross entropy is still our kernel's.
 
 Outputs get two more fields, and hold no recipes.
 """
@@ -35,6 +35,7 @@ from transformers.utils import ModelOutput
 from liger_kernel.ops._core.operator import host_can_read, only_pytorch
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.transformers import attention, documents
+from liger_kernel.transformers.head.head_weights import FP8, may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
 from liger_kernel.transformers.head.recipe import (
     IGNORE,
@@ -54,7 +55,6 @@ from liger_kernel.transformers.head.stand_in import (
     uses_data,
     without_labels,
 )
-from liger_kernel.transformers.head.weights import FP8, may_be_linear
 
 
 def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> Callable:

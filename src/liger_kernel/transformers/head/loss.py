@@ -20,8 +20,8 @@ from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
 from liger_kernel.parallel import VocabularyParallel
 from liger_kernel.transformers.head import loss_functions
+from liger_kernel.transformers.head.head_weights import HeadWeights
 from liger_kernel.transformers.head.recipe import IGNORE, LOSSES, LogitsRecipe, LossOptions, LossRequest, materialised
-from liger_kernel.transformers.head.weights import HeadWeights
 
 # Keywords of a patched ``forward`` for its loss -> their names in the operators.
 LOSS_OPTIONS = {

@@ -16,7 +16,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 from liger_kernel import _private
 from liger_kernel.ops._core.saved import saving_hooks, where_they_are
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.transformers.head.weights import HeadWeights
+from liger_kernel.transformers.head.head_weights import HeadWeights
 
 IGNORE = -100
 

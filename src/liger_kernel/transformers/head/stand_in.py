@@ -26,8 +26,8 @@ from torch.nn.modules import module as of_all
 from liger_kernel import _private, parallel
 from liger_kernel.parallel.sharded_head import HOOKS
 from liger_kernel.transformers.head import loss as loss  # so that losses register before there are recipes
+from liger_kernel.transformers.head.head_weights import held
 from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest, new_recipe
-from liger_kernel.transformers.head.weights import held
 from liger_kernel.transformers.recognise.projections import Fallback, copy_in_use
 
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -215,7 +215,7 @@ _CASTS = {"float", "to", "torch", "float32", "bfloat16", "float16"}  # all names
 
 def has_hooks(head: nn.Module) -> bool:
     """Whether code sees calls of ``head`` or of its parts."""
-    # not the hooks of parallel modes, which ``weights.held`` knows
+    # not the hooks of parallel modes, which ``head_weights.held`` knows
     return of_all._has_any_global_hook() or any(True for m in head.modules() for _ in parallel.hooks_of_users(m))
 
 

@@ -17,11 +17,11 @@ from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear, is_whole
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.float8_training import Float8Trained
-from liger_kernel.ops.projections.weights import Elsewhere
+from liger_kernel.ops.projections.weights import ByItsModule
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import fp8
-from liger_kernel.transformers.head.weights import FP8, left_out
+from liger_kernel.transformers.head.head_weights import FP8, left_out
 from liger_kernel.transformers.patching.apply import flags_of, options_of
 from liger_kernel.transformers.patching.patches import is_ours, methods_of
 from liger_kernel.transformers.patching.select import instance_patches
@@ -237,7 +237,7 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
         return Fallback("an adapter on another device")
     if isinstance(found.weight, Float8Trained):
         return f"in FP8, {found.weight.recipe.name}"
-    beside = isinstance(found.weight, Elsewhere)
+    beside = isinstance(found.weight, ByItsModule)
     return f"beside its base, a {type(base).__name__}, which runs by itself" if beside else ""
 
 

@@ -20,7 +20,7 @@ from liger_kernel.ops.activations.relu_squared import relu_squared
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.mlp import adapted_mlp, mlp
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp, count_of
-from liger_kernel.ops.projections.weights import Elsewhere
+from liger_kernel.ops.projections.weights import ByItsModule
 from liger_kernel.transformers.recognise.activations import CLAMPED, activation
 from liger_kernel.transformers.recognise.projections import (
     engine_runs,
@@ -136,7 +136,7 @@ def _one_node(found: list[Any], x: Tensor, count: int, halves: bool) -> bool:
     width = first[0].weight.shape[0]
     inner = width // 2 if halves else width
     return (
-        not any(isinstance(p.weight, Elsewhere) for p in found)
+        not any(isinstance(p.weight, ByItsModule) for p in found)
         and all(fitting(p, x.shape[-1], x.device) and p.weight.shape[0] == width for p in first)
         and fitting(last, inner, x.device)
     )

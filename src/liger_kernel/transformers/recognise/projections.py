@@ -33,7 +33,7 @@ from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_gathered
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
-from liger_kernel.ops.projections.weights import Dense, Elsewhere, Weight, dense
+from liger_kernel.ops.projections.weights import ByItsModule, Dense, Weight, dense
 from liger_kernel.transformers.recognise.variant import are_numbers, plain, runs_its_class
 
 # As PyTorch has it: a patch of somebody else would be passed over by a node that multiplies by
@@ -274,7 +274,7 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     if not adapters or magnitude is not None or _sharded(base):
         return weight
     return Projection(
-        Elsewhere((adapters[0].b.shape[0], adapters[0].a.shape[1]), None, why=weight), None, tuple(adapters)
+        ByItsModule((adapters[0].b.shape[0], adapters[0].a.shape[1]), None, why=weight), None, tuple(adapters)
     )
 
 
@@ -459,7 +459,7 @@ def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
 
 def with_base(y: Tensor, p: Projection, m: Any, x: Tensor) -> Tensor:
     """``m(x)`` in its dtype, from y, the part that the node computed."""
-    if isinstance(p.weight, Elsewhere):
+    if isinstance(p.weight, ByItsModule):
         base = m.base_layer(x)
         return (base + y).to(base.dtype)
     return y.to(x.dtype) if p.weight.follows_input else y

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
@@ -429,7 +429,7 @@ def row_kernel(
     # loss would spill: they get fewer columns at once
     few = topk or hard is not None or bias is not None or teacher_bias is not None or s.kind in ("cosine", "kl")
     most = 8192 // itemsize if few or s.weight_soft != 1.0 else 8192
-    c = config.tile("divergence_rows", V, itemsize, elements=1, max_block_n=most, per_thread=8)
+    c = launch_config.tile("divergence_rows", V, itemsize, elements=1, max_block_n=most, per_thread=8)
     flags = dict(HARD_LSE=hard is not None and (s.kind == "cosine" or scale != 1.0)) | c.row
     flags |= dict(VEC=min(c.block_n, 16 // z.itemsize))
     # without a gradient nobody reads these

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.impl import only_ours
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, op, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, tl
@@ -100,10 +100,10 @@ def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_d
     shape = {"elements": (M, V), "sums": (M, 1), "": 0}
     if tracing(x):
         return x.new_empty(shape[losses], dtype=dtype), dx, dy
-    c = config.tile("divergence", V, max(x.itemsize, y.itemsize), elements=1, per_thread=8, max_block_n=4096)
+    c = launch_config.tile("divergence", V, max(x.itemsize, y.itemsize), elements=1, per_thread=8, max_block_n=4096)
     # with many rows, parts of eight blocks leave no processor idle at the end; with few rows,
     # shorter parts occupy all processors
-    span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * config.processors())))
+    span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * launch_config.processors())))
     splits = cdiv(V, span)
     # parts of rows are added by a second kernel, in a fixed order
     loss = x.new_empty((M, splits) if losses == "sums" else shape[losses], dtype=dtype)

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core import config
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -362,7 +362,7 @@ def row_stats(z: Tensor, target: Tensor, s: Part, bias: Tensor | None = None) ->
     M, N = z.shape
     stats = z.new_empty(s.parts * M + 1, dtype=torch.float32)
     # one row a program; blocks of 16384 spill
-    c = config.tile("vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192)
+    c = launch_config.tile("vocab_parallel_stats", N, z.itemsize, elements=1, max_block_n=8192)
     numbers = M, N, z.stride(0), s.first, s.V, s.ignore_index, _scale(s), s.softcap
     flags = dict(SUM=s.label_smoothing != 0.0, ENTROPY=s.entropy, PARTS=s.parts)
     launch(_stats, (M,), z, bias, target, stats, *numbers, **flags, **c.row)
@@ -385,7 +385,7 @@ def row_grad(z, target, s: Part, top, total, dz, *, bias=None, g=None, norm=None
     ``g_entropy`` (M,) also of the ``entropy`` (M,) times that."""
     M, N = z.shape
     e, K = s.smoothing(N)
-    c = config.tile("vocab_parallel_grad", N, z.itemsize, elements=4096, max_block_n=4096)
+    c = launch_config.tile("vocab_parallel_grad", N, z.itemsize, elements=4096, max_block_n=4096)
     tensors = bias, target, top, total, entropy, g, g_entropy, norm, dz
     strides = z.stride(0), dz.stride(0), 0 if g is None else g.stride(0)
     numbers = s.first, s.V, s.ignore_index, 1.0 - e, e / K, s.z_loss, _scale(s), s.softcap

@@ -153,7 +153,10 @@ def _classes(w: Tensor, n: Numbers) -> int:
 
 def _cut(w: Tensor | None, at: slice, dtype: torch.dtype) -> Tensor | None:
     """A tile of a weight in the products' dtype: of a master copy in fp32, no other copy exists."""
-    return None if w is None else w[at].to(dtype)
+    # views and conversions that change nothing cost the host some microseconds each
+    if w is None or (at.stop - at.start == len(w) and w.dtype == dtype):
+        return w
+    return w[at].to(dtype)
 
 
 def _of(t: Tensor | None, kept: Tensor | None) -> Tensor | None:
@@ -201,23 +204,38 @@ def linear_logprobs_fwd(x, w, target, bias, xa, wb, temperature, ids, offsets, k
     dz_part = part if z_dtype == x.dtype else _buffer(x, x.dtype, most if frozen else 0)
     tiles = [slice(i, min(i + wide, classes)) for i in range(0, classes, max(1, wide))]
     for rows in chunks:
-        m, y, of_rows = rows.stop - rows.start, target[rows], found[rows]
-        some = lambda t: None if t is None else t[rows]  # noqa: B023
+        # views cost the host some microseconds each: none where the chunk is the whole
+        m, of_rows = rows.stop - rows.start, found if rows.stop - rows.start == M else found[rows]
+        some = lambda t: t if t is None or len(t) == rows.stop - rows.start else t[rows]  # noqa: B023
+        y, x_c = some(target), some(x)
         for at in tiles:
             c, start = at.stop - at.start, n.first + at.start
             z_c = z if way == "few" else part(m, c)
-            logits(z_c, x[rows], _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
+            logits(z_c, x_c, _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
             dz = dz_part(m, c) if frozen else None
             nucleus = None if ids is None else _mask(ids, offsets, m, rows.start, start, c)
             of_tile = dict(bias=_cut(bias, at, x.dtype), temperature=some(temperature), kept=nucleus)
-            tile(z_c, y, n, of_rows, start, fold=True, finish=at is tiles[-1] and not n.group, dz=dz, **of_tile)
+            tile(
+                z_c,
+                y,
+                n,
+                of_rows,
+                start,
+                first=at is tiles[0],
+                fold=True,
+                finish=at is tiles[-1] and not n.group,
+                dz=dz,
+                **of_tile,
+            )
             if dz is not None and need_dx:
-                torch.mm(dz, w[at], out=dx[rows])
+                torch.mm(dz, w[at], out=some(dx))
             if dz is not None and dxa is not None:
-                torch.mm(dz, wb[at], out=dxa[rows])
+                torch.mm(dz, wb[at], out=some(dxa))
         if n.group:
-            _merge(of_rows, n)
             none = x.new_empty(m, 0)
+            if not tiles:
+                tile(none, y, n, of_rows, 0, first=True, fold=True)
+            _merge(of_rows, n)
             tile(none, y, n, of_rows, 0, fold=True, finish=True, kept=None if ids is None else none.bool())
     return *found.fields(), z, dx, dxa
 
@@ -277,26 +295,27 @@ def linear_logprobs_bwd(g, g_entropy, state, z, x, w, target, bias, xa, wb, temp
     dz_part = part if z_dtype == x.dtype and not few else _buffer(x, x.dtype, most)
     for rows in chunks:
         m, first = rows.stop - rows.start, rows.start == chunks[0].start
-        some = lambda t: None if t is None else t[rows]  # noqa: B023
-        found = Found(state[:, rows], *(state.new_empty(0),) * 5, state[:, rows])
+        some = lambda t: t if t is None or len(t) == rows.stop - rows.start else t[rows]  # noqa: B023
+        x_c, y, of_rows = some(x), some(target), state if m == M else state[:, rows]
+        found = Found(of_rows, *(state.new_empty(0),) * 5, of_rows)
         # of several tiles, dx and dxa are sums in fp32, rounded at their end
-        outs = [(d[rows], of) for d, of, wanted in ((dx, w, need_dx), (dxa, wb, need_dxa)) if wanted and d is not None]
+        outs = [(some(d), of) for d, of, wanted in ((dx, w, need_dx), (dxa, wb, need_dxa)) if wanted and d is not None]
         added = [d if len(tiles) == 1 else d.new_zeros(d.shape, dtype=sums) for d, _ in outs]
         for at in tiles:
             c, start = at.stop - at.start, n.first + at.start
             z_c, dz = z if few else part(m, c), dz_part(m, c)
             if not few:
-                logits(z_c, x[rows], _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
+                logits(z_c, x_c, _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
             nucleus = None if ids is None else _mask(ids, offsets, m, rows.start, start, c)
             of_tile = dict(bias=_cut(bias, at, x.dtype), temperature=some(temperature), kept=nucleus)
-            tile(z_c, target[rows], n, found, start, dz=dz, g=g[rows], g_entropy=some(g_entropy), **of_tile)
+            tile(z_c, y, n, found, start, dz=dz, g=some(g), g_entropy=some(g_entropy), **of_tile)
             for d, (_, of) in zip(added, outs):
                 add_mm(d, dz, _cut(of, at, x.dtype), first=len(tiles) == 1)
             if need_dw and total.itemsize >= x.itemsize:
-                add_mm(total[at], dz.t(), x[rows], first=first)
+                add_mm(total[at], dz.t(), x_c, first=first)
             elif need_dw:
                 # a head in 16 bits whose products are in fp32
-                total[at] = torch.mm(dz.t(), x[rows]) + (0 if first else total[at])
+                total[at] = torch.mm(dz.t(), x_c) + (0 if first else total[at])
             if dwb is not None:
                 add_mm(dwb[at], dz.t(), some(xa), first=first)
             if need_db:
@@ -568,7 +587,7 @@ def linear_logprobs(
         found = LinearLogProbsFunction.apply(*given, n, o)
         if kept is None:
             # those without a gradient get their dims here: PyTorch 2.11 compiles no views of them in a Function
-            found = [*found[:2], *(t.view(lead) if t.numel() else t for t in found[2:])]
+            found = [*found[:2], *(t.view(lead) if there else t for t, there in zip(found[2:], wanted[1:]))]
         else:
             # the other tokens have what ignored ones have
             spread = lambda t, value: t.new_full((len(y),), value).index_copy(0, kept, t.flatten()).view(lead)

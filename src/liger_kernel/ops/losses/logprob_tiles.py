@@ -71,11 +71,9 @@ class Found:
     def empty(cls, target: Tensor, n: Numbers, dtype: torch.dtype) -> Found:
         M = target.shape[0]
         new = lambda wanted, dtype=dtype: target.new_empty(M if wanted else 0, dtype=dtype)
-        state = target.new_zeros((len(_ROWS), M), dtype=dtype)
-        for row in (0, 5, 7):
-            state[row] = _LEAST
+        state = target.new_empty((len(_ROWS), M), dtype=dtype)
         each = (new(n.entropy), new(n.log_sum_sq), new(n.mean_logit), new(n.top1, torch.int64), new(n.lse))
-        return cls(target.new_zeros(target.shape, dtype=dtype), *each, state)
+        return cls(target.new_empty(target.shape, dtype=dtype), *each, state)
 
     def __getitem__(self, rows: slice) -> Found:
         each = (t[rows] for t in (self.logp, self.entropy, self.log_sum_sq, self.mean_logit, self.top1, self.lse))
@@ -164,10 +162,11 @@ def _tile(
     entropy_ptr, sq_ptr, mean_ptr, top_ptr, lse_ptr, g_ptr, g_entropy_ptr,
     M, start, N, V, K, z_stride, dz_stride, target_stride, kept_stride, state_stride, logp_stride,
     g_stride, g_class_stride, g_entropy_stride, ignore_index, logit_scale, softcap,
-    FOLD: tl.constexpr, FINISH: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, FOLD: tl.constexpr, FINISH: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token a program. FOLD: add the tile to the statistics; FINISH: it was the last, store
-    the results. With ``dz``, store the gradient, for upstream gradients of 1 if there are none."""
+    """One token a program. FOLD: add the tile to the statistics, which are empty before the FIRST;
+    FINISH: it was the last, store the results. With ``dz``, store the gradient, for upstream
+    gradients of 1 if there are none."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     state_ptr += row
@@ -206,14 +205,18 @@ def _tile(
         HOT: tl.constexpr = temperature_ptr is not None
         z_y, t_y = _logits(z_ptr, bias_ptr, y, here, logit_scale, softcap, per_t, HOT, "")
         first_y = tl.max(tl.where(here, y, -1), axis=0)
-        m = tl.load(state_ptr)
-        s = tl.load(state_ptr + state_stride)
-        a = tl.load(state_ptr + 2 * state_stride)
+        if FIRST:
+            m, s, a = tl.cast(-1e30, tl.float32), tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32)
+        else:
+            m = tl.load(state_ptr)
+            s = tl.load(state_ptr + state_stride)
+            a = tl.load(state_ptr + 2 * state_stride)
         kept_m, kept_s = m, s
         if kept_ptr is not None:
             kept_ptr += row * kept_stride
-            kept_m = tl.load(state_ptr + 5 * state_stride)
-            kept_s = tl.load(state_ptr + 6 * state_stride)
+            if not FIRST:
+                kept_m = tl.load(state_ptr + 5 * state_stride)
+                kept_s = tl.load(state_ptr + 6 * state_stride)
         if FOLD:
             ENTROPY: tl.constexpr = entropy_ptr is not None
             SQUARES: tl.constexpr = sq_ptr is not None
@@ -251,13 +254,20 @@ def _tile(
             if ENTROPY:
                 a = tile_a + (a + s * d) * old
             if SQUARES:
-                q = tile_q + tl.load(state_ptr + 3 * state_stride) * old * old
+                q = tile_q
+                if not FIRST:
+                    q += tl.load(state_ptr + 3 * state_stride) * old * old
             if MEAN:
-                total = tile_sum + tl.load(state_ptr + 4 * state_stride)
+                total = tile_sum
+                if not FIRST:
+                    total += tl.load(state_ptr + 4 * state_stride)
             if TOP:
-                top = tl.load(state_ptr + 7 * state_stride)
-                best = tl.where(tile_top > top, tile_at + start, tl.load(top_ptr + row).to(tl.int32))
-                tl.store(state_ptr + 7 * state_stride, tl.maximum(top, tile_top))
+                best = tile_at + start
+                if not FIRST:
+                    top = tl.load(state_ptr + 7 * state_stride)
+                    best = tl.where(tile_top > top, best, tl.load(top_ptr + row).to(tl.int32))
+                    tile_top = tl.maximum(top, tile_top)
+                tl.store(state_ptr + 7 * state_stride, tile_top)
             s = tile_s + s * old
             m = new
             if kept_ptr is not None:
@@ -266,7 +276,8 @@ def _tile(
             else:
                 kept_m, kept_s = m, s
             if FINISH:
-                z_y = tl.where(here, z_y, tl.load(logp_ptr + row * logp_stride + each, mask=each < K, other=0.0))
+                if not FIRST:
+                    z_y = tl.where(here, z_y, tl.load(logp_ptr + row * logp_stride + each, mask=each < K, other=0.0))
                 log_s = log(s)
                 kept_s = log(kept_s) if kept_ptr is not None else log_s
                 logp = (z_y - kept_m) - kept_s
@@ -288,7 +299,10 @@ def _tile(
                     tl.store(lse_ptr + row, m + log_s)
                 s = log_s
             else:
-                tl.store(logp_ptr + row * logp_stride + each, z_y, mask=here)
+                # one tile, of one rank, has a target's logit: the others have 0
+                tl.store(
+                    logp_ptr + row * logp_stride + each, tl.where(here, z_y, 0.0), mask=here | (FIRST & (each < K))
+                )
                 if sq_ptr is not None:
                     tl.store(state_ptr + 3 * state_stride, q)
                 if mean_ptr is not None:
@@ -348,12 +362,12 @@ def _tile(
 
 
 def tile(
-    z: Tensor, target: Tensor, n: Numbers, found: Found, start: int, *, fold: bool = False, finish: bool = False,
-    dz: Tensor | None = None, bias: Tensor | None = None, temperature: Tensor | None = None,
+    z: Tensor, target: Tensor, n: Numbers, found: Found, start: int, *, first: bool = False, fold: bool = False,
+    finish: bool = False, dz: Tensor | None = None, bias: Tensor | None = None, temperature: Tensor | None = None,
     kept: Tensor | None = None, g: Tensor | None = None, g_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fold the logits z (M, N) of the classes from ``start`` on into ``found``, and (or) write
-    their gradient to ``dz``, z itself or another buffer.
+    """Fold the logits z (M, N) of the classes from ``start`` on into ``found``, which holds nothing
+    before the ``first`` tile, and (or) write their gradient to ``dz``, z itself or another buffer.
 
     target (M, K), bias (N,), temperature (M,), kept (M, N) bool, g (M, K), g_entropy (M,).
     """
@@ -361,7 +375,7 @@ def tile(
         return
     (M, N), K = z.shape, target.shape[1]
     if not use_kernels(z):
-        _tile_in_torch(z, target, n, found, start, fold, finish, dz, bias, temperature, kept, g, g_entropy)
+        _tile_in_torch(z, target, n, found, start, first, fold, finish, dz, bias, temperature, kept, g, g_entropy)
         return
     some = lambda t: t if t.numel() else None
     scale = None if n.logit_scale == 1.0 else n.logit_scale
@@ -373,13 +387,13 @@ def tile(
         g, g_entropy, M, start, N, n.V, K, z.stride(0), 0 if dz is None else dz.stride(0), target.stride(0),
         0 if kept is None else kept.stride(0), found.state.stride(0), found.logp.stride(0),
         *((0, 0) if g is None else g.stride()), 0 if g_entropy is None else g_entropy.stride(0), n.ignore_index,
-        scale, n.softcap, FOLD=fold, FINISH=finish, K_BLOCK=next_power_of_2(K), BLOCK=wide,
+        scale, n.softcap, FIRST=first, FOLD=fold, FINISH=finish, K_BLOCK=next_power_of_2(K), BLOCK=wide,
         num_warps=max(1, min(8, wide // 256)),
     )  # fmt: skip
 
 
 def _tile_in_torch(
-    z, target, n: Numbers, found: Found, start, fold, finish, dz, bias, temperature, kept, g, g_entropy
+    z, target, n: Numbers, found: Found, start, first, fold, finish, dz, bias, temperature, kept, g, g_entropy
 ) -> None:
     N = z.shape[1]
     a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
@@ -398,6 +412,11 @@ def _tile_in_torch(
     if kept is not None:
         # K is 1: the target is one of the kept classes
         kept = kept.scatter(1, y, kept.gather(1, y) | here)
+    if first:
+        found.state.zero_()
+        for row in (m, kept_m, maxima):
+            row.fill_(_LEAST)
+        found.logp.zero_()
     if fold:
         found.logp.copy_(torch.where(here, a.gather(1, y) if N else 0, found.logp))
         if N:

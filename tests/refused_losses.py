@@ -13,6 +13,8 @@ def integers(*shape: int) -> T:
     return T(shape, dtype=torch.int64)
 
 
+_TOP_K = dict(topk_log_probs=T((4, 2), grad=False), topk_indices=integers(4, 2), kind="forward_kl")
+
 REFUSED = {
     "cross_entropy": (
         dict(logits=T((3, 5)), target=integers(3)),
@@ -102,6 +104,17 @@ REFUSED = {
         (
             dict(teacher_x=T((4, 6), grad=False), teacher_w=T((10, 6), grad=False), temperature=0.0),
             "temperature must be positive, got 0.0",
+        ),
+        (dict(teacher_logits=T((4, 10), grad=False), softcap=0.0), "softcap must be positive or None, got 0.0"),
+        (
+            dict(teacher_logits=T((4, 10), grad=False), kind="cosine", entropy=True),
+            "entropy must be False for kind 'cosine', got True",
+        ),
+        (_TOP_K | dict(entropy=True), "entropy must be False for a top-k teacher, got True"),
+        (_TOP_K | dict(logit_scale=0.5), "logit_scale must be 1.0 for a top-k teacher, got 0.5"),
+        (
+            dict(teacher_probs=T((4, 10), grad=False), kind="forward_kl", teacher_softcap=2.0),
+            "teacher_softcap must be None for a teacher's probabilities, got 2.0",
         ),
         (
             dict(teacher_x=T((4, 6), grad=False), teacher_w=T((10, 6), grad=False), target=integers(5)),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
-from liger_kernel.ops._core.tl import jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import jit, log, next_power_of_2, tanh, tl
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import (
     TINY,
@@ -51,6 +51,11 @@ class Distillation:
     weight_soft: float = 1.0
     tail: bool = True
     eps: float = 1e-10
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    entropy: bool = False
 
     def plain_kind(self) -> str:
         """``kind``, with "jsd" replaced by the KL that it is at ``beta`` 0 or 1."""
@@ -59,7 +64,23 @@ class Distillation:
     def exchanged(self) -> Distillation:
         """The same with the roles of student and teacher exchanged."""
         kind = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl"}.get(self.kind, self.kind)
-        return replace(self, kind=kind, beta=1 - self.beta)
+        own, teacher = (self.logit_scale, self.softcap), (self.teacher_logit_scale, self.teacher_softcap)
+        names = "logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap"
+        return replace(self, kind=kind, beta=1 - self.beta, **dict(zip(names, (*teacher, *own))))
+
+
+def capped(z: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Logits z after a model's scale and softcap."""
+    if scale == 1.0 and cap is None:
+        return z
+    z = z.to(acc(z.dtype)) * scale
+    return z if cap is None else cap * torch.tanh(z / cap)
+
+
+def entropy_of(z: Tensor, temperature: float) -> Tensor:
+    """The entropy of each row of logits z (..., V), without gradient."""
+    log_p = (z.detach().to(acc(z.dtype)) / temperature).log_softmax(-1)
+    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
 
 
 DISTILLATION_SCHEMA = schema_of(Distillation)
@@ -100,27 +121,50 @@ def soft_losses(z: Tensor, t: Tensor | tuple[Tensor, Tensor], s: Distillation) -
 
 
 @jit
-def _load(z_ptr, bias_ptr, start, V, origin, LANES: tl.constexpr, VEC: tl.constexpr):
+def _load(z_ptr, bias_ptr, start, V, origin, factor, cap, LANES: tl.constexpr, VEC: tl.constexpr):
     """A block of one row's logits less ``origin``, (LANES, VEC): what a thread reads at once is
     a row of it. -inf outside."""
     col = start + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    return col, _at(z_ptr, bias_ptr, col, col < V) - origin
+    return col, _at(z_ptr, bias_ptr, col, col < V, factor, cap) - origin
 
 
 @jit
-def _at(z_ptr, bias_ptr, col, mask):
-    """Logits of one row where the ``mask`` is, -inf elsewhere."""
+def _at(z_ptr, bias_ptr, col, mask, factor, cap):
+    """Logits of one row where the ``mask`` is, -inf elsewhere; after the model's ``factor`` and
+    softcap, of which each may be None."""
     z = tl.load(z_ptr + col, mask=mask, other=-float("inf")).to(tl.float32)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    if factor is not None:
+        z *= tl.cast(factor, tl.float32)
+    if cap is not None:
+        z = tl.cast(cap, tl.float32) * tanh(z / tl.cast(cap, tl.float32))
+    if factor is not None or cap is not None:
+        z = tl.where(mask, z, -float("inf"))  # neither keeps it
     return z
 
 
 @jit
-def _origin(z_ptr, bias_ptr, V, LANES: tl.constexpr, VEC: tl.constexpr):
+def _with_entropy(a, top, total, z, new, e, rescale):
+    """The sums of e^(z - new) (z - new) of each lane, from those ``a`` relative to the maximum
+    ``top``; ``new``, e and ``rescale`` are what ``online`` has made of ``top`` and ``total``."""
+    return times(a + times(top - new, total), rescale) + tl.sum(times(z - new[:, None], e), axis=1)
+
+
+@jit
+def _entropy(a, top, total):
+    """The entropy of what lanes have summed. No term is negative, so neither is the sum."""
+    below = top - tl.max(top, axis=0)
+    weight = tl.exp(below)
+    whole = tl.sum(times(total, weight), axis=0)
+    return log(whole) - tl.sum(times(a + times(below, total), weight), axis=0) / whole
+
+
+@jit
+def _origin(z_ptr, bias_ptr, V, factor, cap, LANES: tl.constexpr, VEC: tl.constexpr):
     """The first block's maximum: softmax does not see what is subtracted from all logits, the
     rounding of their differences does."""
-    _, z = _load(z_ptr, bias_ptr, 0, V, 0.0, LANES, VEC)
+    _, z = _load(z_ptr, bias_ptr, 0, V, 0.0, factor, cap, LANES, VEC)
     top = tl.max(tl.max(z, axis=1), axis=0)
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
@@ -134,9 +178,11 @@ def _with(lse, x):
 
 
 @jit
-def _ignore(soft_ptr, hard_ptr, dz_ptr, row, V, BLOCK: tl.constexpr):
+def _ignore(soft_ptr, hard_ptr, dz_ptr, entropy_ptr, row, V, BLOCK: tl.constexpr):
     """Nothing of a row that does not count."""
     tl.store(soft_ptr + row, 0.0)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, 0.0)
     if hard_ptr is not None:
         tl.store(hard_ptr + row, 0.0)
     if dz_ptr is not None:
@@ -159,7 +205,8 @@ def _factor(norm_ptr, g_ptr, row):
 @jit
 def _rows(
     s_ptr, t_ptr, s_bias_ptr, t_bias_ptr, target_ptr, norm_ptr, g_ptr, g_hard_ptr, soft_ptr, hard_ptr, dz_ptr,
-    V, s_stride, t_stride, dz_stride, ignore_index, beta, eps, scale, weight_hard, weight_soft,
+    entropy_ptr, V, s_stride, t_stride, dz_stride, ignore_index, beta, eps, scale, weight_hard, weight_soft,
+    s_factor, s_cap, t_factor, t_cap,
     KIND: tl.constexpr, HARD_LSE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program. HARD_LSE: the hard loss, of the same sweeps, has a normaliser of its own.
@@ -183,18 +230,18 @@ def _rows(
         ignored = target == ignore_index
 
     if ignored:
-        _ignore(soft_ptr, hard_ptr, dz_ptr, row, V, BLOCK)
+        _ignore(soft_ptr, hard_ptr, dz_ptr, entropy_ptr, row, V, BLOCK)
     else:
-        s_origin, t_origin = _origin(s_ptr, s_bias_ptr, V, LANES, VEC), 0.0
+        s_origin, t_origin = _origin(s_ptr, s_bias_ptr, V, s_factor, s_cap, LANES, VEC), 0.0
         if KIND != "kl":
-            t_origin = _origin(t_ptr, t_bias_ptr, V, LANES, VEC)
+            t_origin = _origin(t_ptr, t_bias_ptr, V, t_factor, t_cap, LANES, VEC)
         # the gap to the origin would change the angle
         if KIND == "cosine":  # sees shifts
             s_origin, t_origin = 0.0, 0.0
         inside = (target >= 0) & (target < V)
         y = tl.where(inside, target, 0).to(tl.int32)
         # read before the gradient may overwrite it
-        z_y = _at(s_ptr, s_bias_ptr, y, y >= 0) - s_origin if hard_ptr is not None else 0.0
+        z_y = _at(s_ptr, s_bias_ptr, y, y >= 0, s_factor, s_cap) - s_origin if hard_ptr is not None else 0.0
         s_top = tl.full((LANES,), -float("inf"), tl.float32)
         t_top = tl.full((LANES,), -float("inf"), tl.float32)
         h_top = tl.full((LANES,), -float("inf"), tl.float32)
@@ -202,16 +249,20 @@ def _rows(
         t_sum = tl.zeros((LANES,), tl.float32)
         h_sum = tl.zeros((LANES,), tl.float32)
         gap = tl.zeros((LANES,), tl.float32)  # what a KL consists of; of cosine the product
+        spread = tl.zeros((LANES,), tl.float32)  # what the entropy consists of
         for i in range(0, blocks):
-            col, z = _load(s_ptr, s_bias_ptr, i * BLOCK, V, s_origin, LANES, VEC)
+            col, z = _load(s_ptr, s_bias_ptr, i * BLOCK, V, s_origin, s_factor, s_cap, LANES, VEC)
             s = z * scale
             if KIND == "kl":
                 p = tl.load(t_ptr + col, mask=col < V, other=0.0).to(tl.float32)
-                s_top, s_sum, s_e, s_rescale = online(s, s_top, s_sum)
+                s_new, s_total, s_e, s_rescale = online(s, s_top, s_sum)
+                if entropy_ptr is not None:
+                    spread = _with_entropy(spread, s_top, s_sum, s, s_new, s_e, s_rescale)
+                s_top, s_sum = s_new, s_total
                 t_sum += tl.sum(p, axis=1)
                 gap += tl.sum(tl.where(p == 0.0, 0.0, p * (tl.log(at_least(p, eps)) - s)), axis=1)
             else:
-                col, t = _load(t_ptr, t_bias_ptr, i * BLOCK, V, t_origin, LANES, VEC)
+                col, t = _load(t_ptr, t_bias_ptr, i * BLOCK, V, t_origin, t_factor, t_cap, LANES, VEC)
                 t *= scale
                 if KIND == "cosine":
                     a, b = tl.where(col < V, z, 0.0), tl.where(col < V, t, 0.0)
@@ -224,7 +275,10 @@ def _rows(
                     t_top, t_sum, t_e, t_rescale = online(t, t_top, t_sum)
                     if KIND == "forward_kl":
                         gap = times(gap, t_rescale) + tl.sum(times(t - s, t_e), axis=1)
-                    s_top, s_sum, s_e, s_rescale = online(s, s_top, s_sum)
+                    s_new, s_total, s_e, s_rescale = online(s, s_top, s_sum)
+                    if entropy_ptr is not None:
+                        spread = _with_entropy(spread, s_top, s_sum, s, s_new, s_e, s_rescale)
+                    s_top, s_sum = s_new, s_total
                     if KIND == "reverse_kl":
                         gap = times(gap, s_rescale) + tl.sum(times(s - t, s_e), axis=1)
             if HARD_LSE:
@@ -261,8 +315,8 @@ def _rows(
                 g_sums = tl.zeros((LANES,), tl.float32)
                 for i in range(0, blocks):
                     start = (blocks - 1 - i) * BLOCK
-                    col, s = _load(s_ptr, s_bias_ptr, start, V, s_origin, LANES, VEC)
-                    col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, LANES, VEC)
+                    col, s = _load(s_ptr, s_bias_ptr, start, V, s_origin, s_factor, s_cap, LANES, VEC)
+                    col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, t_factor, t_cap, LANES, VEC)
                     loss_block, g, q = derived(s * scale - s_lse, t * scale - t_lse, beta, KIND)
                     losses += tl.sum(loss_block, axis=1)
                     if dz_ptr is not None:
@@ -270,6 +324,8 @@ def _rows(
                 loss, g_sum = tl.sum(losses, axis=0), tl.sum(g_sums, axis=0)
 
         tl.store(soft_ptr + row, loss)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row, _entropy(spread, s_top, s_sum))
         # a target that is no class makes the hard loss and the gradient NaN
         poison = tl.where(inside, 1.0, float("nan"))
         if hard_ptr is not None:
@@ -281,12 +337,12 @@ def _rows(
                 hard = tl.load(g_hard_ptr + row).to(tl.float32) * weight_hard * poison
             for i in range(0, blocks):
                 start = (i if KIND == "jsd" or KIND == "tvd" else blocks - 1 - i) * BLOCK
-                col, z = _load(s_ptr, s_bias_ptr, start, V, s_origin, LANES, VEC)
+                col, z = _load(s_ptr, s_bias_ptr, start, V, s_origin, s_factor, s_cap, LANES, VEC)
                 if KIND == "kl":
                     p = tl.load(t_ptr + col, mask=col < V, other=0.0).to(tl.float32)
                     dz = mean * tl.exp(z * scale - s_lse) - p
                 else:
-                    col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, LANES, VEC)
+                    col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, t_factor, t_cap, LANES, VEC)
                     t *= scale
                     if KIND == "cosine":
                         dz = (z / s_norm * mean - t / t_norm) / s_norm
@@ -304,6 +360,11 @@ def _rows(
                 dz *= soft
                 if hard_ptr is not None:
                     dz += hard * (tl.exp(z - h_lse) - tl.where(col == y, 1.0, 0.0))
+                if s_factor is not None:
+                    dz *= tl.cast(s_factor, tl.float32)
+                if s_cap is not None:
+                    bent = (z + s_origin) / tl.cast(s_cap, tl.float32)
+                    dz *= 1.0 - bent * bent
                 tl.store(dz_ptr + col, dz.to(dz_ptr.dtype.element_ty), mask=col < V)
 
 
@@ -330,18 +391,18 @@ def _topk_rows(
         ignored = target == ignore_index
 
     if ignored:
-        _ignore(soft_ptr, hard_ptr, dz_ptr, row, V, BLOCK)
+        _ignore(soft_ptr, hard_ptr, dz_ptr, None, row, V, BLOCK)
     else:
         lane = tl.arange(0, BLOCK_K)
         index = tl.load(index_ptr + row * K + lane, mask=lane < K, other=-1)
         known = (index >= 0) & (index < V)
         index = tl.where(known, index, 0)
         log_p = tl.load(log_p_ptr + row * K + lane, mask=known, other=-float("inf")).to(tl.float32)
-        origin = _origin(s_ptr, s_bias_ptr, V, LANES, VEC)
-        z_k = _at(s_ptr, s_bias_ptr, index, known) - origin
+        origin = _origin(s_ptr, s_bias_ptr, V, None, None, LANES, VEC)
+        z_k = _at(s_ptr, s_bias_ptr, index, known, None, None) - origin
         inside = (target >= 0) & (target < V)
         y = tl.where(inside, target, 0).to(tl.int32)
-        z_y = _at(s_ptr, s_bias_ptr, y, y >= 0) - origin if hard_ptr is not None else 0.0
+        z_y = _at(s_ptr, s_bias_ptr, y, y >= 0, None, None) - origin if hard_ptr is not None else 0.0
         # all warps have read what is overwritten now, and see it in the sweeps
         tl.debug_barrier()
         tl.store(s_ptr + index, tl.full((BLOCK_K,), -float("inf"), s_ptr.dtype.element_ty), mask=known)
@@ -352,7 +413,7 @@ def _topk_rows(
         total = tl.zeros((LANES,), tl.float32)
         h_total = tl.zeros((LANES,), tl.float32)
         for i in range(0, blocks):
-            col, z = _load(s_ptr, s_bias_ptr, i * BLOCK, V, origin, LANES, VEC)
+            col, z = _load(s_ptr, s_bias_ptr, i * BLOCK, V, origin, None, None, LANES, VEC)
             top, total, _e, _r = online(z * scale, top, total)
             if HARD_LSE:
                 h_top, h_total, _e, _r = online(z, h_top, h_total)
@@ -389,7 +450,7 @@ def _topk_rows(
             mass += rest
             others = tl.where(others == -float("inf"), 0.0, others)
             for i in range(0, blocks):
-                col, z = _load(s_ptr, s_bias_ptr, (blocks - 1 - i) * BLOCK, V, origin, LANES, VEC)
+                col, z = _load(s_ptr, s_bias_ptr, (blocks - 1 - i) * BLOCK, V, origin, None, None, LANES, VEC)
                 s = z * scale
                 dz = soft * (mass * tl.exp(s - lse) - rest * tl.exp(s - others))
                 if hard_ptr is not None:
@@ -405,10 +466,10 @@ def _topk_rows(
 
 def row_kernel(
     z: Tensor, t, target, s: Distillation, *, soft,
-    hard=None, bias=None, teacher_bias=None, dz=None, norm=None, g=None, g_hard=None,
+    hard=None, entropy=None, bias=None, teacher_bias=None, dz=None, norm=None, g=None, g_hard=None,
 ) -> None:  # fmt: skip
-    """Per-row losses of logits z (M, V) into ``soft`` and, if there is a hard loss, ``hard``, and
-    the gradient into ``dz``, which may be z itself.
+    """Per-row losses of logits z (M, V) into ``soft`` and, if there is a hard loss, ``hard``, the
+    entropy of the student into ``entropy``, and the gradient into ``dz``, which may be z itself.
 
     ``t``: the teacher's logits, of kind "kl" its probabilities, or log-probabilities and indices
     (M, K). ``target``, ``g``: contiguous. The biases (V,) are added first; z is spent.
@@ -420,14 +481,16 @@ def row_kernel(
     topk = isinstance(t, tuple)
     hard = hard if s.weight_hard else None
     if not (use_kernels(z) and (topk or use_kernels(t))):
-        _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g, g_hard)
+        _rows_in_torch(z, t, target, s, soft, hard, entropy, bias, teacher_bias, dz, norm, g, g_hard)
         return
     (M, V), scale = z.shape, 1.0 if s.kind == "cosine" else 1 / s.temperature
     itemsize = max(z.itemsize, 0 if topk else t.itemsize)
     # one row per processor at a time, with as many bytes in flight as in ``cross_entropy``: later
     # sweeps find a part of the row in the cache. Further terms take registers, and jsd with a hard
     # loss would spill: they get fewer columns at once
-    few = topk or hard is not None or bias is not None or teacher_bias is not None or s.kind in ("cosine", "kl")
+    transforms = *_transform(s.logit_scale, s.softcap), *_transform(s.teacher_logit_scale, s.teacher_softcap)
+    few = topk or s.kind in ("cosine", "kl") or any(t is not None for t in (hard, entropy, bias, teacher_bias))
+    few = few or any(t is not None for t in transforms)
     most = 8192 // itemsize if few or s.weight_soft != 1.0 else 8192
     c = launch_config.tile("divergence_rows", V, itemsize, elements=1, max_block_n=most, per_thread=8)
     flags = dict(HARD_LSE=hard is not None and (s.kind == "cosine" or scale != 1.0)) | c.row
@@ -440,26 +503,36 @@ def row_kernel(
         flags |= dict(TAIL=s.tail, BLOCK_K=next_power_of_2(max(K, 1)))
         launch(_topk_rows, (M,), z, *given, V, K, z.stride(0), stride, s.ignore_index, *weights, **flags)
         return
-    tensors = t, bias, teacher_bias, target, norm, g, g_hard, soft, hard, dz
-    numbers = V, z.stride(0), t.stride(0), stride, s.ignore_index, s.beta, max(s.eps, TINY), *weights
+    tensors = t, bias, teacher_bias, target, norm, g, g_hard, soft, hard, dz, entropy
+    numbers = V, z.stride(0), t.stride(0), stride, s.ignore_index, s.beta, max(s.eps, TINY), *weights, *transforms
     launch(_rows, (M,), z, *tensors, *numbers, KIND=s.plain_kind(), **flags)
 
 
-def _rows_in_torch(z, t, target, s, soft, hard, bias, teacher_bias, dz, norm, g, g_hard):
+def _transform(scale: float, cap: float | None) -> tuple[float | None, float | None]:
+    """As the kernel takes them: None costs nothing."""
+    return (None if scale == 1.0 else scale), cap
+
+
+def _rows_in_torch(z, t, target, s, soft, hard, entropy, bias, teacher_bias, dz, norm, g, g_hard):
     a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
     a = a.detach().requires_grad_(dz is not None)
     if not isinstance(t, tuple):
         t = t.detach() if teacher_bias is None else t.detach().to(acc(t.dtype)) + teacher_bias
+        t = capped(t, s.teacher_logit_scale, s.teacher_softcap)
     valid = None if target is None else target != s.ignore_index
     with torch.set_grad_enabled(dz is not None):
-        rows = soft_losses(a, t, s)
+        of_head = capped(a, s.logit_scale, s.softcap)
+        rows = soft_losses(of_head, t, s)
         rows = rows if valid is None else rows.where(valid, 0)
         soft.copy_(rows.detach())
+        if entropy is not None:
+            found = entropy_of(of_head, s.temperature)
+            entropy.copy_(found if valid is None else found.where(valid, 0))
         # the soft loss and, without ``g_hard``, the hard loss have one upstream gradient
         one = 1 if g is None else g
         total = s.weight_soft * rows * one
         if hard is not None:
-            hard_rows = cross_entropy_reference(a, target, ignore_index=s.ignore_index, reduction="none")
+            hard_rows = cross_entropy_reference(of_head, target, ignore_index=s.ignore_index, reduction="none")
             hard.copy_(hard_rows.detach())
             total = total + s.weight_hard * hard_rows * (one if g_hard is None else g_hard)
         if dz is None:

@@ -56,7 +56,9 @@ from liger_kernel.ops.losses.divergence.distillation import (
     DISTILLATION_SCHEMA,
     KINDS,
     Distillation,
+    capped,
     check_teacher,
+    entropy_of,
     row_kernel,
     soft_losses,
 )
@@ -68,15 +70,16 @@ def reference(
     x, w, teacher_x, teacher_w, target, bias, teacher_bias, *,
     teacher_logits, teacher_probs, topk_log_probs, topk_indices,
     kind, beta, temperature, weight_hard, weight_soft, tail, eps, ignore_index, reduction, parts, num_items,
-    **how,
+    logit_scale, softcap, teacher_logit_scale, teacher_softcap, entropy, **how,
 ):  # fmt: skip
-    z = F.linear(x, w, bias)
+    z = capped(F.linear(x, w, bias), logit_scale, softcap)
     if topk_log_probs is not None:
         t = topk_log_probs, topk_indices
     elif teacher_probs is not None:
         kind, t = "kl", teacher_probs
     else:
         t = F.linear(teacher_x, teacher_w, teacher_bias) if teacher_logits is None else teacher_logits
+        t = capped(t, teacher_logit_scale, teacher_softcap)
     # the same formula as the rows of a CPU without kernels
     soft = soft_losses(z, t, Distillation(kind, beta, temperature, tail=tail, eps=eps))
     if target is not None:
@@ -87,7 +90,11 @@ def reference(
     n = counted(x, target, ignore_index) if num_items is None else num_items or 1
     reduce = {"mean": lambda r: r.sum() / n, "sum": torch.sum, "none": lambda r: r}[reduction]
     loss, soft, hard = reduce(weight_hard * hard + weight_soft * soft), reduce(soft), reduce(hard)
-    return (loss, soft.detach(), hard.detach()) if parts else loss
+    results = (loss, soft.detach(), hard.detach()) if parts else (loss,)
+    if entropy:
+        h = entropy_of(z, temperature)
+        results = *results, h if target is None else h.where(target != ignore_index, 0)
+    return results if len(results) > 1 else loss
 
 
 _N = len(Distillation.__dataclass_fields__)
@@ -102,14 +109,17 @@ def _chunks(
     x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, log_probs, indices, target, kept,
     *rest, norm=None, g=None,
 ):  # fmt: skip
-    """Soft and hard losses of each row, those that are not ignored, and dx, dw, dbias."""
+    """Soft and hard losses and the entropy of each row, those that are not ignored, and dx, dw,
+    dbias."""
     s, (accum_dtype, chunk_rows, fp32_logits, *need) = Distillation(*rest[:_N]), rest[_N:]
     of = lambda t: t if t is None or kept is None else t.index_select(0, kept)
     y, g, log_probs, indices = (None if t is None else of(t).contiguous() for t in (target, g, log_probs, indices))
     n, V = x.shape[0] if kept is None else kept.shape[0], w.shape[0]
     # the teacher's buffer is as long as a chunk, so the length is chosen here
     chunk_rows = max(1, min(n, chunk_rows or auto_chunk_rows(n, V, w.shape[1], x.itemsize, on_gpu(x))))
-    soft, hard = (x.new_empty(size, dtype=acc(x.dtype)) for size in (n, n if s.weight_hard else 0))
+    wanted = s.entropy and g is None  # the backward does not need it again
+    sizes = n, n if s.weight_hard else 0, n if wanted else 0
+    soft, hard, entropy = (x.new_empty(size, dtype=acc(x.dtype)) for size in sizes)
     bias, teacher_bias = (None if t is None else t.contiguous() for t in (bias, teacher_bias))
     # no gradient goes to the teacher: its logits are overwritten chunk by chunk
     buffer = None
@@ -132,13 +142,14 @@ def _chunks(
     for z, rows, dz in loop:
         y_c, g_c = (None if t is None else t[rows] for t in (y, g))
         how = dict(bias=bias, teacher_bias=teacher_bias, dz=dz, norm=norm, g=g_c)
-        row_kernel(z, teacher(rows), y_c, s, soft=soft[rows], hard=hard[rows], **how)
-    return soft, hard, *loop.gradients()[:3]
+        how |= dict(soft=soft[rows], hard=hard[rows], entropy=entropy[rows] if wanted else None)
+        row_kernel(z, teacher(rows), y_c, s, **how)
+    return soft, hard, entropy, *loop.gradients()[:3]
 
 
 @launcher(
-    f"({_IN}, Tensor? num_items) -> (Tensor loss, Tensor soft, Tensor hard, Tensor? norm, Tensor dx, Tensor dw, "
-    "Tensor db)"
+    f"({_IN}, Tensor? num_items) -> (Tensor loss, Tensor soft, Tensor hard, Tensor entropy, Tensor? norm, "
+    "Tensor dx, Tensor dw, Tensor db)"
 )
 def linear_divergence_fwd(x, w, bias, *rest):
     """Run the forward chunk by chunk, including the gradients."""
@@ -149,26 +160,28 @@ def linear_divergence_fwd(x, w, bias, *rest):
         norm = counted(x, target, s.ignore_index) if num_items is None else num_items.float().where(num_items != 0, 1)
     # fp16 gradients of a mean over many tokens would underflow before a loss scaler reaches them:
     # the backward divides
-    soft, hard, *grads = _chunks(x, w, bias, *rest, norm=None if x.dtype == torch.float16 else norm)
+    soft, hard, entropy, *grads = _chunks(x, w, bias, *rest, norm=None if x.dtype == torch.float16 else norm)
     # nobody computed it
     if not s.weight_hard:
         hard = torch.zeros_like(soft)
+    spread = lambda r: r if kept is None else r.new_zeros(M).index_copy_(0, kept, r)
+    entropy = spread(entropy) if s.entropy else entropy
     if s.reduction == "none":
-        soft, hard = (r if kept is None else r.new_zeros(M).index_copy_(0, kept, r) for r in (soft, hard))
+        soft, hard = spread(soft), spread(hard)
     else:
         soft, hard = (r.sum() if norm is None else r.sum() / norm for r in (soft, hard))
-    return s.weight_hard * hard + s.weight_soft * soft, soft, hard, norm, *grads
+    return s.weight_hard * hard + s.weight_soft * soft, soft, hard, entropy, norm, *grads
 
 
 @launcher(f"(Tensor g, {_IN}) -> (Tensor dx, Tensor dw, Tensor db)")
 def linear_divergence_bwd(g, *inputs):
     """Compute the chunks again, for upstream gradients g (M,)."""
-    return _chunks(*inputs, g=g)[2:]
+    return _chunks(*inputs, g=g)[3:]
 
 
 class LinearDivergenceFunction(torch.autograd.Function):
     """``apply(x, w, bias, teacher's x, w, bias, logits, log-probs and indices, target, kept,
-    num_items, Distillation, Options)`` -> loss, soft, hard."""
+    num_items, Distillation, Options)`` -> loss, soft, hard, entropy (empty unless requested)."""
 
     @staticmethod
     def forward(ctx, x, w, bias, teacher_x, teacher_w, teacher_bias, teacher_logits, *rest):
@@ -181,14 +194,14 @@ class LinearDivergenceFunction(torch.autograd.Function):
         # without a reduction the upstream gradients are vectors, which only the backward knows; those
         # of a frozen head are factors of rows
         need = (False,) * 3 if ctx.recompute else o.need
-        loss, soft, hard, norm, *grads = linear_divergence_fwd(*inputs, *ctx.numbers, *need, num_items)
+        loss, soft, hard, entropy, norm, *grads = linear_divergence_fwd(*inputs, *ctx.numbers, *need, num_items)
         if ctx.recompute:
             ctx.save_for_backward(*inputs)
         else:
             target, ctx.ignored = others[2], s.ignore_index
             ctx.save_for_backward(*grads, target if ctx.rows else norm if x.dtype == torch.float16 else None)
-        ctx.mark_non_differentiable(soft, hard)
-        return loss, soft, hard
+        ctx.mark_non_differentiable(soft, hard, entropy)
+        return loss, soft, hard, entropy
 
     @staticmethod
     @once_differentiable
@@ -233,6 +246,8 @@ def _probs(M: int, V: int, dtype: torch.dtype | None = None, draw: Callable[...,
     return dict(teacher_probs=T((M, V), draw, grad=False, dtype=dtype), kind="forward_kl")
 
 
+_CAPS = dict(logit_scale=0.5, softcap=2.0, teacher_logit_scale=0.7, teacher_softcap=3.0)
+_FROZEN = dict(w=T((50, 16), grad=False))
 _FORWARD = dict(kind="forward_kl")
 _BIASES = dict(labels=True, bias=T((50,)), teacher_bias=T((50,), grad=False))
 
@@ -258,6 +273,17 @@ def _cost(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_
         Case("tvd", _heads(labels=True, kind="tvd", weight_hard=0.5, temperature=2.0, reduction="sum", chunk_rows=5)),
         Case("cosine", _heads(kind="cosine", reduction="sum", chunk_rows=3)),
         Case("cosine-hard", _heads(**_BIASES, kind="cosine", weight_hard=0.5, weight_soft=0.5, chunk_rows=3)),
+        Case(
+            "entropy", _heads(9, V=65, kind="forward_kl", entropy=True, temperature=0.7, reduction="none", chunk_rows=4)
+        ),
+        Case("entropy-frozen", _heads(9, entropy=True, reduction="none", chunk_rows=4) | _FROZEN),
+        Case("entropy-compact", _heads(**_BIASES, **_CAPS, entropy=True, compact=True, parts=True, chunk_rows=4)),
+        Case(
+            "softcap", _heads(**_CAPS, kind="reverse_kl", entropy=True, reduction="none", temperature=1.5, chunk_rows=3)
+        ),
+        Case("scale-hard", _heads(labels=True, weight_hard=0.5, logit_scale=0.3, teacher_softcap=2.0, entropy=True)),
+        Case("softcap-tvd", _heads(**_CAPS, kind="tvd", fp32_logits=True, chunk_rows=3)),
+        Case("entropy-two-blocks", _heads(2, 8, 4, 9001, entropy=True, softcap=3.0)),
         Case("beta-0", _heads(5, G=8, labels=True, beta=0.0, weight_hard=0.5)),
         Case("none", _heads(labels=True, weight_hard=0.5, reduction="none", chunk_rows=3, parts=True)),
         Case("bias", _heads(**_BIASES, weight_hard=0.5, chunk_rows=3)),
@@ -277,6 +303,7 @@ def _cost(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_
         Case(
             "probs-zero", _head(6, 16, 33, **_probs(6, 33, draw=_sparse), reduction="none", temperature=0.7, eps=0.02)
         ),
+        Case("probs-entropy", _head(7, 16, 65, **_probs(7, 65), entropy=True, softcap=2.0, chunk_rows=3)),
         Case("probs-two-blocks", _head(2, 8, 9001, **_probs(2, 9001), reduction="sum")),
         Case(
             "fp32-teacher",
@@ -307,8 +334,9 @@ def linear_divergence(
     weight_hard: float = 0.0, weight_soft: float = 1.0, tail: bool = True, eps: float = 1e-10,
     ignore_index: int = -100, reduction: str = "mean", parts: bool = False, num_items: Tensor | float | None = None,
     compact: bool | Kept = False, accum_dtype: torch.dtype | None = None, chunk_rows: int | None = None,
-    fp32_logits: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    fp32_logits: bool = False, logit_scale: float = 1.0, softcap: float | None = None, teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None, entropy: bool = False,
+) -> Any:  # fmt: skip
     """``weight_hard`` times the cross entropy of a student's head and ``weight_soft`` times its
     divergence from a teacher's, in chunks of tokens.
 
@@ -323,8 +351,13 @@ def linear_divergence(
 
     Returns the fp32 loss: "mean" over the rows whose target is not ``ignore_index`` (none: 0) or
     divided by ``num_items`` (0: the sum), "sum", or (M,) for "none"; with ``parts`` also the soft
-    and the hard loss, not weighted and without gradient. The other options are those of
-    ``linear_cross_entropy``.
+    and the hard loss, not weighted and without gradient; with ``entropy`` also, as the last, the
+    entropy (M,) of the student at this ``temperature``, without gradient, 0 for ignored rows.
+
+    logit_scale, softcap and those of the teacher: what the models do to their logits before, softcap
+    * tanh((x w^T + bias) * logit_scale / softcap). These and ``entropy`` exist for a teacher with
+    logits, the student's for one with probabilities, too; ``entropy`` not for "cosine". The other
+    options are those of ``linear_cross_entropy``.
     """
     name = "linear_divergence"
     check_head(name, x, w, bias, chunk_rows)
@@ -348,6 +381,19 @@ def linear_divergence(
         raise ValueError(f"{name}: eps must not be negative, got {eps}")
     if not 0 <= beta <= 1:
         raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
+    model = dict(logit_scale=logit_scale, softcap=softcap)
+    model |= dict(teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap)
+    for key, value in model.items():
+        stock = None if "softcap" in key else 1.0
+        if topk_indices is not None and value != stock:
+            raise ValueError(f"{name}: {key} must be {stock} for a top-k teacher, got {value}")
+        if teacher_probs is not None and "teacher" in key and value != stock:
+            raise ValueError(f"{name}: {key} must be {stock} for a teacher's probabilities, got {value}")
+        if stock is None and value is not None and not value > 0:
+            raise ValueError(f"{name}: {key} must be positive or None, got {value}")
+    if entropy and (kind == "cosine" or topk_indices is not None):
+        why = "a top-k teacher" if topk_indices is not None else "kind 'cosine'"
+        raise ValueError(f"{name}: entropy must be False for {why}, got {entropy}")
     if not temperature > 0:
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
     if target is None and weight_hard:
@@ -364,7 +410,8 @@ def linear_divergence(
         of_teacher = promoted(teacher_x, teacher_w, teacher_bias)
         teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in of_teacher)
     num_items = items(num_items, x)
-    numbers = kind, beta, temperature, ignore_index, reduction, weight_hard, weight_soft, tail, eps
+    own = kind, beta, temperature, ignore_index, reduction, weight_hard, weight_soft, tail, eps
+    numbers = *own, logit_scale, softcap, teacher_logit_scale, teacher_softcap, entropy
     s = Distillation(*numbers)
     if only_pytorch():
         options = dict(zip(Distillation.__dataclass_fields__, numbers)) | teacher
@@ -378,4 +425,5 @@ def linear_divergence(
     tensors = x, w, bias, teacher_x, teacher_w, teacher_bias, logits, log_probs, indices, target, kept
     how = Options(needed(x, w, bias), accum_dtype, chunk_rows, fp32_logits)
     out = LinearDivergenceFunction.apply(*tensors, num_items, s, how)
-    return out if parts else out[0]
+    results = (*out[: 3 if parts else 1], *((out[3],) if entropy else ()))
+    return results if len(results) > 1 else out[0]

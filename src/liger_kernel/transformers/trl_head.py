@@ -1,19 +1,21 @@
-"""TRL's trainers, from TRL 1.13 on, compute log-probabilities by a head of their own, whatever the
-model's forward is. For models that we patched, that head calls ours.
+"""TRL's trainers, from TRL 1.13 on, compute log-probabilities and divergences by heads of their
+own, whatever the model's forward is. For models that we patched, these heads call ours.
 
-All of TRL's stable trainers go through ``apply`` of one ``torch.autograd.Function``. This ``apply``
-becomes ours, which looks for the calling model, and calls TRL's own for a model that is not
-patched. It is the only part of a framework that we patch. If TRL's parameters are others than those
-known here, its own head runs, and one warning says so.
+All of TRL's stable trainers go through ``apply`` of one of two ``torch.autograd.Function``s
+(``_FUNCTIONS``). This ``apply`` becomes ours, which looks for the calling model, and calls TRL's own
+for a model that is not patched. It is the only part of a framework that we patch. If TRL's
+parameters are others than those known here, its own head runs, and one warning says so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import logging
 import os
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,13 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 
 logger = logging.getLogger(__name__)
 
 _FIRST = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale")
-# parameters of TRL's Function after ctx -> the releases that have them
-_KNOWN = {(*_FIRST, "outputs"): "1.15 and 1.16", ("last_hidden", *_FIRST[1:]): "1.13 and 1.14"}
+_HEADS = ("hidden", "weight", "bias")
+_TRANSFORMS = ("logit_scale", "final_logit_softcapping")
+# parameters of TRL's Functions after ctx -> the releases that have them
+_LOGPROBS = {(*_FIRST, "outputs"): "1.15 and 1.16", ("last_hidden", *_FIRST[1:]): "1.13 and 1.14"}
+_of_both = lambda names: tuple(f"{model}_{name}" for model in ("student", "teacher") for name in names)
+_DIVERGENCES = {(*_of_both(_HEADS), "beta", "temperature", *_of_both(_TRANSFORMS)): "1.15 and 1.16"}
 # TRL's name of an output -> ours
 _OUTPUTS = {"entropy": "entropy", "log_sum_sq_probs": "log_sum_sq", "mean_logits": "mean_logit", "is_top1": "top1"}
 
@@ -37,9 +44,29 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _types: set[str] = set()
 
 
-def _function() -> Any:
-    """TRL's Function; None before TRL is imported, or without TRL."""
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    """A Function of TRL: how to find it (None before TRL is imported, or without TRL), the
+    parameters that we know, and what makes our ``apply`` of it and these."""
+
+    what: str
+    find: Callable[[], Any]
+    known: dict[tuple[str, ...], str]
+    make: Callable[[Any, tuple[str, ...]], Callable[..., tuple[Any, ...]]]
+
+
+def _of_logprobs() -> Any:
     return getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
+
+
+def _of_divergences() -> Any:
+    if "trl.trainer.distillation_trainer" not in sys.modules:
+        return None
+    try:  # TRL 1.15 imports it late, and older releases do not have it
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+    except ImportError:
+        return None
+    return ChunkedDivergenceFunction
 
 
 def _replaced(function: Any) -> bool:
@@ -47,18 +74,20 @@ def _replaced(function: Any) -> bool:
 
 
 def use(owner: nn.Module | str) -> None:
-    """From now on TRL computes log-probabilities of this model, or of models of this type, with our
-    head. TRL must have been imported."""
+    """From now on TRL computes log-probabilities and divergences of this model, or of models of
+    this type, with our heads. TRL must have been imported."""
     _types.add(owner) if isinstance(owner, str) else _models.add(owner)
-    function = _function()
-    if function is None or _replaced(function):
-        return
-    parameters = tuple(inspect.signature(function.forward).parameters)[1:]
-    if parameters in _KNOWN:
-        function.apply = staticmethod(_apply(function, "outputs" in parameters))
-    else:
-        why = f"its parameters are not those of TRL {' or '.join(_KNOWN.values())}: {', '.join(parameters)}"
-        warnings.warn(f"liger_kernel: TRL computes log-probabilities itself, because {why}", stacklevel=2)
+    for trl in _FUNCTIONS:
+        function = trl.find()
+        if function is None or _replaced(function):
+            continue
+        parameters = tuple(inspect.signature(function.forward).parameters)[1:]
+        if parameters in trl.known:
+            function.apply = staticmethod(trl.make(function, parameters))
+        else:
+            releases, got = " or ".join(trl.known.values()), ", ".join(parameters)
+            why = f"parameters of its {function.__name__} must be those of TRL {releases}, got {got}"
+            warnings.warn(f"liger_kernel: TRL computes {trl.what} itself: {why}", stacklevel=2)
 
 
 def stop(owner: nn.Module | str | None = None) -> None:
@@ -68,15 +97,17 @@ def stop(owner: nn.Module | str | None = None) -> None:
         _models.clear()
     else:
         _types.discard(owner) if isinstance(owner, str) else _models.discard(owner)
-    function = _function()
-    if not _types and not len(_models) and function is not None and _replaced(function):
-        del function.apply
+    if _types or len(_models):
+        return
+    for function in (trl.find() for trl in _FUNCTIONS):
+        if function is not None and _replaced(function):
+            del function.apply
 
 
 def _calling_model() -> nn.Module | None:
-    """The model whose log-probabilities TRL computes: of the frames that lead here, the first
+    """The model that TRL trains or scores: of the frames that lead here, the first
     that is one of a model, or of a trainer, whose model it is."""
-    frame = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     for _ in range(3):
         if frame is None:
             break
@@ -103,8 +134,8 @@ def _is_used(model: nn.Module | None) -> bool:
     return False
 
 
-def _apply(function: Any, with_outputs: bool) -> Callable[..., tuple[Any, ...]]:
-    trl, calls = function.apply, itertools.count()
+def _logprobs(function: Any, parameters: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
+    trl, first, with_outputs = function.apply, _First("log-probabilities", "linear_logprobs"), "outputs" in parameters
 
     def apply(
         hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
@@ -112,10 +143,9 @@ def _apply(function: Any, with_outputs: bool) -> Callable[..., tuple[Any, ...]]:
     ):  # fmt: skip
         more = (outputs,) if with_outputs else ()
         given = (temperature, chunk_size, final_logit_softcapping, logit_scale, *more)
-        known = [o for o in outputs if o in _OUTPUTS]
         if not _is_used(_calling_model()):
             return trl(hidden, weight, bias, targets, *given)
-        names = tuple(_OUTPUTS[o] for o in known)
+        names = tuple(_OUTPUTS[o] for o in outputs if o in _OUTPUTS)
         found = linear_logprobs(
             hidden,
             weight,
@@ -132,22 +162,84 @@ def _apply(function: Any, with_outputs: bool) -> Callable[..., tuple[Any, ...]]:
             by_name["top1"] = by_name["top1"] == targets
         results = (logp, *(by_name.get(name) for name in _OUTPUTS.values()))
         results = results if with_outputs else results[:2]
-        first, some = next(calls) == 0, slice(0, 64)
-        if first:
-            logger.info("liger_kernel: log-probabilities of TRL's trainers are computed by linear_logprobs")
-        if first and os.environ.get("LIGER_CHECKS") == "1":
-            _compare(results, trl(hidden[some].detach(), weight.detach(), bias, targets[some], *given), some)
+        theirs = lambda: trl(hidden[_SOME], weight, bias, targets[_SOME], *given)
+        first.check(("log-probabilities", *_OUTPUTS), results, theirs)
         return results
 
     return apply
 
 
-def _compare(ours: tuple[Tensor | None, ...], trl: tuple[Tensor | None, ...], some: slice) -> None:
-    """Raise if numbers of the first call differ from TRL's by more than rounding."""
-    for name, a, b in zip(("log-probabilities", *_OUTPUTS), ours, trl):
-        if a is None or b is None or a.dtype == torch.bool:
-            continue
-        a = a.detach()[some]
-        if not torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-2):
-            worst = (a.float() - b.float()).abs().max().item()
-            raise RuntimeError(f"liger_kernel: TRL's head and ours differ in {name} by {worst:.3g}")
+def _divergences(function: Any, parameters: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
+    trl, first = function.apply, _First("divergences", "linear_divergence")
+
+    def apply(
+        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
+        logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None,
+    ):  # fmt: skip
+        given = beta, temperature, logit_scale, softcap, teacher_logit_scale, teacher_softcap
+        used = _is_used(_calling_model())
+        # ZeRO-3 divides heads between forward and backward; TRL's own head gathers them in both
+        if used and any(hasattr(t, "ds_id") for t in (weight, teacher_weight)):
+            warnings.warn("liger_kernel: TRL computes divergences itself: ZeRO-3 has divided the heads", stacklevel=2)
+            used = False
+        if not used:
+            return trl(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, *given)
+        # beta 0 and 1 are the same KLs as TRL's, and between them the mixture has the same weights
+        results = linear_divergence(
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            None,
+            bias,
+            teacher_bias,
+            kind="jsd",
+            beta=beta,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_softcap=teacher_softcap,
+            reduction="none",
+            entropy=True,
+            # as TRL's: rounded logits of two models that are nearly equal have other divergences
+            fp32_logits=True,
+        )
+        few = hidden[_SOME], weight, bias, teacher_hidden[_SOME], teacher_weight, teacher_bias
+        first.check(("divergences", "entropy"), results, lambda: trl(*few, *given))
+        return results
+
+    return apply
+
+
+_SOME = slice(0, 64)
+
+
+class _First:
+    """What happens at the first call: a line in the log, and with LIGER_CHECKS a comparison."""
+
+    def __init__(self, what: str, operator: str):
+        self.what, self.operator, self.calls = what, operator, itertools.count()
+
+    def check(self, names: tuple[str, ...], ours: tuple[Tensor | None, ...], theirs: Callable) -> None:
+        """Raise if the first numbers differ from TRL's, ``theirs()``, by more than rounding."""
+        if next(self.calls):
+            return
+        logger.info("liger_kernel: %s of TRL's trainers are computed by %s", self.what, self.operator)
+        if os.environ.get("LIGER_CHECKS") != "1":
+            return
+        with torch.no_grad():
+            pairs = zip(names, ours, theirs())
+        for name, a, b in pairs:
+            if a is None or b is None or a.dtype == torch.bool:
+                continue
+            a, b = a.detach()[_SOME].float(), b.float()
+            if not torch.allclose(a, b, rtol=1e-2, atol=1e-2):
+                worst = (a - b).abs().max().item()
+                raise RuntimeError(f"liger_kernel: TRL's head and ours differ in {name} by {worst:.3g}")
+
+
+_FUNCTIONS = (
+    _Function("log-probabilities", _of_logprobs, _LOGPROBS, _logprobs),
+    _Function("divergences", _of_divergences, _DIVERGENCES, _divergences),
+)

@@ -507,3 +507,51 @@ def test_gkd(tmp_path, beta):
     teacher = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
     options = dict(trainer_kwargs=teacher, beta=beta, lmbda=0.0, max_new_tokens=4, max_length=64)
     assert_same(*both(tmp_path, "GKDTrainer", "chat", **options))
+
+
+# -- which head runs -------------------------------------------------------------------------
+
+GENERATES = dict(max_completion_length=6)
+REWARDED = GENERATES | dict(beta=0.04, num_generations=4, trainer_kwargs=lambda: {"reward_funcs": reward})
+TEACHER = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
+HEADS = [
+    ("SFTTrainer", "text", {}),
+    ("DPOTrainer", "pairs", {}),
+    ("KTOTrainer", "unpaired", {}),
+    ("GRPOTrainer", "prompts", REWARDED),
+    ("RLOOTrainer", "prompts", REWARDED),
+    *(
+        ("DistillationTrainer", "prompts", GENERATES | dict(beta=beta, trainer_kwargs=TEACHER))
+        for beta in (0.0, 0.5, 1.0)
+    ),
+]
+
+
+@pytest.mark.skipif(FUSED, reason="TRL 1.13 is the first with heads of its own")
+@pytest.mark.parametrize(
+    "trainer, kind, options", [*HEADS[:3], smoke(*HEADS[3]), *HEADS[4:6], smoke(*HEADS[6]), *HEADS[7:]]
+)
+def test_which_head_runs(tmp_path, monkeypatch, trainer, kind, options):
+    """Ours with the flag, TRL's own without it or without ``fused_logprobs``; the losses are the
+    same."""
+    from liger_kernel.transformers import restore, trl_head
+
+    divergences = trainer == "DistillationTrainer"
+    name, find = (
+        ("linear_divergence", trl_head._of_divergences) if divergences else ("linear_logprobs", trl_head._of_logprobs)
+    )
+    if divergences and Version("1.15") > VERSION:
+        pytest.skip(f"the distillation of trl {VERSION} has no head of its own")
+    ours, calls = getattr(trl_head, name), []
+    monkeypatch.setattr(trl_head, name, lambda *args, **kwargs: (calls.append(name), ours(*args, **kwargs))[1])
+    losses, counts = [], []
+    for use, more in ((False, {}), (True, {"fused_logprobs": False}), (True, {})):
+        calls.clear()
+        config = {"liger_kernel_config": more} if use else {}
+        _, logs, _ = taught(tmp_path / str(len(losses)), trainer, kind, use, **(options | config))
+        losses.append([e["loss"] for e in logs if "loss" in e])
+        counts.append(len(calls))
+        restore()  # the reference, too
+        assert "apply" not in vars(find())
+    assert len(losses[0]) == 2 and counts[:2] == [0, 0] and counts[2] >= 4  # two steps of two batches
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-5, abs=1e-6)] * 2

@@ -18,7 +18,7 @@ from liger_kernel.nn import (
     LigerSwiGLUMLP,
     liger_rotary_pos_emb,
 )
-from liger_kernel.ops import expert_load, linear_cross_entropy, load_balancing_loss, rms_norm
+from liger_kernel.ops import expert_load, linear_cross_entropy, linear_logprobs, load_balancing_loss, rms_norm
 from liger_kernel.ops.losses.linear_loss import linear_loss
 from liger_kernel.parallel import by_sharding, parallelize
 from liger_kernel.train import TrainConfig
@@ -79,7 +79,7 @@ def right(model: nn.Module, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     LigerFloat8TrainingLinear.forget()
     restore("llama")
     norm: LigerRMSNorm = other_door()
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(w, x, target)
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(w, x, target) - linear_logprobs(x, w, target).sum()
     return linear_cross_entropy(rms_norm(norm(x), w, eps=1e-5), w, target) + loss
 
 

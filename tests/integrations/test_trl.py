@@ -524,6 +524,7 @@ HEADS = [
         ("DistillationTrainer", "prompts", GENERATES | dict(beta=beta, trainer_kwargs=TEACHER))
         for beta in (0.0, 0.5, 1.0)
     ),
+    ("DistillationTrainer", "prompts", GENERATES | dict(trainer_kwargs=lambda: TEACHER() | with_lora("q_proj"))),
 ]
 
 

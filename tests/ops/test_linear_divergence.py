@@ -267,3 +267,17 @@ def test_extreme_logits(kind, dtype):
     grads = torch.autograd.grad(loss, leaves)
     assert loss.isfinite() and all(g.isfinite().all() for g in grads)
     torch.testing.assert_close(loss.double(), truth, rtol=2**-6 if dtype == torch.bfloat16 else 1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+@pytest.mark.parametrize("likely", [3, 8999], ids=["in the first block", "in the last block"])
+def test_entropy_of_certain_rows(kind, likely):
+    """It is never negative, and small numbers are exact, also where the largest logit is far from
+    those that were read before it."""
+    x = torch.tensor([[0.0], [1.0], [5.0], [12.0], [20.0], [60.0], [1000.0]], device=DEVICE)
+    w = torch.zeros(9000, 1, device=DEVICE)
+    w[likely] = 1
+    _, entropy = linear_divergence(x, w, x, w, kind=kind, reduction="none", entropy=True)
+    log_p = (x.double() @ w.double().T).log_softmax(-1)
+    assert entropy.min() >= 0
+    torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=1e-6)

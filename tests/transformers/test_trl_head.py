@@ -133,6 +133,10 @@ def test_only_models_that_are_patched(trl, model):
     wrapped = nn.Module()
     wrapped.module, wrapped.lm_head = model, model.lm_head  # as DDP has it
     score(trl, wrapped, x)
+    peft = nn.Module()
+    peft.get_base_model = lambda: model  # as PEFT has it
+    wrapped.module = peft
+    Distillation(wrapped).loss(trl, x, 0.0)
     assert len(TRL_CALLS) == 2
 
 

@@ -123,14 +123,15 @@ def _calling_model() -> nn.Module | None:
 def _is_used(model: nn.Module | None) -> bool:
     """Whether the model, or one inside of what PEFT, DDP, FSDP and torch.compile put around it, is
     patched."""
-    seen = 0
-    while model is not None and seen < 8:
+    for _ in range(8):
+        if model is None:
+            break
         if model in _models or getattr(getattr(model, "config", None), "model_type", None) in _types:
             return True
-        inner = next((n for n in ("module", "_orig_mod", "base_model") if hasattr(model, n)), None)
-        inside = getattr(model, inner) if inner else None
-        # Transformers' ``base_model`` of a model without a head is the model itself
-        model, seen = (inside if isinstance(inside, nn.Module) and inside is not model else None), seen + 1
+        # PEFT has adapters between itself and the model, whose own ``base_model`` has no head
+        name = next((n for n in ("get_base_model", "module", "_orig_mod") if hasattr(model, n)), None)
+        inside = getattr(model, name) if name else None
+        model = inside if inside is None or isinstance(inside, nn.Module) else inside()
     return False
 
 

@@ -494,9 +494,8 @@ def linear_logprobs(
     name = "linear_logprobs"
     lead = x.shape[:-1]
     one, K = target.ndim < x.ndim, target.shape[len(lead) :].numel()
-    for wanted in outputs:
-        if wanted not in OUTPUTS:
-            raise ValueError(f"{name}: outputs must be some of {OUTPUTS}, got {wanted!r}")
+    if unknown := next((output for output in outputs if output not in OUTPUTS), None):
+        raise ValueError(f"{name}: outputs must be some of {OUTPUTS}, got {unknown!r}")
     if isinstance(temperature, Tensor):
         if temperature.shape != lead:
             raise ValueError(
@@ -575,7 +574,8 @@ def linear_logprobs(
     else:
         n = Numbers(V, first, shared, ignore_index, scale, cap, *wanted)
         dtype = products_dtype(rows, w)
-        rows, bias, thin, wb = (t if t is None else t.to(dtype) for t in (rows, bias, thin, wb))
+        rows = rows.to(dtype)
+        bias, thin, wb = (t if t is None else t.to(dtype) for t in (bias, thin, wb))
         bias = bias if bias is None else bias.contiguous()
         o = LogprobOptions(
             needed(rows, w, bias, thin, wb), entropy_grad, accum_dtype, chunk_rows, chunk_classes, fp32_logits, one

@@ -76,8 +76,8 @@ class Found:
         return cls(target.new_empty(target.shape, dtype=dtype), *each, state)
 
     def __getitem__(self, rows: slice) -> Found:
-        each = (t[rows] for t in (self.logp, self.entropy, self.log_sum_sq, self.mean_logit, self.top1, self.lse))
-        return Found(*each, self.state[:, rows])
+        logp, entropy, log_sum_sq, mean_logit, top1, lse = (t[rows] for t in self.fields()[:-1])
+        return Found(logp, entropy, log_sum_sq, mean_logit, top1, lse, self.state[:, rows])
 
     def fields(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self))

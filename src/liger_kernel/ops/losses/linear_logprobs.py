@@ -409,9 +409,9 @@ class LinearLogProbsFunction(torch.autograd.Function):
         return dx, dw, None, None if db is None else db.to(bias.dtype), of_x(dxa), of_x(dwb), *(None,) * 6
 
 
-def _cost(x, w, target, bias=None, *, xa=None, wb=None, fp8=None, **_) -> Cost:
-    M, H, V, R = x.shape[:-1].numel(), x.shape[-1], w.shape[0], 0 if xa is None else xa.shape[-1]
-    backward = [(M, H + R, V), *([(V, H, M)] if w.requires_grad else [])]
+def _cost(x, w, target, bias=None, *, vocab_size=None, xa=None, wb=None, fp8=None, **_) -> Cost:
+    M, H, V, R = x.shape[:-1].numel(), x.shape[-1], vocab_size or w.shape[0], 0 if xa is None else xa.shape[-1]
+    backward = [(M, H + R, V), (V, H * w.requires_grad + R, M)]
     read = nbytes(x, w, target, bias, xa, wb)
     return Cost(read, nbytes(x, w, bias, xa, wb), gemms=([(M, V, H + R)], backward), rate=1 if fp8 is None else 2)
 

@@ -47,6 +47,8 @@ MODULES = [
     "liger_kernel.hub",
     "liger_kernel.hub.layers",
     "liger_kernel.testing",
+    "liger_kernel.library",
+    "liger_kernel.operator_checks",
 ]
 
 

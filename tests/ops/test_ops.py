@@ -24,27 +24,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_kernel import operator_checks as checks
 from liger_kernel.bench.cases import OPS
 from liger_kernel.nn.losses import liger_cross_entropy
+from liger_kernel.operator_checks import (
+    DTYPES,
+    Launches,
+    assert_accurate,
+    ones,
+    padded,
+    sharing_rows,
+    threes,
+    transposed,
+)
 from liger_kernel.ops import LigerRMSNormFunction
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.testing import (
-    assert_as_accurate,
-    assert_same_bits,
-    backward,
-    differentiable,
-    forward,
-    like,
-    run,
-    upstream,
-)
+from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, forward, like, run, upstream
 
 GPU = torch.cuda.is_available()
 SUMS = ("expert_load",)  # their results are sums over rows
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def _cases(op) -> list:
@@ -108,25 +108,6 @@ NODES = {
 }
 
 
-def ones(outs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What ``loss.backward()`` sends upstream."""
-    return {k: torch.ones_like(o) for k, o in outs.items() if o.requires_grad}
-
-
-def threes(outs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One number for all elements, not 1, in memory once: stride 0, as from ``(3 *
-    y).sum().backward()``."""
-    return {k: o.new_full((), 3.0).expand(o.shape) for k, o in outs.items() if o.requires_grad}
-
-
-def transposed(outs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Upstream gradients in column-major memory."""
-    return {k: column_major(g) for k, g in upstream(outs).items()}
-
-
-Draw = tuple[dict[str, Tensor], dict[str, Tensor]]
-
-
 @pytest.fixture(autouse=True)
 def _memory_given_back():
     yield
@@ -134,222 +115,72 @@ def _memory_given_back():
         torch.cuda.empty_cache()
 
 
-def _expected(op, case, dtype: torch.dtype, grads) -> tuple:
-    def draw(seed: int) -> Draw:
-        args = case.make(dtype, DEVICE, seed)
-        return run(op.reference, like(args), grads), run(op.reference, like(args, torch.float64), grads)
-
-    first = draw(0)
-    # one draw says enough of a large tensor, and nothing of a few numbers
-    more = 8 if not case.gpu else 4 if any(t.numel() < 16 for t in first[1].values()) else 1
-    return *first, *(draw(seed) for seed in range(1, more))
-
-
-@functools.lru_cache(maxsize=8 if GPU else 512)
-def _remembered(op_name: str, case, dtype: torch.dtype, grads) -> tuple:
-    return _expected(OPS[op_name], case, dtype, grads)
-
-
-def expected(op, case, dtype, grads=upstream) -> tuple:
-    """The reference's results in ``dtype`` and in fp64, for the case's inputs; then pairs of
-    these for other draws of its inputs."""
-    return _expected(op, case, dtype, grads) if case.gpu else _remembered(op.name, case, dtype, grads)
-
-
-def assert_accurate(ours, op, case, dtype=torch.float32, grads=upstream) -> None:
-    assert_as_accurate(
-        ours, *expected(op, case, dtype, grads), again=lambda draw: run(op.fn, case.make(dtype, DEVICE, draw), grads)
-    )
-
-
-class Launches(TorchDispatchMode):
-    """Records ``(launcher, args, kwargs, outputs)`` of every launcher that runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls: list[tuple] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "liger":
-            self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def allocated(self) -> int:
-        """Elements that launchers returned."""
-        outs = itertools.chain.from_iterable(
-            out if isinstance(out, (tuple, list)) else (out,) for *_, out in self.calls
-        )
-        return sum(o.numel() for o in outs if isinstance(o, Tensor))
-
-
 @pytest.mark.parametrize("op, case, dtype", _accuracy())
 def test_as_accurate_as_pytorch(op, case, dtype):
-    assert_accurate(run(op.fn, case.make(dtype, DEVICE)), op, case, dtype)
+    checks.as_accurate_as_pytorch(op, case, dtype)
 
 
 @small
 @pytest.mark.parametrize("grads", [threes, *further(ones)], ids=lambda f: f.__name__)
 def test_any_upstream_gradient(op, case, grads):
-    assert_accurate(run(op.fn, case.make(torch.float32, DEVICE), grads), op, case, grads=grads)
+    checks.as_accurate_as_pytorch(op, case, grads=grads)
 
 
 @needs_kernels
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_kernels_run(op):
-    """Nothing below would notice if everything fell back to the reference."""
-    args = op.cases[0].make(torch.bfloat16, DEVICE)
-    with Launches() as launches:
-        run(op.fn, args)
-    if op.name in NODES:
-        assert {type(o.grad_fn).__name__ for o in forward(op.fn, args).values()} == {NODES[op.name]}
+    if op.name not in NODES:
+        checks.kernels_run(op)
         return
-    assert len(launches.calls) >= 2, f"{op.name}: forward and backward launched {[str(c[0]) for c in launches.calls]}"
-
-
-def of_rows(t: Tensor, times: int) -> Tensor:
-    """A copy that is no view, its rows ``times`` times, and of the same strides: guards of
-    compiled code ask for all that."""
-    rows = t.shape[0]
-    if t.stride(0) == 0:
-        return t[:1].clone().expand(times * rows, *t.shape[1:])
-    copy = torch.empty_strided((times * rows, *t.shape[1:]), t.stride(), dtype=t.dtype, device=t.device)
-    with torch.no_grad():
-        for i in range(times):
-            copy[i * rows : (i + 1) * rows] = t
-    return copy.requires_grad_(t.requires_grad)
+    outs = forward(op.fn, op.cases[0].make(torch.bfloat16, DEVICE))
+    assert {type(o.grad_fn).__name__ for o in outs.values()} == {NODES[op.name]}
 
 
 @pytest.mark.parametrize("op, case", _of_each_kind(_params(lambda c: not c.gpu)))
 def test_compiles_whole(op, case):
-    """And once for batches of all sizes: neither the operator nor its launchers' fakes take the
-    number of rows for a constant.
-    Losses with an output head plan their chunks by it, so of these a few versions are right."""
-    torch._dynamo.reset()
-    # Inductor takes seconds a case and treats all cases of an operator alike: it compiles the first
-    # three
-    inductor = GPU and case in list(op.cases)[:3]
-    compiled = torch.compile(op.fn, fullgraph=True, dynamic=True, backend="inductor" if inductor else "aot_eager")
-    args = case.make(torch.float32, DEVICE)
-    tensors = {name: t for name, t in args.items() if isinstance(t, Tensor) and t.ndim and name != "sinks"}
-    size = next(iter(tensors.values())).shape[0]
-    rows = {name: of_rows(t, 1) for name, t in tensors.items() if t.shape[0] == size > 1}
-    for t in rows.values():
-        torch._dynamo.mark_dynamic(t, 0)
+    """Losses with an output head plan their chunks by the number of rows, so of these a few versions
+    are right."""
     # while compiling, every row is computed, as with compact=False: in FP8 the ignored ones count
     # in the scale of x
-    all_rows = (
-        dataclasses.replace(case, args=dict(case.args) | {"compact": False}) if case.args.get("compact") else case
-    )
-    assert_accurate(run(compiled, args | rows), op, all_rows)
-    if "linear" in op.name and "lora" not in op.name:
-        return
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled(**args | {name: of_rows(t, 2) for name, t in rows.items()})
-
-
-def column_major(t: Tensor) -> Tensor:
-    return t.movedim(-1, 0).contiguous().movedim(0, -1) if t.ndim else t
-
-
-def noise(t: Tensor) -> float | bool | int:
-    """What must not be read: NaN, True or the largest integer."""
-    return math.nan if t.is_floating_point() else True if t.dtype == torch.bool else torch.iinfo(t.dtype).max
-
-
-def row_padded(t: Tensor) -> Tensor:
-    """Rows further apart than they are long, noise between them."""
-    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), noise(t))
-    return wide[..., : t.shape[-1]].copy_(t)
-
-
-def every_other(t: Tensor) -> Tensor:
-    """Columns two apart, those of vectors too, noise between them."""
-    wide = t.new_full((*t.shape, 2), noise(t))
-    return wide[..., 0].copy_(t)
-
-
-def misaligned(t: Tensor) -> Tensor:
-    """Begins one element into its storage."""
-    return torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape)
-
-
-def sequence_first(t: Tensor) -> Tensor:
-    """The first two dims exchanged in memory, as attention layouts do."""
-    return t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t
+    compact = case.args.get("compact")
+    same = dataclasses.replace(case, args=dict(case.args) | {"compact": False}) if compact else case
+    any_rows = "linear" not in op.name or "lora" in op.name
+    checks.compiles_whole(op, case, same=same, any_rows=any_rows, apart=("sinks",))
 
 
 @small
-@pytest.mark.parametrize(
-    "arrange", [column_major, row_padded, every_other, *further(misaligned, sequence_first)], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("arrange", [*checks.LAYOUTS[:3], *further(*checks.LAYOUTS[3:])], ids=lambda f: f.__name__)
 def test_strides_do_not_matter(op, case, arrange):
-    args = case.make(torch.float32, DEVICE)
-    if arrange is sequence_first and all(v.ndim < 3 for v in args.values() if isinstance(v, Tensor)):
+    tensors = (v for v in case.args.values() if isinstance(v, _op.T))
+    if arrange is checks.sequence_first and all(len(v.shape) < 3 for v in tensors):
         pytest.skip("is what column_major is")
-    strided = {
-        k: arrange(v.detach()).requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.ndim else v
-        for k, v in args.items()
-    }
-    assert_accurate(run(op.fn, strided), op, case)
+    checks.strides_do_not_matter(op, case, arrange)
 
 
 @small
-def test_upstream_strides_do_not_matter(op, case):
-    assert_accurate(run(op.fn, case.make(torch.float32, DEVICE), transposed), op, case)
+@pytest.mark.parametrize("grads", [transposed, *further(padded)], ids=lambda f: f.__name__)
+def test_upstream_strides_do_not_matter(op, case, grads):
+    checks.as_accurate_as_pytorch(op, case, grads=grads)
 
 
 @small
 def test_results_may_be_written_into(op, case):
-    """As models do with what PyTorch returns. What the backward needs is missed loudly."""
-    args = case.make(torch.float32, DEVICE)
-    outs = forward(op.fn, args)
-    grads = upstream(outs)
-    try:
-        written = {k: o.mul_(2) for k, o in outs.items() if k in grads}
-        found = backward(written, args, grads)
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error) or "is being modified inplace" in str(error)
-    else:
-        expected = run(op.fn, args, lambda outs: {k: 2 * g for k, g in upstream(outs).items()})
-        assert_same_bits(found, {k: expected[k] for k in found})
+    checks.results_may_be_written_into(op, case)
 
 
 @runnable
 def test_same_bits_twice(op, case):
-    args = case.make(torch.bfloat16, DEVICE)
-    assert_same_bits(run(op.fn, like(args)), run(op.fn, like(args)))
-
-
-@pytest.fixture
-def poisoned_memory():
-    """Every uninitialised tensor is NaN, or the largest integer, wherever it is allocated."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    checks.same_bits_twice(op, case)
 
 
 @small
-@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
-def test_never_reads_uninitialised_memory(op, case, poisoned_memory):
-    assert_accurate(run(op.fn, case.make(torch.float32, DEVICE)), op, case)
-
-
-def sharing_rows(case) -> list[str]:
-    """The tensors that have the first one's leading dim."""
-    tensors = {k: v for k, v in case.args.items() if isinstance(v, _op.T)}
-    rows = next(iter(tensors.values())).shape[0]
-    return [k for k, v in tensors.items() if v.shape[0] == rows]
+def test_never_reads_uninitialised_memory(op, case):
+    checks.never_reads_uninitialised_memory(op, case)
 
 
 @small
 def test_empty_input(op, case):
-    args = case.make(torch.float32, DEVICE)
-    empty = args | {k: args[k].detach()[:0].requires_grad_(args[k].requires_grad) for k in sharing_rows(case)}
-    empty |= {k: args[k][:1] for k in args if k.endswith("_offsets")}
-    assert_as_accurate(run(op.fn, empty), run(op.reference, like(empty)), run(op.reference, like(empty, torch.float64)))
+    checks.empty_input(op, case)
 
 
 @pytest.mark.skipif(
@@ -387,57 +218,12 @@ def test_more_than_2_to_31_elements(op):
 @small
 @pytest.mark.parametrize("few", [True] if GPU else [True, *further(False)])
 def test_frozen_inputs_cost_nothing(op, case, few):
-    """Subsets of the inputs ask for gradients, on a GPU all of them, else few or all but one: only
-    these get them, and what is not needed is not allocated."""
-    pytorch, truth, *others = expected(op, case, torch.float32)
-    args = case.make(torch.float32, DEVICE)
-    names = list(differentiable(args))
-    with Launches() as full:
-        run(op.fn, like(args))
-    sizes = range(len(names)) if GPU else {0, 1} & {*range(len(names))} if few else [len(names) - 1]
-    for needed in itertools.chain.from_iterable(itertools.combinations(names, n) for n in sizes):
-        frozen = {
-            k: v.detach().clone().requires_grad_(k in needed) if isinstance(v, Tensor) else v for k, v in args.items()
-        }
-        with Launches() as launches:
-            ours = run(op.fn, frozen)
-        wanted = [k for k in truth if k.startswith("out") or k[1:] in needed]
-        again = lambda draw: run(op.fn, case.make(torch.float32, DEVICE, draw))
-        assert_as_accurate(ours, {k: pytorch[k] for k in wanted}, {k: truth[k] for k in wanted}, *others, again=again)
-        if full.calls and op.name not in NODES:
-            saved, unneeded = full.allocated() - launches.allocated(), 0
-            known = [truth[f"d{k}"] for k in needed if f"d{k}" in truth]
-            for d in (truth[f"d{k}"] for k in names if k not in needed and f"d{k}" in truth):
-                if not any(
-                    d.shape == other.shape and torch.equal(d, other) for other in known
-                ):  # inputs that are added up share theirs
-                    unneeded += d.numel()
-                    known.append(d)
-            assert saved >= unneeded, (
-                f"gradients for {needed or 'nothing'}: launchers allocate {saved} elements less; the others have "
-                f"{unneeded}"
-            )
-    with torch.no_grad(), Launches() as launches:
-        forward(op.fn, args)
-    with Launches() as frozen_launches:
-        forward(op.fn, {k: v.detach() if isinstance(v, Tensor) else v for k, v in args.items()})
-    assert launches.allocated() == frozen_launches.allocated(), "no_grad computes more than frozen inputs do"
+    checks.frozen_inputs_cost_nothing(op, case, few, counted=op.name not in NODES)
 
 
 @small
 def test_modifies_nothing(op, case):
-    args = case.make(torch.bfloat16, DEVICE)
-    before = {k: v.detach().clone() for k, v in args.items() if isinstance(v, Tensor)}
-    outs = forward(op.fn, args)
-    grads = upstream(outs)
-    grads_before, outs_before = like(grads), {k: o.detach().clone() for k, o in outs.items()}
-    versions = {k: v._version for k, v in (args | grads | outs).items() if isinstance(v, Tensor)}
-    backward(outs, args, grads)
-    now = args | grads | outs
-    for name, value in (before | grads_before | outs_before).items():
-        if name not in grads_before or name not in outs_before:
-            assert_same_bits({name: now[name].detach()}, {name: value})
-    assert {k: now[k]._version for k in versions} == versions
+    checks.modifies_nothing(op, case)
 
 
 @first
@@ -453,26 +239,13 @@ def test_default_device_does_not_matter(op, case):
 
 @small
 def test_second_backward_equals_the_first(op, case):
-    args = case.make(torch.bfloat16, DEVICE)
-    outs = forward(op.fn, args)
-    grads = threes(outs)
-    first = {k: g.clone() for k, g in backward(outs, args, grads, retain_graph=True).items()}
-    assert_same_bits(backward(outs, args, grads, retain_graph=True), first)
-    assert_same_bits(backward(outs, args, grads), first)
+    checks.second_backward_equals_the_first(op, case)
 
 
 @needs_kernels
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_second_derivatives_are_refused(op):
-    """Rather than left out of a sum: a penalty on a gradient is not a constant."""
-    args = op.cases[0].make(torch.float32, DEVICE)
-    outs = forward(op.fn, args)
-    dx = torch.autograd.grad(outs["out0"].sum(), next(iter(differentiable(args).values())), create_graph=True)[0]
-    penalised = outs["out0"].sum() + dx.square().sum()
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        torch.autograd.grad(penalised, list(differentiable(args).values()), allow_unused=True, retain_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        penalised.backward()
+    checks.second_derivatives_are_refused(op)
 
 
 @needs_kernels
@@ -683,21 +456,13 @@ def test_launcher_has_a_true_schema_and_fake(name):
     calls = {kind: call for found in itertools.islice(reached, 40 if GPU else 1) for kind, call in found.items()}
     assert calls, f"no case reaches {name}"
     for func, args, kwargs in list(calls.values())[: None if GPU else 1]:
-        torch.library.opcheck(
-            func, args, kwargs, test_utils=("test_schema", "test_faketensor") if GPU else "test_faketensor"
-        )
+        checks.has_a_true_schema_and_fake(func, args, kwargs)
 
 
 @pytest.mark.skipif(not GPU, reason="there is no device to wait for")
 @small
 def test_never_waits_for_the_device(op, case):
-    args = case.make(torch.bfloat16, DEVICE)
-    grads = upstream(forward(op.fn, args))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(op.fn, args, lambda outs: grads)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    checks.never_waits_for_the_device(op, case)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -211,6 +211,7 @@ def repaired(jit: Callable) -> Callable:
     """``jit``, whose kernels run with the repairs. Those of others run as without this package."""
 
     def decorator(fn):
+        """A kernel of ``fn``."""
         kernel = jit(fn)
         # `triton.jit` decides the class itself
         kernel.__class__ = _Kernel

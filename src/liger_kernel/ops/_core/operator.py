@@ -157,6 +157,8 @@ def op(*, reference: Callable, cases: Sequence[Case], cost: Callable[..., Cost])
     """
 
     def declare(fn: F) -> F:
+        if (there := OPS.get(fn.__name__)) and there.fn.__module__ != fn.__module__:
+            raise ValueError(f"op: name must be new, got {fn.__name__!r}, an operator of {there.fn.__module__}")
         if not reference.__annotations__:
             reference.__annotations__, reference.__defaults__, reference.__kwdefaults__ = (
                 fn.__annotations__,

@@ -43,6 +43,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 

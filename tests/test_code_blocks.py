@@ -39,7 +39,9 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 }
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
-SAID = re.compile(r"^print\(.*\)  # (True.*|False.*|None|torch\.Size.*|tensor.*|Liger\w+|\d[\d.]*)$", re.M)
+SAID = re.compile(
+    r"^print\(.*\)  # (liger_kernel: .*|True.*|False.*|None|torch\.Size.*|tensor.*|Liger\w+|\d[\d.]*)$", re.M
+)
 SIZES = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=128, **SIZES)
 IDS = {

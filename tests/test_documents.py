@@ -92,12 +92,12 @@ def provoked() -> list[str]:
     """What liger-kernel says of models that it does not patch, or not whole."""
     config = transformers.LlamaConfig(**SIZES)
     own = type("MyConfig", (transformers.LlamaConfig,), {"model_type": "my_llama"})(**SIZES)
-    other = type("MyModel", (nn.Module,), {})()
-    other.config = config
+    other, stranger = (type("MyModel", (nn.Module,), {})() for _ in range(2))
+    other.config, stranger.config = config, own
     norm = modeling_llama.LlamaRMSNorm
     with warnings.catch_warnings(record=True) as said, mock.patch.object(patches, "WARNED", set()):
         warnings.simplefilter("always")
-        patching._apply_liger_kernel_to_instance(transformers.LlamaForCausalLM(own))
+        patching._apply_liger_kernel_to_instance(stranger)
         patching.apply_liger_kernel_to_llama(model=other)
         with mock.patch.object(norm, "forward", lambda self, x: x):
             patching.apply_liger_kernel_to_llama(model=transformers.LlamaForCausalLM(config))

@@ -18,6 +18,7 @@ PACKAGE = "liger_kernel"
 # Modules that import others by a name that is no constant, and what they may reach: all but these
 # are seen in their source
 BY_HAND = {
+    "liger_kernel": "modules of names that are asked for",
     "liger_kernel._legacy": "a module whose other path is imported",
     "liger_kernel.compat.backends": "where implementations of an operator are registered",
     "liger_kernel.compat.helpers": "packages that users name",

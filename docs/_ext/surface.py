@@ -28,6 +28,7 @@ for table in sorted((Path(__file__).parents[2] / "tests").glob("refused_*.py")):
 
 # The order says by which path an object is documented
 MODULES = [
+    "liger_kernel",
     "liger_kernel.transformers",
     "liger_kernel.utils",
     "liger_kernel.ops",

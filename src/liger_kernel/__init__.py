@@ -6,11 +6,16 @@ Importing this package is instant: it loads neither torch nor Triton and needs n
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from liger_kernel import _legacy, _others
 
+if TYPE_CHECKING:
+    from liger_kernel.transformers.patching.apply import apply as apply
+
+__all__ = ["apply"]
 __version__ = "0.8.90+independent"  # what it says: docs/development/checks-and-releases.md
 
 _legacy.install()
@@ -18,11 +23,15 @@ if _beside := _others.warning(__version__, __path__[0]):
     warnings.warn(_beside, stacklevel=2)
 
 _BACKENDS = ("available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl")
+# name -> the module that has it, imported when the name is asked for
+_LAZY = dict.fromkeys(_BACKENDS, "liger_kernel.backends") | {"apply": "liger_kernel.transformers.patching.apply"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "functional":
         return importlib.import_module("liger_kernel.functional")
-    if name in _BACKENDS:
-        return getattr(importlib.import_module("liger_kernel.backends"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "apply" and importlib.util.find_spec("transformers") is None:
+        raise ImportError("apply needs transformers: pip install transformers")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -37,7 +37,8 @@ from liger_kernel.testing import assert_as_accurate  # noqa: E402
 from liger_kernel.transformers import class_patches, instance_patches, restore, table  # noqa: E402
 from liger_kernel.transformers.head.forward import fused  # noqa: E402
 from liger_kernel.transformers.patching import patches as patching  # noqa: E402
-from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN, flags_of  # noqa: E402
+from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
+from liger_kernel.transformers.patching.flags import flags_of  # noqa: E402
 from liger_kernel.transformers.patching.patches import _STOCK, is_ours  # noqa: E402
 from liger_kernel.transformers.recognise import activations, families, slots  # noqa: E402
 from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402

@@ -61,7 +61,8 @@ def kernels(config: TrainConfig, model: Any) -> list[str]:
         return ["patched: nothing (--kernels off): the model is as Hugging Face ships it"]
     from liger_kernel.transformers.patching.report import patches_report, projections_report
 
-    lines = str(patches_report(model, flags_for(config, model.config.model_type))).splitlines()
+    report = patches_report(model, flags_for(config, model.config.model_type))
+    lines = [report.line.replace("liger_kernel", "kernels"), *str(report).splitlines()]
     return [*lines, *([f"projections: {projections_report(model)}"] if config.lora or config.fp8 else [])]
 
 

@@ -33,7 +33,7 @@ _LAZY = {
         "auto": "AutoLigerKernelForCausalLM AutoLigerKernelForImageTextToText AutoLigerKernelForSequenceClassification",
         "patching.apply": "MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance",
         "patching.select": "class_patches instance_patches",
-        "patching.report": "projections_report",
+        "patching.report": "patches_report projections_report",
         "patching.patches": "restore",
         "quantize": "quantize_base",
         "fp8": "train_in_fp8",

@@ -62,6 +62,7 @@ from liger_kernel.transformers.patching.apply import _apply_liger_kernel as _app
 from liger_kernel.transformers.patching.apply import _apply_liger_kernel_to_instance as _apply_liger_kernel_to_instance
 from liger_kernel.transformers.patching.select import class_patches as class_patches
 from liger_kernel.transformers.patching.select import instance_patches as instance_patches
+from liger_kernel.transformers.patching.report import patches_report as patches_report
 from liger_kernel.transformers.patching.report import projections_report as projections_report
 from liger_kernel.transformers.patching.patches import restore as restore
 from liger_kernel.transformers.quantize import quantize_base as quantize_base

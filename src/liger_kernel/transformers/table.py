@@ -24,7 +24,7 @@ from liger_kernel import transformers as published
 from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.transformers.head.recipe import DeferredLogits
 from liger_kernel.transformers.patching import apply
-from liger_kernel.transformers.patching.apply import OURS
+from liger_kernel.transformers.patching.flags import OURS
 from liger_kernel.transformers.patching.select import class_patches, instance_patches
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.transformers.recognise.families import (

@@ -135,6 +135,12 @@ def _is_used(model: nn.Module | None) -> bool:
     return False
 
 
+def uses(model: nn.Module) -> bool:
+    """Whether TRL, which must have been imported, trains ``model`` with a head of ours."""
+    found = (trl.find() for trl in _FUNCTIONS)
+    return any(function is not None and _replaced(function) for function in found) and _is_used(model)
+
+
 def _logprobs(function: Any, parameters: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
     trl, first, with_outputs = function.apply, _First("log-probabilities", "linear_logprobs"), "outputs" in parameters
 

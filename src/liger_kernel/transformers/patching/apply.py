@@ -1,13 +1,13 @@
-"""The functions with which users and frameworks patch classes, models or single modules, and the
-flags of each family; ``PatchOptions`` says what they do."""
+"""The functions with which users and frameworks patch classes, models or single modules."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
+import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,91 +22,17 @@ from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
 from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.forward import fused
+from liger_kernel.transformers.patching.flags import OURS, flags_of, options_of, parameters_of
 from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, is_patched, original, ours, warn_once
+from liger_kernel.transformers.patching.report import PatchesReport, patches_report
 from liger_kernel.transformers.patching.select import class_patches, instance_patches, made, on_instance
-from liger_kernel.transformers.recognise.families import FAMILIES, family, rows_of, swapped_slots
+from liger_kernel.transformers.recognise.families import FAMILIES, family, is_family, rows_of, swapped_slots, type_of
 from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
 from liger_kernel.transformers.recognise.variant import are_numbers
 from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 
-# -- flags and their defaults
-
-_FLAGS = dict[str, bool | None]
+logger = logging.getLogger(__name__)
 _OF_FP8 = [name for name in SWITCHES if name.startswith("fp8")]
-OURS = {name: field.default for name, field in SWITCHES.items() if field.metadata["ours"]}
-_HEAD: _FLAGS = dict(cross_entropy=False, fused_linear_cross_entropy=True)
-STANDARD: _FLAGS = dict(rope=True, **_HEAD, rms_norm=True)
-_WITH_LAYER_NORM: _FLAGS = dict(rope=True, **_HEAD, layer_norm=True, rms_norm=True)
-# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not
-# have, if there is something to swap. (Some defaults differ: LinkedIn's package leaves out
-# granite's head, because its loss cannot scale logits, and experts and MLPs of gpt_oss and
-# deepseek_v4.)
-_NO_ROPE = (
-    "deepseek_v2 deepseek_v3 deepseek_v4 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe "
-    "qwen3_5_moe_text qwen3_next"
-)
-_SWIGLU = (
-    "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 "
-    "qwen3_moe smollm3 "
-    "qwen2_5_vl qwen2_5_vl_text qwen3_vl_moe qwen3_vl_moe_text granite llama4 llama4_text"
-)
-_PUBLISHED: dict[str, _FLAGS] = {
-    **{t: STANDARD | dict(swiglu=True) for t in _SWIGLU.split()},
-    **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE.split()},
-    "gpt_oss": STANDARD | dict(swiglu=True),
-    **{t: STANDARD | dict(swiglu=False) for t in ("qwen3_vl", "qwen3_vl_text")},
-    **{t: _WITH_LAYER_NORM | dict(swiglu=True) for t in ("mllama", "mllama_text_model", "muse_glimmer")},
-    **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text")},
-    **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
-    **{t: _WITH_LAYER_NORM | dict(geglu=True) for t in ("gemma3", "paligemma")},
-    "gemma4_text": STANDARD | dict(rope=False, geglu=True),
-    "gemma4": dict(rope=False, **_HEAD, layer_norm=False, rms_norm=True, geglu=True),
-    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
-}
-# Families whose functions pass further flags to their parts
-_HANDING_ON: dict[str, _FLAGS] = {
-    "nemotron": dict(relu_squared=True, **_HEAD),
-    "llava": _HEAD,
-    **{t: dict(**_HEAD, rms_norm=True, layer_norm=True) for t in ("internvl", "smolvlm")},
-}
-
-
-def flags_of(model_type: str) -> dict[str, Any]:
-    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package
-    does not have come last."""
-    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | OURS
-
-
-def options_of(model_type: str, given: Mapping[str, Any]) -> PatchOptions:
-    """The given flags, and the family's defaults for the others. Raises ``ValueError`` for a value
-    that cannot be.
-
-    ``options_of("llama", {"cross_entropy": True})`` has ``fused_linear_cross_entropy`` off.
-    """
-    one_head = {name: False for name, other in zip(HEADS, reversed(HEADS)) if given.get(other)}
-    options = PatchOptions(**dict.fromkeys(SWITCHES, False) | flags_of(model_type) | one_head | dict(given))
-    # With everything else off, nothing in a model changes
-    alone = not (options.head or options.fp8 or any(options.slots.values()) or "projections" in given)
-    return dataclasses.replace(options, projections=False, fused_logprobs=False) if alone else options
-
-
-@functools.cache
-def parameters_of(model_type: str) -> _FLAGS:
-    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its
-    signature: flags and ``model``."""
-    # of the table, because signatures do not depend on the version of Transformers
-    row = FAMILIES.get(model_type) or family(model_type)
-    slots = swapped_slots(model_type)
-    more: _FLAGS = dict.fromkeys(sorted(slots & {"layer_norm", "relu_squared"}), True)
-    late: _FLAGS = dict.fromkeys(slots & {"attention"}, True)
-    flags = STANDARD | {row.glu if row else "swiglu": True} | more
-    if published := (_PUBLISHED | _HANDING_ON).get(model_type):
-        more = {f: v for f, v in (more if model_type in _PUBLISHED else flags).items() if f not in published}
-        return published | {"model": None} | more | late
-    if row and not row.heads:
-        flags = {f: v for f, v in flags.items() if f not in HEADS}
-    return flags | {"model": None} | late
-
 
 # -- patches by flags
 
@@ -116,15 +42,21 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     classes of a type or to ``model``. A flag that is given as None is off."""
     options = options_of(model_type, given)
     in_fp8 = _float8(model_type, given)
-    if options.fused_logprobs:
-        trl_head.use(model_type if model is None else model)
     # Classes carry the request to the models that are made later; a live model is converted now.
     if model is None:
+        if options.fused_logprobs:
+            trl_head.use(model_type)
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()
     found = instance_patches(model, model_type, options.parts, options.head)
-    if not found and (options.head or any(options.slots.values())) and not any(map(_runs_ours, model.modules())):
+    nothing = not found and not any(map(_runs_ours, model.modules()))
+    if nothing and (options.head or any(options.slots.values())):
         why = "nothing of this model was patched, because its modules are not of Transformers' classes"
-        warn_once(f"{model_type}: {type(model).__name__}: {why}")
+        known = is_family(model_type)
+        unknown = "liger_kernel has no kernels for this type of model, so it is the stock one"
+        name = type(model).__name__
+        warn_once(f"{model_type}: {name}: {why}" if known else f"{model_type or name}: {unknown}")
+    if options.fused_logprobs and not (nothing and not is_family(model_type)):
+        trl_head.use(model)
     # Before the patch: a refused request must leave the model as it was.
     if in_fp8:
         fp8.convert(model, in_fp8)
@@ -244,18 +176,15 @@ def _apply_known(model_type: str, given: Mapping[str, Any], model: nn.Module | N
     """``_apply`` for frameworks, which pass the same flags to every model: those of other families
     are ignored, and what no family has is a warning."""
     # First, because it may raise, and nothing has changed yet.
-    in_fp8 = _float8(model_type, given)
+    _float8(model_type, given)
     for name in given.keys() - SWITCHES.keys():
         warn_once(f"{name}: no flag of liger_kernel, so it has no effect{did_you_mean(name, SWITCHES)}")
-    if model_type and family(model_type):
-        known = flags_of(model_type)
-        _apply(model_type, {k: v for k, v in given.items() if k in known}, model)
+    if model is None and not is_family(model_type):
+        why = "liger_kernel has no kernels for this type of model, so it is the stock one"
+        warn_once(f"{model_type}: {why}{did_you_mean(model_type, FAMILIES)}")
         return
-    near = did_you_mean(model_type, FAMILIES) if model is None else ""
-    why = f"liger_kernel has no kernels for this type of model, so it is the stock one{near}"
-    warn_once(f"{model_type or type(model).__name__}: {why}")
-    if in_fp8 and model is not None:
-        fp8.convert(model, in_fp8)
+    known = flags_of(model_type)
+    _apply(model_type, {k: v for k, v in given.items() if k in known}, model)
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
@@ -285,8 +214,42 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     if isinstance(reference, nn.Module) and reference is not model:
         models.append(getattr(reference, "module", reference))  # DeepSpeed's engine has it in this attribute
     for each in models:
-        _apply_known(getattr(getattr(each, "config", None), "model_type", ""), kwargs, each)
+        _apply_known(type_of(each), kwargs, each)
+        _log(each, kwargs)
     compute_references_again(trainer, kwargs)
+
+
+# models whose report was logged, as a Trainer may patch its model again
+_logged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _log(model: nn.Module, given: Mapping[str, Any]) -> None:
+    # a report selects patches again, which is not free
+    if logger.isEnabledFor(logging.INFO) and model not in _logged:
+        _logged.add(model)
+        logger.info("%s", patches_report(model, given).line)
+
+
+def apply(model: nn.Module, **flags: Any) -> PatchesReport:
+    """Patch any model, and return what was patched and why the rest was not.
+
+    A model of Transformers gets what ``apply_liger_kernel_to_<its type>`` gives it. In any other
+    model, of remote code or your own, norms, gated MLPs and experts are replaced that compute what
+    a kernel of ours computes, by comparison on small inputs. ``restore(model)`` undoes it.
+
+    flags: the fields of ``PatchOptions``, such as ``rope=False``; those that the type of model lacks
+    have no effect.
+    """
+    _check_types("apply()", {}, model)
+    for name in flags.keys() - SWITCHES.keys():
+        near = did_you_mean(name, SWITCHES) or f"; it takes {', '.join(SWITCHES)}"
+        raise TypeError(f"apply(): got an unexpected keyword argument {name!r}{near}")
+    _check_types("apply()", flags, model)
+    model_type = type_of(model)
+    if is_family(model_type):
+        _warn_without_effect(model_type, flags, True)
+    _apply_known(model_type, flags, model)
+    return patches_report(model, flags)
 
 
 def stock_with_fused_head(cls: type) -> Callable:

@@ -20,11 +20,12 @@ from liger_kernel.ops.projections.float8_training import Float8Trained
 from liger_kernel.ops.projections.weights import ByItsModule
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.patch_options import PatchOptions
-from liger_kernel.transformers import fp8
+from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.head_weights import FP8, left_out
-from liger_kernel.transformers.patching.apply import flags_of, options_of
+from liger_kernel.transformers.patching.flags import flags_of, options_of
+from liger_kernel.transformers.patching.other_classes import classes_of, recognised
 from liger_kernel.transformers.patching.patches import is_ours, methods_of
-from liger_kernel.transformers.patching.select import instance_patches
+from liger_kernel.transformers.patching.select import HEADS, class_patches, instance_patches
 from liger_kernel.transformers.quantize import owners_of_heads
 from liger_kernel.transformers.recognise.experts import (
     DOWN,
@@ -35,7 +36,7 @@ from liger_kernel.transformers.recognise.experts import (
     is_wrapper,
     subclassed,
 )
-from liger_kernel.transformers.recognise.families import Family, family, rows_of
+from liger_kernel.transformers.recognise.families import Family, family, is_family, rows_of, type_of
 from liger_kernel.transformers.recognise.projections import Fallback, gathered_in_fp8, projection
 from liger_kernel.transformers.recognise.slots import SLOT_OF
 from liger_kernel.transformers.recognise.variant import LINEARS, plain
@@ -84,10 +85,11 @@ class ProjectionsReport:
 @dataclass(frozen=True)
 class PatchesReport:
     """``patched``: the parts that run on our kernels; ``stock``: the other parts with the
-    reasons. Its text has one line for each part."""
+    reasons; ``line``: what is patched, in one line. Its text has one line for each part."""
 
     patched: tuple[str, ...]
     stock: tuple[str, ...]
+    line: str = ""
 
     def __str__(self) -> str:
         lines = [f"patched: {', '.join(self.patched) or 'nothing'}"]
@@ -97,11 +99,8 @@ class PatchesReport:
 def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> PatchesReport:
     """Report which parts of ``model`` are patched now, and why the others are not. ``given``:
     the flags with which it was patched, except defaults."""
-    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    model_type = type_of(model)
     row = family(model_type) if model_type else None
-    if row is None:
-        why = f"liger_kernel has no kernels for model type {model_type!r}, so the model is as Hugging Face ships it"
-        return PatchesReport((), (why,))
     given = {name: value for name, value in (given or {}).items() if name in flags_of(model_type)}
     options = options_of(model_type, given)
     # What could be patched: everything, by the values that were given for what is not a slot.
@@ -115,21 +114,68 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     for p in found:
         for label in p.labels:
             kinds.setdefault((type(p.owner).__name__, label), []).append(p.applied or (id(p.owner), label) in in_place)
+    for kind, count in _by_classes(model, model_type, options):
+        kinds.setdefault(kind, []).extend([True] * count)
     # a variant's label without the fields that say which form it is
     text = lambda count, cls, label: f"{count} x {cls} ({label.partition('(')[0] if label in SLOT_OF else label})"
     patched = tuple(text(sum(applied), *kind) for kind, applied in kinds.items() if any(applied))
     rest = {kind: applied.count(False) for kind, applied in kinds.items() if not all(applied)}
     stock = [f"{text(count, *kind)}: {_why(kind[1], row, options, given)}" for kind, count in rest.items()]
+    others = {cls.__name__: recognised(cls)[1] for cls in classes_of(model, row is None)}
+    stock += [f"{name}: {reason}" for name, reason in others.items() if reason]
     for _, part in rows_of([model_type], family):
         stock += [f"{name}: {reason}" for name, reason in part.left_alone.items()]
-    if row.heads and row.fused:
+    if row is None:
+        if not stock and not patched:
+            stock.append("no norm, gated MLP or experts were found among its modules")
+        stock.append(f"{_NO_FAMILY} {model_type or type(model).__name__!r}")
+    elif row.heads and row.fused:
         stock.append(f"head and loss: {row.fused}")
-    return PatchesReport(patched, tuple(stock))
+    return PatchesReport(patched, tuple(stock), _line(kinds, trl_head.uses(model)))
 
 
-def _why(label: str, row: Family, options: PatchOptions, given: Mapping[str, Any]) -> str:
+def _by_classes(model: nn.Module, model_type: str, options: PatchOptions) -> Iterator[tuple[tuple[str, str], int]]:
+    """(class, label) of patches of classes and functions that this model shares, and how many
+    modules of it have them."""
+    counts = Counter(base for m in model.modules() for base in type(m).__mro__)
+    for p in class_patches(model_type, options.parts, options.head) if is_family(model_type) else ():
+        of_class = isinstance(p.owner, type)
+        if p.applied and (count := counts[p.owner] if of_class else 1):
+            yield from (((p.owner.__name__ if of_class else p.attribute, label), count) for label in p.labels)
+
+
+_NO_FAMILY = "rope, head and loss: replaced only in models of types that Transformers has, and this is of type"
+# what a part is called in one line, by the kind of its label
+_CALLED = {
+    "rms_norm": "RMSNorm",
+    "gated_rms_norm": "RMSNorm",
+    "layer_norm": "LayerNorm",
+    "glu": "MLP",
+    "relu_squared": "MLP",
+    "moe": "experts",
+    "rope": "rope",
+    "attention": "attention",
+    **dict.fromkeys(HEADS, "head and loss"),
+}
+
+
+def _line(kinds: Mapping[tuple[str, str], list[bool]], through_trl: bool) -> str:
+    """``liger_kernel: 9 RMSNorm, 4 MLP, rope, head through TRL``; ``kinds`` as in
+    ``patches_report``."""
+    counts = Counter[str]()
+    for (_, label), applied in kinds.items():
+        counts[_CALLED.get(label.partition("(")[0], "")] += sum(applied)
+    names = [name for name in dict.fromkeys(_CALLED.values()) if counts[name]]
+    uncounted = "rope", "attention", _CALLED[HEADS[0]]
+    parts = [name if name in uncounted else f"{counts[name]} {name}" for name in names]
+    parts += ["head through TRL"] * through_trl
+    return f"liger_kernel: {', '.join(parts) or 'nothing of this model is patched'}"
+
+
+def _why(label: str, row: Family | None, options: PatchOptions, given: Mapping[str, Any]) -> str:
     slot = SLOT_OF.get(label)
-    flag = row.glu if slot == "glu" else slot or ("fused_linear_cross_entropy" if label.endswith("head") else None)
+    glu = row.glu if row else "swiglu"
+    flag = glu if slot == "glu" else slot or ("fused_linear_cross_entropy" if label.endswith("head") else None)
     if flag is None or getattr(options, flag):
         return "replaced by other code after the patch" if flag else "its parts are off"
     return f"{flag} is off, {'as asked' if flag in given else 'the default of this family'}"

@@ -23,6 +23,7 @@ from liger_kernel import memory, offloading
 from liger_kernel.transformers import fp8
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
+from liger_kernel.transformers.patching.other_classes import classes_of, recognised, stock_class
 from liger_kernel.transformers.patching.patches import (
     KEY,
     OLD_FORWARD,
@@ -349,12 +350,24 @@ def instance_patches(
                 for q in on_instance(m, p_here):  # around a forward of the module's own, the head alone
                     found.append(q if q.new is p_here.new else dataclasses.replace(q, labels=p.labels))
     found += [q for (cls, _), p in compiled.items() for m in modules[cls] for q in on_instance(m, p)]
+    found += _of_other_classes(model, parts, not rows_of([model_type], rows))
     # not a layer that holds layers: its forward checkpoints only while it is its class's own
     callers = [m for m in model.modules() if layers_of(m) and not isinstance(m, GradientCheckpointingLayer)]
     if parts.get("activation_offloading") and not callers:
         name = type(model).__name__
         warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
     return Patches(_around_too(found, callers, parts))
+
+
+def _of_other_classes(model: nn.Module, parts: Mapping[str, Any], of_no_family: bool) -> Iterator[Patch]:
+    """Patches of norms, MLPs and experts whose classes no table describes."""
+    tiles = parts.get("tiled_mlp", False)
+    labels = {cls: recognised(cls)[0] for cls in classes_of(model, of_no_family)}
+    for m in model.modules():
+        cls = stock_class(m)
+        if (label := labels.get(cls)) and parts.get(SLOT_OF[label]):
+            new = made(replacement, original(cls, "forward"), label, tiles)
+            yield from on_instance(m, Patch(cls, "forward", new, (label,)))
 
 
 def _methods_seeing(cls: type, functions: list[Patch], fuse: Parts) -> Iterator[tuple[str, Patch]]:

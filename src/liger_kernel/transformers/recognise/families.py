@@ -267,6 +267,20 @@ def family(model_type: str) -> Family | None:
     return found if found.heads or found.swapped else None
 
 
+def is_family(model_type: str) -> bool:
+    """Whether models of this type have classes in which something can be replaced."""
+    return bool(model_type) and family(model_type) is not None
+
+
+def type_of(model: nn.Module) -> str:
+    """The model type that the configuration of ``model`` names; if that has no family, the type
+    whose class the model's class is derived from. Empty without a configuration."""
+    named = getattr(getattr(model, "config", None), "model_type", "") or ""
+    # the folder of Transformers' models is called as the type is
+    bases = (base.__module__.removeprefix(PLACE).partition(".")[0] for base in type(model).__mro__)
+    return named if not named or is_family(named) else next(filter(is_family, bases), named)
+
+
 def with_parts(model_types: Iterable[str], rows: Rows = family) -> dict[str, Family]:
     """The rows of these types and of the types of their parts."""
     found: dict[str, Family] = {}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+import liger_kernel
 from liger_kernel import hub, memory
-from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearPreferenceBase
+from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearPreferenceBase
 from liger_kernel.nn import (
     LigerExperts,
     LigerFloat8TrainingLinear,
@@ -18,9 +19,9 @@ from liger_kernel.nn import (
     LigerSwiGLUMLP,
     liger_rotary_pos_emb,
 )
-from liger_kernel.ops import expert_load, linear_cross_entropy, linear_logprobs, load_balancing_loss, rms_norm
+from liger_kernel.ops import expert_load, glu, linear_cross_entropy, linear_logprobs, load_balancing_loss, rms_norm
 from liger_kernel.ops.losses.linear_loss import linear_loss
-from liger_kernel.parallel import by_sharding, parallelize
+from liger_kernel.parallel import by_sharding, call_instead, parallelize
 from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
 from liger_kernel.transformers import (
@@ -37,13 +38,17 @@ SHOWN = (
     memory,
     attention,
     by_sharding,
+    call_instead,
     expert_load,
+    glu,
+    linear_logprobs,
     load_balancing_loss,
     parallelize,
     train,
     TrainConfig,
     linear_loss,
     LigerExperts,
+    LigerFusedLinearGRPOLoss,
     LigerFusedLinearPreferenceBase,
     AutoLigerKernelForCausalLM,
     projections_report,
@@ -78,6 +83,8 @@ def right(model: nn.Module, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     apply_liger_kernel_to_llama(fp8="rowwise", fp8_filter=lambda m, name: "mlp" in name)
     LigerFloat8TrainingLinear.forget()
     restore("llama")
+    report: str = liger_kernel.apply(model, rope=False).line
+    assert report
     norm: LigerRMSNorm = other_door()
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(w, x, target) - linear_logprobs(x, w, target).sum()
     return linear_cross_entropy(rms_norm(norm(x), w, eps=1e-5), w, target) + loss

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
+import types
 
 import pytest
 import torch
@@ -112,12 +114,12 @@ def test_nothing_to_patch_is_said():
     ],
 )
 def test_models_of_transformers(model_type, line):
-    model = liger_of(model_type)
+    model = built(model_type)
     assert liger_kernel.apply(model).line == f"liger_kernel: {line}"
-    assert "RMSNorm" not in liger_kernel.apply(liger_of(model_type), rms_norm=False).line
+    assert "RMSNorm" not in liger_kernel.apply(built(model_type), rms_norm=False).line
 
 
-def liger_of(model_type: str) -> nn.Module:
+def built(model_type: str) -> nn.Module:
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     if model_type in ("bert", "vit"):
         auto = {"bert": transformers.AutoModel, "vit": transformers.AutoModelForImageClassification}[model_type]
@@ -132,13 +134,44 @@ def test_a_type_of_ones_own_that_is_derived_from_a_family():
     assert liger_kernel.apply(model).line == "liger_kernel: 3 RMSNorm, 1 MLP, rope, head and loss"
 
 
+def test_norms_of_ones_own_in_a_family():
+    """A subclass counts once, a class of another name is recognised, a function that is another
+    one is not."""
+    model = make("llama", num_hidden_layers=1)
+    layer = model.model.layers[0]
+    same = type("MyNorm", (type(model.model.norm),), {})
+    width = model.config.hidden_size
+    layer.input_layernorm, layer.post_attention_layernorm = same(width), Norm(width)
+    model.model.norm = type("Doubled", (Norm,), {"forward": lambda self, x: 2 * Norm.forward(self, x)})(width)
+    report = liger_kernel.apply(model.to(DEVICE))
+    assert report.line == "liger_kernel: 2 RMSNorm, 1 MLP, rope, head and loss"
+    assert "1 x MyNorm (rms_norm)" in report.patched and "1 x Norm (rms_norm)" in report.patched
+
+
 def test_classes_that_are_patched_are_reported():
     liger.apply_liger_kernel_to_llama()
     try:
-        model = liger_of("llama")
+        model = built("llama")
         assert liger.patches_report(model).line == "liger_kernel: 5 RMSNorm, 2 MLP, rope, head and loss"
     finally:
         liger.restore()
+
+
+def test_the_head_through_trl_is_in_the_line(monkeypatch):
+    class Stock(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None,
+            logit_scale=1.0, outputs=(),
+        ):  # fmt: skip
+            raise NotImplementedError
+
+    utils = types.SimpleNamespace(_ChunkedLogProbFunction=Stock)
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
+    model = remote(Norm)
+    assert liger_kernel.apply(model).line == "liger_kernel: 1 RMSNorm, head through TRL"
+    liger.restore(model)
+    assert liger_kernel.apply(model, fused_logprobs=False).line == "liger_kernel: 1 RMSNorm"
 
 
 def test_the_trainers_entry_logs_one_line(caplog):

@@ -350,7 +350,10 @@ def instance_patches(
                 for q in on_instance(m, p_here):  # around a forward of the module's own, the head alone
                     found.append(q if q.new is p_here.new else dataclasses.replace(q, labels=p.labels))
     found += [q for (cls, _), p in compiled.items() for m in modules[cls] for q in on_instance(m, p)]
-    found += _of_other_classes(model, parts, not rows_of([model_type], rows))
+    # a subclass may have the forward of its family's class, which is patched by now
+    done = {id(p.owner) for p in found}
+    others = _of_other_classes(model, parts, not rows_of([model_type], rows))
+    found += [p for p in others if id(p.owner) not in done]
     # not a layer that holds layers: its forward checkpoints only while it is its class's own
     callers = [m for m in model.modules() if layers_of(m) and not isinstance(m, GradientCheckpointingLayer)]
     if parts.get("activation_offloading") and not callers:

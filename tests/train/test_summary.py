@@ -38,6 +38,7 @@ def test_a_run_begins_with_a_summary_and_says_how_long_it_takes(config, capsys):
         said["data"],
     )
     assert said["device"].endswith("threads, fp32, trainer torch")
+    assert re.fullmatch(r"\d+ RMSNorm, \d+ MLP, head and loss", said["kernels"])
     assert said["memory"] == "not estimated on a CPU"
     steps = [line for line in out.splitlines() if line.startswith("step ") and "tokens/s" in line]
     assert (

@@ -198,7 +198,8 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     """Patch one live model, and the reference model beside it in a Trainer. Flags are those of
-    ``_apply_liger_kernel``. A second call changes nothing.
+    ``_apply_liger_kernel``. A second call changes nothing. What was patched is logged, in one line
+    for each model, at level INFO.
 
     Each patched module gets a class of the same name, derived from its own, so a ``forward`` that
     its own class gets afterwards is not what it runs.

@@ -41,7 +41,6 @@ SHOWN = (
     call_instead,
     expert_load,
     glu,
-    linear_logprobs,
     load_balancing_loss,
     parallelize,
     train,

@@ -84,7 +84,7 @@ class Trainer:
 
 def score(trl: Any, inner_model: nn.Module, x: Tensor, outputs: tuple[str, ...] = ("entropy", "is_top1")) -> Any:
     """As the forward that TRL gives to models does."""
-    w, y = inner_model.lm_head.weight, torch.arange(len(x)) % 7
+    w, y = inner_model.lm_head.weight, torch.arange(len(x), device=x.device) % 7
     return trl.logprobs.apply(x, w, None, y, 0.7, 256, None, 0.5, outputs)
 
 
@@ -94,7 +94,7 @@ class Distillation(Trainer):
 
 
 def _of_heads(trl: Any, x: Tensor, w: Tensor, beta: float) -> Any:
-    t = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    t = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device)
     return trl.divergences.apply(x, w, None, t, w.detach().flip(0), None, beta, 0.7, 0.5, None, 0.25, None)
 
 
@@ -104,7 +104,8 @@ def model() -> nn.Module:
 
 
 def hidden(model: nn.Module) -> Tensor:
-    return torch.randn(9, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(9, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    return x.to(model.lm_head.weight.device)
 
 
 def test_a_patched_model_runs_our_heads(trl, model):

@@ -511,11 +511,13 @@ def test_documented_examples():
     (x, w, bias), target, reference, _ = inputs()
     layer = lambda w, b: types.SimpleNamespace(weight=w, bias=b)
     names = dict(hidden=x, labels=target, head=layer(w, bias), ref_hidden=reference[0], ref_head=layer(*reference[1:]))
-    first, margin, last, accumulated = re.findall(
+    first, scores, margin, last, accumulated = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/guides/losses.md").read_text(), re.DOTALL
     )
     exec(first, names)
     assert names["loss"] == LigerFusedLinearDPOLoss()(w, x, target, bias, *reference)[0]
+    exec(scores, names)
+    assert names["logp"].shape == names["entropy"].shape == target.shape
     exec(margin, names)
     c, r, *_ = pairs((x, w, bias), target, means=True)
     torch.testing.assert_close(names["loss"], (2 - 0.1 * (c - r)).clamp(min=0).mean())

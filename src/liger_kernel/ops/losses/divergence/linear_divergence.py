@@ -257,7 +257,8 @@ def _cost(x, w, teacher_x=None, teacher_w=None, target=None, bias=None, teacher_
     teacher = [] if teacher_x is None else [(M, V, teacher_x.shape[1])]
     given = (options.get(name) for name in ("teacher_logits", "teacher_probs", "topk_log_probs", "topk_indices"))
     read = nbytes(x, w, teacher_x, teacher_w, target, bias, teacher_bias, *given)
-    return Cost(read, nbytes(x, w, bias), gemms=([(M, V, H), *teacher], [(M, H, V), (V, H, M)]))
+    backward = [(M, H, V), *([(V, H, M)] if w.requires_grad else [])]
+    return Cost(read, nbytes(x, w, bias), gemms=([(M, V, H), *teacher], backward))
 
 
 @op(

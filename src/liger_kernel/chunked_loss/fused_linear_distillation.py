@@ -226,7 +226,8 @@ def of_kernel(
     factor, beta = (beta, 0.5) if kind == "cosine" else (1.0, beta)
     options: dict[str, Any] = dict(beta=beta, ignore_index=ignore_index, temperature=temperature, compact=compact)
     options |= dict(weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor)
-    loss, soft, hard = linear_divergence(*tensors, kind=kind, **options, parts=True)  # type: ignore[arg-type]  # the seven
+    # the seven
+    loss, soft, hard = linear_divergence(*tensors, kind=kind, **options, parts=True)  # type: ignore[arg-type]
     return (loss, soft * factor, hard) if return_soft_hard_loss else loss
 
 

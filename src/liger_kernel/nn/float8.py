@@ -38,11 +38,14 @@ class _Weight(Tensor):
 
     @staticmethod
     def __new__(cls, layer: LigerFloat8Linear | _Experts) -> _Weight:
-        seen = Tensor._make_wrapper_subclass(cls, layer.float8.shape, dtype=layer.dtype, device=layer.float8.device)  # type: ignore[attr-defined]  # not in torch's stubs
+        shape, device = layer.float8.shape, layer.float8.device
+        # not in torch's stubs
+        seen = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=device)  # type: ignore[attr-defined]
         seen.layer = layer
         return seen
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch's docs say to write
+    # what torch's docs say to write
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -96,7 +96,9 @@ class Parallel:
         Under FSDP2 every micro-batch reduces gradients, so that they are sharded between
         micro-batches, too.
         """
-        with contextlib.nullcontext() if last or self.mode not in ("ddp", "ulysses") else self.model.no_sync():  # type: ignore[operator]  # DDP has it
+        sums = last or self.mode not in ("ddp", "ulysses")
+        # DDP has it
+        with contextlib.nullcontext() if sums else self.model.no_sync():  # type: ignore[operator]
             yield
 
     def clip_grad_norm_(self, max_norm: float | None) -> Tensor:

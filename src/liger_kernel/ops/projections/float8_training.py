@@ -399,7 +399,10 @@ def casts_together(
     # warps 170 / 134, 64 x 128 with 8 warps 196 / 148
     how = dict(TOP0=TOP[first.dtype], TOP1=TOP[requests[-1].dtype], POWERS_OF_2=powers_of_2)
     how |= dict(BLOCK_M=32, BLOCK_N=128, num_warps=4 if by_rows else 2)
-    launch(_casts, (parts,), *tensors, *[None] * 7 * missing, *sizes, *[None] * 3 * missing, **how)  # type: ignore[arg-type]  # the first of the tensors is x
+    tensors += [None] * 7 * missing
+    sizes += [None] * 3 * missing
+    # the first of the tensors is x
+    launch(_casts, (parts,), *tensors, *sizes, **how)  # type: ignore[arg-type]
     return found
 
 

@@ -186,7 +186,8 @@ def mlp(
     if act not in ACTS:
         raise ValueError(f"mlp: act must be one of {sorted(ACTS)}, got {act!r}")
     if (dtype := autocast_dtype(x)) is not None:
-        x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]  # only up may be None
+        # only up may be None
+        x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]
     I = gate.shape[0] // 2 if up is None else gate.shape[0]
     for name, p, shape in (("gate", gate, gate.shape), ("up", up, gate.shape), ("down", down, (H, I))):
         if p is not None and p.shape != shape:

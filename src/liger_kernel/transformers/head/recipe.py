@@ -384,7 +384,8 @@ _OPERATORS = "add radd sub rsub rtruediv floordiv rfloordiv mod rmod neg abs pow
 _OPERATORS += "iadd isub ipow ifloordiv imod iand ior eq ne lt le gt ge and or invert bool iter setitem"
 for _name in _OPERATORS.split():
     setattr(LogitsRecipe, f"__{_name}__", _operator(f"__{_name}__"))
-LogitsRecipe.__hash__ = object.__hash__  # type: ignore[method-assign]  # Python removes __hash__ from a class that defines __eq__
+# Python removes __hash__ from a class that defines __eq__
+LogitsRecipe.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class DeferredLogits(LogitsRecipe, Tensor):

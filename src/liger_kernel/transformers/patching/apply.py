@@ -328,8 +328,9 @@ def compute_references_again(trainer: Any, flags: Mapping[str, Any]) -> None:
 def _patch_forward(module: nn.Module, new: Callable, what: str) -> None:
     """Bind ``new`` as the forward of ``module``; for PEFT's wrapper of a module that is trained
     and saved, as the forward of both modules in it."""
-    wraps = hasattr(module, "modules_to_save")
-    modules: Any = [module.original_module, *module.modules_to_save.values()] if wraps else [module]  # type: ignore[operator]  # PEFT's
+    modules: list[Any] = [module]
+    if hasattr(module, "modules_to_save"):  # PEFT's
+        modules = [module.original_module, *module.modules_to_save.values()]  # type: ignore[operator]
     Patches(p for m in modules for p in on_instance(m, Patch(type(m), "forward", new, (what,)))).apply()
 
 

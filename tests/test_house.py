@@ -4,6 +4,7 @@ only, one name for one thing, and no folder above its budget."""
 import ast
 import functools
 import io
+import itertools
 import re
 import tokenize
 from collections import defaultdict
@@ -270,7 +271,7 @@ def test_a_type_that_is_ignored_has_a_reason():
         lines = ["", *path.read_text().splitlines()]
         found += [
             f"{path.name}:{i}"
-            for i, (above, line) in enumerate(zip(lines, lines[1:]), 1)
+            for i, (above, line) in enumerate(itertools.pairwise(lines), 1)
             if "# type: ignore" in line
             and not re.search(r"# type: ignore\[[a-z, -]+\]  # \w", line)
             and not (re.search(r"# type: ignore\[[a-z, -]+\]$", line) and re.search(r"# \w", above))

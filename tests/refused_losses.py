@@ -156,6 +156,11 @@ REFUSED = {
             dict(w=T((10, 8)), temperature=T((3,), grad=False)),
             "temperature must be a number or of shape (4,), got (3,)",
         ),
+        (dict(w=T((10, 8)), temperature=T((4,))), "temperature must need no gradient, got one that does"),
+        (
+            dict(w=T((10, 8)), keep_ids=T((6,), grad=False), keep_offsets=integers(5)),
+            "keep_ids must be integers of one dim, got torch.float32 (6,)",
+        ),
         (dict(w=T((10, 8)), outputs=("perplexity",)), f"outputs must be some of {OUTPUTS}, got 'perplexity'"),
         (dict(w=T((10, 8)), vocab_size=11), "vocab_size must be in [1, 10], got 11"),
         (dict(w=T((10, 8)), target=integers(5)), "target must have shape (4,) or (4, K), got (5,)"),

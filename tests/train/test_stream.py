@@ -82,7 +82,8 @@ class Forked:
 
     @property
     def stdout(self):
-        return io.BytesIO(self._output.read_bytes())
+        # a writer that is killed at once has opened nothing
+        return io.BytesIO(self._output.read_bytes() if self._output.exists() else b"")
 
     @property
     def returncode(self):

@@ -175,6 +175,7 @@ TABLE = [
     ("warmup --model text.txt --arch sm90", "cannot read the configuration of text.txt: "),
     ("warmup --config noname.json --arch sm90", "noname.json names no model"),
     # fit
+    ("recipes 24gb-qlora", r"24gb-qlora-8b"),
     ("fit --gpu h100", r"liger fit: give --model, a config.json, .*, or one of llama-3.2-1b, "),
     ("fit --model tiny --gpu h20", r"liger fit: no GPU 'h20'; did you mean h200\?"),
     ("fit --model tiny --gpu h100 --seq 1", "length must be at least 2, got 1"),

@@ -1,4 +1,4 @@
-"""``liger``: train, fit, demo, models, ops, bench, tune, warmup, deploy, env. A command's code
+"""``liger``: train, fit, recipes, demo, models, ops, bench, tune, warmup, deploy, env. A command's code
 is imported only when the command runs, so help is instant."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import liger_kernel
 from liger_kernel.train.config import from_flags
@@ -18,6 +19,7 @@ from liger_kernel.train.redact import in_a_line
 COMMANDS = {
     "train": "train or fine-tune a causal language model",
     "fit": "estimate, without a GPU, what fits into a GPU's memory, and what each switch saves",
+    "recipes": "settings for cards of 24 GB to eight of 80 GB: list them, or copy one",
     "demo": "train a small Llama twice, as Hugging Face ships it and with our kernels, and compare",
     "models": "the model families: what is swapped, what is left alone and why",
     "ops": "the operators and the cases they are tested on",
@@ -63,6 +65,25 @@ def fit(argv: list[str]) -> int:
     from liger_kernel.train import fit
 
     return fit.main(argv)
+
+
+def recipes(argv: list[str]) -> None:
+    parser = Parser(prog="liger recipes", description="List the recipes; with a name, copy that one to a file here.")
+    parser.add_argument("name", nargs="?", help="a recipe")
+    parser.add_argument("--out", metavar="FILE", help="new file to copy it to (default: NAME.yaml)")
+    a = parser.parse_args(argv)
+    texts = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+    if a.name is None:
+        for name, text in texts.items():
+            print(f"{name:<20} {text.splitlines()[0].removeprefix('# ')}")
+        return
+    text, out = texts[one_of("recipe", a.name.removesuffix(".yaml"), texts)], a.out or f"{a.name}.yaml"
+    try:
+        with open(out, "x") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    print("".join(line[2:] for line in text.splitlines(keepends=True) if line.startswith("# ")) + f"copied to {out}")
 
 
 def demo(argv: list[str]) -> int:

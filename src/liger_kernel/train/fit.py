@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.model_sizes import MODELS
-from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags, by_group
+from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags, by_group, read_values
 from liger_kernel.train.hub import configuration
 from liger_kernel.train.mistakes import Parser, one_of
 from liger_kernel.train.redact import in_a_line
@@ -214,6 +214,7 @@ def _parser() -> Parser:
         metavar="X",
         help="free memory of the CPU for each GPU in 10^9 bytes (default: as much as a run can use)",
     )
+    add("--config", metavar="FILE", help="YAML or JSON file of `liger train`; flags win over it")
     add("--seq", type=int, dest="length", default=argparse.SUPPRESS, metavar="N", help="the same as --length")
     add(
         "--checkpointing",
@@ -231,17 +232,19 @@ def _parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     a = vars(_parser().parse_args(argv))
-    gpu, gigabytes, of_cpu, as_json = a.pop("gpu"), a.pop("memory_gb"), a.pop("cpu_memory_gb"), a.pop("json")
+    path, gpu, as_json = a.pop("config"), a.pop("gpu"), a.pop("json")
+    gigabytes, of_cpu = a.pop("memory_gb"), a.pop("cpu_memory_gb")
     if gpu is not None:
         one_of("GPU", gpu, GPUS)
     for flag, given in (("memory-gb", gigabytes), ("cpu-memory-gb", of_cpu)):
         if given is not None and not 0 < given < math.inf:
             raise UserError(f"--{flag} must be positive and finite, got {given:g}")
+    a = {"batch": 1, "length": 2048, **(read_values(path) if path else {}), **a}
     if not a.get("model"):
         raise UserError(
             f"give --model, a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}"
         )
-    config = TrainConfig(**{"batch": 1, "length": 2048, **a})
+    config = TrainConfig(**a)
     available, arch, name = _gpu(gpu, gigabytes)
     form = configuration(config.model or "", config.trust_remote_code)
     text = form.get_text_config()

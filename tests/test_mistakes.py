@@ -54,7 +54,7 @@ def without_gpu(*row: str) -> list[tuple[str, ...]]:
 
 # The command line, and a pattern of the one line on stderr
 TABLE = [
-    ("nope", "liger: no command 'nope'; there are train, fit, demo, "),
+    ("nope", "liger: no command 'nope'; there are train, fit, recipes, demo, "),
     ("trian", r"liger: no command 'trian'; did you mean train\?$"),
     ("--vresion", r"liger: no flag --vresion; did you mean --version\?"),
     # train: flags

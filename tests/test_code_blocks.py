@@ -242,6 +242,8 @@ def test_every_reason_has_its_block():
 # Commands that take minutes, a GPU or a cluster: their arguments are parsed
 PARSED = {
     "demo": "trains two models, minutes",
+    "chat": "has tests of its own",
+    "merge": "has tests of its own",
     "bench": "measures, minutes",
     "tune": "needs a GPU",
     "warmup": "compiles, minutes",
@@ -265,6 +267,8 @@ PROGRAMS = {
     "pytest": "these are the tests",
     "make": "makes environments",
     "docker": "needs a registry",
+    "hf": "needs the hub",
+    **dict.fromkeys(("vllm", "llama-quantize", "llama-cli"), "is a program of its own"),
     **dict.fromkeys(("kubectl", "helm", "kustomize", "flyte", "pyflyte", "torchrun"), "needs a cluster"),
     **dict.fromkeys(("curl", "promtool", "mlflow", "tensorboard"), "needs a server"),
 }

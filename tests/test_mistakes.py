@@ -44,6 +44,7 @@ FILES = {
     "goodjob.yaml": "name: run\nimage: r.io/liger:1\nvolume: v\ngpus: 1\ntrain: {checkpoint_every: 5}\n",
     "empty/.keep": "",
     "model/config.json": "{}",
+    "adapters/adapter_config.json": '{"base_model_name_or_path": null}',
 }
 NO_HUB = "it is no folder here, and the Hugging Face hub cannot be reached"
 
@@ -54,7 +55,7 @@ def without_gpu(*row: str) -> list[tuple[str, ...]]:
 
 # The command line, and a pattern of the one line on stderr
 TABLE = [
-    ("nope", "liger: no command 'nope'; there are train, fit, recipes, demo, "),
+    ("nope", "liger: no command 'nope'; there are train, chat, merge, fit, "),
     ("trian", r"liger: no command 'trian'; did you mean train\?$"),
     ("--vresion", r"liger: no flag --vresion; did you mean --version\?"),
     # train: flags
@@ -103,6 +104,19 @@ TABLE = [
     ("train --tokenizer nope --data chats.jsonl", rf"no model 'nope': {NO_HUB} "),
     ("train --save text.txt/model", "cannot write to text.txt/model: .* is a file, not a folder"),
     ("train --cache text.txt", "cannot write to text.txt"),
+    # chat, merge
+    ("chat", "liger chat: the following arguments are required: FOLDER"),
+    ("chat ./modle", r"no such folder: ./modle; did you mean model\?"),
+    ("chat empty", "empty holds neither a model nor adapters"),
+    ("chat model --base one", "model holds no adapters: leave out --base"),
+    ("chat model --besides one", r"no flag --besides; did you mean --beside\?"),
+    ("chat model --prompts chat.jsonl", r"no such file: chat.jsonl; did you mean chats.jsonl\?"),
+    ("chat model --tokens 0", "--tokens must be at least 1, got 0"),
+    ("chat adapters", "the base of adapters had random weights, which are in no file: train adapters over a --model"),
+    ("merge adapters", "the following arguments are required: --out"),
+    ("merge adapters --out model", "model is there and not an empty folder: give a new --out"),
+    ("merge model --out new", "model is no folder of adapters: a whole model needs no merge"),
+    ("merge adapters --out new --base ./modle", r"no such folder: ./modle; did you mean model\?"),
     # demo
     ("demo --stepz 3", r"liger demo: no flag --stepz; did you mean --steps\?"),
     ("demo --out text.txt", "cannot write to text.txt"),

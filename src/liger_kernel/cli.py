@@ -1,5 +1,5 @@
-"""``liger``: train, fit, recipes, demo, models, ops, bench, tune, warmup, deploy, env. A command's code
-is imported only when the command runs, so help is instant."""
+"""``liger``: train, chat, merge, fit, recipes, demo, models, ops, bench, tune, warmup, deploy,
+env. A command's code is imported only when the command runs, so help is instant."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from liger_kernel.train.redact import in_a_line
 
 COMMANDS = {
     "train": "train or fine-tune a causal language model",
+    "chat": "ask a model or adapters that were trained, also beside their base",
+    "merge": "merge adapters into their base, as one model to serve or to publish",
     "fit": "estimate, without a GPU, what fits into a GPU's memory, and what each switch saves",
     "recipes": "settings for cards of 24 GB to eight of 80 GB: list them, or copy one",
     "demo": "train a small Llama twice, as Hugging Face ships it and with our kernels, and compare",
@@ -40,7 +42,7 @@ def train(argv: list[str]) -> int:
 
     if config.nproc is not None:
         return ranks.launch_elastic(config)
-    from liger_kernel.train import loop
+    from liger_kernel.train import card, loop
 
     try:
         metrics = ranks.reporting(loop.train)(config)
@@ -55,9 +57,22 @@ def train(argv: list[str]) -> int:
     rate = f"{metrics['tokens_per_second']:,.0f} tokens/s, " if metrics["tokens_per_second"] else ""
     memory = f"{metrics['peak_memory'] / 1e9:.2f} GB at most ({metrics['memory_kind']})"
     print(f"{loss}{rate}{memory}; {config.out}/metrics.json")
-    if config.save:
-        print(f"{'adapters' if config.lora else 'model'} in {config.save}")
+    card.finish(config, metrics)
     return 0
+
+
+def chat(argv: list[str]) -> int:
+    _need("torch", "transformers")
+    from liger_kernel.train import chat
+
+    return chat.main(argv)
+
+
+def merge(argv: list[str]) -> int:
+    _need("torch", "transformers", "peft")
+    from liger_kernel.train import merge
+
+    return merge.main(argv)
 
 
 def fit(argv: list[str]) -> int:

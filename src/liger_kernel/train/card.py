@@ -1,0 +1,138 @@
+"""The model card beside what a run has saved: how to load it, and how it was trained; and what to
+type next."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.files import write
+from liger_kernel.train.mistakes import note
+from liger_kernel.train.redact import in_a_line, redacted
+from liger_kernel.train.trained import QUANTIZE
+
+CARD, PICTURE = "README.md", "loss.png"
+# cards with one of these are replaced: our own, and the empty form that PEFT writes
+MARK, FORM = "<!-- written by liger-kernel, which replaces this file -->", "[More Information Needed]"
+# library and words, of adapters (True) and of models
+KINDS = {True: ("peft", "Adapters of"), False: ("transformers", "A fine-tune of")}
+TEXT = """---
+{data}
+---
+{mark}
+
+# {name}
+
+{kind} {base}. The licences of that model and of the data apply.
+
+```python
+from transformers import pipeline
+
+chat = pipeline("text-generation", "{name}")
+print(chat([{{"role": "user", "content": "Hello"}}])[0]["generated_text"][-1]["content"])
+```
+
+| | |
+|-|-|
+| data | {source} |
+| steps | {steps:,} of {rows:,} rows of at most {config.length:,} tokens |
+| trained | {trained} |
+| loss | {first:.4f} at first, {last:.4f} at last{evaluated} |
+| optimizer | {config.optimizer}, learning rate {config.peak_lr:g}, {config.schedule}, seed {config.seed} |
+{picture}"""
+
+
+def finish(config: TrainConfig, metrics: dict[str, Any]) -> None:
+    """Leave a card beside what a run has saved, and say what to do with it."""
+    if not config.save:
+        print("the model is not saved: --save FOLDER saves it")
+        return
+    try:
+        _write_trained(config, Path(config.save), metrics)
+    # what only informs must not end a run
+    except Exception as error:
+        note(f"no model card: {in_a_line(error)}")
+    print(f"{'adapters' if config.lora else 'model'} in {config.save}")
+    if config.lora and not config.model:  # the random weights of their base are in no file
+        return
+    options = ["--quantize", config.quantize] if config.quantize in QUANTIZE else []
+    options += ["--trust-remote-code"] * config.trust_remote_code
+    beside = ["--beside", config.model] if config.model else []
+    merge = ["liger", "merge", config.save, "--out", f"{config.save.rstrip('/')}-merged", *options]
+    for command in [["liger", "chat", config.save, *beside, *options], *([merge] if config.lora else [])]:
+        print(f"  next: {shlex.join(command)}")
+
+
+def _write_trained(config: TrainConfig, folder: Path, metrics: dict[str, Any]) -> None:
+    """A card that somebody has written stays."""
+    from huggingface_hub import ModelCardData
+
+    old = _text(folder)
+    losses, ranks = metrics["losses"], metrics["ranks"]
+    if not losses or (old and MARK not in old and FORM not in old):
+        return
+    rows = config.global_batch or config.batch * config.accumulate * (ranks // config.sharing(ranks))
+    lora = f"{'DoRA' if config.dora else 'LoRA'}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}"
+    stored = f", base in {config.quantize}" if config.quantize else ""
+    # our own trainer has every step, the others have means of the steps of a line
+    every = 1 if config.trainer == "torch" else config.log_every
+    steps = config.steps or every * len(losses)
+    library, kind = KINDS[bool(config.lora)]
+    data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=["liger-kernel"])
+    if config.model and not Path(config.model).exists():  # an id of the hub
+        data.base_model = config.model
+    text = TEXT.format(
+        data=data.to_yaml(),
+        mark=MARK,
+        name=folder.absolute().name,
+        kind=kind,
+        base=_public(config.model or "random weights"),
+        source=_public(config.data),
+        config=config,
+        rows=rows,
+        steps=steps,
+        trained=f"{lora}{stored}" if config.lora else "all weights",
+        first=losses[0],
+        last=losses[-1],
+        evaluated="".join(f", {e['loss']:.4f} on rows kept back" for e in metrics["evaluations"][-1:]),
+        picture=_draw([steps - every * i for i in range(len(losses))][::-1], losses, folder / PICTURE),
+    )
+    write(folder / CARD, text)
+
+
+def write_merged(folder: Path, trained: Path, name: str) -> None:
+    """The card of a merged model, from that of the adapters, if it is ours."""
+    text, old = _text(trained), trained.absolute().name
+    if MARK in text:
+        names = ((f"# {old}\n", f"# {name}\n"), (f'"{old}"', f'"{name}"'))
+        for before, after in (*zip(KINDS[True], KINDS[False]), *names):
+            text = text.replace(before, after, 1)
+        write(folder / CARD, text)
+        if (trained / PICTURE).is_file():
+            shutil.copy(trained / PICTURE, folder / PICTURE)
+
+
+def _text(folder: Path) -> str:
+    return (folder / CARD).read_text(encoding="utf-8", errors="replace") if (folder / CARD).is_file() else ""
+
+
+def _public(name: str) -> str:
+    """A name without the folders that lead to it, which nobody else has."""
+    return Path(name).absolute().name if Path(name).exists() else redacted(name)
+
+
+def _draw(steps: list[int], losses: list[float], path: Path) -> str:
+    """Draw the losses, and return what shows them; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return ""
+    figure, picture = Figure(figsize=(7, 3), layout="constrained"), io.BytesIO()
+    figure.subplots(subplot_kw={"xlabel": "step", "ylabel": "loss"}).plot(steps, losses)
+    figure.savefig(picture, format="png", dpi=120)
+    write(path, picture.getvalue())
+    return f"\n![loss of each step]({PICTURE})\n"

@@ -1,0 +1,120 @@
+"""``liger merge``: adapters and their base as one model, in the base's dtype, which every program
+loads.
+
+What was written is loaded again, and must have the logits of the base with its adapters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.mistakes import Parser, UserError, writable
+from liger_kernel.train.trained import add_flags, attempted, base_of, load_model, load_tokenizer
+
+# the logits of these tokens are compared
+TEXT = "Is 17 a prime number? Yes: no number but 1 and itself divides it.\ndef area(a, b): return a * b\n" * 2
+# largest difference of all logits (root mean square, relative), in steps of the dtype: each weight is
+# rounded once more. Single logits move further: by 8 % of the largest, where all move by 1.3 %
+STEPS, LEAST = 8, 1e-4
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="liger merge", description="Merge adapters into their base: one model for every program.")
+    add = parser.add_argument
+    add("adapters", metavar="ADAPTER", help="the folder of adapters that a run with --lora has saved")
+    add("--out", required=True, metavar="DIR", help="new or empty folder for model, tokenizer and card")
+    add("--push", metavar="REPO", help="upload it, too: to a new, private repository of the hub, OWNER/NAME")
+    add_flags(parser, "cpu")
+    a = parser.parse_args(argv)
+    if os.path.lexists(a.out) and (not Path(a.out).is_dir() or os.listdir(a.out)):
+        raise UserError(f"{a.out} is there and not an empty folder: give a new --out")
+    return a
+
+
+def main(argv: list[str]) -> int:
+    a = parse(argv)
+    import huggingface_hub
+    import transformers
+
+    from liger_kernel.train import card
+    from liger_kernel.train.model import device_and_precision, replacing
+
+    transformers.logging.set_verbosity_error()
+    device = device_and_precision(TrainConfig(device=a.device))[0]
+    base = base_of(a.adapters, a.base)
+    if base is None:
+        raise UserError(f"{a.adapters} is no folder of adapters: a whole model needs no merge")
+    writable(folder=a.out)
+    model = dense(load_model(base, a.trust_remote_code, device, a.quantize), base)
+    tokenizer = load_tokenizer(a.adapters, base, a.trust_remote_code)
+    api = huggingface_hub.HfApi()
+    if a.push:  # before the work
+        attempted(f"push to {a.push}", api.whoami)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"].to(device)
+    model, plain, adapted = merge(model, a.adapters, ids)
+    with replacing(a.out) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        del model  # two may not fit
+        model = load_model(aside, a.trust_remote_code, device)
+        print(compared(plain, adapted, logits(model, ids), model.dtype))
+        card.write_merged(Path(aside), Path(a.adapters), a.push or Path(a.out).absolute().name)
+    print(f"model in {a.out}")
+    if a.push:
+
+        def push() -> Any:
+            api.create_repo(a.push, private=True)
+            return api.upload_folder(repo_id=a.push, folder_path=a.out)
+
+        print(f"pushed: {attempted(f'push {a.out}, which is complete, to {a.push}', push)}")
+    for program in ("liger chat", "vllm serve"):
+        print(f"  next: {program} {shlex.quote(a.out)}")
+    return 0
+
+
+def dense(model: Any, name: str) -> Any:
+    """``model`` without quantised weights, which a merge would round once more."""
+    if not getattr(model, "is_quantized", False):
+        return model
+    dtype = model.dtype
+    try:
+        return model.dequantize().to(dtype)
+    except Exception as error:
+        raise UserError(f"{name} is quantised for good ({error}): give --base the same model in 16 bits") from error
+
+
+def merge(model: Any, folder: str, ids: Any) -> tuple[Any, Any, Any]:
+    """The merged model; logits of the base, and with its adapters."""
+    from liger_kernel.train import adapters
+
+    model = attempted(f"load the adapters {folder}", lambda: adapters.restored(model, folder).eval())
+    adapted = logits(model, ids)
+    with model.disable_adapter():
+        plain = logits(model, ids)
+    # adapters that are no matrices, as prompts, have no such method
+    return attempted(f"merge {folder}", lambda: model.merge_and_unload(safe_merge=True)), plain, adapted
+
+
+def logits(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def compared(plain: Any, adapted: Any, merged: Any, dtype: Any) -> str:
+    """What the merge has changed, in a line; ``UserError`` if that is more than rounding."""
+    import torch
+
+    part = lambda x: (x.norm() / adapted.norm()).item()
+    most, off = (merged - adapted).abs().max().item(), part(merged - adapted)
+    said = f"largest difference of logits by the merge: {most:.2g} ({off:.1%}, root mean square) in {dtype}"
+    # `not <=`: a NaN is no small difference
+    if not off <= max(STEPS * torch.finfo(dtype).eps, LEAST):
+        raise UserError(f"{said}. That is more than rounding, so nothing is written")
+    return f"{said}; the adapters change {part(adapted - plain):.1%}"

@@ -1,0 +1,80 @@
+"""What a run has saved, loaded again: a model, or adapters and their base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.hub import on_hub, why
+from liger_kernel.train.mistakes import Parser, UserError
+
+QUANTIZE = ("nf4", "int8")  # forms of a base that can be made dense again
+
+
+def add_flags(parser: Parser, device: str) -> None:
+    """The flags that say how it is loaded."""
+    add = parser.add_argument
+    add("--base", metavar="NAME", help="the adapters' base, if it is not where the run found it")
+    add("--quantize", choices=QUANTIZE, help="load the base in 4 or 8 bits, as a run with this flag did")
+    add("--device", default=device, help=f"cpu, cuda, or auto: the GPU if there is one (default: {device})")
+    add("--trust-remote-code", action="store_true", help="run the model's own Python code, with your rights")
+
+
+def base_of(folder: str, base: str | None = None) -> str | None:
+    """The base of the adapters in ``folder``: ``base``, or the one that they name. None if the folder
+    holds a whole model, or is a name on the hub."""
+    from liger_kernel.train import adapters
+
+    on_hub(folder)
+    path = Path(folder)
+    if not adapters.holds_adapters(folder):
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise UserError(f"{folder} holds neither a model nor adapters: give what --save of a run names")
+        if base:
+            raise UserError(f"{folder} holds no adapters: leave out --base")
+        return None
+    found = base or attempted(f"read {path / adapters.SAVED}", lambda: adapters.base_of(folder))
+    if not found:
+        raise UserError(f"the base of {folder} had random weights, which are in no file: train adapters over a --model")
+    return found
+
+
+def load_tokenizer(name: str, base: str | None, trusted: bool) -> Any:
+    """The tokenizer beside the model or the adapters; else the base's."""
+    from liger_kernel.train import tokenise
+
+    if base and not any((Path(name) / file).is_file() for file in tokenise.TOKENIZER_FILES):
+        name = base
+    tokenizer = tokenise.loaded(name, trusted)
+    tokenise.complete(tokenizer)
+    return tokenizer
+
+
+def load_model(name: str, trusted: bool, device: Any, quantize: str | None = None) -> Any:
+    """The model ``name`` in the dtype that it is stored in, or in 4 or 8 bits."""
+    import transformers
+
+    from liger_kernel.train import adapters
+
+    on_hub(name)
+    config = TrainConfig(model=name, lora=1, quantize=quantize, trust_remote_code=trusted)
+    options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": trusted}
+    if quantize:
+        adapters.check(config, device)
+        options |= {"quantization_config": adapters.quantization(config, "bf16"), "device_map": {"": device}}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = attempted(f"load the model {name}", lambda: load(name, **options))
+    return (model if getattr(model, "is_quantized", False) else model.to(device)).eval()
+
+
+def attempted(what: str, do: Callable[[], Any]) -> Any:
+    """What ``do`` returns; ``UserError`` for an error of transformers, PEFT or the hub, which raise
+    many kinds."""
+    try:
+        return do()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"cannot {what}: {why(error)}") from error

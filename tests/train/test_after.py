@@ -1,0 +1,213 @@
+"""What follows a run: its last lines and its card, `liger chat` and `liger merge`."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import huggingface_hub
+import peft
+import transformers
+from hf_models import served_by_kernels_or_references
+from small_runs import STEPS, write_jsonl
+
+from liger_kernel import cli
+from liger_kernel.train import card, merge
+from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.tokenise import train_bpe
+
+WORDS = ["red", "green", "blue", "one", "two", "three"]
+CHATS = [[{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w}"}] for w in WORDS] * 4
+FLAGS = ["--tokens", "6", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with a base in bf16, chats, and the adapters of a run; what the run has said."""
+    folder = tmp_path_factory.mktemp("after")
+    tokenizer = train_bpe([turn["content"] for chat in CHATS for turn in chat] + ["### User:\n### Assistant:"], 300)
+    tokenizer.save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    form = transformers.LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes)
+    transformers.LlamaForCausalLM(form).bfloat16().save_pretrained(folder / "base")
+    data = write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in CHATS])
+    places = dict(model=folder / "base", data=data, out=folder / "run", save=folder / "tuned", lora=4, device="cpu")
+    argv = [part for name, value in (STEPS | places).items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    with contextlib.redirect_stdout(io.StringIO()) as said, served_by_kernels_or_references():
+        assert cli.main(["train", *argv]) == 0
+    return SimpleNamespace(folder=folder, said=said.getvalue())
+
+
+@pytest.fixture
+def here(run, monkeypatch):
+    monkeypatch.chdir(run.folder)
+    return run.folder
+
+
+def stock(name):
+    """A model as transformers and PEFT load it."""
+    base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype="auto")
+    return peft.PeftModel.from_pretrained(base, name).eval() if name != "base" else base.eval()
+
+
+def answer(model, *turns):
+    """The likeliest answer, as transformers makes it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained("tuned")
+    given = tokenizer.apply_chat_template(
+        list(turns), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    made = model.generate(**given, do_sample=False, max_new_tokens=6)
+    return tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_a_run_says_what_to_type_next_and_leaves_a_card(run, here):
+    folder = run.folder
+    assert run.said.endswith(
+        f"adapters in {folder}/tuned\n  next: liger chat {folder}/tuned --beside {folder}/base\n"
+        f"  next: liger merge {folder}/tuned --out {folder}/tuned-merged\n"
+    )
+    text = Path("tuned/README.md").read_text()
+    losses = json.loads(Path("run/metrics.json").read_text())["losses"]
+    for said in (
+        *("library_name: peft", "Adapters of base.", "| data | chats.jsonl |", "| 3 of 4 rows of at most 24 tokens |"),
+        *("LoRA, rank 4, alpha 8, on all-linear", f"| loss | {losses[0]:.4f} at first, {losses[-1]:.4f} at last"),
+    ):
+        assert said in text
+    assert str(folder) not in text and "More Information" not in text
+    assert huggingface_hub.ModelCard(text).data.tags == ["liger-kernel"]
+    if importlib.util.find_spec("matplotlib"):
+        assert "](loss.png)" in text and Path("tuned/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_card_that_somebody_has_written_stays_and_no_card_ends_a_run(tmp_path, capsys):
+    (tmp_path / "README.md").write_text("mine")
+    config = TrainConfig(save=str(tmp_path), model="org/base", quantize="nf4", lora=2, trainer="hf")
+    metrics = dict(losses=[3.0, 2.0], ranks=1, evaluations=[], device="x", precision="fp32")
+    card.finish(config, metrics)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    out = capsys.readouterr().out
+    assert f"liger merge {tmp_path} --out {tmp_path}-merged --quantize nf4\n" in out
+    (tmp_path / "README.md").unlink()
+    card.finish(config, metrics)
+    text = (tmp_path / "README.md").read_text()
+    assert "base_model: org/base" in text and "Adapters of org/base." in text and ", base in nf4 |" in text
+    card.finish(config, {})
+    assert "no model card: 'losses'" in capsys.readouterr().err
+    card.finish(TrainConfig(), metrics)
+    assert capsys.readouterr().out == "the model is not saved: --save FOLDER saves it\n"
+
+
+@pytest.mark.parametrize("file", ["prompts.txt", "prompts.jsonl"])
+def test_prompts_are_answered_beside_the_base(file, here, capsys):
+    Path("prompts.txt").write_text("say red\n\nsay two\n")
+    write_jsonl(Path("prompts.jsonl"), [{"messages": CHATS[0]}, {"instruction": "say two", "output": "x"}])
+    assert cli.main(["chat", "tuned", "--beside", "base", "--prompts", file, *FLAGS]) == 0
+    base, tuned = stock("base"), stock("tuned")
+    expected = "".join(
+        f"> {said}\n[base]\n{answer(base, user(said))}\n[tuned]\n{answer(tuned, user(said))}\n\n"
+        for said in ("say red", "say two")
+    )
+    assert capsys.readouterr().out == expected and answer(base, user("say red")) != answer(tuned, user("say red"))
+
+
+def test_a_conversation_goes_on_until_a_new_one(here, capsys, monkeypatch):
+    typed = mock.Mock(side_effect=["say red", " ", "say two", "/new", "say two", EOFError])
+    monkeypatch.setattr("builtins.input", typed)
+    assert cli.main(["chat", "tuned", *FLAGS]) == 0
+    model = stock("tuned")
+    first = answer(model, user("say red"))
+    turns = (user("say red"), {"role": "assistant", "content": first}, user("say two"))
+    expected = [first, answer(model, *turns), "", answer(model, user("say two"))]
+    assert capsys.readouterr().out == "".join(f"{text}\n" + "\n" * bool(text) for text in expected)
+
+
+def test_a_record_without_a_question(here, capsys):
+    write_jsonl(Path("wrong.jsonl"), [{"text": "x"}])
+    assert cli.main(["chat", "tuned", "--prompts", "wrong.jsonl", *FLAGS]) == 2
+    assert "wrong.jsonl: record 1 has no question, but ['text']" in capsys.readouterr().err
+
+
+def hub(monkeypatch, refuses=""):
+    """What a hub is asked, which may refuse an account or a repository."""
+    asked = []
+
+    def asks(name):
+        def ask(self, *args, **how):
+            if name == refuses:
+                raise huggingface_hub.errors.HFValidationError("no: read this")
+            asked.append((name, *args, {**how, "folder_path": sorted(os.listdir(how.get("folder_path", ".")))}))
+            return "URL"
+
+        monkeypatch.setattr(huggingface_hub.HfApi, name, ask)
+
+    for name in ("whoami", "create_repo", "upload_folder"):
+        asks(name)
+    return asked
+
+
+def test_a_merge_is_the_model_with_its_adapters(here, tmp_path, capsys, monkeypatch):
+    asked, out = hub(monkeypatch), tmp_path / "merged"
+    assert cli.main(["merge", "tuned", "--out", str(out), "--push", "me/new"]) == 0
+    said = capsys.readouterr().out
+    assert "largest difference of logits by the merge: " in said and f"next: vllm serve {out}\n" in said
+    (_, *_), (_, made, how), (_, sent) = asked
+    assert made == sent["repo_id"] == "me/new" and how["private"] and "\npushed: URL\n" in said
+    assert sent["folder_path"] == sorted(os.listdir(out)) and "chat_template.jinja" in os.listdir(out)
+    model, ids = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto"), torch.arange(20)[None]
+    assert model.dtype == torch.bfloat16
+    merged, tuned, base = (m(input_ids=ids).logits.float() for m in (model, stock("tuned"), stock("base")))
+    assert (merged - tuned).norm() < 0.05 * tuned.norm() and (merged - tuned).norm() < 0.5 * (tuned - base).norm()
+    text = (out / "README.md").read_text()
+    assert "\n# me/new\n" in text and "| data | chats.jsonl |" in text and "library_name: transformers" in text
+    assert (out / "loss.png").exists() == Path("tuned/loss.png").exists()
+
+
+def test_a_merge_that_is_not_right_writes_nothing(here, tmp_path, capsys, monkeypatch):
+    argv = ["merge", "tuned", "--out", str(tmp_path / "merged")]
+    hub(monkeypatch, refuses="whoami")
+    assert cli.main([*argv, "--push", "me/new"]) == 2
+    assert "liger merge: cannot push to me/new: no: read this\n" in capsys.readouterr().err
+    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", lambda self, **_: self.unload())
+    assert cli.main(argv) == 2 and not os.listdir(tmp_path / "merged")
+    assert capsys.readouterr().err.endswith("That is more than rounding, so nothing is written\n")
+    base, adapted = torch.ones(8), torch.full((8,), 1.001)
+    assert merge.compared(base, adapted, adapted * 1.001, torch.bfloat16)
+    with pytest.raises(UserError, match="more than rounding"):
+        merge.compared(base, adapted, adapted * float("nan"), torch.bfloat16)
+
+
+def test_a_push_that_is_refused_leaves_the_model(here, tmp_path, capsys, monkeypatch):
+    hub(monkeypatch, refuses="create_repo")
+    assert cli.main(["merge", "tuned", "--out", str(tmp_path / "merged"), "--push", "me/old"]) == 2
+    assert "merged, which is complete, to me/old: no: read this\n" in capsys.readouterr().err
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+
+
+def test_a_base_that_cannot_be_made_dense_is_refused_by_name():
+    model = SimpleNamespace(is_quantized=True, dtype=torch.bfloat16)
+    model.dequantize = mock.Mock(side_effect=NotImplementedError("gptq has no implementation"))
+    with pytest.raises(UserError, match=r"base is quantised for good \(gptq .*: give --base the same model in 16 bits"):
+        merge.dense(model, "base")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_merge_into_the_base_that_was_trained_on(here, tmp_path):
+    """It is dense, in the dtype of the base's files, with the values of 4 bits."""
+    assert cli.main(["merge", "tuned", "--out", str(tmp_path / "new"), "--quantize", "nf4"]) == 0
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "new").dtype == torch.bfloat16
+    assert not hasattr(transformers.AutoConfig.from_pretrained(tmp_path / "new"), "quantization_config")

@@ -169,6 +169,9 @@ TABLE = [
     ("bench step --lora 8 --lora-targets q_prj", r"no linear layer 'q_prj'; did you mean q_proj\?"),
     ("bench step --json empty", "cannot write to empty: it is a folder"),
     ("bench step --json list.json", "cannot write to list.json: it holds something else"),
+    ("bench step --model model", "--model model needs --data FILE: rows of your own"),
+    ("bench step --data chats.jsonl", "--data chats.jsonl needs --model: a folder or an id of the hub"),
+    ("bench step --model model --data=chats.jsonl --seq 64", r"no flag --seq; did you mean --length\?"),
     ("bench step more", "unexpected argument 'more'; liger bench step --help lists"),
     # tune
     ("tune", "liger tune: the following arguments are required: op"),

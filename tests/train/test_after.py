@@ -1,6 +1,8 @@
-"""What follows a run: its last lines and its card, `liger chat` and `liger merge`."""
+"""What follows a run: its last lines and its card, `liger chat`, `liger merge` and
+`liger bench step` on rows of the user's."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
@@ -22,7 +24,7 @@ from hf_models import served_by_kernels_or_references
 from small_runs import STEPS, write_jsonl
 
 from liger_kernel import cli
-from liger_kernel.train import card, merge
+from liger_kernel.train import card, demo, merge
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.tokenise import train_bpe
 
@@ -211,3 +213,36 @@ def test_a_merge_into_the_base_that_was_trained_on(here, tmp_path):
     assert cli.main(["merge", "tuned", "--out", str(tmp_path / "new"), "--quantize", "nf4"]) == 0
     assert transformers.AutoConfig.from_pretrained(tmp_path / "new").dtype == torch.bfloat16
     assert not hasattr(transformers.AutoConfig.from_pretrained(tmp_path / "new"), "quantization_config")
+
+
+def numbers(losses, **more):
+    return dict(losses=losses, rates=[100.0] * 6, tokens_per_second=100.0, peak_memory=2e9, precision="fp32") | more
+
+
+def test_bench_step_on_own_rows(here, tmp_path, capsys, monkeypatch):
+    runs = {"stock": numbers([4.0, 3.0]), "ours": numbers([4.0, 3.0], rates=[150.0] * 6, peak_memory=1e9)}
+    codes = dict.fromkeys(runs, 0)
+
+    def trained(config, out):
+        for name, run in runs.items():
+            (out / name).mkdir(exist_ok=True)
+            more = dict(memory_before_training=0, parameters=1, device="x", memory_kind="y", model="llama")
+            (out / name / "metrics.json").write_text(json.dumps(run | more))
+            dataclasses.replace(config, kernels="off").save_to(out / f"{name}.json")
+        return codes
+
+    monkeypatch.setattr(demo, "_trained", trained)
+    monkeypatch.setattr(demo, "plot", lambda *_: "")
+    argv = ["bench", "step", "--model", "base", "--data", "chats.jsonl", "--length", "64", "--out", str(tmp_path / "b")]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(
+        "On chats.jsonl, base trains with our kernels 1.50 times as fast as stock, in 0.50 times its peak memory "
+        "(1.00 GB), and the losses differ by 0e+00, which is rounding.\n"
+    )
+    runs["stock"], runs["ours"] = numbers([4.0, 3.0], rates=[1.0]), numbers([4.0, 3.1])
+    assert cli.main(argv) == 1  # in the same folder
+    out = capsys.readouterr().out
+    assert "at a speed that could not be compared" in out and "differ by 3e-02, which is MORE THAN rounding." in out
+    codes["ours"] = 1
+    assert cli.main(argv) == 1 and "the ours run failed with exit code 1; the two" in capsys.readouterr().err

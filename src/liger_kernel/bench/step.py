@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench import profile
+from liger_kernel.bench import own_rows, profile
 from liger_kernel.bench.arguments import outputs
 from liger_kernel.bench.results import Row, parts_of, write_csv
 from liger_kernel.bench.tables import aligned, text_table
@@ -113,8 +113,9 @@ def parser_of() -> Parser:
     add("--attention", metavar="NAME", help=how)
     where = f"where the published package is: pip install --no-deps --target DIR {UPSTREAM}"
     add("--upstream-path", metavar="DIR", help=where)
-    what = "random tokens (default), or the sources of Python's library through a BPE trained on them"
-    add("--data", choices=("random", "real"), default="random", help=what)
+    what = "random tokens (default); real: the sources of Python's library through a BPE trained on them; or rows of "
+    own = "your own, as in `liger train`: then --model is a folder or an id, and the other flags are those of its runs"
+    add("--data", metavar="random|real|FILE", default="random", help=what + own)
     padded = "the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)"
     add("--lengths", type=int, default=0, metavar="M", help=padded)
     add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
@@ -168,6 +169,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         a.batch = sorted(map(int, a.batch.split(",")))
     except ValueError as error:
         raise UserError(f"--batch must be numbers, comma-separated, got {a.batch!r}") from error
+    if Path(a.model).is_dir():
+        raise UserError(f"--model {a.model} needs --data FILE: rows of your own")
     a.model = [one_of("model", name, MODELS) for name in a.model.split(",")]
     a.against = [one_of("variant", name, VARIANTS) for name in a.against.split(",")]
     if a.compile:
@@ -471,6 +474,8 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Run the command. Returns 0 if every requested run of ours finished with stock's losses."""
+    if own_rows.named(argv):
+        return own_rows.main(argv)
     a = parse(argv)
     result = run(a, argv)
     if a.csv:

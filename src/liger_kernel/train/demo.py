@@ -30,7 +30,7 @@ from liger_kernel.train.mistakes import UserError, note, writable
 RUNS = {"stock": "off", "ours": "on"}
 # its files, and how they begin
 BEGINS = {
-    name: r'{\s*"%s":' % ("loss" if name == "demo.json" else "model")
+    name: r'{\s*"%s":' % ("loss" if name == "demo.json" else "(kernels|model)")
     for name in ("stock.json", "ours.json", "demo.json")
 }
 BEGINS["demo.png"] = "\ufffdPNG"
@@ -73,8 +73,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16-mixed": 1e-2, "bf16": 1e-2}
 
 
 def main(argv: list[str]) -> int:
-    """Run both, print the table and write the files. Returns 0 if the losses agree, 1 if they do
-    not or if a run failed."""
+    """Run the command. Returns 0 if the losses agree, 1 if they do not or if a run failed."""
     larger = {name: value for name, value in dataclasses.asdict(GPU).items() if value != getattr(CPU, name)}
     description = (
         "Train a small Llama twice from the same weights on the same text, stock and with our kernels, and compare. "
@@ -85,18 +84,25 @@ def main(argv: list[str]) -> int:
     flags = read_flags(argv, "liger demo", description, CPU, FIXED)
     import torch
 
+    config = configured(flags, GPU if torch.cuda.is_available() else CPU)
+    report = run(config)
+    return 0 if report and report["agree"] else 1
+
+
+def run(config: TrainConfig, by: str = "liger demo") -> dict[str, Any] | None:
+    """Run both for the command ``by``, print the table and write the files. Returns the content of
+    ``demo.json``; None if a run failed."""
     from liger_kernel.train import data
 
-    config = configured(flags, GPU if torch.cuda.is_available() else CPU)
     # they have no flags, but a file may have them
     for name in FIXED:
         if getattr(config, name) != getattr(CPU, name):
-            raise UserError(f"{name} must be {getattr(CPU, name)} in a demo, got {getattr(config, name)}")
+            raise UserError(f"{name} must be {getattr(CPU, name)} in {by}, got {getattr(config, name)}")
     out = Path(config.out)
     if other := [
         path.name for path in sorted(out.glob("*")) if not (path.name in BEGINS or BESIDE.fullmatch(path.name))
     ]:
-        raise UserError(f"{out} holds {other[0]}, which is not of liger demo: give another --out")
+        raise UserError(f"{out} holds {other[0]}, which is not of {by}: give another --out")
     for name, begin in BEGINS.items():
         writable(file=out / name, ours=begin)
     started = time.perf_counter()
@@ -110,8 +116,8 @@ def main(argv: list[str]) -> int:
 
     for name, code in _trained(config, out).items():
         if code:
-            note(f"the {name} run failed with exit code {code}")
-            return 1
+            note(f"the {name} run failed with exit code {code}; the two runs share the memory of the device")
+            return None
     results = {name: json.loads((out / name / "metrics.json").read_text(encoding="utf-8")) for name in RUNS}
 
     report = compare(results["stock"], results["ours"])
@@ -120,7 +126,7 @@ def main(argv: list[str]) -> int:
     print("\n" + table(report, results["ours"]))
     plotted = plot(report, results, out / "demo.png")
     print(f"\n{plotted}{out / 'demo.json'}")
-    return 0 if report["agree"] else 1
+    return written
 
 
 CHILD = """

@@ -234,6 +234,12 @@ def test_text_of_the_source_has_no_private_words():
     assert not found
 
 
+def test_what_is_compiled_reads_no_locals():
+    """``torch.compile`` of PyTorch 2.11 has no ``locals()``."""
+    folders = [SRC / PACKAGE / name for name in ("chunked_loss", "memory", "nn", "ops")]
+    assert not [f.name for folder in folders for f in folder.rglob("*.py") if "locals()" in f.read_text()]
+
+
 LONG = 6  # arguments
 
 

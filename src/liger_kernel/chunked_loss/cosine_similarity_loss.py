@@ -30,12 +30,12 @@ class LigerFusedLinearCosineSimilarityFunction(FunctionWithKernel):
         return (loss if target is None or ignore_index is None else loss.where(target != ignore_index, 0)).sum()
 
 
-LigerFusedLinearCosineSimilarityFunction.stock = LigerFusedLinearCosineSimilarityFunction.distillation_loss_fn
-
-
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
-    __doc__ = "Cross entropy of the next token and cosine similarity of the logits.\n\n" + (
-        DistillationLoss.__doc__ or ""
-    )
+    """Cross entropy of the next token and cosine similarity of the logits.
+
+    Call it with the student's input and weight, the teacher's, labels and biases: (..., H), (V, H),
+    (..., H), (V, H), (...,), (V,), (V,). ``compact`` omits ignored tokens from all products, and
+    waits once for their number. ``compiled`` and ``chunk_size`` have no effect.
+    """
 
     kind = "cosine"

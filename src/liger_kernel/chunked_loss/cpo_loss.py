@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase, PairLoss
+from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase, PairLoss, passed_to
 
 __all__ = ["LigerFusedLinearCPOFunction", "LigerFusedLinearCPOLoss"]
 
@@ -43,11 +43,12 @@ class LigerFusedLinearCPOFunction(LigerFusedLinearPreferenceBase):
         return loss, beta * chosen_logps, beta * rejected_logps
 
     @classmethod
+    @passed_to(LigerFusedLinearPreferenceBase.forward)
     def forward(
         cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
         compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1, compact=True,
     ):  # fmt: skip
-        return LigerFusedLinearPreferenceBase.forward(**locals())
+        return {}
 
 
 class LigerFusedLinearCPOLoss(PairLoss):

@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
-from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase, sigmoid
+from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase, passed_to, sigmoid
 from liger_kernel.nn.options import WithOptions
 
 __all__ = ["LigerFusedLinearDPOFunction", "LigerFusedLinearDPOLoss"]
@@ -79,17 +79,13 @@ _LOSSES = {
 }
 
 
-def _check(name: str, loss_type: str, label_smoothing: float) -> None:
+def _check(name: str, loss_type: str, e: float) -> None:
     if loss_type not in _LOSSES:
         raise ValueError(f"{name}: loss_type must be one of {', '.join(_LOSSES)}, got {loss_type!r}")
-    if label_smoothing and loss_type not in _SMOOTHED:
-        raise ValueError(f"{name}: label_smoothing must be 0 for {loss_type}, got {label_smoothing}")
-    if loss_type == "robust" and not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"{name}: label_smoothing must be in [0, 0.5) for robust, got {label_smoothing}")
-    if loss_type == "exo_pair" and not 0 < label_smoothing < 1:
-        raise ValueError(
-            f"{name}: label_smoothing must be in (0, 1) for exo_pair (its paper takes 0.001), got {label_smoothing}"
-        )
+    within = {"robust": 0 <= e < 0.5, "exo_pair": 0 < e < 1}.get(loss_type, not e or loss_type in _SMOOTHED)
+    if not within:
+        bounds = {"robust": "in [0, 0.5)", "exo_pair": "in (0, 1), in its paper 0.001,"}.get(loss_type, "0")
+        raise ValueError(f"{name}: label_smoothing must be {bounds} for {loss_type}, got {e}")
 
 
 class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
@@ -117,6 +113,7 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
         return losses.sum() / max(full_target.shape[0] // 2, 1), c, r
 
     @classmethod
+    @passed_to(LigerFusedLinearPreferenceBase.forward)
     def forward(
         cls, ctx, _input, weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None,
         ignore_index=-100, beta=0.1, compute_nll_loss=False, compiled=True, use_ref_model=True,
@@ -124,10 +121,9 @@ class LigerFusedLinearDPOFunction(LigerFusedLinearPreferenceBase):
         ref_chosen_logps=None, ref_rejected_logps=None, compact=True,
     ):  # fmt: skip
         _check(cls.__name__, loss_type, label_smoothing)
-        if loss_type == "sft":
-            compute_nll_loss, alpha = True, 1.0
-        average_log_prob = average_log_prob or loss_type in _OF_MEANS
-        return LigerFusedLinearPreferenceBase.forward(**locals(), whole_batch=loss_type in _OF_BATCH)
+        alone = dict(compute_nll_loss=True, alpha=1.0) if loss_type == "sft" else {}
+        average = average_log_prob or loss_type in _OF_MEANS
+        return dict(average_log_prob=average, whole_batch=loss_type in _OF_BATCH) | alone
 
 
 class LigerFusedLinearDPOLoss(WithOptions):

@@ -60,15 +60,11 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
     ):  # fmt: skip
         """Logits of both heads and the summed cross entropy, in plain PyTorch, for a ``forward``
         of yours with its own loop."""
-        student, teacher = (
-            F.linear(student_input_chunk, student_weight, student_bias),
-            F.linear(teacher_input_chunk, teacher_weight, teacher_bias),
-        )
-        hard = (
-            F.cross_entropy(student.float(), target_chunk, reduction="sum", ignore_index=ignore_index)
-            if compute_ce_loss
-            else 0.0
-        )
+        student = F.linear(student_input_chunk, student_weight, student_bias)
+        teacher = F.linear(teacher_input_chunk, teacher_weight, teacher_bias)
+        if not compute_ce_loss:
+            return student, teacher, 0.0
+        hard = F.cross_entropy(student.float(), target_chunk, reduction="sum", ignore_index=ignore_index)
         return student, teacher, hard
 
     @staticmethod
@@ -87,10 +83,9 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         every = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
         def soft(s: Tensor, t: Tensor, y: Tensor) -> Tensor:
-            known = dict(target=y, ignore_index=ignore_index, beta=beta)
-            return cls.distillation_loss_fn(
-                s, t, **{k: v for k, v in known.items() if every or k in parameters}, **loss_kwargs
-            )
+            known = dict(target=y, ignore_index=ignore_index, beta=beta).items()
+            named = {name: value for name, value in known if every or name in parameters}
+            return cls.distillation_loss_fn(s, t, **named, **loss_kwargs)
 
         tensors = student_input, student_weight, teacher_input, teacher_weight, target, student_bias, teacher_bias
         numbers = ignore_index, temperature, weight_hard_loss if compute_ce_loss else 0.0, weight_soft_loss
@@ -133,15 +128,12 @@ def _any_gradients(
     """
     check_head("distillation", x, w, bias, None)
     target = check("distillation", (x.shape[0], w.shape[0]), target, None, "mean", ignore_index)
+    teacher = dict(teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias)
     with torch.enable_grad():  # gradients are off in a Function's forward; what its inputs ask for is not
-        check_teacher(
-            "distillation", x.shape[0], w.shape[0], teacher_x=teacher_x, teacher_w=teacher_w, teacher_bias=teacher_bias
-        )
+        check_teacher("distillation", x.shape[0], w.shape[0], **teacher)
     need: Any = tuple(t is not None and t.requires_grad for t in (x, w, bias))
-    (x, w, bias), (teacher_x, teacher_w, teacher_bias) = (
-        promoted(x, w, bias),
-        promoted(teacher_x, teacher_w, teacher_bias),
-    )
+    x, w, bias = promoted(x, w, bias)
+    teacher_x, teacher_w, teacher_bias = promoted(*teacher.values())
     kept = None if is_fake(target) else Kept(target, ignore_index).rows(least_gain=1e-9)
     y = target if kept is None else target.index_select(0, kept)
     norm = counted(x, target, ignore_index)
@@ -195,49 +187,45 @@ class FunctionWithKernel(LigerFusedLinearDistillationBase):
     kind = ""
     stock: Any = None
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            cls.stock = cls.distillation_loss_fn
+
     @classmethod
     def forward(
         cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None,
         teacher_bias=None, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, ignore_index=-100, temperature=1.0,
         compiled=True, chunk_size=1024, return_soft_hard_loss=False,
     ):  # fmt: skip
-        given = dict(locals())
-        return LigerFusedLinearDistillationBase.forward(target=given.pop("true_labels"), **given)
+        heads = student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias
+        weights = weight_hard_loss, weight_soft_loss, beta, True
+        how = chunk_size, ignore_index, *weights, temperature, compiled, return_soft_hard_loss
+        return LigerFusedLinearDistillationBase.forward(cls, ctx, *heads, *how)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         own = FunctionWithKernel.forward.__func__  # type: ignore[attr-defined]  # which a class method has
-        if getattr(cls.forward, "__func__", None) is not own or cls.distillation_loss_fn is not cls.stock:
-            return super().apply(*args)
-        given = _SIGNATURE.bind(None, *args)
-        given.apply_defaults()
-        _, *tensors = given.args[:8]
-        return of_kernel(cls.kind, *tensors, **dict(list(given.arguments.items())[8:]))
-
-
-_SIGNATURE = inspect.signature(FunctionWithKernel.forward)
+        if getattr(cls.forward, "__func__", None) is own and cls.distillation_loss_fn is cls.stock:
+            return of_kernel(cls.kind, args[:7], *args[7:])
+        return super().apply(*args)
 
 
 def of_kernel(
-    kind: str, *tensors: Tensor | None, weight_hard_loss: float, weight_soft_loss: float, beta: float,
-    ignore_index: int, temperature: float, return_soft_hard_loss: bool, compact: bool = True, **ignored: Any,
+    kind: str, heads: tuple[Tensor | None, ...], weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5,
+    beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
+    chunk_size: int = 1024, return_soft_hard_loss: bool = False, compact: bool = True,
 ) -> Found:  # fmt: skip
     """The loss by ``linear_divergence``: JSD with ``beta``, or ``beta`` times the "cosine"."""
     factor, beta = (beta, 0.5) if kind == "cosine" else (1.0, beta)
-    options: dict[str, Any] = dict(beta=beta, ignore_index=ignore_index, temperature=temperature, compact=compact)
-    options |= dict(weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor)
-    # the seven
-    loss, soft, hard = linear_divergence(*tensors, kind=kind, **options, parts=True)  # type: ignore[arg-type]
+    options: dict[str, Any] = dict(weight_hard=weight_hard_loss, weight_soft=weight_soft_loss * factor)
+    options |= dict(kind=kind, beta=beta, temperature=temperature, ignore_index=ignore_index, compact=compact)
+    loss, soft, hard = linear_divergence(*heads, **options, parts=True)  # type: ignore[arg-type]  # heads are given
     return (loss, soft * factor, hard) if return_soft_hard_loss else loss
 
 
 class DistillationLoss(WithOptions):
-    """Call it with the student's input and weight, the teacher's, labels and biases: (..., H), (V,
-    H), (..., H), (V, H), (...,), (V,), (V,).
-
-    ``compact`` omits ignored tokens from all products, and waits once for their number.
-    ``compiled`` and ``chunk_size`` have no effect.
-    """
+    """A module over the loss of a ``kind`` of row kernel."""
 
     kind = ""
 
@@ -261,4 +249,5 @@ class DistillationLoss(WithOptions):
     ) -> Found:  # fmt: skip
         rows = lambda x: x.reshape(-1, x.shape[-1])
         heads = rows(student_input), student_weight, rows(teacher_input), teacher_weight
-        return of_kernel(self.kind, *heads, true_labels.reshape(-1), student_bias, teacher_bias, **self.options())
+        tensors = *heads, true_labels.reshape(-1), student_bias, teacher_bias
+        return of_kernel(self.kind, tensors, **self.options())

@@ -6,12 +6,54 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import reference_logprobs
+from liger_kernel.chunked_loss.fused_linear_preference import passed_to, reference_logprobs
 from liger_kernel.ops.losses.grpo_loss import IGNORED, unmasked
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 __all__ = ["LigerFusedLinearPPOBase"]
+
+
+def _check(x: Tensor, given: dict[str, Tensor | None]) -> tuple[int, int]:
+    if x.ndim != 3:
+        raise ValueError(f"fused_linear_ppo: _input must have shape (B, T, H), got {tuple(x.shape)}")
+    B, T = x.shape[:2]
+    for name, t in given.items():
+        shapes = ((B,), (B, 1), (B, T)) if name in ("advantages", "vllm_is_ratio") else ((B, T),)
+        if t is not None and tuple(t.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"fused_linear_ppo: {name} must have shape {expected}, got {tuple(t.shape)}")
+    return B, T
+
+
+def of_tokens(
+    own, _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
+    old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio, temperature, use_ref_model, compact,
+    entropy=False, ctx=None, cls=None, compiled=None, chunk_size=None, **numbers,
+):  # fmt: skip
+    """``LigerFusedLinearPPOBase.forward``; ``numbers`` go to ``ppo_loss_fn``."""
+    given: dict[str, Any] = dict(advantages=advantages, vllm_is_ratio=vllm_is_ratio)
+    given |= dict(ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps)
+    B, T = _check(_input, given | dict(selected_token_ids=selected_token_ids, attention_mask=attention_mask))
+    target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
+    head: dict[str, Any] = dict(group=max(T, 1), temperature=temperature, ignore_index=IGNORED, entropy=entropy)
+    head["compact"] = compact and counted(target, IGNORED, T)
+    if use_ref_model and numbers["beta"] != 0 and ref_per_token_logps is None:
+        known, reference = "ref_per_token_logps", (ref_input, ref_weight, target.view(B, T), ref_bias)
+        given[known] = reference_logprobs("fused_linear_ppo", known, *reference, **head)
+    fill = dict(vllm_is_ratio=1.0)
+    tensors = {name: unmasked(attention_mask, t, fill.get(name, 0.0)) for name, t in given.items()}
+    tensors["attention_mask"] = attention_mask
+
+    def loss(tokens: Tokens, first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        here = {name: None if t is None else t[first:last] for name, t in tensors.items()}
+        here |= dict(entropies=tokens.entropy) if entropy else {}
+        part, metrics = own.ppo_loss_fn(
+            per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers
+        )
+        return part, tuple(metrics)
+
+    return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, **head)
 
 
 class LigerFusedLinearPPOBase:
@@ -40,10 +82,7 @@ class LigerFusedLinearPPOBase:
     def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
         """Log-probabilities (n, T) of ids (n, T) by a head on input_chunk (n, T, H), without
         storing all logits: for a ``forward`` with its own loop."""
-        logps: Any = linear_logprobs(
-            input_chunk.flatten(0, 1), weight, selected_token_ids.flatten(), bias, temperature=temperature
-        )
-        return logps.view(selected_token_ids.shape)
+        return linear_logprobs(input_chunk, weight, selected_token_ids, bias, temperature=temperature)
 
     @classmethod
     def apply(own, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -51,6 +90,7 @@ class LigerFusedLinearPPOBase:
 
     # ``cls`` as a keyword is what an overriding ``forward`` of the published package passes on
     @classmethod
+    @passed_to(of_tokens)
     def forward(
         own, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
         ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None,
@@ -68,61 +108,4 @@ class LigerFusedLinearPPOBase:
         given ones; without them, and if beta is not 0, those of ``ref_input``. ``compiled`` and
         ``chunk_size`` have no effect: the engine chooses chunks of whole sequences.
         """
-        return _of_tokens(**locals())
-
-
-def _of_tokens(
-    own, _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
-    old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio, temperature, use_ref_model, compact,
-    entropy, more, ctx, cls, compiled, chunk_size, **numbers,
-):  # fmt: skip
-    """``LigerFusedLinearPPOBase.forward``; ``numbers`` and ``more`` go to ``ppo_loss_fn``."""
-    B, T = _check(
-        _input, selected_token_ids, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio
-    )
-    target = selected_token_ids.where(attention_mask != 0, IGNORED).reshape(-1)
-    head: dict[str, Any] = dict(
-        group=max(T, 1),
-        temperature=temperature,
-        ignore_index=IGNORED,
-        compact=compact and counted(target, IGNORED, T),
-        entropy=entropy,
-    )
-    if use_ref_model and numbers["beta"] != 0 and ref_per_token_logps is None:
-        reference = ref_input, ref_weight, target.view(B, T), ref_bias
-        ref_per_token_logps = reference_logprobs("fused_linear_ppo", "ref_per_token_logps", *reference, **head)
-    zeroed = dict(
-        advantages=advantages, ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps
-    )
-    of_sequences = {name: unmasked(attention_mask, t) for name, t in zeroed.items()}
-    of_sequences |= dict(attention_mask=attention_mask, vllm_is_ratio=unmasked(attention_mask, vllm_is_ratio, 1.0))
-
-    def loss(tokens: Tokens, first: int, last: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        here = {name: None if t is None else t[first:last] for name, t in of_sequences.items()}
-        entropies = dict(entropies=tokens.entropy) if entropy else {}
-        part, metrics = own.ppo_loss_fn(
-            per_token_logps=tokens.logp, full_attention_mask=attention_mask, **here, **numbers, **entropies, **more
-        )
-        return part, tuple(metrics)
-
-    return linear_loss(loss, _input.reshape(B * T, _input.shape[2]), weight, target, bias, **head)
-
-
-def _check(
-    x: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor | None, old: Tensor | None,
-    is_ratio: Tensor | None,
-) -> tuple[int, int]:  # fmt: skip
-    if x.ndim != 3:
-        raise ValueError(f"fused_linear_ppo: _input must have shape (B, T, H), got {tuple(x.shape)}")
-    B, T = x.shape[:2]
-    each, rows = ((B, T),), ((B,), (B, 1), (B, T))
-    named: dict[str, tuple[Tensor | None, tuple]] = dict(
-        selected_token_ids=(ids, each), attention_mask=(mask, each), advantages=(advantages, rows)
-    )
-    named |= dict(ref_per_token_logps=(ref, each), old_per_token_logps=(old, each), vllm_is_ratio=(is_ratio, rows))
-    for name, (t, shapes) in named.items():
-        if t is not None and tuple(t.shape) not in shapes:
-            raise ValueError(
-                f"fused_linear_ppo: {name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}"
-            )
-    return B, T
+        return {}

@@ -13,6 +13,7 @@ log-probability 0, and an NLL of no tokens is 0.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,25 @@ __all__ = ["LigerFusedLinearPreferenceBase"]
 Found = tuple[Tensor, tuple[Tensor, ...]]
 
 
+def passed_to(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a signature: a call is one of ``function`` with all arguments by name, of which what
+    the body returns replaces some, or is added."""
+
+    def decorate(of):
+        parameters = inspect.signature(of).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        names = tuple(parameters)
+
+        @functools.wraps(of)
+        def call(*args, **kwargs):
+            changed = of(*args, **kwargs)  # refuses what the signature does not have
+            return function(**defaults | dict(zip(names, args)) | kwargs | changed)
+
+        return call
+
+    return decorate
+
+
 class LossFunction:
     """``apply(...)`` for classes whose ``forward(cls, ctx, ...)`` returns a differentiable loss;
     arguments by position or by name.
@@ -43,9 +63,8 @@ class LossFunction:
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        cls._unbound = (
-            "cls" in inspect.signature(cls.forward).parameters
-        )  # the base's own, which ``super().forward(cls, ctx, ...)`` calls
+        # the base's own, which ``super().forward(cls, ctx, ...)`` calls
+        cls._unbound = "cls" in inspect.signature(cls.forward).parameters
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Found:
@@ -62,6 +81,17 @@ def plain_logprobs(
     every, counts = logits.float().log_softmax(-1), target != ignore_index
     logps = every.gather(-1, target.where(counts, 0)[..., None])[..., 0].where(counts, 0).sum(-1)
     return logps / counts.sum(-1).clamp(min=1) if average else logps, every, logits
+
+
+def sequences(
+    target: Tensor, ignore_index: int, average: bool, group: int, compact: bool, whole: bool
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The numbers of counted tokens of sequences ``target`` (..., T), the numbers that divide their
+    log-probabilities, and options of ``linear_loss``."""
+    counts = (target != ignore_index).sum(-1)
+    kept = compact and counted(target, ignore_index, group)
+    head = dict(group=group, ignore_index=ignore_index, compact=kept, whole=whole, mean_logit=True)
+    return counts, counts.clamp(min=1) if average else torch.ones_like(counts), head
 
 
 class LigerFusedLinearPreferenceBase(LossFunction):
@@ -122,17 +152,8 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         nll_y = as_index(nll_target[:B].reshape(-1)) if compute_nll_loss and nll_target is not None else None
         # a pair's sequences beside each other: a chunk has whole pairs
         paired = lambda t: t.unflatten(0, (2, B)).transpose(0, 1)
-        y = paired(target).reshape(N * T)
-        head: dict[str, Any] = dict(
-            ignore_index=ignore_index,
-            compact=compact and counted(y, ignore_index, 2 * T),
-            mean_logit=True,
-            whole=whole_batch,
-            group=2 * T,
-        )
-        valid = target != ignore_index
-        counts = paired(valid.sum(1))
-        lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
+        y = paired(target)
+        counts, lengths, head = sequences(y, ignore_index, average_log_prob, 2 * T, compact, whole_batch)
         tokens_of = counts.sum(0).clamp(min=1)
         ref = None
         if ref_chosen_logps is not None and ref_rejected_logps is not None:
@@ -144,9 +165,8 @@ class LigerFusedLinearPreferenceBase(LossFunction):
         def fn(tokens: Tokens, first: int, last: int) -> Found:
             logp = tokens.logp.view(last - first, 2, T).sum(-1)
             chosen, rejected = (logp / lengths[first:last]).unbind(1)
-            refs = (
-                {} if ref is None else dict(ref_chosen_logps=ref[first:last, 0], ref_rejected_logps=ref[first:last, 1])
-            )
+            names = "ref_chosen_logps", "ref_rejected_logps"
+            refs = {} if ref is None else dict(zip(names, ref[first:last].unbind(1)))
             loss, *extra = several(cls.preference_loss_fn(chosen, rejected, target, beta=beta, **refs, **loss_kwargs))
             nll = -logp[:, 0].sum() / tokens_of[0] if compute_nll_loss and nll_y is None else logp.new_zeros(())
             mean_logit: Any = tokens.mean_logit
@@ -155,21 +175,13 @@ class LigerFusedLinearPreferenceBase(LossFunction):
 
         x = paired(_input).reshape(N * T, H)
         loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra) = linear_loss(
-            fn, x, weight, y, bias, **head
+            fn, x, weight, y.reshape(N * T), bias, **head
         )
         if nll_y is not None:
             n = (nll_y != ignore_index).sum().clamp(min=1)
             of_nll = lambda t, *_: -t.logp.sum() / n
-            apart, _ = linear_loss(
-                of_nll,
-                _input[:B].reshape(B * T, H),
-                weight,
-                nll_y,
-                bias,
-                group=block(B * T),
-                ignore_index=ignore_index,
-                compact=compact,
-            )
+            how = dict(group=block(B * T), ignore_index=ignore_index, compact=compact)
+            apart, _ = linear_loss(of_nll, _input[:B].reshape(B * T, H), weight, nll_y, bias, **how)
             loss, nll = loss + alpha * apart, apart.detach()
         return loss, (chosen, rejected, chosen_logits, rejected_logits, nll, *extra)
 

@@ -18,10 +18,11 @@ from liger_kernel.chunked_loss.fused_linear_preference import (
     check_sequences,
     plain_logprobs,
     reference_logprobs,
+    sequences,
     several,
 )
 from liger_kernel.ops._core.operator import as_index
-from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
+from liger_kernel.ops.losses.linear_loss import Tokens, linear_loss
 
 __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
 
@@ -72,20 +73,10 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         (B, T, H), V = _input.shape, weight.shape[0]
         labels = None if preference_labels is None else torch.as_tensor(preference_labels, device=_input.device)
         if labels is None or labels.shape != (B,):
-            raise ValueError(
-                f"{name}: preference_labels must have shape ({B},), got "
-                f"{None if labels is None else tuple(labels.shape)}"
-            )
+            got = None if labels is None else tuple(labels.shape)
+            raise ValueError(f"{name}: preference_labels must have shape ({B},), got {got}")
         desirable = labels.bool()
-        counts = (target != ignore_index).sum(1)
-        lengths = counts.clamp(min=1) if average_log_prob else torch.ones_like(counts)
-        head: dict[str, Any] = dict(
-            group=T,
-            ignore_index=ignore_index,
-            compact=compact and counted(target, ignore_index, T),
-            mean_logit=True,
-            whole=whole_batch,
-        )
+        _, lengths, head = sequences(target, ignore_index, average_log_prob, T, compact, whole_batch)
         ref = None
         if ref_logps is not None:
             ref = ref_logps.detach() / lengths

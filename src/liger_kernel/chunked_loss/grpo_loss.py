@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase, of_tokens
+from liger_kernel.chunked_loss.fused_linear_preference import passed_to
 from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core.operator import acc
 from liger_kernel.ops.losses.grpo_loss import (
+    Policy,
     clip_coef_fn,
     get_gamma_weights,
     k3_loss_fn,
     normaliser,
-    policy_of,
     reduced,
     sapo_loss_fn,
     token_count,
@@ -51,7 +52,9 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         """``n`` and ``tokens``: the normaliser and the number of tokens of the whole batch, if
         they are known."""
         mask = attention_mask.to(per_token_logps.dtype)
-        p = policy_of(locals())
+        bounds = beta, epsilon_low, epsilon_high, delta, use_bias_correction_kl
+        sapo, vespo = (sapo_temperature_pos, sapo_temperature_neg), (vespo_k_pos, vespo_lambda_pos)
+        p = Policy(loss_type, importance_sampling_level, *bounds, *sapo, *vespo, vespo_k_neg, vespo_lambda_neg)
         n = normaliser(loss_type, full_attention_mask, max_completion_length, num_items_in_batch) if n is None else n
         tokens = token_count(full_attention_mask) if tokens is None else tokens
         losses, kl, clipped = token_losses(
@@ -67,6 +70,7 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         return loss, (*metrics, zero if clipped is None else mean(clipped))
 
     @classmethod
+    @passed_to(of_tokens)
     def forward(
         own, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
         ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None,
@@ -76,14 +80,10 @@ class LigerFusedLinearGRPOFunction(LigerFusedLinearPPOBase):
         use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
         num_items_in_batch=None, entropy_coef=0.0, return_entropy=False, compact=True, **more,
     ):  # fmt: skip
-        given = dict(locals())
-        given |= given.pop("more")
-        given["attention_mask"] = mask = attention_mask.to(acc(_input.dtype))
-        given["entropy"] = given.pop("return_entropy") or entropy_coef != 0
+        mask = attention_mask.to(acc(_input.dtype))
         n = normaliser(loss_type, mask, max_completion_length, num_items_in_batch)
-        base: Any = LigerFusedLinearPPOBase.forward
-        # not bound to the base, because the loss of tokens is that of ``own``
-        return base.__func__(**given, n=n, tokens=token_count(mask))
+        entropy = return_entropy or entropy_coef != 0
+        return dict(attention_mask=mask, entropy=entropy, n=n, tokens=token_count(mask))
 
 
 class LigerFusedLinearGRPOLoss(WithOptions):

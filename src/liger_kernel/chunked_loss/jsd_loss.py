@@ -35,10 +35,12 @@ class LigerFusedLinearJSDFunction(FunctionWithKernel):
         )
 
 
-LigerFusedLinearJSDFunction.stock = LigerFusedLinearJSDFunction.distillation_loss_fn
-
-
 class LigerFusedLinearJSDLoss(DistillationLoss):
-    __doc__ = "Cross entropy and JSD of the next token.\n\n" + (DistillationLoss.__doc__ or "")
+    """Cross entropy and JSD of the next token.
+
+    Call it with the student's input and weight, the teacher's, labels and biases: (..., H), (V, H),
+    (..., H), (V, H), (...,), (V,), (V,). ``compact`` omits ignored tokens from all products, and
+    waits once for their number. ``compiled`` and ``chunk_size`` have no effect.
+    """
 
     kind = "jsd"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import Found, sigmoid
+from liger_kernel.chunked_loss.fused_linear_preference import Found, passed_to, sigmoid
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
 from liger_kernel.nn.options import WithOptions
 
@@ -45,6 +45,7 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
         )
 
     @classmethod
+    @passed_to(LigerFusedLinearUnpairedPreferenceBase.forward)
     def forward(
         cls, ctx, _input, weight, target, preference_labels, bias=None, ref_input=None, ref_weight=None,
         ref_bias=None, kl=None, ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False,
@@ -55,8 +56,7 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
             if kl.numel() != 1:
                 raise ValueError(f"{cls.__name__}: kl must be one number, got shape {tuple(kl.shape)}")
             kl = kl.detach().reshape(())
-        use_ref_model = use_ref_model or ref_input is not None
-        return LigerFusedLinearUnpairedPreferenceBase.forward(**locals())
+        return dict(kl=kl, use_ref_model=use_ref_model or ref_input is not None)
 
 
 class LigerFusedLinearKTOLoss(WithOptions):

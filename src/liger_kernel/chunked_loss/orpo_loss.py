@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase
+from liger_kernel.chunked_loss.fused_linear_preference import Found, LigerFusedLinearPreferenceBase, passed_to
 from liger_kernel.nn.options import WithOptions
 
 __all__ = ["LigerFusedLinearORPOFunction", "LigerFusedLinearORPOLoss"]
@@ -40,11 +40,12 @@ class LigerFusedLinearORPOFunction(LigerFusedLinearPreferenceBase):
         return -beta * log_sigmoid, beta * chosen_logps, beta * rejected_logps, log_sigmoid, ratio.sum() / B
 
     @classmethod
+    @passed_to(LigerFusedLinearPreferenceBase.forward)
     def forward(
         cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=True,
         nll_target=None, compiled=True, chunk_size=1, compact=True,
     ):  # fmt: skip
-        return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
+        return dict(average_log_prob=True)
 
 
 class LigerFusedLinearORPOLoss(WithOptions):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_kernel.chunked_loss.cpo_loss import smoothed_logistic
-from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase, PairLoss
+from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase, PairLoss, passed_to
 
 __all__ = ["LigerFusedLinearSimPOFunction", "LigerFusedLinearSimPOLoss"]
 
@@ -38,11 +38,12 @@ class LigerFusedLinearSimPOFunction(LigerFusedLinearPreferenceBase):
         )
 
     @classmethod
+    @passed_to(LigerFusedLinearPreferenceBase.forward)
     def forward(
         cls, ctx, _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0,
         compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1, compact=True,
     ):  # fmt: skip
-        return LigerFusedLinearPreferenceBase.forward(**locals(), average_log_prob=True)
+        return dict(average_log_prob=True)
 
 
 class LigerFusedLinearSimPOLoss(PairLoss):

@@ -29,9 +29,7 @@ times r with ``use_bias_correction_kl`` (arXiv:2512.02556). The sum over tokens 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,11 +80,6 @@ class Policy:
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"grpo_loss: {name} must be positive, got {getattr(self, name)}")
-
-
-def policy_of(given: Mapping[str, Any], **more: Any) -> Policy:
-    """The policy of a function's arguments, which have the names of its fields."""
-    return Policy(**{name: given[name] for name in Policy.__dataclass_fields__ if name in given}, **more)
 
 
 def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -311,8 +304,8 @@ class GrpoLossFunction:
         use_bias_correction_kl: bool = False, num_items_in_batch: Tensor | float | None = None,
         phi_seq: Tensor | None = None, **vespo: float,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-        # before any name that a closure would hold: torch.compile reads no empty cell
-        p = policy_of(locals() | vespo, epsilon_low=eps_low, epsilon_high=eps_high)
+        clip = beta, eps_low, eps_high, delta, use_bias_correction_kl
+        p = Policy(loss_type, importance_sampling_level, *clip, sapo_temperature_pos, sapo_temperature_neg, **vespo)
         if beta != 0 and ref_logp is None:
             raise ValueError("grpo_loss: ref_logp must be given unless beta is 0, got None")
         logp = _logprobs(logits, completion_ids, temperature, completion_mask)
@@ -348,6 +341,11 @@ def triton_grpo_loss(
     tokens. ``max_completion_length`` None is T. ``inplace`` has no effect: the logits stay as they
     are.
     """
-    given = dict(locals()) | dict(logits=computed(logits))
-    loss, *metrics = GrpoLossFunction.apply(**given)
+    tensors = computed(logits), old_logp, ref_logp, completion_ids, advantages, completion_mask
+    numbers = temperature, beta, eps_low, eps_high, inplace, loss_type, max_completion_length, reduce
+    sapo = importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg
+    vespo = dict(vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos)
+    vespo |= dict(vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg)
+    more = vllm_is_ratio, delta, use_bias_correction_kl, num_items_in_batch
+    loss, *metrics = GrpoLossFunction.apply(*tensors, *numbers, *sapo, *more, **vespo)
     return (loss, [m for m in metrics if m is not None]) if reduce else (loss, *metrics)

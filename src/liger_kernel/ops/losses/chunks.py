@@ -12,6 +12,7 @@ its gradient is stored. x and A get their gradients from dxa, outside the loop.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -78,6 +79,17 @@ def only_hidden(need: tuple[bool, ...]) -> bool:
     computed beside its logits, which spares the backward to compute these again."""
     need_dx, need_dw, need_db, need_dxa, need_dwb = (*need, False, False)[:5]
     return (need_dx or need_dxa) and not (need_dw or need_db or need_dwb)
+
+
+def regathered(*weights: Tensor | None) -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile these are whole, also those that DeepSpeed's ZeRO-3 has divided since the forward."""
+    # one that is whole is in use elsewhere, as a tied embedding is: it must not be divided here
+    parts = {id(t): t for t in weights if t is not None and hasattr(t, "ds_id") and not t.numel()}
+    if not parts:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(parts.values()))
 
 
 def logits(z: Tensor, x: Tensor, w: Tensor, xa: Tensor | None, wb: Tensor | None) -> None:

@@ -265,16 +265,20 @@ def _head(M: int, H: int, V: int, ignored: int = 3, **options: Any) -> dict[str,
     return dict(x=T((M, H)), w=T((V, H)), target=targets(M, V, ignored), **options)
 
 
+def head_cost(M: int, V: int, w: Tensor, read, written, xa: Tensor | None = None, fp8: str | None = None) -> Cost:
+    """Of M tokens under the first V classes of w: three products."""
+    width, R = w.shape[1], 0 if xa is None else xa.shape[-1]
+    backward = [(M, width + R, V), (V, width * w.requires_grad + R, M)]
+    gemms = [(M, V, width + R)], backward
+    return Cost(nbytes(*read), nbytes(*written), gemms=gemms, rate=1 if fp8 is None else 2)
+
+
 def _cost(
     x, w, target, bias=None, class_weight=None, *, ignore_index=-100, compact=False, xa=None, wb=None, fp8=None, **_
 ) -> Cost:
-    (M, H), V = x.shape, w.shape[0]
     # what compact leaves out is no work
-    M = int((target != ignore_index).sum()) if compact else M
-    R = 0 if xa is None else xa.shape[1]
-    backward = [(M, H + R, V), (V, H * w.requires_grad + R, M)]
-    read = nbytes(x, w, target, bias, class_weight, xa, wb)
-    return Cost(read, nbytes(x, w, bias, xa, wb), gemms=([(M, V, H + R)], backward), rate=1 if fp8 is None else 2)
+    M = int((target != ignore_index).sum()) if compact else x.shape[0]
+    return head_cost(M, w.shape[0], w, (x, w, target, bias, class_weight, xa, wb), (x, w, bias, xa, wb), xa, fp8)
 
 
 _LORA = _head(9, 32, 65, xa=T((9, 3)), wb=T((65, 3)))

@@ -27,10 +27,8 @@ otherwise      Tiles of all tokens by some classes, in the forward and again in 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +41,6 @@ from liger_kernel.ops._core.operator import (
     acc,
     intercepted,
     launcher,
-    nbytes,
     on_gpu,
     once_differentiable,
     only_pytorch,
@@ -61,22 +58,26 @@ from liger_kernel.ops.losses.chunks import (
     dtype_of_dw,
     logits,
     only_hidden,
+    regathered,
     rounded_sums,
 )
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, check
+from liger_kernel.ops.losses.divergence.distillation import capped
 from liger_kernel.ops.losses.float8_head import check_fp8
 from liger_kernel.ops.losses.linear_cross_entropy import (
+    Options,
     _of,
     all_logits,
     apply,
     check_head,
+    head_cost,
     kept_rows,
     needed,
     products_dtype,
     promoted,
 )
-from liger_kernel.ops.losses.logprob_tiles import OUTPUTS, SCHEMA, Found, Numbers, tile
+from liger_kernel.ops.losses.logprob_tiles import OUTPUTS, SCHEMA, Found, Numbers, merged, tile
 from liger_kernel.ops.losses.numbers import values
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import Part, gathered, part_of, process_group
 
@@ -113,11 +114,8 @@ def reference(
     if group is not None and group.size() > 1:
         raise ValueError("linear_logprobs: group must be None where PyTorch traces or transforms the call")
     w, bias, wb = (t if t is None or vocab_size is None else t[:vocab_size] for t in (w, bias, wb))
-    z = all_logits(x, w, bias, xa, wb, fp8)
-    z = z.to(acc(z.dtype)) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / (temperature.reshape(-1, 1) if isinstance(temperature, Tensor) else temperature)
+    z = capped(all_logits(x, w, bias, xa, wb, fp8), logit_scale, softcap)
+    z = z.to(acc(z.dtype)) / (temperature.reshape(-1, 1) if isinstance(temperature, Tensor) else temperature)
     counts, inside = target != ignore_index, (target >= 0) & (target < w.shape[0])
     y, valid, nan = target.where(inside, 0), counts.any(1), float("nan")
     log_p = z.log_softmax(-1)
@@ -166,15 +164,45 @@ def _among(d: Tensor, kept: Tensor | None, like: Tensor) -> Tensor:
     return d if kept is None else d.new_zeros(like.shape).index_copy_(0, kept, d)
 
 
-def _buffer(like: Tensor, dtype: torch.dtype, numel: int) -> Callable[[int, int], Tensor]:
-    """``part(m, c)``: a contiguous (m, c) of one buffer that all tiles share."""
-    whole = like.new_empty(numel, dtype=dtype)
-    return lambda m, c: whole[: m * c].view(m, c)
-
-
 def _row_chunks(M: int, step: int) -> list[slice]:
     chunks = chunks_of(M, max(1, min(M, step)))
     return chunks[:2] + chunks[2:][-1:] if intercepted() else chunks  # the others have the same kernels
+
+
+def _spans(M: int, classes: int, wide: int | None, gpu: bool) -> list[slice]:
+    """The classes of each tile."""
+    wide = wide or tile_classes(M, classes, gpu)
+    return [slice(i, min(i + wide, classes)) for i in range(0, classes, max(1, wide))]
+
+
+def _sweep(inputs, n: Numbers, chunks: list[slice], spans: list[slice], z: Tensor, known: bool, gradients: bool):
+    """Of each chunk of tokens: its rows, a function that cuts a tensor to these, and the tiles: their
+    classes, logits, and arguments of ``tile``, one of them a buffer for the gradient.
+
+    ``z`` of two dims are all logits, ``known`` or yet to be computed; else it has their dtype."""
+    x, w, bias, xa, wb, temperature, ids, offsets = inputs
+    longest = lambda parts: max((part.stop - part.start for part in parts), default=0)
+    whole = longest(chunks) * longest(spans)
+    buffer = z if z.ndim == 2 else z.new_empty(whole)
+    # a gradient takes the place of logits that nobody reads again and products can read
+    shared = z.ndim == 1 and z.dtype == x.dtype
+    of_dz = buffer if shared else x.new_empty(whole if gradients else 0)
+    part = lambda t, m, c: t if t.ndim == 2 else t[: m * c].view(m, c)
+
+    def tiles(rows: slice, some):
+        m, x_c, xa_c, of_rows = rows.stop - rows.start, some(x), some(xa), dict(temperature=some(temperature))
+        for at in spans:
+            c = at.stop - at.start
+            z_c, dz = part(buffer, m, c), part(of_dz, m, c) if gradients else None
+            if not known:
+                logits(z_c, x_c, _cut(w, at, x.dtype), xa_c, _cut(wb, at, x.dtype))
+            nucleus = None if ids is None else _mask(ids, offsets, m, rows.start, n.first + at.start, c)
+            yield at, z_c, of_rows | dict(dz=dz, bias=_cut(bias, at, x.dtype), kept=nucleus)
+
+    for rows in chunks:
+        # views cost the host some microseconds each: none where the chunk is the whole
+        some = lambda t, rows=rows: t if t is None or len(t) == rows.stop - rows.start else t[rows]
+        yield rows, some, tiles(rows, some)
 
 
 @launcher(
@@ -188,53 +216,30 @@ def linear_logprobs_fwd(x, w, target, bias, xa, wb, temperature, ids, offsets, k
     x, target, xa, temperature = (_of(t, kept) for t in (x, target, xa, temperature))
     n, (fp32_logits, way, need_dx, need_dxa, chunk_rows, chunk_classes) = Numbers(*rest[:_N]), rest[_N:]
     M, classes, frozen = x.shape[0], _classes(w, n), way == "frozen"
-    found, z_dtype = Found.empty(target, n, acc(x.dtype)), acc(x.dtype) if fp32_logits else x.dtype
-    z = x.new_empty((M, classes) if way == "few" else 0, dtype=z_dtype)
+    found = Found.empty(target, n, acc(x.dtype))
+    z = x.new_empty((M, classes) if way == "few" else 0, dtype=acc(x.dtype) if fp32_logits else x.dtype)
     dx = x.new_empty(x.shape if frozen and need_dx else 0)
     dxa = xa.new_empty(xa.shape) if xa is not None and frozen and need_dxa else None
     if tracing(x):
         return *found.fields(), z, dx, dxa
-    wide = (chunk_classes or tile_classes(M, classes, on_gpu(x))) if way == "tiles" else classes
     chunks = _row_chunks(M, {"tiles": _TOKENS, "few": M, "frozen": chunk_rows}[way])
-    most = max((c.stop - c.start for c in chunks), default=0) * wide
-    part = _buffer(x, z_dtype, 0 if way == "few" else most)
-    # a gradient may take the place of the logits, unless these are wider than what products read
-    dz_part = part if z_dtype == x.dtype else _buffer(x, x.dtype, most if frozen else 0)
-    tiles = [slice(i, min(i + wide, classes)) for i in range(0, classes, max(1, wide))]
-    for rows in chunks:
-        # views cost the host some microseconds each: none where the chunk is the whole
-        m, of_rows = rows.stop - rows.start, found if rows.stop - rows.start == M else found[rows]
-        some = lambda t: t if t is None or len(t) == rows.stop - rows.start else t[rows]  # noqa: B023
-        y, x_c = some(target), some(x)
-        for at in tiles:
-            c, start = at.stop - at.start, n.first + at.start
-            z_c = z if way == "few" else part(m, c)
-            logits(z_c, x_c, _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
-            dz = dz_part(m, c) if frozen else None
-            nucleus = None if ids is None else _mask(ids, offsets, m, rows.start, start, c)
-            of_tile = dict(bias=_cut(bias, at, x.dtype), temperature=some(temperature), kept=nucleus)
-            tile(
-                z_c,
-                y,
-                n,
-                of_rows,
-                start,
-                first=at is tiles[0],
-                fold=True,
-                finish=at is tiles[-1] and not n.group,
-                dz=dz,
-                **of_tile,
-            )
-            if dz is not None and need_dx:
-                torch.mm(dz, w[at], out=some(dx))
-            if dz is not None and dxa is not None:
-                torch.mm(dz, wb[at], out=some(dxa))
+    spans = _spans(M, classes, chunk_classes if way == "tiles" else classes, on_gpu(x))
+    inputs = x, w, bias, xa, wb, temperature, ids, offsets
+    for rows, some, tiles in _sweep(inputs, n, chunks, spans, z, False, frozen):
+        m, y = rows.stop - rows.start, some(target)
+        of_rows = found if m == M else found[rows]
+        for at, z_c, of_tile in tiles:
+            ends = dict(first=at is spans[0], finish=at is spans[-1] and not n.group)
+            tile(z_c, y, n, of_rows, n.first + at.start, **ends, **of_tile)
+            for d, weight in ((dx, w), (dxa, wb)):
+                if d is not None and d.numel():
+                    torch.mm(of_tile["dz"], _cut(weight, at, x.dtype), out=some(d))
         if n.group:
             none = x.new_empty(m, 0)
-            if not tiles:
-                tile(none, y, n, of_rows, 0, first=True, fold=True)
+            if not spans:
+                tile(none, y, n, of_rows, 0, first=True)
             _merge(of_rows, n)
-            tile(none, y, n, of_rows, 0, fold=True, finish=True, kept=None if ids is None else none.bool())
+            tile(none, y, n, of_rows, 0, finish=True, kept=None if ids is None else none.bool())
     return *found.fields(), z, dx, dxa
 
 
@@ -243,17 +248,13 @@ def _merge(found: Found, n: Numbers) -> None:
     logit."""
     (R, M), K = found.state.shape, found.logp.shape[1]
     parts = gathered(torch.cat([found.state.flatten(), found.logp.flatten()]), n.group)[0]
-    m, s, a, q, total, kept_m, kept_s, maxima = parts[:, : R * M].view(-1, R, M).unbind(1)
     found.logp.copy_(parts[:, R * M :].sum(0).view(M, K))
-    top, kept_top = m.amax(0), kept_m.amax(0)
-    d = m - top
-    e = d.exp()
-    merged = (top, (s * e).sum(0), ((a + s * d) * e).sum(0), (q * e * e).sum(0), total.sum(0))
-    found.state.copy_(torch.stack([*merged, kept_top, (kept_s * (kept_m - kept_top).exp()).sum(0), maxima.amax(0)]))
+    states = parts[:, : R * M].view(-1, R, M)
+    found.state.copy_(merged(states))
     if n.top1:
         # the first rank among equals, whose classes come first
         best = gathered(found.top1.contiguous(), n.group)[0]
-        found.top1.copy_(best.gather(0, maxima.argmax(0, keepdim=True))[0])
+        found.top1.copy_(best.gather(0, states[:, -1].argmax(0, keepdim=True))[0])
 
 
 @launcher(
@@ -274,12 +275,8 @@ def linear_logprobs_bwd(g, g_entropy, state, z, x, w, target, bias, xa, wb, temp
     dw = w.new_empty(w.shape if need_dw else 0, dtype=dtype_of_dw(w))
     db = x.new_zeros(w.shape[0] if need_db else 0, dtype=sums)
     dwb = wb.new_empty(wb.shape, dtype=sums) if wb is not None and need_dwb else None
-    if tracing(x):
-        spread = lambda d, of: d if kept is None or d is None or not d.numel() else d.new_empty(of.shape)
-        return spread(dx, whole[0]), dw, db, spread(dxa, whole[1]), dwb
-    few, chunks = z.numel() > 0, _row_chunks(M, _TOKENS)
-    wide = classes if few else chunk_classes or tile_classes(M, classes, on_gpu(x))
-    tiles = [slice(i, min(i + wide, classes)) for i in range(0, classes, max(1, wide))]
+    few, chunks = z.numel() > 0, [] if tracing(x) else _row_chunks(M, _TOKENS)
+    spans = _spans(M, classes, classes if few else chunk_classes, on_gpu(x)) if chunks else []
     # dw is a sum over chunks of 32,768 tokens; one chunk is one product, which rounds once
     if accum_dtype is None:
         accum_dtype = dw.dtype if len(chunks) <= rounded_sums(M, n.V) else acc(w.dtype)
@@ -287,28 +284,20 @@ def linear_logprobs_bwd(g, g_entropy, state, z, x, w, target, bias, xa, wb, temp
     for t in (total if need_dw else None, dwb):
         if t is not None:
             t[classes if chunks else 0 :] = 0  # rows that are no class
-    most = min(M, _TOKENS) * wide
-    z_dtype = sums if fp32_logits else x.dtype
-    part = _buffer(x, z_dtype, 0 if few else most)
-    dz_part = part if z_dtype == x.dtype and not few else _buffer(x, x.dtype, most)
-    for rows in chunks:
-        m, first = rows.stop - rows.start, rows.start == chunks[0].start
-        some = lambda t: t if t is None or len(t) == rows.stop - rows.start else t[rows]  # noqa: B023
-        x_c, y, of_rows = some(x), some(target), state if m == M else state[:, rows]
+    inputs = x, w, bias, xa, wb, temperature, ids, offsets
+    of_z = z if few else x.new_empty(0, dtype=sums if fp32_logits else x.dtype)
+    for rows, some, tiles in _sweep(inputs, n, chunks, spans, of_z, few, True):
+        first, x_c, y = rows.start == chunks[0].start, some(x), some(target)
+        of_rows = state if len(chunks) == 1 else state[:, rows]
         found = Found(of_rows, *(state.new_empty(0),) * 5, of_rows)
         # of several tiles, dx and dxa are sums in fp32, rounded at their end
         outs = [(some(d), of) for d, of, wanted in ((dx, w, need_dx), (dxa, wb, need_dxa)) if wanted and d is not None]
-        added = [d if len(tiles) == 1 else d.new_zeros(d.shape, dtype=sums) for d, _ in outs]
-        for at in tiles:
-            c, start = at.stop - at.start, n.first + at.start
-            z_c, dz = z if few else part(m, c), dz_part(m, c)
-            if not few:
-                logits(z_c, x_c, _cut(w, at, x.dtype), some(xa), _cut(wb, at, x.dtype))
-            nucleus = None if ids is None else _mask(ids, offsets, m, rows.start, start, c)
-            of_tile = dict(bias=_cut(bias, at, x.dtype), temperature=some(temperature), kept=nucleus)
-            tile(z_c, y, n, found, start, dz=dz, g=some(g), g_entropy=some(g_entropy), **of_tile)
+        added = [d if len(spans) == 1 else d.new_zeros(d.shape, dtype=sums) for d, _ in outs]
+        for at, z_c, of_tile in tiles:
+            tile(z_c, y, n, found, n.first + at.start, g=some(g), g_entropy=some(g_entropy), **of_tile)
+            dz = of_tile["dz"]
             for d, (_, of) in zip(added, outs):
-                add_mm(d, dz, _cut(of, at, x.dtype), first=len(tiles) == 1)
+                add_mm(d, dz, _cut(of, at, x.dtype), first=len(spans) == 1)
             if need_dw and total.itemsize >= x.itemsize:
                 add_mm(total[at], dz.t(), x_c, first=first)
             elif need_dw:
@@ -326,56 +315,29 @@ def linear_logprobs_bwd(g, g_entropy, state, z, x, w, target, bias, xa, wb, temp
     return dx, dw if total is dw else dw.copy_(total), db, dxa, dwb
 
 
-@contextlib.contextmanager
-def _whole(*weights: Tensor | None) -> Iterator[None]:
-    """Gather weights that DeepSpeed's ZeRO-3 has divided again since the forward."""
-    parts = [t for t in weights if hasattr(t, "ds_id")]
-    if not parts:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parts):
-        yield
-
-
-@dataclass(frozen=True)
-class LogprobOptions:
-    """How log-probabilities are computed. ``need``: which of x, w, bias, xa and wb need a
-    gradient; ``one``: the result has no dimension of targets."""
-
-    need: tuple[bool, ...]
-    entropy_grad: bool
-    accum_dtype: torch.dtype | None
-    chunk_rows: int | None
-    chunk_classes: int | None
-    fp32_logits: bool
-    one: bool
-
-
 class LinearLogProbsFunction(torch.autograd.Function):
-    """``apply(x, w, target, bias, xa, wb, temperature, ids, offsets, kept, Numbers, LogprobOptions)`` ->
-    logp, of x's leading dims and, if there are several targets, theirs, and the five ``OUTPUTS``;
-    with ``kept``, of these tokens."""
+    """``apply(x, w, target, bias, xa, wb, temperature, ids, offsets, kept, Numbers, Options, whether the
+    entropy gets a gradient, classes of a tile, whether logp has no dim of targets)`` -> logp, of x's
+    leading dims and perhaps that of targets, and the five ``OUTPUTS``; with ``kept``, of these tokens."""
 
     @staticmethod
-    def forward(ctx, x, w, target, bias, xa, wb, temperature, ids, offsets, kept, n, o):
+    def forward(ctx, x, w, target, bias, xa, wb, temperature, ids, offsets, kept, n, o, entropy_grad, wide, one):
         ctx.set_materialize_grads(False)  # an entropy that is only reported must not cost a backward
-        ctx.shape, ctx.n, ctx.o, x, need = x.shape, n, o, rows_of(x), o.need
+        ctx.shape, ctx.n, ctx.o, ctx.wide, x, need = x.shape, n, o, wide, rows_of(x), o.need
         M, same = x.shape[0] if kept is None else len(kept), w.dtype == x.dtype and not n.group
         lead = ctx.shape[:-1] if kept is None else kept.shape
         rows = o.chunk_rows or auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=not need[1])
         factor = same and target.shape[1] == 1 and only_hidden(need)
         few = same and any(need) and 0 < M <= rows
-        ctx.way = "frozen" if factor and not o.entropy_grad else "few" if few else "tiles"
+        ctx.way = "frozen" if factor and not entropy_grad else "few" if few else "tiles"
         inputs = (x, w, target, bias, xa, wb, temperature, ids, offsets, kept)
-        how = o.fp32_logits, ctx.way, need[0], need[3], rows, o.chunk_classes
+        how = o.fp32_logits, ctx.way, need[0], need[3], rows, wide
         logp, entropy, *others, state, z, dx, dxa = linear_logprobs_fwd(*inputs, *values(n), *how)
         if any(need):
             ctx.save_for_backward(state, z, dx, dxa, *inputs)
         entropy = shaped(entropy, lead) if n.entropy else entropy
         ctx.mark_non_differentiable(*others, *(() if n.entropy else (entropy,)))
-        return shaped(logp, lead if o.one else (*lead, target.shape[1])), entropy, *others
+        return shaped(logp, lead if one else (*lead, target.shape[1])), entropy, *others
 
     @staticmethod
     @once_differentiable
@@ -383,18 +345,18 @@ class LinearLogProbsFunction(torch.autograd.Function):
         state, z, dx, dxa, *inputs = ctx.saved_tensors
         (x, w, target, bias, xa), kept, n, o, need = inputs[:5], inputs[9], ctx.n, ctx.o, ctx.o.need
         if g is None and g_entropy is None:
-            return (None,) * 12
+            return (None,) * 15
         y = _of(target, kept)
         g = state.new_zeros(y.shape) if g is None else g.reshape(y.shape)
         if ctx.way == "frozen" and (g_entropy is None or not n.entropy):
             g = g.masked_fill(y == n.ignore_index, 0)  # 0 stays 0, whatever the upstream gradient is
             times = lambda t, of: _among(scaled_rows(t, g), kept, of)
             dx, dxa = times(dx, x).view(ctx.shape) if need[0] else None, times(dxa, xa) if need[3] else None
-            return dx, None, None, None, dxa, *(None,) * 7
-        with _whole(w, bias):
+            return dx, None, None, None, dxa, *(None,) * 10
+        with regathered(w, bias):
             # a recorded graph passes zeros for results that have no gradient
             h = None if g_entropy is None or not n.entropy else g_entropy.reshape(-1)
-            how = o.fp32_logits, *need, o.accum_dtype, o.chunk_classes
+            how = o.fp32_logits, *need, o.accum_dtype, ctx.wide
             dx, dw, db, dxa, dwb = linear_logprobs_bwd(g, h, state, z, *inputs, *values(n), *how)
         for d in (dx, dxa) if n.group else ():
             if d is not None and d.numel():
@@ -402,14 +364,12 @@ class LinearLogProbsFunction(torch.autograd.Function):
         dx, dw, db, dxa, dwb = (d if wanted else None for d, wanted in zip((dx, dw, db, dxa, dwb), need))
         of_x = lambda t: t if t is None else t.to(x.dtype)
         dx = None if dx is None else of_x(dx).view(ctx.shape)
-        return dx, dw, None, None if db is None else db.to(bias.dtype), of_x(dxa), of_x(dwb), *(None,) * 6
+        return dx, dw, None, None if db is None else db.to(bias.dtype), of_x(dxa), of_x(dwb), *(None,) * 9
 
 
 def _cost(x, w, target, bias=None, *, vocab_size=None, xa=None, wb=None, fp8=None, **_) -> Cost:
-    M, H, V, R = x.shape[:-1].numel(), x.shape[-1], vocab_size or w.shape[0], 0 if xa is None else xa.shape[-1]
-    backward = [(M, H + R, V), (V, H * w.requires_grad + R, M)]
-    read = nbytes(x, w, target, bias, xa, wb)
-    return Cost(read, nbytes(x, w, bias, xa, wb), gemms=([(M, V, H + R)], backward), rate=1 if fp8 is None else 2)
+    M, V = x.shape[:-1].numel(), vocab_size or w.shape[0]
+    return head_cost(M, V, w, (x, w, target, bias, xa, wb), (x, w, bias, xa, wb), xa, fp8)
 
 
 def _head(*shape: int, V: int, K: tuple[int, ...] = (), frozen: bool = False, **options: Any) -> dict[str, Any]:
@@ -492,18 +452,15 @@ def linear_logprobs(
     one, K = target.ndim < x.ndim, target.shape[len(lead) :].numel()
     if unknown := next((output for output in outputs if output not in OUTPUTS), None):
         raise ValueError(f"{name}: outputs must be some of {OUTPUTS}, got {unknown!r}")
-    if isinstance(temperature, Tensor):
-        if temperature.shape != lead:
-            raise ValueError(
-                f"{name}: temperature must be a number or of shape {tuple(lead)}, got {tuple(temperature.shape)}"
-            )
-        if temperature.requires_grad:
-            raise ValueError(f"{name}: temperature must need no gradient, got one that does")
-        scalar, per_token = None, temperature.reshape(-1).contiguous()
-    elif not temperature > 0:
+    hot = isinstance(temperature, Tensor)
+    if hot and temperature.shape != lead:
+        got = tuple(temperature.shape)
+        raise ValueError(f"{name}: temperature must be a number or of shape {tuple(lead)}, got {got}")
+    if hot and temperature.requires_grad:
+        raise ValueError(f"{name}: temperature must need no gradient, got one that does")
+    if not hot and not temperature > 0:
         raise ValueError(f"{name}: temperature must be positive, got {temperature}")
-    else:
-        scalar, per_token = temperature, None
+    scalar, per_token = (1.0, temperature.reshape(-1).contiguous()) if hot else (temperature, None)
     rows, thin = (x.reshape(-1, x.shape[-1]) if x.ndim > 2 else x), xa if xa is None else xa.reshape(-1, xa.shape[-1])
     check_head(name, rows, w, bias, chunk_rows, thin, wb)
     if target.shape[: len(lead)] != lead or target.ndim > x.ndim:
@@ -531,7 +488,7 @@ def linear_logprobs(
             w,
             target,
             bias,
-            temperature=per_token if scalar is None else scalar,
+            temperature=temperature,
             logit_scale=logit_scale,
             softcap=softcap,
             ignore_index=ignore_index,
@@ -547,44 +504,38 @@ def linear_logprobs(
         )
     wanted = tuple(output in outputs for output in OUTPUTS)
     # the same logits as those of the cap first and the temperature then
-    scale, cap = logit_scale / (scalar or 1.0), None if softcap is None else softcap / (scalar or 1.0)
+    scale, cap = logit_scale / scalar, None if softcap is None else softcap / scalar
     if fp8 is not None:
         none = (keep_ids, group, vocab_size, per_token)
         if K != 1 or any(t is not None for t in none) or wanted[1] or wanted[4]:
             possible = "only one target and the outputs 'entropy', 'mean_logit' and 'top1' are possible"
             raise ValueError(f"{name}: with fp8, {possible}, got {K} targets and {outputs}")
-        s = Loss(
-            ignore_index, "none", logit_scale=scale, softcap=cap, stats=wanted[3], entropy=wanted[0], mean=wanted[2]
-        )
-        x2, w2, b2, *_ = promoted(rows, w, bias, None, None)
-        nll, _, best, entropy, mean = apply(
-            x2, w2, y[:, 0], b2, None, s, None, compact, accum_dtype, chunk_rows, False, fp8=fp8
-        )
-        found = [(-nll).view(lead), entropy, None, mean, best, None]
-        found = [t if t is None or not t.numel() else t.view(lead) for t in found]
+        numbers = dict(entropy=wanted[0], mean=wanted[2], stats=wanted[3])
+        s = Loss(ignore_index, "none", logit_scale=scale, softcap=cap, **numbers)
+        how = dict(compact=compact, accum_dtype=accum_dtype, chunk_rows=chunk_rows, fp32_logits=False, fp8=fp8)
+        x2, w2, b2 = promoted(rows, w, bias)
+        nll, _, best, entropy, mean = apply(x2, w2, y[:, 0], b2, None, s, None, **how)
+        found = [-nll, entropy, None, mean, best, None]
     else:
         n = Numbers(V, first, shared, ignore_index, scale, cap, *wanted)
         dtype = products_dtype(rows, w)
         rows = rows.to(dtype)
         bias, thin, wb = (t if t is None else t.to(dtype) for t in (bias, thin, wb))
         bias = bias if bias is None else bias.contiguous()
-        o = LogprobOptions(
-            needed(rows, w, bias, thin, wb), entropy_grad, accum_dtype, chunk_rows, chunk_classes, fp32_logits, one
-        )
+        o = Options(needed(rows, w, bias, thin, wb), accum_dtype, chunk_rows, fp32_logits)
         kept = kept_rows(compact, y[:, 0], ignore_index) if K == 1 and keep_ids is None else None
         # of all leading dims: x itself, so that its gradient needs no view
         of_x = rows if x.ndim <= 2 or kept is not None else rows.view(x.shape)
         given = of_x, w, y, bias, thin, wb, per_token, keep_ids, keep_offsets, kept
-        found = LinearLogProbsFunction.apply(*given, n, o)
-        if kept is None:
-            # those without a gradient get their dims here: PyTorch 2.11 compiles no views of them in a Function
-            found = [*found[:2], *(t.view(lead) if there else t for t, there in zip(found[2:], wanted[1:]))]
-        else:
-            # the other tokens have what ignored ones have
-            spread = lambda t, value: t.new_full((len(y),), value).index_copy(0, kept, t.flatten()).view(lead)
-            found = [spread(t, -1 if t.dtype == torch.int64 else 0) if t.numel() or not len(kept) else t for t in found]
-    others = [found[1 + OUTPUTS.index(output)] for output in outputs]
-    return (found[0], *others) if outputs else found[0]
+        found = LinearLogProbsFunction.apply(*given, n, o, entropy_grad, chunk_classes, one)
+        if kept is not None:
+            # the other tokens have what ignored ones have; what was not requested stays empty
+            fill = lambda t: t.new_full((len(y),), -1 if t.dtype == torch.int64 else 0)
+            found = [t if len(kept) and not len(t) else fill(t).index_copy(0, kept, t.flatten()) for t in found]
+    # here, because PyTorch 2.11 compiles no views of results without a gradient in a Function
+    dims = lambda t, shape: t if t.ndim == len(shape) else t.view(shape)
+    logp, others = dims(found[0], target.shape), [dims(found[1 + OUTPUTS.index(name)], lead) for name in outputs]
+    return (logp, *others) if outputs else logp
 
 
 def _part(name: str, w: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None) -> tuple[int, int, str]:

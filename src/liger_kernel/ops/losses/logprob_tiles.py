@@ -362,17 +362,19 @@ def _tile(
 
 
 def tile(
-    z: Tensor, target: Tensor, n: Numbers, found: Found, start: int, *, first: bool = False, fold: bool = False,
-    finish: bool = False, dz: Tensor | None = None, bias: Tensor | None = None, temperature: Tensor | None = None,
+    z: Tensor, target: Tensor, n: Numbers, found: Found, start: int, *, first: bool = False, finish: bool = False,
+    dz: Tensor | None = None, bias: Tensor | None = None, temperature: Tensor | None = None,
     kept: Tensor | None = None, g: Tensor | None = None, g_entropy: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fold the logits z (M, N) of the classes from ``start`` on into ``found``, which holds nothing
-    before the ``first`` tile, and (or) write their gradient to ``dz``, z itself or another buffer.
+    before the ``first`` tile, and (or) write their gradient to ``dz``, z itself or another buffer:
+    both if the first tile is the only one.
 
     target (M, K), bias (N,), temperature (M,), kept (M, N) bool, g (M, K), g_entropy (M,).
     """
     if tracing(z):
         return
+    fold = first or dz is None
     (M, N), K = z.shape, target.shape[1]
     if not use_kernels(z):
         _tile_in_torch(z, target, n, found, start, first, fold, finish, dz, bias, temperature, kept, g, g_entropy)
@@ -390,6 +392,16 @@ def tile(
         scale, n.softcap, FIRST=first, FOLD=fold, FINISH=finish, K_BLOCK=next_power_of_2(K), BLOCK=wide,
         num_warps=max(1, min(8, wide // 256)),
     )  # fmt: skip
+
+
+def merged(states: Tensor) -> Tensor:
+    """One ``Found.state`` of several (P, rows, M), each of other classes."""
+    m, s, a, q, total, kept_m, kept_s, maxima = states.unbind(1)
+    top, kept_top = m.amax(0), kept_m.amax(0)
+    d = m - top
+    e = d.exp()
+    sums = (s * e).sum(0), ((a + s * d) * e).sum(0), (q * e * e).sum(0), total.sum(0)
+    return torch.stack([top, *sums, kept_top, (kept_s * (kept_m - kept_top).exp()).sum(0), maxima.amax(0)])
 
 
 def _tile_in_torch(
@@ -417,46 +429,35 @@ def _tile_in_torch(
         for row in (m, kept_m, maxima):
             row.fill_(_LEAST)
         found.logp.zero_()
-    if fold:
-        found.logp.copy_(torch.where(here, a.gather(1, y) if N else 0, found.logp))
-        if N:
-            top, best = a.max(1)
-            higher = top > m
-            new = torch.maximum(m, top)
-            d, old = a - new[:, None], (m - new)
-            e = d.exp()
-            ent.copy_((ent + s * old) * old.exp() + (e * d).sum(1))
-            q.copy_(q * (2 * old).exp() + e.square().sum(1))
-            total += a.sum(1)
-            s.copy_(s * old.exp() + e.sum(1))
-            m.copy_(new)
-            maxima.copy_(new)
-            if n.top1:
-                found.top1.copy_(torch.where(higher, best + start, found.top1))
-            if kept is not None:
-                b = a.masked_fill(~kept, _LEAST)
-                new = torch.maximum(kept_m, b.amax(1))
-                kept_s.copy_(kept_s * (kept_m - new).exp() + ((b - new[:, None]).exp() * kept).sum(1))
-                kept_m.copy_(new)
-        if finish:
-            log_s = s.log()
-            ent.copy_((log_s - ent / s).clamp(min=0))
-            for out, value in (
-                (found.entropy, ent + poison),
-                (found.log_sum_sq, q.log() - 2 * log_s + poison),
-                (found.mean_logit, total / n.V),
-                (found.lse, m + log_s),
-            ):
-                if out.numel():
-                    out.copy_(value.where(valid, 0))
-            if n.top1:
-                found.top1.masked_fill_(~valid, -1)
-            s.copy_(log_s)
-            kept_s.copy_(log_s if kept is None else kept_s.log())
-            if kept is None:
-                kept_m.copy_(m)
-            logp = ((found.logp - kept_m[:, None]) - kept_s[:, None]).clamp(max=0)
-            found.logp.copy_(logp.masked_fill(~inside, float("nan")).where(counts, 0))
+    if fold and N:
+        found.logp.copy_(torch.where(here, a.gather(1, y), found.logp))
+        top, best = a.max(1)
+        if n.top1:
+            found.top1.copy_(torch.where(top > m, best + start, found.top1))
+        d = a - top[:, None]
+        e, b = d.exp(), a if kept is None else a.masked_fill(~kept, _LEAST)
+        kept_top = b.amax(1)
+        kept_e = (b - kept_top[:, None]).exp()
+        kept_e = kept_e if kept is None else kept_e * kept
+        own = top, e.sum(1), (e * d).sum(1), e.square().sum(1), a.sum(1), kept_top, kept_e.sum(1), top
+        found.state.copy_(merged(torch.stack([found.state, torch.stack(own)])))
+    if finish:
+        log_s = s.log()
+        ent.copy_((log_s - ent / s).clamp(min=0))
+        for out, value in (
+            (found.entropy, ent + poison),
+            (found.log_sum_sq, q.log() - 2 * log_s + poison),
+            (found.mean_logit, total / n.V),
+            (found.lse, m + log_s),
+        ):
+            if out.numel():
+                out.copy_(value.where(valid, 0))
+        if n.top1:
+            found.top1.masked_fill_(~valid, -1)
+        s.copy_(log_s)
+        kept_s.log_()
+        logp = ((found.logp - kept_m[:, None]) - kept_s[:, None]).clamp(max=0)
+        found.logp.copy_(logp.masked_fill(~inside, float("nan")).where(counts, 0))
     if dz is not None:
         slope = n.logit_scale * per_t
         g = counts.to(a.dtype) if g is None else g.to(a.dtype).where(counts, 0)

@@ -147,24 +147,39 @@ def test_many_blocks_of_tokens(monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
-def test_zero_3_gathers_the_head_for_the_backward(monkeypatch):
-    """DeepSpeed has divided it again by then: it is empty, and has a ``ds_id``."""
+OF_HEADS = {
+    "log-probabilities": lambda x, w, _, y: linear_logprobs(x, w, y, chunk_rows=1, chunk_classes=16),
+    "divergences": lambda x, w, t, y: linear_divergence(x, w, x.detach(), t, y, reduction="none", chunk_rows=5),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("of_heads", OF_HEADS)
+def test_zero_3_gathers_the_heads_for_the_backward(of_heads, tied, monkeypatch):
+    """DeepSpeed has divided them again by then: they are empty, and have a ``ds_id``. What is ``tied``
+    to an embedding in use is whole, and stays so."""
     x, w, y = head()
-    w = torch.nn.Parameter(w)
-    expected = torch.autograd.grad(linear_logprobs(x, w, y).sum(), (x, w))
-    whole, w.ds_id, gathered = w.data, 1, []
+    heads = [torch.nn.Parameter(t) for t in (w, w.flip(0))]
+    expected = torch.autograd.grad(OF_HEADS[of_heads](x, *heads, y).sum(), (x, heads[0]))
+    whole, gathered = [t.data for t in heads], []
+
+    def divide(parts):
+        for t in parts:
+            t.data = t.data.new_empty(0)
 
     @contextmanager
     def gathering(parts):
-        gathered.extend(parts)
-        w.data = whole
+        gathered.extend(t.ds_id for t in parts)
+        for t in parts:
+            t.data = whole[t.ds_id]
         yield
-        w.data = w.data.new_empty(0)
+        divide(parts)
 
     zero = types.SimpleNamespace(GatheredParameters=gathering)
     monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(zero=zero))
-    logp = linear_logprobs(x, w, y, chunk_rows=1, chunk_classes=16)
-    w.data = w.data.new_empty(0)
-    found = torch.autograd.grad(logp.sum(), (x, w))
-    torch.testing.assert_close(found, expected)
-    assert len(gathered) == 1 and gathered[0] is w
+    for i, t in enumerate(heads):
+        t.ds_id = i
+    found = OF_HEADS[of_heads](x, *heads, y)
+    divide(heads[tied:])
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), (x, heads[0])), expected)
+    assert gathered == list(range(1 + (of_heads == "divergences")))[tied:]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -89,13 +90,14 @@ def score(trl: Any, inner_model: nn.Module, x: Tensor, outputs: tuple[str, ...] 
 
 
 class Distillation(Trainer):
-    def loss(self, trl: Any, x: Tensor, beta: float) -> Any:
-        return _of_heads(trl, x, self.model.lm_head.weight, beta)
+    def loss(self, trl: Any, x: Tensor, beta: float, teacher: Tensor | None = None) -> Any:
+        return _of_heads(trl, x, self.model.lm_head.weight, beta, teacher)
 
 
-def _of_heads(trl: Any, x: Tensor, w: Tensor, beta: float) -> Any:
+def _of_heads(trl: Any, x: Tensor, w: Tensor, beta: float, teacher: Tensor | None = None) -> Any:
     t = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device)
-    return trl.divergences.apply(x, w, None, t, w.detach().flip(0), None, beta, 0.7, 0.5, None, 0.25, None)
+    teacher = w.detach().flip(0) if teacher is None else teacher
+    return trl.divergences.apply(x, w, None, t, teacher, None, beta, 0.7, 0.5, None, 0.25, None)
 
 
 @pytest.fixture
@@ -182,12 +184,23 @@ def test_without_the_module_of_divergences(trl, model, monkeypatch):
     assert not TRL_CALLS
 
 
-def test_divided_heads_stay_with_trl(trl, model):
+def test_divided_heads_are_gathered(trl, model, monkeypatch):
     liger.apply_liger_kernel_to_llama(model=model)
-    model.lm_head.weight.ds_id = 0  # as ZeRO-3 marks what it divides
-    with pytest.warns(UserWarning, match="ZeRO-3 has divided the heads"):
-        Distillation(model).loss(trl, hidden(model), 0.0)
-    assert TRL_CALLS == ["divergences"]
+    x, w, gathered = hidden(model), model.lm_head.weight, []
+    wanted, whole = Distillation(model).loss(trl, x, 0.0), w.data
+    teacher = whole.flip(0)
+
+    @contextmanager
+    def gathering(parts):
+        gathered.extend(parts)
+        w.data = whole
+        yield
+
+    zero = types.SimpleNamespace(GatheredParameters=gathering)
+    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(zero=zero))
+    w.ds_id, w.data = 0, w.data.new_empty(0)  # as ZeRO-3 leaves and marks what it divides
+    torch.testing.assert_close(Distillation(model).loss(trl, x, 0.0, teacher), wanted)
+    assert len(gathered) == 1 and gathered[0] is w and not TRL_CALLS
 
 
 @pytest.mark.parametrize("what", ["log-probabilities", "divergences"])

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_kernel.ops.losses.chunks import regathered
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 
@@ -184,34 +185,17 @@ def _divergences(function: Any, parameters: tuple[str, ...]) -> Callable[..., tu
         logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None,
     ):  # fmt: skip
         given = beta, temperature, logit_scale, softcap, teacher_logit_scale, teacher_softcap
-        used = _is_used(_calling_model())
-        # ZeRO-3 divides heads between forward and backward; TRL's own head gathers them in both
-        if used and any(hasattr(t, "ds_id") for t in (weight, teacher_weight)):
-            warnings.warn("liger_kernel: TRL computes divergences itself: ZeRO-3 has divided the heads", stacklevel=2)
-            used = False
-        if not used:
+        if not _is_used(_calling_model()):
             return trl(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, *given)
         # beta 0 and 1 are the same KLs as TRL's, and between them the mixture has the same weights
-        results = linear_divergence(
-            hidden,
-            weight,
-            teacher_hidden,
-            teacher_weight,
-            None,
-            bias,
-            teacher_bias,
-            kind="jsd",
-            beta=beta,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            teacher_logit_scale=teacher_logit_scale,
-            teacher_softcap=teacher_softcap,
-            reduction="none",
-            entropy=True,
-            # as TRL's: rounded logits of two models that are nearly equal have other divergences
-            fp32_logits=True,
-        )
+        options: dict[str, Any] = dict(kind="jsd", beta=beta, temperature=temperature)
+        options |= dict(logit_scale=logit_scale, softcap=softcap, reduction="none", entropy=True)
+        options |= dict(teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap)
+        heads = hidden, weight, teacher_hidden, teacher_weight, None, bias, teacher_bias
+        # TRL does not gather what ZeRO-3 has divided before this call. fp32_logits as in TRL's head:
+        # rounded logits of two models that are nearly equal have other divergences
+        with regathered(weight, bias, teacher_weight, teacher_bias):
+            results = linear_divergence(*heads, **options, fp32_logits=True)
         few = hidden[_SOME], weight, bias, teacher_hidden[_SOME], teacher_weight, teacher_bias
         first.check(("divergences", "entropy"), results, lambda: trl(*few, *given))
         return results

@@ -47,7 +47,7 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
-from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, only_hidden
+from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, only_hidden, regathered
 from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
@@ -207,7 +207,9 @@ class LinearDivergenceFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g, *_):
         if ctx.recompute:
-            grads = linear_divergence_bwd(g.contiguous(), *ctx.saved_tensors, *ctx.numbers, *ctx.need)
+            inputs = ctx.saved_tensors
+            with regathered(*inputs[1:3], *inputs[4:6]):
+                grads = linear_divergence_bwd(g.contiguous(), *inputs, *ctx.numbers, *ctx.need)
         elif ctx.rows:
             dx, *grads, target = ctx.saved_tensors
             # 0 stays 0, whatever the upstream gradient is
@@ -409,7 +411,8 @@ def linear_divergence(
     if teacher_x is not None and teacher_w is not None:
         # the teacher has a dtype of its own
         of_teacher = promoted(teacher_x, teacher_w, teacher_bias)
-        teacher_x, teacher_w, teacher_bias = (None if t is None else t.detach() for t in of_teacher)
+        constant = lambda t: t if t is None or hasattr(t, "ds_id") else t.detach()  # ``regathered`` needs the parameter
+        teacher_x, teacher_w, teacher_bias = map(constant, of_teacher)
     num_items = items(num_items, x)
     own = kind, beta, temperature, ignore_index, reduction, weight_hard, weight_soft, tail, eps
     numbers = *own, logit_scale, softcap, teacher_logit_scale, teacher_softcap, entropy

@@ -4,7 +4,6 @@ call operators, which have gradients. The Functions over one kernel are beside i
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.compat.functional import OF_OPERATOR, Four
@@ -19,7 +18,7 @@ from liger_kernel.compat.functions import (
 )
 from liger_kernel.ops import glu, linear_logprobs
 from liger_kernel.ops._core.impl import only_ours
-from liger_kernel.ops._core.operator import acc, as_index
+from liger_kernel.ops._core.operator import as_index
 
 
 class LigerSiLUMulFunction:
@@ -118,32 +117,21 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         """Negative log-probability of each token of target (...), fp32, 0 where that is
         ``ignore_index``; if requested, the entropies (...) and the log-probabilities of
         selected_token_ids (K,), as (..., K)."""
-        x, y = _input.flatten(0, -2), as_index(target.reshape(-1))
+        y, ids, chosen = as_index(target), selected_token_ids, []
+        if ids is not None:
+            if ids.ndim != 1 or ids.is_floating_point():
+                raise ValueError(
+                    "fused_linear_scaled_cross_entropy: selected_token_ids must be integers of shape (K,), got "
+                    f"{ids.dtype} of {tuple(ids.shape)}"
+                )
+            y = torch.cat([y[..., None], ids.where(y[..., None] != ignore_index, ignore_index)], -1)
         outputs = ("entropy",) if return_entropy else ()
-        found = linear_logprobs(x, weight, y, temperature=temperature, ignore_index=ignore_index, outputs=outputs)
-        logp, *entropy = found if isinstance(found, tuple) else (found,)
-        outs = [-logp, *entropy]
-        if selected_token_ids is not None:
-            outs.append(_selected(x, weight, y, logp, selected_token_ids, temperature, ignore_index))
-        shaped = [t.view(*target.shape, *t.shape[1:]) for t in outs]
-        return tuple(shaped) if len(shaped) > 1 else shaped[0]
-
-
-def _selected(
-    x: Tensor, w: Tensor, y: Tensor, logp: Tensor, ids: Tensor, temperature: float, ignore_index: int
-) -> Tensor:
-    """Log-probabilities (M, K): z_k - z_y + log p_y, as log p_y is known. The logits are rounded
-    as those are that made it."""
-    if ids.ndim != 1 or ids.is_floating_point():
-        raise ValueError(
-            f"fused_linear_scaled_cross_entropy: selected_token_ids must be integers of shape (K,), got {ids.dtype} "
-            f"of {tuple(ids.shape)}"
-        )
-    valid, inside = y != ignore_index, (y >= 0) & (y < w.shape[0])
-    z_k = F.linear(x, w[ids])
-    z_y = (x.to(z_k.dtype).to(acc(z_k.dtype)) * w[y.where(inside, 0)].to(z_k.dtype)).sum(-1).to(z_k.dtype)
-    z_k, z_y = (z.to(acc(z.dtype)) / temperature for z in (z_k, z_y))
-    return (z_k - z_y[:, None] + logp[:, None]).where(valid[:, None], 0)
+        found = linear_logprobs(_input, weight, y, temperature=temperature, ignore_index=ignore_index, outputs=outputs)
+        logp, *entropy = found if return_entropy else (found,)
+        if ids is not None:
+            logp, chosen = logp[..., 0], [logp[..., 1:]]
+        results = -logp, *entropy, *chosen
+        return results if len(results) > 1 else results[0]
 
 
 class LigerFusedLinearScaledCrossEntropyTPFunction:

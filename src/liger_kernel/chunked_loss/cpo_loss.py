@@ -60,12 +60,6 @@ class LigerFusedLinearCPOLoss(PairLoss):
 
     function = LigerFusedLinearCPOFunction
 
-    ignore_index: int = -100
-    beta: float = 0.1
-    alpha: float = 1.0
-    label_smoothing: float = 0.0
-    compute_nll_loss: bool = True
-    compiled: bool = True
     average_log_prob: bool = False
     chunk_size: int = 1
     compact: bool = True

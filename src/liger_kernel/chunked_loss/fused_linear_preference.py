@@ -191,6 +191,13 @@ class PairLoss(WithOptions):
 
     function = LigerFusedLinearPreferenceBase
 
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Found:
         return self.function.apply(_input, lin_weight, target, bias, **self.options())
 

@@ -55,12 +55,6 @@ class LigerFusedLinearSimPOLoss(PairLoss):
 
     function = LigerFusedLinearSimPOFunction
 
-    ignore_index: int = -100
-    beta: float = 0.1
-    alpha: float = 1.0
-    label_smoothing: float = 0.0
-    compute_nll_loss: bool = True
-    compiled: bool = True
     gamma: float = 0.5
     chunk_size: int = 1
     compact: bool = True

@@ -27,7 +27,7 @@ from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
-from liger_kernel.ops.norms.rms_kernels import CASTING
+from liger_kernel.ops.norms.rms_kernels import check_norm
 
 # columns of dy, x, two sums and the factors that the backward holds in registers; the reference
 # computes wider rows
@@ -311,15 +311,7 @@ def modulated_rms_norm(
     or (S, N) for an x (M, N) of S samples of M / S rows. shift like scale, or None. Returns a
     tensor of x's shape and dtype.
     """
-    for name, t in (("x", x), ("scale", scale), ("shift", shift)):
-        if t is not None and not t.is_floating_point():
-            raise ValueError(f"modulated_rms_norm: {name} must be floating point, got {t.dtype}")
-    if not x.ndim:
-        raise ValueError("modulated_rms_norm: x must have at least one dim, got shape ()")
-    if casting not in CASTING:
-        raise ValueError(f"modulated_rms_norm: casting must be one of {CASTING}, got {casting!r}")
-    if w is not None and w.shape != x.shape[-1:]:
-        raise ValueError(f"modulated_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    check_norm("modulated_rms_norm", x, w, casting, scale=scale, shift=shift)
     check_rows(x, scale)
     if shift is not None and shift.shape != scale.shape:
         raise ValueError(f"modulated_rms_norm: shift must have shape {tuple(scale.shape)}, got {tuple(shift.shape)}")

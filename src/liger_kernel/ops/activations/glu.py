@@ -36,6 +36,16 @@ ACTS = {
 }
 
 
+def check_act(op: str, act: str, limit: float | None = None, alpha: float = 1.0) -> None:
+    """Raise ``ValueError`` if there is no such activation."""
+    if act not in ACTS:
+        raise ValueError(f"{op}: act must be one of {sorted(ACTS)}, got {act!r}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
+    if not alpha > 0:
+        raise ValueError(f"{op}: alpha must be positive, got {alpha}")
+
+
 # of the schemas of launchers: the fields of `Form`
 FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
 
@@ -367,12 +377,7 @@ def glu(
     """
     if not gate.is_floating_point():
         raise ValueError(f"glu: gate must be floating point, got {gate.dtype}")
-    if act not in ACTS:
-        raise ValueError(f"glu: act must be one of {sorted(ACTS)}, got {act!r}")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"glu: limit must be positive or None, got {limit}")
-    if not alpha > 0:
-        raise ValueError(f"glu: alpha must be positive, got {alpha}")
+    check_act("glu", act, limit, alpha)
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"glu: packed gate must have an even last dim, got {gate.shape[-1]}")
     if up is not None and up.shape != gate.shape:

@@ -22,12 +22,8 @@ from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv
-from liger_kernel.ops.norms.rms_kernels import CASTING, _bwd, _bwd_mean, _fwd, _fwd_wide
+from liger_kernel.ops.norms.rms_kernels import BWD_N, FWD_N, _bwd, _bwd_mean, _fwd, _fwd_wide, backward_grid, check_norm
 from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
-
-# Columns that one program holds in registers, less than in `rms_norm`: forward two rows, backward
-# dy, ds, s, the weight and its gradient
-FWD_N, BWD_N = 16384, 8192
 
 
 def reference(x, residual, w, *, eps, offset, casting):
@@ -62,12 +58,7 @@ def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor
 def fused_add_rms_norm_bwd(dy, ds, s, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tensor]:
     """dx, which is dresidual, and dw; gradients that are not needed are empty."""
     M, N = s.shape
-    wide = N > BWD_N
-    sizes = dict(elements=4096, max_block_n=2048) if wide else dict(elements=8192, max_block_n=BWD_N)
-    c = launch_config.tile("fused_add_rms_norm_bwd", N, s.itemsize, **sizes, per_thread=32, pipelined=3)
-    # as many programs as run at a time, shared by the blocks of columns
-    blocks = cdiv(N, c.block_n) if wide else 1
-    programs = max(1, min(launch_config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
+    wide, c, programs, blocks = backward_grid("fused_add_rms_norm_bwd", M, N, s.itemsize, pipelined=3)
     dx = s.new_empty((M, N) if need_dx else 0)
     partials = s.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
     mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)
@@ -154,17 +145,9 @@ def fused_add_rms_norm(
     x and residual (..., N), of one shape, in fp32, fp16, bf16 or fp64, any strides; w (N,) or None.
     s has their promoted dtype.
     """
-    for name, t in (("x", x), ("residual", residual)):
-        if t is not None and not t.is_floating_point():
-            raise ValueError(f"fused_add_rms_norm: {name} must be floating point, got {t.dtype}")
-    if not x.ndim:
-        raise ValueError("fused_add_rms_norm: x must have at least one dim, got shape ()")
-    if casting not in CASTING:
-        raise ValueError(f"fused_add_rms_norm: casting must be one of {CASTING}, got {casting!r}")
+    check_norm("fused_add_rms_norm", x, w, casting, residual=residual)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"fused_add_rms_norm: residual must have shape {tuple(x.shape)}, got {tuple(residual.shape)}")
-    if w is not None and w.shape != x.shape[-1:]:
-        raise ValueError(f"fused_add_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
     if not (use_kernels(x, fusible=True) and (residual is None or use_kernels(residual))):
         return reference(x, residual, w, eps=eps, offset=offset, casting=casting)
     return LigerFusedAddRMSNormFunction.apply(x, residual, w, eps, offset, casting)

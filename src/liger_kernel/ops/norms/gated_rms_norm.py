@@ -24,8 +24,8 @@ from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
-from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of
-from liger_kernel.ops.norms.rms_kernels import CASTING, scaled_rows
+from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of, check_act
+from liger_kernel.ops.norms.rms_kernels import check_norm, scaled_rows
 from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 
 # columns of dy, x, gate, the weight and a sum that the backward holds in registers: 8192 of fp32 do
@@ -178,17 +178,8 @@ def gated_rms_norm(
     x and gate (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,). Returns a tensor of x's
     shape and dtype.
     """
-    for name, t in (("x", x), ("gate", gate)):
-        if not t.is_floating_point():
-            raise ValueError(f"gated_rms_norm: {name} must be floating point, got {t.dtype}")
-    if not x.ndim:
-        raise ValueError("gated_rms_norm: x must have at least one dim, got shape ()")
-    if casting not in CASTING:
-        raise ValueError(f"gated_rms_norm: casting must be one of {CASTING}, got {casting!r}")
-    if act not in ACTS:
-        raise ValueError(f"gated_rms_norm: act must be one of {sorted(ACTS)}, got {act!r}")
-    if w.shape != x.shape[-1:]:
-        raise ValueError(f"gated_rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    check_norm("gated_rms_norm", x, w, casting, gate=gate)
+    check_act("gated_rms_norm", act)
     if gate.shape != x.shape:
         raise ValueError(f"gated_rms_norm: gate must have shape {tuple(x.shape)}, got {tuple(gate.shape)}")
     # heads of linear attention, which is what this norm is for, have 128 columns

@@ -19,10 +19,7 @@ from liger_kernel.ops._core.operator import launch, launcher, once_differentiabl
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
-
-# Columns that a program holds. Forward: a row in fp32. Backward: a row of dy and x, the weight and
-# two sums, which fill a processor's registers
-FWD_N, BWD_N = 16384, 8192
+from liger_kernel.ops.norms.rms_kernels import BWD_N, FWD_N, backward_grid, check_norm
 
 
 def reference(x, w, b, *, eps):
@@ -185,12 +182,7 @@ def layer_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
 def layer_norm_bwd(dy, x, w, mean, rstd, need_dx, need_dw, need_db, dtype) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     M, N = x.shape
-    wide = N > BWD_N
-    sizes = dict(elements=4096, max_block_n=2048) if wide else dict(elements=8192, max_block_n=BWD_N)
-    c = launch_config.tile("layer_norm_bwd", N, x.itemsize, **sizes, per_thread=32, pipelined=2)
-    # as many programs as run at a time, shared by the blocks of columns
-    blocks = cdiv(N, c.block_n) if wide else 1
-    programs = max(1, min(launch_config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
+    wide, c, programs, blocks = backward_grid("layer_norm_bwd", M, N, x.itemsize, pipelined=2)
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, N * (need_dw + need_db), dtype=torch.float32)
     # an empty tensor where nobody reads it: kernels take no other number of arguments
@@ -259,13 +251,9 @@ def layer_norm(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, *, e
     x (..., N) in fp32, fp16, bf16 or fp64, any strides; w and b (N,) or None, of any floating
     dtype. Returns a tensor of x's shape and dtype.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"layer_norm: x must be floating point, got {x.dtype}")
-    if not x.ndim:
-        raise ValueError("layer_norm: x must have at least one dim, got shape ()")
-    for name, p in (("w", w), ("b", b)):
-        if p is not None and p.shape != x.shape[-1:]:
-            raise ValueError(f"layer_norm: {name} must have shape {tuple(x.shape[-1:])}, got {tuple(p.shape)}")
+    check_norm("layer_norm", x, w)
+    if b is not None and b.shape != x.shape[-1:]:
+        raise ValueError(f"layer_norm: b must have shape {tuple(x.shape[-1:])}, got {tuple(b.shape)}")
     if is_sharded(x) and (y := on_own_rows(layer_norm, x, w, b, eps=eps)) is not None:
         return y
     if not use_kernels(x, fusible=True):

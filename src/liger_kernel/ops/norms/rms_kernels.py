@@ -17,11 +17,41 @@ Shapes: x, residual, s, y (..., N), w (N,).  M = product of the leading dims.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc
-from liger_kernel.ops._core.tl import jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 
 CASTING = ("llama", "gemma", "none")
+# Columns that a program of ``fused_add_rms_norm`` and ``layer_norm`` holds in registers: forward one
+# or two rows, backward dy, x (and ds), the weight and what is summed of its gradient
+FWD_N, BWD_N = 16384, 8192
+
+
+def check_norm(op: str, x: Tensor, w: Tensor | None, casting: str = "llama", **others: Tensor | None) -> None:
+    """Raise ``ValueError`` for what no norm of rows takes."""
+    for name, t in (("x", x), *others.items()):
+        if t is not None and not t.is_floating_point():
+            raise ValueError(f"{op}: {name} must be floating point, got {t.dtype}")
+    if not x.ndim:
+        raise ValueError(f"{op}: x must have at least one dim, got shape ()")
+    if casting not in CASTING:
+        raise ValueError(f"{op}: casting must be one of {CASTING}, got {casting!r}")
+    if w is not None and w.shape != x.shape[-1:]:
+        raise ValueError(f"{op}: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+
+
+def backward_grid(op: str, M: int, N: int, itemsize: int, pipelined: int):
+    """Of a backward in persistent programs: whether rows are wider than a block, its tile, and the
+    numbers of programs and of blocks of columns."""
+    wide = N > BWD_N
+    sizes = dict(elements=4096, max_block_n=2048) if wide else dict(elements=8192, max_block_n=BWD_N)
+    c = launch_config.tile(op, N, itemsize, **sizes, per_thread=32, pipelined=pipelined)
+    # as many programs as run at a time, shared by the blocks of columns
+    blocks = cdiv(N, c.block_n) if wide else 1
+    programs = max(1, min(launch_config.processors() * c.per_sm // blocks, cdiv(M, c.block_m)))
+    return wide, c, programs, blocks
 
 
 def reference(x, w, *, eps, offset, casting):

@@ -16,7 +16,7 @@ from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_bwd, fused_add_rms_norm_fwd
-from liger_kernel.ops.norms.rms_kernels import CASTING, _bwd, _fwd, reference
+from liger_kernel.ops.norms.rms_kernels import _bwd, _fwd, check_norm, reference
 
 # columns that one program holds in registers
 MAX_N = 32768
@@ -107,14 +107,7 @@ def rms_norm(
     x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (N,) or None. Returns a tensor of x's
     shape.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"rms_norm: x must be floating point, got {x.dtype}")
-    if not x.ndim:
-        raise ValueError("rms_norm: x must have at least one dim, got shape ()")
-    if casting not in CASTING:
-        raise ValueError(f"rms_norm: casting must be one of {CASTING}, got {casting!r}")
-    if w is not None and w.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: w must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    check_norm("rms_norm", x, w, casting)
     # a DTensor of whole rows: each rank norms its own
     if is_sharded(x) and (y := on_own_rows(rms_norm, x, w, eps=eps, offset=offset, casting=casting)) is not None:
         return y

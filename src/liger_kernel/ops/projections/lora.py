@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
 from liger_kernel.ops._core.operator import use_kernels
-from liger_kernel.ops.activations.glu import ACTS
+from liger_kernel.ops.activations.glu import check_act
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.linear import linears
@@ -234,8 +234,7 @@ def lora_mlp(
     I = _check("lora_mlp", x, (None, H), ("gate", gate), ("gate_a", gate_a), ("gate_b", gate_b))
     _check("lora_mlp", x, (I, H), ("up", up), ("up_a", up_a), ("up_b", up_b))
     _check("lora_mlp", x, (H, I), ("down", down), ("down_a", down_a), ("down_b", down_b))
-    if act not in ACTS:
-        raise ValueError(f"lora_mlp: act must be one of {sorted(ACTS)}, got {act!r}")
+    check_act("lora_mlp", act)
     if not use_kernels(x, fusible=True):
         return reference_mlp(x, gate, up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, act=act, scale=scale)
     each = ((gate, gate_a, gate_b), (up, up_a, up_b), (down, down_a, down_b))

@@ -24,7 +24,7 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
 from liger_kernel.ops._core.operator import autocast_dtype, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
-from liger_kernel.ops.activations.glu import ACTS, MAXIMA, Form, glu_bwd_, glu_fwd
+from liger_kernel.ops.activations.glu import MAXIMA, Form, check_act, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
 from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_maxima, known_amax, search
@@ -183,8 +183,7 @@ def mlp(
         raise ValueError(f"mlp: gate must have shape (I, {H}), got {tuple(gate.shape)}")
     if up is None and gate.shape[0] % 2:
         raise ValueError(f"mlp: gate must have shape (2 I, {H}) where up is None, got {tuple(gate.shape)}")
-    if act not in ACTS:
-        raise ValueError(f"mlp: act must be one of {sorted(ACTS)}, got {act!r}")
+    check_act("mlp", act)
     if (dtype := autocast_dtype(x)) is not None:
         # only up may be None
         x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]

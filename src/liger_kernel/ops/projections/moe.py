@@ -39,7 +39,7 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
-from liger_kernel.ops.activations.glu import ACTS, act_and_slope
+from liger_kernel.ops.activations.glu import ACTS, act_and_slope, check_act
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
@@ -665,12 +665,7 @@ def check(
             f"{op}: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} "
             f"{tuple(topk_weight.shape)}"
         )
-    if act not in ACTS:
-        raise ValueError(f"{op}: act must be one of {sorted(ACTS)}, got {act!r}")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"{op}: limit must be positive or None, got {limit}")
-    if not alpha > 0:
-        raise ValueError(f"{op}: alpha must be positive, got {alpha}")
+    check_act(op, act, limit, alpha)
     # under autocast, weights of any dtype are cast
     autocast = autocast_dtype(x)
     given = {

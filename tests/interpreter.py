@@ -52,19 +52,18 @@ def _once_a_kernel(stock):
     return patch_lang
 
 
-def _block(stock):
-    """A type is made anew for every value, and checks its shape; few differ."""
-    found: dict[tuple, dict] = {}
+def _one_a_block(stock):
+    """A type is made anew for every value, and checks its shape; few differ, and are one object each."""
+    found: dict[tuple, tl.block_type] = {}
 
-    def __init__(self, element_ty, shape):
+    def __new__(cls, element_ty, shape):
         key = element_ty.name, *(n.value if isinstance(n, tl.constexpr) else n for n in shape)
-        if key not in found:
-            stock(self, element_ty, shape)
-            found[key] = vars(self).copy()
-        else:
-            vars(self).update(found[key])
+        if (one := found.get(key)) is None:
+            one = found[key] = object.__new__(cls)
+            stock(one, element_ty, shape)
+        return one
 
-    return __init__
+    return __new__
 
 
 @functools.cache
@@ -74,13 +73,29 @@ def _shape(*sizes: int) -> tuple[tl.tuple, tl.constexpr]:
 
 def _value(self, handle, type):
     """``tl.tensor.__init__``, which makes these constants anew for every value."""
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape(*type.shape) if type.is_block() else _shape()
+    self.handle, self.type = handle, type
+    try:
+        self.dtype, self.shape, self.numel = type.of_values
+    except AttributeError:
+        type.of_values = type.scalar, *(_shape(*type.shape) if type.is_block() else _shape())
+        self.dtype, self.shape, self.numel = type.of_values
 
 
-def _equal(stock):
+def _equal(self, other):
     """Types are compared by name."""
-    return lambda self, other: self is other or stock(self, other)
+    other = other.value if isinstance(other, tl.constexpr) else other
+    return self is other or (isinstance(other, tl.dtype) and self.name == other.name)
+
+
+def _handle(self, data, dtype, attr=None):
+    """``TensorHandle.__init__``, which asks a type in many ways for its size."""
+    try:
+        most = dtype.of_an_element
+    except AttributeError:
+        most = dtype.of_an_element = math.inf if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) // 8
+    if data.itemsize > most:
+        raise ValueError(f"elements of {data.itemsize} bytes for {dtype}")
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def _constant(stock):
@@ -97,25 +112,78 @@ def _constant(stock):
 
 
 def _operands(stock):
-    """Operands of one type need no search for a common one, unless they are divided."""
+    """What two operands become depends on their types, and on a number's value, alone."""
+    common: dict[tuple, tl.dtype] = {}  # of two types that are no pointers
+    numbers: dict[tuple, tuple[tl.dtype, tl.tensor]] = {}  # of a type and a number: the other operand's, and the number
 
     def binary_op_type_checking_impl(
         self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
     ):
-        if (
-            isinstance(lhs, tl.tensor)
-            and isinstance(rhs, tl.tensor)
-            and lhs.dtype is rhs.dtype
-            and not (lhs.dtype.is_ptr() or div_or_mod)
-        ):
+        left, right = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+        if left and right:
+            a, b = lhs.dtype, rhs.dtype
+            if a.is_ptr() or b.is_ptr():
+                if not (allow_lhs_ptr and a.is_ptr() and b.is_int()):
+                    return stock(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+            elif arithmetic_check and (a is not b or div_or_mod):
+                key = a.name, b.name, div_or_mod
+                if (to := common.get(key)) is None:
+                    to = common[key] = self.computation_type_impl(a, False, b, False, div_or_mod)
+                lhs, rhs = self.cast(lhs, to), self.cast(rhs, to)
             return self.broadcast_impl_value(lhs, rhs)
-        return stock(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        value, number = (lhs, rhs) if left else (rhs, lhs)
+        if not (left or right) or value.dtype.is_ptr():
+            return stock(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        key = left, value.dtype.name, type(number), repr(number), arithmetic_check, div_or_mod
+        if key not in numbers:
+            # beside a value that is no block: the number is none
+            zero = self.tensor(self.builder.get_null_value(value.dtype.to_ir(self.builder)), value.dtype)
+            both = stock(self, *((zero, rhs) if left else (lhs, zero)), False, False, arithmetic_check, div_or_mod)
+            numbers[key] = both[not left].dtype, both[left]
+        to, number = numbers[key]
+        value = self.cast(value, to)
+        return self.broadcast_impl_value(*((value, number) if left else (number, value)))
 
     return binary_op_type_checking_impl
 
 
 def _broadcast(stock):
-    return lambda self, lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else stock(self, lhs, rhs)
+    """How two blocks become one shape depends on their types alone."""
+    splats: dict[tuple, tuple[tl.block_type, tl.block_type]] = {}
+
+    def splat(self, value, like):
+        key = like.name, value.dtype.name
+        if key not in splats:
+            made = like.with_element_ty(value.dtype)
+            splats[key] = made, made.to_ir(self.builder)
+        made, ir_type = splats[key]
+        return self.tensor(self.builder.create_splat(ir_type, value.handle), made)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not lhs.type.is_block():
+            return splat(self, lhs, rhs.type), rhs
+        if not rhs.type.is_block():
+            return lhs, splat(self, rhs, lhs.type)
+        return stock(self, lhs, rhs)
+
+    return broadcast_impl_value
+
+
+def _unwrapped(stock):
+    """Most of what is asked for its constant has none."""
+    plain = {tl.tensor, int, bool, type(None)}
+    return lambda o: o if type(o) in plain else o.value if type(o) is tl.constexpr else stock(o)
+
+
+def _cast(stock):
+    """Most casts are to the type that a value has."""
+
+    def cast(self, input, dst_ty, fp_downcast_rounding=None):
+        return input if input.dtype is dst_ty else stock(self, input, dst_ty, fp_downcast_rounding)
+
+    return cast
 
 
 def _builtins(stock):
@@ -136,6 +204,7 @@ def _builtins(stock):
 def _attribute(obj, name, member, builder, scope):
     """``_patch_attr``, which copies the arguments of every call."""
     semantic = TritonSemantic(builder)
+    member = getattr(member, "__wrapped__", member)  # without the check that there is a semantic
 
     def call(*args, **kwargs):
         kwargs["_semantic"] = semantic
@@ -156,9 +225,13 @@ def install() -> None:
     """Patch the interpreter of this process."""
     interpreter._get_np_dtype = _numpy(interpreter._get_np_dtype)
     interpreter._patch_lang = _once_a_kernel(interpreter._patch_lang)
-    tl.block_type.__init__ = _block(tl.block_type.__init__)
+    tl.block_type.__new__ = _one_a_block(tl.block_type.__init__)
+    tl.block_type.__init__ = lambda self, element_ty, shape: None
     tl.tensor.__init__ = _value
-    tl.dtype.__eq__ = _equal(tl.dtype.__eq__)
+    tl.dtype.__eq__ = _equal
+    interpreter.TensorHandle.__init__ = _handle
+    tl.core._unwrap_if_constexpr = tl._unwrap_if_constexpr = _unwrapped(tl.core._unwrap_if_constexpr)
+    TritonSemantic.cast = _cast(TritonSemantic.cast)
     TritonSemantic.scalar_constant = _constant(TritonSemantic.scalar_constant)
     TritonSemantic.binary_op_type_checking_impl = _operands(TritonSemantic.binary_op_type_checking_impl)
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)

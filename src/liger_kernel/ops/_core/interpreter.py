@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
+BOOL = np.dtype(bool)
 # the last from Triton 3.8 on
 _UNARY = ("cos", "exp", "exp2", "floor", "ceil", "log", "log2", "precise_sqrt", "sqrt", "sin", "erf", "rsqrt", "fneg")
 _BINARY = ("fadd", "fsub", "fmul", "fdiv", "frem", "precise_divf", "minimumf", "maximumf")
@@ -39,7 +40,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def _is_bf16(h: TensorHandle) -> bool:
-    return h.dtype.scalar == tl.bfloat16
+    return h.dtype.name == "bf16"
 
 
 def _up(h: TensorHandle) -> TensorHandle:
@@ -55,8 +56,10 @@ def _in_fp32(compute, *, rounds: bool):
     comparisons and sums in fp32."""
 
     def wrapped(self, *operands):
-        bf16 = any(isinstance(h, TensorHandle) and _is_bf16(h) for h in operands)
-        if not bf16:
+        for h in operands:  # a generator would take longer than most of these operations
+            if isinstance(h, TensorHandle) and _is_bf16(h):
+                break
+        else:
             return compute(self, *operands)
         out = compute(self, *(_up(h) if isinstance(h, TensorHandle) else h for h in operands))
         return _down(out) if rounds else out
@@ -100,7 +103,7 @@ def _comparison(stock):
 
     def binary_op(self, lhs, rhs, op):
         out = stock(self, lhs, rhs, op)
-        return TensorHandle(out.data, tl.int1) if out.data.dtype == bool else out
+        return TensorHandle(out.data, tl.int1) if out.data.dtype is BOOL else out
 
     return binary_op
 

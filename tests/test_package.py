@@ -219,11 +219,12 @@ def test_the_console_script_exists():
     assert callable(script.load())
 
 
-def test_importing_asks_no_gpu(user_env):
-    """Asking for a GPU starts its driver, after which forked processes cannot use it."""
+def test_importing_asks_no_gpu_and_imports_no_compiler(user_env):
+    """Asking for a GPU starts its driver, after which forked processes cannot use it; the compiler takes
+    longer to import than all the rest."""
     code = (
         "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_kernel.ops.utils, "
-        "liger_kernel.nn, liger_kernel.chunked_loss"
+        "liger_kernel.nn, liger_kernel.chunked_loss, sys; assert 'torch._dynamo' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], env=user_env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def _matmul(
     tl.store(c_ptr + row[:, None] * N + col[None, :], c, mask=mask_of(row, M, col, N))
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # the public name imports the compiler at once: two seconds of every process
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ unpack_weights(b)`` of int8 a (M, K) and packed b (K / 4, N), as int32 (M, N)."""
     if a.ndim != 2 or a.dtype != torch.int8:

@@ -362,7 +362,8 @@ def test_memory_of_the_cpu():
     # the moment that needs most is another one than before, as the backward has freed what stayed
     assert everything.total < less.total <= everything.total + 11 * of_a_layer
     assert of(cpu_memory=copies) == everything
-    assert of(cpu_memory=0).total - less.total == copies - 11 * of_a_layer and not of(cpu_memory=0).cpu
+    nothing = of(cpu_memory=0)
+    assert nothing.total - less.total == copies - 11 * of_a_layer and not nothing.cpu
 
     on_cpu = simulated.simulated(form, dataclasses.replace(run, parallel="fsdp2", optimizer_on_cpu=True), "bf16").cpu
     weights = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(form).parameters())

@@ -317,6 +317,12 @@ def intercepted() -> bool:
     return _intercept is not None
 
 
+def unlike(parts: list) -> list:
+    """Parts of a loop. Where launches are intercepted, without those between the first two and the
+    last: they launch the same kernels, and need no other memory."""
+    return parts[:2] + parts[2:][-1:] if intercepted() else parts
+
+
 def counted(targets: int) -> int:
     """How many of so many targets count while launches are intercepted."""
     return int(targets * (1 - _ignored))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, counted, intercepted, on_gpu, tracing
+from liger_kernel.ops._core.operator import acc, counted, intercepted, on_gpu, tracing, unlike
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import scale_
 
@@ -171,10 +171,7 @@ class HeadLoop:
         # the gradient may take the place of the logits, unless these are wider than the operands of
         # the products that read it
         grads = buffer if buffer.dtype == x.dtype else x.new_empty(step if some else 0, V)
-        chunks = self.chunks
-        if intercepted():
-            chunks = chunks[:2] + chunks[2:][-1:]  # those between have the same kernels, and no other memory
-        for rows in chunks:
+        for rows in unlike(self.chunks):
             n, at = rows.stop - rows.start, None if kept is None else kept[rows]
             # a view costs the host some microseconds: none where the chunk is the whole
             x_c, xa_c = (x, self.xa) if at is None and n == len(x) else (_of(x, rows, at), _of(self.xa, rows, at))

@@ -39,7 +39,6 @@ from liger_kernel.ops._core.operator import (
     Cost,
     T,
     acc,
-    intercepted,
     launcher,
     on_gpu,
     once_differentiable,
@@ -48,6 +47,7 @@ from liger_kernel.ops._core.operator import (
     rows_of,
     shaped,
     tracing,
+    unlike,
 )
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import scaled_rows
@@ -166,7 +166,7 @@ def _among(d: Tensor, kept: Tensor | None, like: Tensor) -> Tensor:
 
 def _row_chunks(M: int, step: int) -> list[slice]:
     chunks = chunks_of(M, max(1, min(M, step)))
-    return chunks[:2] + chunks[2:][-1:] if intercepted() else chunks  # the others have the same kernels
+    return unlike(chunks)
 
 
 def _spans(M: int, classes: int, wide: int | None, gpu: bool) -> list[slice]:

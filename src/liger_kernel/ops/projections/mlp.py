@@ -22,7 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
-from liger_kernel.ops._core.operator import autocast_dtype, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    autocast_dtype,
+    launcher,
+    once_differentiable,
+    rows_of,
+    shaped,
+    unlike,
+    use_kernels,
+)
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.activations.glu import MAXIMA, Form, check_act, glu_bwd_, glu_fwd
 from liger_kernel.ops.activations.glu import reference as glu_reference
@@ -297,7 +305,7 @@ def _tiles(rows: int, count: int) -> list[slice]:
     eight."""
     # tiles of equal size, the last one shorter
     size = -(-rows // (count if count > 1 else max(1, min(rows // TILE, 8))))
-    return [slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))]
+    return unlike([slice(start, start + size) for start in range(0, max(rows, 1), max(size, 1))])
 
 
 def _tileable(p: Projection) -> bool:

@@ -3,9 +3,10 @@ JSON.
 
 ``python fake_gpu.py train config.json 2x32 3x17``: kernels that training steps of so many tokens
 compile, and find in the cache.
-``specialisations``: what common operators compile for one batch, and for batches of several sizes.
-``launches``: what reaches the driver by Triton's own way and by ours. ``host``: microseconds to get
-there.
+``counts``: all of the following. ``specialisations``: what common operators compile for one batch,
+and for batches of several sizes. ``in_bf16``: operations on bf16 in kernels of rotations.
+``launches``: what reaches the driver by Triton's own way and by ours.
+``host``: microseconds to get there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from liger_kernel import ops, warmup
+from liger_kernel.compile.launches import Mock
 from liger_kernel.compile.launches import launches as launches_of
 from liger_kernel.compile.targets import TARGETS, CompileOnly, compiling_for
 from liger_kernel.ops._core import launch_config as _config
@@ -196,6 +198,27 @@ def specialisations() -> dict:
             name: [count(name, [(2, 48)]), count(name, [(2, 48), (1, 1), (1, 16), (3, 5), (1, 331), (7, 64)])]
             for name in calls
         }
+
+
+def in_bf16() -> list[str]:
+    """The operations on bf16 of kernels that round as models do."""
+    found: set[str] = set()
+
+    def compile(kernel, grid, args, meta):
+        given = [Mock(a) if isinstance(a, torch.Tensor) else a for a in args]
+        ptx = kernel.warmup(*given, grid=(1,), **meta).asm["ptx"]
+        found.update(line.split()[0] for line in ptx.splitlines() if ".bf16 " in line)
+
+    t = lambda *shape: torch.empty(shape, device="meta", dtype=torch.bfloat16)
+    q, w, angles = t(1, 2, 8, 64), t(64), t(1, 8, 32)
+    with compiling_for(ARCH), _op.intercept_launches(compile):
+        ops.rope(q, q, angles, angles, casting="none")
+        ops.qk_norm_rope(q, q, w, w, angles, angles, rope_casting="none")
+    return sorted(found)
+
+
+def counts() -> dict:
+    return {"specialisations": specialisations(), "in_bf16": in_bf16(), "launches": launches()}
 
 
 if __name__ == "__main__":

@@ -120,27 +120,7 @@ def test_every_variant_compiles(target, user_env, tmp_path, request):
         (Path(to) / f"{target}.md").write_text(text)
 
 
-ROUNDS_TWICE = """
-import torch
-from liger_kernel.compile.launches import Mock
-from liger_kernel.compile.targets import compiling_for
-from liger_kernel.ops import qk_norm_rope, rope
-from liger_kernel.ops._core import operator as _op
-
-def compile(kernel, grid, args, meta):
-    compiled = kernel.warmup(*(Mock(a) if isinstance(a, torch.Tensor) else a for a in args), grid=(1,), **meta)
-    print(*(line.split()[0] for line in compiled.asm["ptx"].splitlines() if ".bf16 " in line))
-
-q = torch.empty(1, 2, 8, 64, device="meta", dtype=torch.bfloat16)
-w, angles = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((64,), (1, 8, 32)))
-with compiling_for("sm90"), _op.intercept_launches(compile):
-    rope(q, q, angles, angles, casting="none")
-    qk_norm_rope(q, q, w, w, angles, angles, rope_casting="none")
-"""
-
-
-def test_no_product_and_sum_share_a_rounding(user_env):
+def test_no_product_and_sum_share_a_rounding(counted):
     """Where models round a product to bf16 before they add, no compiler may fuse the two."""
-    done = subprocess.run([sys.executable, "-c", ROUNDS_TWICE], env=user_env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "mul" in done.stdout and "fma" not in done.stdout, done.stdout
+    operations = counted["in_bf16"]
+    assert any("mul" in name for name in operations) and not any("fma" in name for name in operations)

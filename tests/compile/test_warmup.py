@@ -71,14 +71,14 @@ def test_without_a_c_compiler_kernels_are_compiled_all_the_same(monkeypatch, tmp
     assert build._load_module_from_path is before
 
 
-def test_batches_of_other_sizes_need_no_other_kernels(user_env):
-    found = json.loads(run(user_env, Path(__file__).with_name("fake_gpu.py"), "specialisations"))
+def test_batches_of_other_sizes_need_no_other_kernels(counted):
+    found = counted["specialisations"]
     assert all(one > 0 for one, _ in found.values())
     assert {name: every for name, (_, every) in found.items()} == {name: one for name, (one, _) in found.items()}
 
 
-def test_kernels_known_already_are_started_as_triton_would(user_env):
-    found = json.loads(run(user_env, Path(__file__).with_name("fake_gpu.py"), "launches"))
+def test_kernels_known_already_are_started_as_triton_would(counted):
+    found = counted["launches"]
     assert found["same"] and found["launches"] >= 32 and found["kernels"] >= 10 and found["direct"] >= 10
     assert found["negative"] == 1  # an ignore_index of -100 is no rarity
 

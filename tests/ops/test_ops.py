@@ -438,6 +438,7 @@ TESTED_ELSEWHERE = (
 )  # launchers that no operator's case reaches
 
 
+@functools.cache
 def with_imported(module: str) -> str:
     """The name and the source of a module, and the source of those of ours that it imports from."""
     source = inspect.getsource(sys.modules[module])

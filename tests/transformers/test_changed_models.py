@@ -4,12 +4,13 @@ patched model does."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
 import warnings
-from pathlib import Path
+import weakref
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens  # noqa: E402
+from processes import start_ranks  # noqa: E402
 from quick import further  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
@@ -143,37 +145,25 @@ def test_what_was_replaced_before_stays(name, live, monkeypatch):
 # -- life and copies ---------------------------------------------------------------------------
 
 
-FREED = """
-import gc, sys, weakref
-sys.path.insert(0, TESTS)
-import interpreted
-from hf_models import make, step
-import liger_kernel.transformers as liger
-gc.disable()
-for use in ("stock", "instance", "class"):
-    if use == "class":
-        liger.apply_liger_kernel_to_llama()
-    model = make("llama", num_hidden_layers=1)
-    if use == "instance":
-        liger._apply_liger_kernel_to_instance(model=model)
-    step(model), step(model)
-    gc.collect()
-    parts = [weakref.ref(t) for m in model.modules() for t in (m, *m.parameters())]
-    del model
-    assert not [p for p in parts if p() is not None], use
-"""
+def frees(rank: int) -> None:
+    gc.disable()
+    for use in ("stock", "instance", "class"):
+        if use == "class":
+            liger.apply_liger_kernel_to_llama()
+        model = make("llama", num_hidden_layers=1)
+        if use == "instance":
+            liger._apply_liger_kernel_to_instance(model=model)
+        step(model), step(model)
+        gc.collect()
+        parts = [weakref.ref(t) for m in model.modules() for t in (m, *m.parameters())]
+        del model
+        assert not [p for p in parts if p() is not None], use
 
 
 def test_del_frees_a_model():
     """At once, as it frees a stock one, and not when the garbage collector comes; in a process
     of its own, where nobody else has compiled or kept anything."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"TESTS = {str(Path(__file__).parents[1])!r}" + FREED],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    start_ranks(frees, (), 1)
 
 
 BATCH = {k: v.cpu() for k, v in tokens().items()}

@@ -246,7 +246,13 @@ def draw(folder: Path = PAGES) -> None:
         if "lengths-" in names:
             result["rows"] = [row | {"estimated_gb": estimated(row)} for row in result["rows"]]
         with tempfile.TemporaryDirectory() as drawn:
-            (plots.steps if "model" in result["rows"][0] else plots.operators)(result, drawn)
+            if "model" in result["rows"][0]:
+                plots.steps(result, drawn)
+            else:
+                kinds = {"time": plots.time_bars, "memory": plots.memory_bars}
+                wanted = {tuple(name.split("-")[:2]) for name in kept.values()}
+                for function, op in {(kinds.get(kind, plots.sweeps), op) for kind, op in wanted}:
+                    function(result | {"rows": [row for row in result["rows"] if row["op"] == op]}, drawn)
             for path, name in kept.items():
                 path.write_bytes((Path(drawn) / f"{name}.png").read_bytes())
 

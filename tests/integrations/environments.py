@@ -91,7 +91,7 @@ SHOWS = {
     "k8s": """src/liger_kernel/deploy/* src/liger_kernel/train/config.py deploy/* tests/hostile_jobs.py
         tests/integrations/strict.py tests/integrations/test_k8s.py tests/integrations/test_monitoring.py""",
     "trl": """src/liger_kernel/chunked_loss/* src/liger_kernel/transformers/head/*
-        src/liger_kernel/transformers/trl_head.py src/liger_kernel/transformers/patching/*
+        src/liger_kernel/transformers/trl_*.py src/liger_kernel/transformers/patching/*
         src/liger_kernel/transformers/*orpo* constraints.txt examples/frameworks/trl*
         tests/integrations/test_trl*.py""",
 }

@@ -43,10 +43,11 @@ def smoke(*values: Any) -> Any:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", *LETTERS])}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    model.decoder = tokenizers.decoders.Fuse()
+    # GOLD wants bytes
+    words = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>", *LETTERS.replace(" ", "Ġ")])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
     special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     names = ["input_ids", "attention_mask"]
     made = PreTrainedTokenizerFast(tokenizer_object=model, model_input_names=names, **special)
@@ -64,6 +65,7 @@ def rows(kind: str) -> Any:
         "chat": {"messages": chat},
         "pairs": {"prompt": prompts, "chosen": good, "rejected": bad},
         "unpaired": {"prompt": prompts, "completion": texts, "label": [bool(i % 2) for i in range(8)]},
+        "triples": {"prompt": prompts, "chosen": good, "rejected": bad, "reference": good[::-1]},
         "prompts": {"prompt": prompts},
     }
     return datasets.Dataset.from_dict(kinds[kind])
@@ -105,7 +107,7 @@ def trainer_of(name: str) -> Any:
         return importlib.import_module("liger_kernel.transformers.trainer").LigerORPOTrainer
     if hasattr(trl, name):
         return getattr(trl, name)
-    module = name.removesuffix("Trainer").removesuffix("Config").lower()
+    module = name.removesuffix("Trainer").removesuffix("Config").lower().replace("linedpo", "line_dpo")
     return getattr(pytest.importorskip(f"trl.experimental.{module}", reason=f"trl {VERSION} has no {name}"), name)
 
 
@@ -328,11 +330,13 @@ def test_preferences_without_a_reference(tmp_path, trainer, options):
     assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt_length(trainer))))
 
 
-def orpo(tmp_path: Path, ours: bool, model: Any = None, patched: bool = False, **options: Any) -> tuple:
+def orpo(
+    tmp_path: Path, ours: bool, model: Any = None, patched: bool = False, flag: bool = False, **options: Any
+) -> tuple:
     """``taught`` by our trainer, or by TRL's."""
     name = "LigerORPOTrainer" if ours else "ORPOTrainer"
     options = {"max_length": 48} | prompt_length("ORPOTrainer") | options
-    return taught(tmp_path / str(ours), name, "pairs", ours and patched, model and model(), **options)
+    return taught(tmp_path / str(ours), name, "pairs", flag or (ours and patched), model and model(), **options)
 
 
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -395,19 +399,30 @@ def test_our_orpo_trainer_under_autocast(tmp_path):
 def _rank(rank: int, folder: Path, port: int, ours: bool, options: dict[str, Any]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    recipes = recipes_of_heads()
     with served_by_kernels_or_references():
         _, logs, weights = orpo(folder / str(rank), ours, lambda: make("llama", vocab_size=64), **options)
     whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}
-    torch.save((logs, whole), folder / f"{rank}.pt")
+    torch.save((len(recipes), logs, whole), folder / f"{rank}.pt")
+
+
+def recipes_of_heads(patch: Any = setattr) -> list[Any]:
+    """What heads of patched models return from now on instead of logits."""
+    from liger_kernel.transformers.head import stand_in
+
+    made, deferred = [], stand_in.deferred
+    patch(stand_in, "deferred", lambda *args: made.append(deferred(*args)) or made[-1])
+    return made
 
 
 def on_two_ranks(folder: Path, ours: bool, **options: Any) -> tuple:
-    """Logs of the first of two ranks, and the weights, which are the same on both."""
+    """The recipes for logits and logs of the first of two ranks, and the weights, which are the
+    same on both."""
     folder.mkdir()
     processes.start_ranks(_rank, (folder, processes.free_port(), ours, options), 2)
-    (logs, weights), (_, others) = (torch.load(folder / f"{rank}.pt") for rank in range(2))
+    (recipes, logs, weights), (*_, others) = (torch.load(folder / f"{rank}.pt") for rank in range(2))
     torch.testing.assert_close(others, weights, rtol=0, atol=0)
-    return None, logs, weights
+    return recipes, logs, weights
 
 
 @pytest.mark.parametrize("options", [{}, FSDP2], ids=["ddp", "fsdp2"])
@@ -556,3 +571,51 @@ def test_which_head_runs(tmp_path, monkeypatch, trainer, kind, options):
         assert "apply" not in vars(find())
     assert len(losses[0]) == 2 and counts[:2] == [0, 0] and counts[2] >= 4  # two steps of two batches
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-5, abs=1e-6)] * 2
+
+
+# -- trainers that read logits ---------------------------------------------------------------
+
+SOME_RIGHT = lambda: {"reward_funcs": lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)]}
+REWARDED_4 = GENERATES | dict(num_generations=4, trainer_kwargs=lambda: {"reward_funcs": reward})
+TAUGHT = dict(trainer_kwargs=TEACHER, lmbda=0.0, max_length=64)
+READ = [
+    ("ORPOTrainer", "pairs", {}),
+    ("CPOTrainer", "pairs", {}),
+    ("CPOTrainer", "pairs", {"loss_type": "simpo", "cpo_alpha": 0.0, "gradient_checkpointing": True}),
+    ("TPOTrainer", "triples", {}),
+    ("OnlineDPOTrainer", "prompts", {"max_new_tokens": 6, "trainer_kwargs": lambda: {"reward_funcs": reward}}),
+    ("A2POTrainer", "prompts", GENERATES | {"trainer_kwargs": SOME_RIGHT}),
+    ("SDPOTrainer", "prompts", REWARDED_4 | {"success_reward_threshold": 0.2}),
+    ("SDPOTrainer", "prompts", REWARDED_4 | {"distillation_weight": 0.0, "temperature": 0.7}),
+    ("GKDTrainer", "chat", TAUGHT | {"max_new_tokens": 6}),
+    ("GOLDTrainer", "chat", TAUGHT | GENERATES | {"use_uld_loss": False, "temperature": 0.7}),
+]
+
+
+@pytest.mark.parametrize("trainer, kind, options", [*READ[:3], smoke(*READ[3]), *READ[4:8], smoke(*READ[8]), READ[9]])
+def test_trainers_that_read_logits(tmp_path, monkeypatch, trainer, kind, options):
+    """With the flag, no logits of a batch are computed; losses, metrics and weights are the same."""
+    if Version("1.14") > VERSION:
+        pytest.skip("known from trl 1.14 on")
+    from liger_kernel.transformers import restore
+
+    stock = taught(tmp_path / "stock", trainer, kind, False, **options)
+    made = recipes_of_heads(monkeypatch.setattr)
+    monkeypatch.setattr(DeferredLogits, "value", None)
+    assert_same(taught(tmp_path / "ours", trainer, kind, True, **options), stock)
+    restore()
+    assert len(made) >= 4 and all(isinstance(recipe, DeferredLogits) for recipe in made)  # two steps of two batches
+
+
+@pytest.mark.parametrize(
+    "options, recipes", [({"gradient_checkpointing": True}, 3), (FSDP2, 0), ({}, 0)], ids=["ddp", "fsdp2", "unused"]
+)
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks share a GPU")
+def test_trainers_that_read_logits_on_two_ranks(tmp_path, options, recipes):
+    """With DDP, unless it looks for unused parameters in the graph of the logits; not with FSDP."""
+    if Version("1.14") > VERSION:
+        pytest.skip("known from trl 1.14 on")
+    options |= dict(per_device_train_batch_size=2, gradient_accumulation_steps=1, max_steps=3, ddp_backend="gloo")
+    ours, stock = (on_two_ranks(tmp_path / str(flag), False, flag=flag, **options) for flag in (True, False))
+    assert_same(ours, stock)
+    assert (ours[0], stock[0]) == (recipes, 0)

@@ -98,11 +98,16 @@ def stop(owner: nn.Module | str | None = None) -> None:
         _models.clear()
     else:
         _types.discard(owner) if isinstance(owner, str) else _models.discard(owner)
-    if _types or len(_models):
+    if in_use():
         return
     for function in (trl.find() for trl in _FUNCTIONS):
         if function is not None and _replaced(function):
             del function.apply
+
+
+def in_use() -> bool:
+    """Whether any model is patched."""
+    return bool(_types) or len(_models) > 0
 
 
 def _calling_model() -> nn.Module | None:
@@ -121,25 +126,28 @@ def _calling_model() -> nn.Module | None:
     return None
 
 
-def _is_used(model: nn.Module | None) -> bool:
-    """Whether the model, or one inside of what PEFT, DDP, FSDP and torch.compile put around it, is
-    patched."""
-    for _ in range(8):
-        if model is None:
-            break
-        if model in _models or getattr(getattr(model, "config", None), "model_type", None) in _types:
-            return True
+def layers(model: nn.Module | None) -> list[nn.Module]:
+    """The model, and those inside of what PEFT, DDP, FSDP and torch.compile put around it."""
+    found: list[nn.Module] = []
+    while model is not None and len(found) < 8:
+        found.append(model)
         # PEFT has adapters between itself and the model, whose own ``base_model`` has no head
         name = next((n for n in ("get_base_model", "module", "_orig_mod") if hasattr(model, n)), None)
         inside = getattr(model, name) if name else None
         model = inside if inside is None or isinstance(inside, nn.Module) else inside()
-    return False
+    return found
+
+
+def is_used(model: nn.Module | None) -> bool:
+    """Whether the model, or one inside of it, is patched."""
+    types = lambda m: getattr(getattr(m, "config", None), "model_type", None)
+    return any(m in _models or types(m) in _types for m in layers(model))
 
 
 def uses(model: nn.Module) -> bool:
     """Whether TRL, which must have been imported, trains ``model`` with a head of ours."""
     found = (trl.find() for trl in _FUNCTIONS)
-    return any(function is not None and _replaced(function) for function in found) and _is_used(model)
+    return any(function is not None and _replaced(function) for function in found) and is_used(model)
 
 
 def _logprobs(function: Any, parameters: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
@@ -151,7 +159,7 @@ def _logprobs(function: Any, parameters: tuple[str, ...]) -> Callable[..., tuple
     ):  # fmt: skip
         more = (outputs,) if with_outputs else ()
         given = (temperature, chunk_size, final_logit_softcapping, logit_scale, *more)
-        if not _is_used(_calling_model()):
+        if not is_used(_calling_model()):
             return trl(hidden, weight, bias, targets, *given)
         names = tuple(_OUTPUTS[o] for o in outputs if o in _OUTPUTS)
         found = linear_logprobs(
@@ -185,7 +193,7 @@ def _divergences(function: Any, parameters: tuple[str, ...]) -> Callable[..., tu
         logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None,
     ):  # fmt: skip
         given = beta, temperature, logit_scale, softcap, teacher_logit_scale, teacher_softcap
-        if not _is_used(_calling_model()):
+        if not is_used(_calling_model()):
             return trl(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, *given)
         # beta 0 and 1 are the same KLs as TRL's, and between them the mixture has the same weights
         options: dict[str, Any] = dict(kind="jsd", beta=beta, temperature=temperature)

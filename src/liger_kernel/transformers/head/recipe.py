@@ -68,6 +68,7 @@ class LossRequest:
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None
     causal: bool = False  # whether transformers' ForCausalLMLoss is the model's loss function
+    outlives: bool = False  # whether the caller of ``forward`` gets the recipe
     kept: Kept | None = None  # tokens that count, counted when the forward began
     num_items: Any = None  # what the loss function will divide the sum by
     recipes: list[weakref.ref[LogitsRecipe]] = field(default_factory=list)  # recipes that calls of the head made
@@ -76,6 +77,8 @@ class LossRequest:
 # A loss function -> the function that computes it from a recipe. These register themselves here, so
 # that this module need not import them
 LOSSES: dict[Callable, Callable[..., Any]] = {}
+# The same for other functions of a recipe that outlives its call. They may return NotImplemented
+READERS: dict[Callable, Callable[..., Any]] = {}
 
 
 class LogitsRecipe:
@@ -201,9 +204,9 @@ class LogitsRecipe:
         before = after = 1.0
         capped = False
         for name, arg in self.tail:
+            if name == "log_softmax" or (name == "tanh" and capped):
+                return None
             if name == "tanh":
-                if capped:
-                    return None
                 capped = True
             elif name != "to":
                 factor = arg if name == "mul" else 1 / arg
@@ -339,6 +342,11 @@ class LogitsRecipe:
             return LOSSES[fn](*args, **kwargs)
         if fn is torch.tanh and not kwargs:
             return args[0].tanh()
+        x = args[0] if args else None
+        if fn in READERS and isinstance(x, LogitsRecipe) and x.loss.outlives and x.computed is None:
+            found = READERS[fn](*args, **kwargs)
+            if found is not NotImplemented:
+                return found
         if fn in _OF_GRADIENTS:
             inputs = kwargs.get("inputs", args[-1]) if fn is torch.autograd.grad else args[:1]
             for x in inputs:
@@ -348,6 +356,8 @@ class LogitsRecipe:
 
 
 def _apply(y: Tensor, name: str, arg: Any) -> Tensor:
+    if name == "log_softmax":
+        return y.log_softmax(-1)
     return y.to(arg) if name == "to" else y * arg if name == "mul" else y / arg if name == "div" else torch.tanh(y)
 
 

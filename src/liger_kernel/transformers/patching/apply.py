@@ -20,7 +20,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
-from liger_kernel.transformers import fp8, trl_head
+from liger_kernel.transformers import fp8, trl_logits
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.patching.flags import OURS, flags_of, options_of, parameters_of
 from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, is_patched, original, ours, warn_once
@@ -45,7 +45,7 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     # Classes carry the request to the models that are made later; a live model is converted now.
     if model is None:
         if options.fused_logprobs:
-            trl_head.use(model_type)
+            trl_logits.use(model_type)
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()
     found = instance_patches(model, model_type, options.parts, options.head)
     nothing = not found and not any(map(_runs_ours, model.modules()))
@@ -56,7 +56,7 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
         name = type(model).__name__
         warn_once(f"{model_type}: {name}: {why}" if known else f"{model_type or name}: {unknown}")
     if options.fused_logprobs and not (nothing and not is_family(model_type)):
-        trl_head.use(model)
+        trl_logits.use(model)
     # Before the patch: a refused request must leave the model as it was.
     if in_fp8:
         fp8.convert(model, in_fp8)

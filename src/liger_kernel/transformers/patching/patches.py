@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernel.transformers import trl_head
+from liger_kernel.transformers import trl_logits
 from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.recognise.families import modeling
 
@@ -356,7 +356,7 @@ def restore(model: nn.Module | str | None = None) -> None:
     Every attribute is the same object again that it was before the patch. A live model also leaves
     FP8; models of patched classes stay in it.
     """
-    trl_head.stop(model)
+    trl_logits.stop(model)
     if isinstance(model, nn.Module):
         give_back(model)
         owners: list[Any] = [m for m in model.modules() if is_patched(m)]

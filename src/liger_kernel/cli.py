@@ -49,7 +49,7 @@ def train(argv: list[str]) -> int:
     except ranks.Preempted as stopped:
         print(stopped, file=sys.stderr)
         return ranks.EXIT_PREEMPTED
-    if int(os.environ.get("RANK", "0")):
+    if config.dry_run or int(os.environ.get("RANK", "0")):
         return 0
     # without steps, as after a restart of a finished run, there are no tokens/s, and without its
     # metrics.json no loss

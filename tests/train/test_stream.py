@@ -175,6 +175,15 @@ def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, stre
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_stream_is_evaluated_on_other_data(config, tmp_path):
+    other = write_jsonl(tmp_path / "other.jsonl", [{"text": "xy" * 40}])
+    with contextlib.closing(load(dataclasses.replace(config, eval_data=other))) as data:
+        data.check(257)
+        assert len(data.eval) == 3 and data.tokenizer.decode(ids(data, data.eval)[0]) == "xy" * 12
+        assert data.rows.count(data.eval) == (72, 69) and not set(data.picks(0, 50, 0)) & set(data.eval)
+        assert data.identity()["held back"] == 0 and len(data.rows.part(0)) == data._ends[0]
+
+
 def test_training_begins_before_the_rest_is_read(config, tmp_path, streams):
     """A line that is no JSON, at the end: what is before it can be had, and then the run says
     so."""
@@ -240,12 +249,13 @@ def test_records_are_read_from_any_place(tmp_path, monkeypatch):
     write_jsonl(folder / "a.jsonl", CHATS[:7])
     parquet.write_table(arrow.Table.from_pylist(CHATS[7:20]), folder / "b.parquet", row_group_size=4)
     write_jsonl(folder / "c.jsonl", CHATS[20:30])
+    (tmp_path / "array.json").write_text(json.dumps(CHATS[:30]))
     hub = lambda name, split, streaming: (
         datasets.Dataset.from_list(CHATS[:30]).to_iterable_dataset() if streaming else None
     )
     monkeypatch.setattr(datasets, "load_dataset", hub)
     monkeypatch.setattr(records_module, "on_hub", lambda name, **_: None)
-    for name in (str(folder), "org/chats"):
+    for name in (str(folder), "org/chats", str(tmp_path / "array.json")):
         for limit in (None, 25):
             records = Records(TrainConfig(data=name, limit=limit, stream=1))
             found = list(records.since(BEGIN))

@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import csv
 import dataclasses
 import importlib.machinery
 import json
@@ -32,7 +33,20 @@ import small_runs
 from small_runs import RUN, small_run, write_jsonl
 
 from liger_kernel import cli
-from liger_kernel.train import checkpoint, demo, hub, loop, metrics, ranks, records, redact, session, store, stream
+from liger_kernel.train import (
+    checkpoint,
+    demo,
+    hub,
+    loop,
+    metrics,
+    preview,
+    ranks,
+    records,
+    redact,
+    session,
+    store,
+    stream,
+)
 from liger_kernel.train import data as data_module
 from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
@@ -97,7 +111,7 @@ def test_every_field_is_a_flag():
         value = getattr(TrainConfig(), field.name)
         # these do not go with adapters, or with a quantised model; tests/train/test_fp8.py has the
         # flags of FP8, the next test the other
-        if field.name.startswith("fp8") or field.name == "sequence_parallel_size":
+        if field.name.startswith("fp8") or field.name in ("sequence_parallel_size", "epochs"):
             expected[field.name] = value
         elif "bool" in field.type:
             argv, expected[field.name] = [*argv, "--no-" + flag[2:]], False
@@ -105,11 +119,30 @@ def test_every_field_is_a_flag():
             value = together.get(field.name, field.metadata["choices"][-1])
             argv, expected[field.name] = [*argv, flag, value], value
         else:
-            value = {"int": 64, "float": 0.5}.get(
-                field.type.split(" ")[0], "file:///x" if field.name == "store" else "x"
-            )
+            texts = {"store": "file:///x", "columns": "x=text"}
+            value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], texts.get(field.name, "x"))
             argv, expected[field.name] = [*argv, flag, str(value)], value
     assert dataclasses.asdict(from_flags(argv)) == expected
+
+
+def test_names_and_underscores_of_others_are_ours():
+    theirs = (
+        "--model_name_or_path m --learning-rate=3e-4 --max-seq-length 64 --per_device_train_batch_size 2 --lora_r 8"
+    )
+    theirs += " --dataset_name d --num-train-epochs 1.5 --gradient_accumulation_steps 4 --output_dir o --weight_decay 0"
+    ours = "--model m --lr 3e-4 --length 64 --batch 2 --lora 8 --data d --epochs 1.5 --accumulate 4 --out o --save o"
+    assert from_flags(theirs.split()) == from_flags([*ours.split(), "--weight-decay", "0"])
+    assert from_flags(["--save", "s", "--output-dir", "o"]).save == "s"  # what is named by our name stays
+
+
+def test_passes_over_the_data_are_steps(tmp_path):
+    (tmp_path / "c.yaml").write_text("epochs: 2\n")
+    config = from_flags(["--config", str(tmp_path / "c.yaml")])
+    assert [config.in_steps(rows, 30).steps for rows in (4, 30, 100)] == [15, 2, 1]
+    assert TrainConfig(epochs=0.1).in_steps(1, 30).steps == 3  # 0.1 * 30 > 3
+    assert config.in_steps(4, 30).epochs == 0 and TrainConfig().in_steps(4, 30) == TrainConfig()
+    named = from_flags(["--config", str(tmp_path / "c.yaml"), "--steps", "7"])  # flags win over the file
+    assert (named.steps, named.epochs) == (7, 0)
 
 
 def test_ranks_that_share_rows_are_counted():
@@ -158,6 +191,12 @@ def test_only_kernels_named_are_passed_on():
         ("kv_heads: -1", "kv_heads must be at least 1, got -1"),
         ("store: s3://b/run", "store needs trainer torch and checkpoint_every"),
         ("eval_fraction: 1", r"eval_fraction must be in \[0, 1\), got 1.0"),
+        ("{steps: 5, epochs: 1}", "steps and epochs exclude each other"),
+        ("{epochs: 1, stream: 4}", r"epochs needs stream 0, got 4: .* give steps"),
+        ("epochs: -1", "epochs must be at least 0"),
+        ("columns: question", "columns must be THEIRS=OURS with commas between; got 'question'"),
+        ("columns: q=promt", r"columns: 'promt' is no name of ours, which are text, .*; did you mean prompt\?"),
+        ("columns: a=text,b=text", "columns must name each column once"),
         ("{cross_entropy: true, fused_linear_cross_entropy: true}", "exclude each other"),
         ("lr: 1" + "0" * 400, "lr must be of type float, got 10{79}$"),
         ("weight_decay: .inf", "weight_decay must be at least 0 and at most 1000000000, got inf"),
@@ -184,15 +223,13 @@ def test_a_json_file_may_begin_with_a_bom_and_names_nothing_twice(tmp_path):
         TrainConfig.load(path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json", "a.yaml"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "a.txt", "a.json", "a.yaml"])
 @pytest.mark.parametrize("kind", ["pipe", "link to a device"])
 def test_what_never_ends_is_not_read(kind, name, tmp_path):
     os.mkfifo(tmp_path / name) if kind == "pipe" else os.symlink("/dev/zero", tmp_path / name)
-    for read in (
-        (records.files_of, lambda _: records.files_of(str(tmp_path)))
-        if name.startswith(("a.jsonl", "a.p"))
-        else (TrainConfig.load,)
-    ):
+    data = (records.files_of, lambda _: records.files_of(str(tmp_path)))
+    both = {"a.json": (TrainConfig.load, *data), "a.yaml": (TrainConfig.load,)}
+    for read in both.get(name, data):
         with pytest.raises(UserError, match=f"{name} is no regular file, but a pipe, a device or a socket"):
             read(str(tmp_path / name))
 
@@ -313,6 +350,42 @@ def test_alpaca_is_a_conversation(tokenizer):
         "### User:\nAdd.\n\n### Assistant:\n3<|endoftext|>",
     ]
     assert tokenizer.decode(rows.labels[rows.labels != IGNORE]) == "3<|endoftext|>" * 2
+
+
+def test_a_prompt_is_context_and_its_completion_is_learnt(tokenizer):
+    """As text, with no chat template; as turns, whose answers in the prompt are context, too."""
+    turns = [
+        {"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "no"), ("user", "b"))
+    ]
+    answer = {"role": "assistant", "content": "yes"}
+    end = tokenizer.eos_token
+    for record, whole, learnt in (
+        ({"prompt": "Q: a\nA:", "completion": " yes"}, f"Q: a\nA: yes{end}", f" yes{end}"),
+        ({"prompt": turns, "completion": [answer]}, None, f"yes{end}"),
+        ({"messages": [*turns, answer]}, None, f"no{end}yes{end}"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}]}, None, f"c{end}"),
+        ({"conversations": [turns[0], answer]}, None, f"yes{end}"),  # of that name, in the other form
+    ):
+        rows = tokenise([record], tokenizer, 200)
+        assert tokenizer.decode(rows.labels[rows.labels != IGNORE]) == learnt
+        assert whole is None or tokenizer.decode(rows.ids) == whole
+    tokenizer.bos_token = "a"  # a text begins with it; what is cut off has no end
+    cut = tokenise([{"prompt": "Q", "completion": "yes"}] * 2, tokenizer, 4)
+    assert [tokenizer.decode(cut.ids[:4]), cut.labels[:2].tolist()] == ["aQye", [IGNORE] * 2]
+
+
+def test_what_others_call_a_column(config, tmp_path, tokenizer):
+    read = lambda columns, *records: list(
+        Records(dataclasses.replace(config, data=write_jsonl(tmp_path / "qa.jsonl", records), columns=columns))
+    )
+    rest = {"id": 1, "prompt": "old"}
+    assert read("question=prompt,answer=completion", {"question": "q", "answer": "a"} | rest) == [
+        {"id": 1, "prompt": "q", "completion": "a"}
+    ]
+    with pytest.raises(UserError, match=r"columns: the first record has no 'qestion'; did you mean question\?"):
+        read("qestion=prompt", {"question": "q", "answer": "a"})
+    with pytest.raises(UserError, match=r"--columns Question=prompt,response=completion renames them"):
+        tokenise([{"Question": "q", "response": "a"}], tokenizer, 9)
 
 
 def test_a_template_that_rewrites_earlier_turns_masks_them(tokenizer):
@@ -449,6 +522,7 @@ def test_some_rows_are_left_to_train_on(rows, fraction, held, tokenizer):
 def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
     parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
+    (tmp_path / "array.json").write_text(json.dumps(CHATS, indent=1))
     monkeypatch.setattr(
         datasets,
         "load_dataset",
@@ -456,14 +530,110 @@ def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(records, "on_hub", lambda name, **_: None)
     named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
+    named += [str(tmp_path / "array.json"), write_jsonl(tmp_path / "lines.json", CHATS)]
     for name in named:
         read = Records(TrainConfig(data=name, split="dev"))
         assert list(read) == list(read) == CHATS
         assert list(Records(TrainConfig(data=name, split="dev", limit=2))) == CHATS[:2]
-    assert list(Records(TrainConfig(data=str(tmp_path)))) == CHATS + CHATS  # a folder of both
+    assert list(Records(TrainConfig(data=str(tmp_path)))) == CHATS + CHATS  # of a folder, the first kinds
     assert next(iter(Records(TrainConfig(data=named[0])))) == CHATS[0]
     (tmp_path / "chats.jsonl").open("a").write("{oops")
     assert next(iter(Records(TrainConfig(data=named[0])))) == CHATS[0]  # the rest is not read
+
+
+@pytest.mark.parametrize("name, sign", [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t"), ("A.CSV", ",")])
+def test_tables_are_text_whatever_their_sign(name, sign, tmp_path):
+    rows = [["7", "a\nb"], ["", 'the "quoted", part'], ["x", "y; z"]]
+    with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=sign).writerows([["prompt", "completion"], [], *rows])
+    found = Records(TrainConfig(data=str(tmp_path / name)))
+    assert list(found) == [dict(prompt=prompt, completion=completion) for prompt, completion in rows]
+    assert [record["prompt"] for record, _ in found.since((1, 0, 1))] == ["", "x"]
+
+
+def test_a_text_file_is_one_text(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n\n1\n")
+    found = Records(TrainConfig(data=str(tmp_path)))
+    assert list(found) == [{"text": "a\n\n1\n"}, {"text": "b\n\n1\n"}] and len(list(found.since((1, 0, 1)))) == 1
+    with pytest.raises(UserError, match=r"a.txt is one text, longer than 0 MB: .* --max-record-mb raises"):
+        list(records._txt(tmp_path / "a.txt", 0, most=4))
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.csv", "text\nx,y\n", "a.csv:2: 2 values for 1 columns"),
+        ("a.csv", "text,text\n", "a.csv:1: the name text stands there twice"),
+        ("a.csv", 'text\n"x', "a.csv:2: unexpected end of data"),
+        ("a.csv", "", "holds no records"),
+        ("a.json", '[{"text": "x"}, 1]', "a.json, record 2: a record must be an object, got int"),
+        ("a.json", "[", "a.json: not valid JSON"),
+        ("a.txt", b"\xff", "a.txt: not UTF-8"),
+        ("a.csv", b"text\n\xff", "a.csv:2: not UTF-8"),
+    ],
+)
+def test_mistakes_in_other_files_are_named(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message):
+        list(Records(TrainConfig(data=str(tmp_path / name))))
+
+
+def test_a_run_is_evaluated_on_other_data(config, tmp_path):
+    """No row of its own data is kept back; of what is evaluated, the loss is that of the saved
+    model on these data alone."""
+    from liger_kernel.train.evaluate import evaluate
+
+    other = write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 2)
+    config = dataclasses.replace(config, eval_data=other, save=str(tmp_path / "saved"), eval_every=2)
+    metrics = loop.train(config)
+    assert [each["step"] for each in metrics["evaluations"]] == [2, 3]
+    without = load(dataclasses.replace(config, eval_data=None, eval_fraction=0.0))
+    assert load(config).train == without.train and load(config).identity() == without.identity()
+    alone = dataclasses.replace(config, model=config.save, data=other, eval_data=None, eval_fraction=0.99)
+    scores = evaluate(dataclasses.replace(config, model=config.save))
+    assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-5)
+    assert 0 <= scores["rows"] - evaluate(alone)["rows"] <= 1
+    prepared = str(data_module.prepare(alone, tmp_path / "prepared"))
+    assert evaluate(dataclasses.replace(config, model=config.save, eval_data=prepared)) == scores
+    with pytest.raises(UserError, match=r"eval_data .*: no such file"):
+        load(dataclasses.replace(config, eval_data=str(tmp_path / "no.jsonl")))
+    with pytest.raises(UserError, match="eval_data must be packed as data is"):
+        load(dataclasses.replace(config, eval_data=prepared, model=config.save, packing="documents"))
+
+
+def test_a_dry_run_shows_what_is_learnt_and_trains_nothing(tmp_path, capsys):
+    data = write_jsonl(tmp_path / "chats.jsonl", CHATS * 5)
+    flags = f"train --data {data} --out {tmp_path / 'run'} --hidden 32 --heads 2 --layers 1 --vocab 300 --device cpu"
+    assert cli.main([*flags.split(), "--dry-run", "--epochs", "2", "--lora", "0"]) == 0
+    out = capsys.readouterr().out
+    shown = re.findall(r"row of \d+ tokens; (\d+) are learnt, .*:\n((?:.+\n|\n)+?)(?=row|time)", out)
+    assert len(shown) == 3 and all(re.search(r"### Assistant:\n>>>\w.*<\|endoftext\|><<<", text) for _, text in shown)
+    assert re.search(r"5 steps of 8 rows: 2.11 passes", out) and re.search(r"time: about 0:00:\d\d for 5 steps", out)
+    assert not list((tmp_path / "run").glob("metrics*")) and not list((tmp_path / "run").glob("liger-run*"))
+
+
+@pytest.mark.parametrize("trainer", ["torch", "hf"])
+def test_answers_before_and_after_change_no_run(trainer, tmp_path, capsys):
+    config = TrainConfig(**TINY, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 5), out=str(tmp_path / "first"))
+    config = dataclasses.replace(config, length=150, save=str(tmp_path / "model"), trainer=trainer)
+    loop.train(config)
+    assert "before: " not in capsys.readouterr().out  # random weights have no answers
+    config = dataclasses.replace(config, model=config.save, epochs=1, steps=100)
+    place = lambda samples: dict(out=str(tmp_path / f"out{samples}"), save=str(tmp_path / f"saved{samples}"))
+    runs = [dataclasses.replace(config, samples=samples, **place(samples)) for samples in (0, 3)]
+    losses = [loop.train(run)["losses"] for run in runs]
+    said = capsys.readouterr().out
+    assert said.count("  before: ") == said.count("  after: ") == said.count("  in the data: ") == 3
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+    assert small_runs.saved(runs[0]) == small_runs.saved(runs[1])
+
+
+def test_a_loss_that_stays_is_said():
+    rng = random.Random(0)
+    noisy = lambda fall: [2 - fall * i / 100 + rng.gauss(0, 0.1) for i in range(100)]
+    assert preview.unmoved(noisy(1)) is None and preview.unmoved([2.0, 1.0]) is None
+    assert all("the loss did not fall" in preview.unmoved(noisy(fall)) for fall in (0, 0, -1))
 
 
 def test_the_standard_library_is_text_enough():
@@ -513,7 +683,7 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
         ("", "holds no records"),
         ("{oops", ":1: not valid JSON"),
         (r'{"text": "x"}' + "\n" + r'{"text": "\ud83d"}', ":2: not valid JSON: .*surrogates"),
-        (b'{"text": "\xe9"}', ":1: not valid JSON: 'utf-8' codec"),
+        (b'{"text": "\xe9"}', ":1: not UTF-8: 'utf-8' codec"),
         ('{"messages": "hi"}', "messages must be a list of objects"),
         ('{"messages": ["hi"]}', "messages must be a list of objects"),
         ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
@@ -521,8 +691,12 @@ def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
         ("[" * 100_000 + "]" * 100_000, ":1: (nested too deeply|not valid JSON|a record must be an object)"),
         (
             '{"prompt": "x"}',
-            r"must have 'text', 'messages', or 'instruction' and 'output'; the first record has \['prompt'\]",
+            r"must have 'text', 'messages', .*; the first record has \['prompt'\]: --columns NAME=text",
         ),
+        ('{"prompt": "x", "completion": []}', "prompt and completion must both be text, or both lists of messages"),
+        ('{"conversations": [{"from": "gtp", "value": "x"}]}', r"'from' must be one of .*'gtp'; did you mean gpt\?"),
+        ('{"conversations": [{"from": "gpt"}]}', "the 'value' of a turn must be text"),
+        ('{"prompt": "x", "completion": ""}', "nothing to learn: 1 of 1 conversations have no answer"),
         ('{"text": "x"}\n{"txt": "y"}', "record 2 has no 'text'"),
         ('{"text": "x"}', "shorter than one row of 24 tokens"),
         ('{"messages": [{"role": "user", "content": "hi"}]}', "nothing to learn: 1 of 1 conversations have no answer"),

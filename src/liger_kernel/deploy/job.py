@@ -259,6 +259,7 @@ class Job:
                 not config.checkpoint_every,
                 "train.checkpoint_every must be set: a restart resumes from the latest checkpoint",
             ),
+            (config.epochs, "alerts count steps: give train.steps instead of train.epochs"),
             (
                 config.parallel == "none" and ranks > 1,
                 f"{ranks} processes need train.parallel ddp, fsdp2, tp or ulysses",

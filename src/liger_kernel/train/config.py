@@ -41,7 +41,9 @@ COUNTS = (
     "hidden intermediate layers heads kv_heads vocab steps batch accumulate global_batch log_every timeout "
     "checkpoint_keep limit sequence_parallel_size max_record_mb"
 )
-AMOUNTS = "tiled_mlp warmup eval_every weight_decay lora nproc max_restarts checkpoint_every stream"
+AMOUNTS = "tiled_mlp warmup eval_every weight_decay lora nproc max_restarts checkpoint_every stream epochs samples"
+# the names that records have, one kind after the other
+COLUMNS = ("text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output")
 # (what numbers of these fields must be, whether one is: not a NaN, which is in no range)
 LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("at least 1", lambda x: 1 <= x <= MANY, COUNTS),
@@ -83,6 +85,7 @@ NEEDS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("fp8", "lora", (0,), "it trains the whole model; quantize fp8 stores a frozen one in FP8"),
     ("fp8", "parallel", ("none", "ddp", "fsdp2"), "elsewhere rows, or weights that are multiplied, are split"),
     ("keep_attention", "gradient_checkpointing", ("full",), ""),
+    ("epochs", "stream", (0,), "how many rows a stream has is known at its end; give steps"),
 )
 
 
@@ -174,15 +177,24 @@ class TrainConfig(_Kernels):
 
     data: str = _data(
         "stdlib",
-        "'stdlib' (Python's own sources), a .jsonl or .parquet file, a folder of them or of prepared rows, or a "
-        "Hugging Face dataset id",
+        "'stdlib' (Python's own sources), a .jsonl, .parquet, .csv, .tsv, .json or .txt file, a folder of them or of "
+        "prepared rows, or a Hugging Face dataset id",
+    )
+    columns: str | None = _data(
+        None,
+        "other names for columns of the data, THEIRS=OURS with commas between, such as "
+        f"question=prompt,answer=completion; ours are {', '.join(COLUMNS)}",
     )
     split: str = _data("train", "split of a Hugging Face dataset")
-    limit: int | None = _data(None, "read at most this many texts")
+    eval_data: str | None = _data(
+        None, "data to evaluate on, of the same kinds (default: a part of the rows of data, see eval_fraction)"
+    )
+    eval_split: str = _data("test", "split of a Hugging Face dataset that is eval_data")
+    limit: int | None = _data(None, "read at most this many records, of data and of eval_data")
     tokenizer: str | None = _data(
         None, "tokenizer folder or id (default: the model's; with neither, a BPE trained on the data)"
     )
-    max_record_mb: int = _data(64, "largest record in MB: a longer line of a .jsonl file is refused before it is read")
+    max_record_mb: int = _data(64, "largest record in MB: a longer line or text is refused before it is read")
     length: int = _data(
         512, "tokens per row: plain text is packed into rows of this length, conversations are cut to it", fit=True
     )
@@ -199,6 +211,7 @@ class TrainConfig(_Kernels):
     eval_fraction: float = _data(0.02, "part of the rows that are kept for evaluation; 0 keeps none")
 
     steps: int = _optimisation(100, "optimizer steps")
+    epochs: float = _optimisation(0.0, "passes over the data, which then decide the number of steps; 0: see steps")
     batch: int = _optimisation(8, "rows per forward pass", fit=True)
     accumulate: int = _optimisation(
         1, "forward passes per step; each token weighs the same whichever pass and rank it is in", fit=True
@@ -315,6 +328,12 @@ class TrainConfig(_Kernels):
     deterministic: bool = _run(False, "only deterministic PyTorch algorithms: the same bits in every run")
     log_every: int = _run(10, "steps between log lines; the run waits for the GPU only at these lines")
     eval_every: int = _run(0, "steps between evaluations; 0 evaluates once, at the end")
+    samples: int = _run(
+        3, "answers to show, as given before training and after it, if a model is tuned to answer and not sharded"
+    )
+    dry_run: bool = _run(
+        False, "load all, show the summary, three rows with what is learnt marked, and how long steps take; then stop"
+    )
 
     def __post_init__(self) -> None:
         for limit, fits, names in LIMITS:
@@ -351,6 +370,9 @@ class TrainConfig(_Kernels):
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise UserError("cross_entropy and fused_linear_cross_entropy exclude each other")
         self._check_adapters()
+        if self.epochs and self.steps != TrainConfig.steps:
+            raise UserError("steps and epochs exclude each other")
+        self.renamed  # noqa: B018  # or it says what is wrong
         if self.fp8_filter is not None and not all(in_commas(self.fp8_filter)):
             raise UserError(f"fp8_filter must be names of layers with commas between; got {self.fp8_filter!r}")
         if self.kernels == "off" and (
@@ -438,6 +460,29 @@ class TrainConfig(_Kernels):
     @property
     def reports(self) -> list[str]:
         return in_commas(self.report) if self.report else []
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """``columns``: their name -> ours."""
+        pairs = [name.split("=") for name in in_commas(self.columns)] if self.columns is not None else []
+        if not all(len(pair) == 2 and all(pair) for pair in pairs):
+            raise UserError(f"columns must be THEIRS=OURS with commas between; got {self.columns!r}")
+        renamed = {theirs.strip(): ours.strip() for theirs, ours in pairs}
+        for ours in renamed.values():
+            if ours not in COLUMNS:
+                known = f"{', '.join(COLUMNS)}{did_you_mean(ours, COLUMNS)}"
+                raise UserError(f"columns: {ours!r} is no name of ours, which are {known}")
+        if len(set(renamed.values())) < len(pairs):
+            raise UserError(f"columns must name each column once; got {self.columns!r}")
+        return renamed
+
+    def in_steps(self, rows: int, of: int) -> TrainConfig:
+        """The run in steps of so many ``rows``, where it asks for passes over ``of`` rows."""
+        if not self.epochs:
+            return self
+        # without the rounding errors of a product
+        steps = math.ceil(self.epochs * of / rows - 1e-9)
+        return dataclasses.replace(self, steps=max(1, steps), epochs=0.0)
 
     @property
     def kernel_flags(self) -> dict[str, Any]:
@@ -657,13 +702,25 @@ def read_flags(
         "--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it"
     )
     add_flags(parser, defaults, fixed)
-    return vars(parser.parse_args(argv))
+    if "save" not in fixed:
+        # others' folder of checkpoints, and at the end of the model
+        parser.add_argument("--output-dir", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return vars(parser.parse_args(parser.as_ours(argv)))
 
 
 def configured(flags: dict[str, Any], defaults: TrainConfig) -> TrainConfig:
     """The config that ``read_flags`` and the file that they name ask for."""
     path = flags.get("config")
     given = {name: value for name, value in flags.items() if name != "config"}
+    if "output_dir" in given:
+        folder = given.pop("output_dir")
+        given = {"out": folder, "save": folder} | given
+    if given.keys() >= {"steps", "epochs"}:
+        raise UserError("--steps and --epochs exclude each other")
+    # a flag replaces the other of the two in the file
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if given.get(one):
+            given[other] = getattr(TrainConfig, other)
     return TrainConfig(**{**dataclasses.asdict(defaults), **(read_values(path) if path else {}), **given})
 
 

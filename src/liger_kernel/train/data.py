@@ -34,9 +34,32 @@ ROWS = "rows.safetensors"
 def load(config: TrainConfig) -> Data:
     """Return the data of a run. The rows of a file are cached: one of the processes that share
     the cache tokenises, the others read its result."""
+    if not config.eval_data:
+        return _load(config)
+    data = _load(dataclasses.replace(config, eval_fraction=0.0))
+    with contextlib.ExitStack() as stack:
+        stack.callback(data.close)
+        data.evaluate_on(_evaluation(config, data.tokenizer))
+        stack.pop_all()
+    return data
+
+
+def _evaluation(config: TrainConfig, tokenizer: Any) -> TokenRows:
+    """The rows of ``eval_data``, by the tokenizer of the data."""
+    where: dict[str, Any] = dict(data=config.eval_data, split=config.eval_split, eval_data=None)
+    try:
+        found = _load(dataclasses.replace(config, **where, eval_fraction=0.0, stream=0.0), tokenizer)
+        if found.tokenizer is not tokenizer and found.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise UserError("its rows were prepared with another tokenizer than that of the data")
+    except UserError as error:
+        raise UserError(f"eval_data {config.eval_data}: {error}") from error
+    return found.rows
+
+
+def _load(config: TrainConfig, tokenizer: Any = None) -> Data:
     if (Path(config.data) / ROWS).is_file():
         return _prepared(config)
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer or tokenizer_of(config)
     folder, sure = _cache(config, tokenizer)
     owned(folder.parent)
     owned(folder, alone=True)
@@ -78,7 +101,7 @@ def prepare(config: TrainConfig, folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / ROWS).is_file() and (other := [path.name for path in sorted(folder.iterdir()) if path.is_file()]):
         raise UserError(f"{folder} holds {other[0]}, which is not of prepared rows: give another folder")
-    data = load(dataclasses.replace(config, stream=0))
+    data = load(dataclasses.replace(config, stream=0, eval_data=None))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".preparing-", ignore_cleanup_errors=True) as aside:
         new = Path(aside) / "new"
         _write(new, data.rows, data.tokenizer)
@@ -155,6 +178,7 @@ def _cache(config: TrainConfig, tokenizer: Any) -> tuple[Path, bool]:
             config.packing,
             CHAT_TEMPLATE,
             *([config.stream] if config.stream else []),
+            *([config.renamed] if config.columns else []),
         ]
     )
     folder = config.cache if config.cache and sure else Path(config.out) / "cache"

@@ -231,7 +231,8 @@ def _parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    a = vars(_parser().parse_args(argv))
+    parser = _parser()
+    a = vars(parser.parse_args(parser.as_ours(argv)))
     path, gpu, as_json = a.pop("config"), a.pop("gpu"), a.pop("json")
     gigabytes, of_cpu = a.pop("memory_gb"), a.pop("cpu_memory_gb")
     if gpu is not None:

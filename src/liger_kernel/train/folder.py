@@ -122,7 +122,7 @@ def _strange(config: TrainConfig) -> str | None:
                 return name
         elif UNRECORDED.fullmatch(name) or (name == "metrics.jsonl" and copied) or _is_config(_json(path)):
             continue
-        elif OURS.fullmatch(name) or not (path.is_dir() or BESIDE.fullmatch(name) or _same(path, config.data)):
+        elif OURS.fullmatch(name) or not (path.is_dir() or BESIDE.fullmatch(name) or _is_data(path, config)):
             return name
     return None
 
@@ -154,6 +154,10 @@ def _first(names: list[str], allowed: re.Pattern[str]) -> str | None:
 
 def _entries(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _is_data(path: Path, config: TrainConfig) -> bool:
+    return _same(path, config.data) or _same(path, config.eval_data)
 
 
 def _same(one: str | Path, other: str | Path | None) -> bool:

@@ -145,7 +145,7 @@ def arguments(session: Session, folder: Path, rows: int) -> transformers.Trainin
         save_strategy="steps" if config.checkpoint_every else "no",
         save_steps=config.checkpoint_every or 500,
         save_total_limit=config.checkpoint_keep,
-        eval_strategy="steps" if config.eval_every and config.eval_fraction else "no",
+        eval_strategy="steps" if config.eval_every and session.data.eval else "no",
         eval_steps=config.eval_every or None,
         prediction_loss_only=True,
         report_to="none",
@@ -188,10 +188,10 @@ def damage(path: Path) -> str | None:
 def run(session: Session) -> dict[str, Any]:
     """Train and save as the config says; returns the content of ``metrics.json``. A line is the
     mean of ``log_every`` steps."""
-    config, data, ranks = session.config, session.data, session.ranks
-    folder = Path(config.out) / "checkpoints-hf"
+    data, ranks, folder = session.data, session.ranks, Path(session.config.out) / "checkpoints-hf"
     last = ranks.by_first(lambda: newest(folder))
     rows = accept(session, folder, last)
+    config = session.config
     args = arguments(session, folder, rows)
     with Observers(session) as observers:
         following = Following(session, observers, rows)

@@ -227,10 +227,11 @@ def newest(folder: Path) -> Path | None:
 
 def run(session: Session) -> dict[str, Any]:
     """Train and save as the config says; returns the content of ``metrics.json``."""
-    config, data, ranks, device = session.config, session.data, session.ranks, session.device
-    folder = Path(config.out) / "checkpoints-lightning"
+    data, ranks, device = session.data, session.ranks, session.device
+    folder = Path(session.config.out) / "checkpoints-lightning"
     last = ranks.by_first(lambda: newest(folder))
     rows = accept(session, folder, last)
+    config = session.config
     parts = math.ceil(math.ceil(rows / ranks.world) / config.batch)
     # the number of ranks on this machine
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))

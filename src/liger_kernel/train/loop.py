@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.train import adamw, adapters, folder
+from liger_kernel.train import adamw, adapters, folder, preview
 from liger_kernel.train.checkpoint import NUMBERS, Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
@@ -77,14 +77,23 @@ def train(config: TrainConfig) -> dict[str, Any]:
         data.check(model.config.get_text_config().vocab_size)
         if ranks.first:
             print(summary(config, data, model, attention, device, precision, ranks.world), flush=True)
+        if config.dry_run:
+            with explaining(config, device, ranks, model.config):
+                if ranks.first:
+                    preview.show(config, data, model, device, precision, ranks.world)
+            return {}
         if device.type == "cuda" and config.kernels == "on":
             use_cache()
             compile_ahead(config, model.config, precision, ranks)
         stop.early = False
         session = Session(config, data, model, device, precision, ranks, stop, store)
+        samples = preview.Samples(session)
         with explaining(config, device, ranks, model.config):
             metrics = _trainer(config)(session)
         if ranks.first:
+            samples.show()
+            if config.lora and (problem := preview.unmoved(metrics["losses"])):
+                note(problem)
             write(Path(config.out) / "metrics.json", as_json(metrics, indent=1) + "\n")
         if "problem" in metrics:
             raise OSError(metrics["problem"])
@@ -156,6 +165,8 @@ class _Run(Session):
         # dropout draws alike on ranks with the same tokens, otherwise on others
         seed_all(config.seed, self._draws)
         self._resume()
+        # only here the rows of a step are known: those of the first start
+        self.config = config = config.in_steps(self.rows, len(self.data.train))
         self.first = self.step
         if self.in_backward and self.rows > together:
             raise UserError(

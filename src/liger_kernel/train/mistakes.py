@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from liger_kernel.nearest import did_you_mean, meant, nearest, no_such
+from liger_kernel.nearest import ALIAS, did_you_mean, flag_form, meant, nearest, no_such
 from liger_kernel.train.files import special
 from liger_kernel.train.redact import redacted
 
@@ -51,10 +51,22 @@ class Parser(argparse.ArgumentParser):
             f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'int')}number, got {wrong[3]}" if wrong else message
         )
 
+    def as_ours(self, args: list[str]) -> list[str]:
+        """``args`` with our names of flags, where other packages' names, or underscores, stand."""
+        found, flags = [], self._option_string_actions
+        for arg in args:
+            flag, sign, value = arg.partition("=")
+            name = flag_form(flag)
+            ours = next((f"--{each}" for each in (name, ALIAS.get(name)) if f"--{each}" in flags), flag)
+            found.append(f"{ours}{sign}{value}" if flag.startswith("--") and flag not in flags else arg)
+        return found
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
+            if flag.lower() in ("true", "false"):
+                raise UserError(f"unexpected argument {flag!r}: a flag that is on or off has no value; --no-... is off")
             if not flag.startswith("-"):
                 raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
             flags = [name for name in self._option_string_actions if name.startswith("--")]

@@ -1,27 +1,38 @@
 """Texts and conversations, read one by one from files, folders and Hugging Face datasets, from any
 position on.
 
-Three kinds of record are understood; the keys of the first record decide:
-  {"text": ...}                           plain text, every token is a label; documents are joined
-                                          and cut into rows of equal length
-  {"instruction", "output", ["input"]}    Alpaca: a conversation of one question and one answer
-  {"messages": [{"role", "content"}...]}  a conversation, one row each; only the assistant's turns
-                                          have labels
+These kinds of record are understood; the keys of the first record, which ``columns`` may rename,
+decide:
+  {"text": ...}                                plain text, every token is a label; documents are
+                                               joined and cut into rows of equal length
+  {"messages": [{"role", "content"}...]}       a conversation, one row each; only the assistant's
+                                               turns have labels
+  {"conversations": [{"from", "value"}...]}    the same, as ShareGPT writes it
+  {"prompt": text, "completion": text}         one row each, without a chat template; only the
+                                               completion has labels
+  {"prompt": [...], "completion": [...]}       a conversation; only the completion's turns of the
+                                               assistant have labels
+  {"instruction", "output", ["input"]}         Alpaca: a conversation of one question and one answer
 
-They are read here and not by the package datasets, which infers one schema for all records, has no
-limit of a record's size, and names neither the line of a mistake nor the place to go on from.
+Files are read here and not by the package datasets, which infers one schema for all records (the
+answer "7" of a CSV file becomes a number, an empty one null), has no limit of a record's size, and
+names neither the line of a mistake nor the place to go on from. It reads what lies on the hub.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
+import itertools
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from liger_kernel.nearest import did_you_mean
+from liger_kernel.train.adamw import either
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import existing, unique
@@ -70,8 +81,11 @@ class Records:
     def since(self, place: Place) -> Iterator[tuple[dict[str, Any], Place]]:
         """Those from a place on, each with the place behind it."""
         number, file, within = place
+        renamed = self.config.renamed
         for at, read in enumerate(self._sources()[file:], file):
             for record in read(within):
+                if renamed:
+                    record = _with_names(record, renamed, first=not number)
                 number, within = number + 1, within + 1
                 yield record, (number, at, within)
                 if number == self.config.limit:
@@ -86,57 +100,122 @@ class Records:
         if name == "stdlib":
             return [lambda skip: ({"text": text} for text in standard_library()[skip:])]
         if files:
-            lines = partial(_jsonl, most=self.config.max_record_mb * 10**6)
-            return [partial(lines if path.suffix == ".jsonl" else _parquet, path) for path in files]
+            most = self.config.max_record_mb * 10**6
+            return [partial(READERS[path.suffix.lower()], path, most=most) for path in files]
         return [partial(_hub, name, self.config.split, bool(self.config.stream))]
 
 
+def _with_names(record: dict[str, Any], renamed: dict[str, str], first: bool) -> dict[str, Any]:
+    """The record with other names of its columns: ``renamed`` is theirs -> ours."""
+    missing = [name for name in renamed if name not in record]
+    if first and missing:
+        near = did_you_mean(missing[0], record)
+        raise UserError(f"columns: the first record has no {missing[0]!r}{near or f'; it has {sorted(record)}'}")
+    kept = {name: value for name, value in record.items() if name not in renamed}
+    return kept | {ours: record[theirs] for theirs, ours in renamed.items() if theirs in record}
+
+
 def files_of(name: str) -> list[Path]:
-    """The file with that name, or the ``.jsonl`` and ``.parquet`` files of the folder, in order;
-    nothing if it is not a path."""
+    """The file with that name, or the files of the folder, in order: those of the first kind of
+    which it has any, as a README.txt may lie beside data; nothing if it is not a path."""
     path = Path(name)
     if path.is_dir():
-        files = sorted(existing(f) for f in path.iterdir() if f.suffix in (".jsonl", ".parquet"))
-        if not files:
-            raise UserError(f"no .jsonl or .parquet files in {path}")
-        return files
-    if path.suffix in (".jsonl", ".parquet"):
+        for kind in FOLDERS:
+            if files := sorted(existing(f) for f in path.iterdir() if f.suffix.lower() in kind):
+                return files
+        raise UserError(f"no {either(READERS)} files in {path}")
+    if path.suffix.lower() in READERS:
         return [existing(path)]
     if path.exists():
-        raise UserError(f"data must be a .jsonl or .parquet file or a folder of them, got {path}")
+        raise UserError(f"data must be a {either(READERS)} file or a folder of them, got {path}")
     return []
 
 
-def _jsonl(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(most + 1), b""), 1):
+def _lines(path: Path, most: int) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
             if len(line) > most:
                 raise UserError(
                     f"{path}:{number}: the line is longer than {most // 10**6} MB: one record a line; "
                     "--max-record-mb raises the limit"
                 )
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            if skip:
-                skip -= 1
-                continue
-            try:
-                record = json.loads(line.decode(), object_pairs_hook=unique)
-                # lone surrogates, which no tokenizer accepts
-                if b"\\ud" in line or b"\\uD" in line:
-                    json.dumps(record, ensure_ascii=False).encode()
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: not valid JSON: {error}") from error
-            except RecursionError as error:
-                raise UserError(f"{path}:{number}: nested too deeply") from error
-            if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: a record must be an object, got {type(record).__name__}")
-            yield record
+            yield _decoded(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, f"{path}:{number}")
 
 
-def _parquet(path: Path, skip: int) -> Iterator[dict[str, Any]]:
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8: {error}") from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+        # lone surrogates, which no tokenizer accepts
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(found, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deeply") from error
+    return found
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: a record must be an object, got {type(value).__name__}")
+    return value
+
+
+def _jsonl(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
+    lines = ((number, line) for number, line in enumerate(_lines(path, most), 1) if line.strip())
+    for number, line in itertools.islice(lines, skip, None):
+        yield _object(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def _json(path: Path, skip: int, most: int) -> Iterable[dict[str, Any]]:
+    """One array, which is held in memory; many a file of that name has an object a line instead."""
+    with path.open("rb") as file:
+        array = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if not array:
+        return _jsonl(path, skip, most)
+    records = _parsed(_decoded(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path)), str(path))
+    return (_object(record, f"{path}, record {number}") for number, record in enumerate(records[skip:], skip + 1))
+
+
+def _csv(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
+    """All values are text, as they stand there."""
+    lines = _lines(path, most)
+    first = next(lines, "")
+    csv.field_size_limit(min(most, 2**31 - 1))
+    # names of columns have none of the three
+    delimiter = max(",;\t", key=first.count)
+    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, [])
+        unique([(name, None) for name in names])
+        for row in itertools.islice(filter(None, reader), skip, None):
+            if len(row) != len(names):
+                raise ValueError(f"{len(row)} values for {len(names)} columns")
+            yield dict(zip(names, row))
+    except UserError:
+        raise
+    except (csv.Error, ValueError) as error:
+        raise UserError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _txt(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
+    """The file is one text: its line breaks are what a model is to learn, too."""
+    if path.stat().st_size > most:
+        raise UserError(
+            f"{path} is one text, longer than {most // 10**6} MB: cut it into files; --max-record-mb raises the limit"
+        )
+    if not skip:
+        yield {"text": _decoded(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path))}
+
+
+def _parquet(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -152,6 +231,17 @@ def _parquet(path: Path, skip: int) -> Iterator[dict[str, Any]]:
                 skip -= min(skip, batch.num_rows)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from error
+
+
+READERS: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".json": _json,
+    ".txt": _txt,
+}
+FOLDERS = ((".jsonl", ".parquet"), (".csv", ".tsv"), (".json",), (".txt",))
 
 
 def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, Any]]:
@@ -171,39 +261,98 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
         raise UserError(f"cannot load the dataset {name!r}: {in_a_line(error)}") from error
 
 
-def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
-    """The turns of a chat or Alpaca record; None for plain text. Raises ``UserError`` for every
-    other record."""
-    if "messages" in record:
-        turns = record["messages"]
-        if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
-            raise UserError("messages must be a list of objects with role and content")
-        return turns
+class Example(NamedTuple):
+    """What a row is made of, turns or text: nothing of ``prompt`` is learnt."""
+
+    prompt: Any
+    completion: Any
+
+    @property
+    def texts(self) -> list[str]:
+        parts = [[part] if isinstance(part, str) else [turn.get("content") for turn in part] for part in self]
+        return [text for text in itertools.chain(*parts) if isinstance(text, str)]
+
+
+# of ShareGPT's turns and those of its relatives -> of a chat template
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+
+
+def example(record: dict[str, Any]) -> Example | None:
+    """The record, unless it is plain text. Raises ``UserError`` for what looks like one of the
+    kinds and is none."""
+    for name in ("messages", "conversations"):
+        if name in record:
+            return Example([], _turns(record[name], name))
+    if "prompt" in record and "completion" in record:
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, str) != isinstance(completion, str):
+            raise UserError("prompt and completion must both be text, or both lists of messages")
+        if isinstance(prompt, str):
+            return Example(prompt, completion)
+        return Example(_turns(prompt, "prompt"), _turns(completion, "completion"))
     if "instruction" in record and "output" in record:
         parts = [part for part in (record["instruction"], record.get("input")) if part]
         if not all(isinstance(part, str) for part in (*parts, record["output"])):
             raise UserError("instruction, input and output must be text")
-        question = "\n\n".join(parts)
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+        question = {"role": "user", "content": "\n\n".join(parts)}
+        return Example([question], [{"role": "assistant", "content": record["output"]}])
     return None
+
+
+def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
+    """Messages as chat templates take them; none are no turns."""
+    if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+        raise UserError(f"{name} must be a list of objects with role and content, or from and value")
+    return [_turn(turn) if "from" in turn and "role" not in turn else turn for turn in turns or ()]
+
+
+def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+    speaker = str(turn["from"])
+    if speaker not in ROLES:
+        raise UserError(f"'from' must be one of {', '.join(ROLES)}; got {speaker!r:.80}{did_you_mean(speaker, ROLES)}")
+    if not isinstance(turn.get("value"), str):
+        raise UserError("the 'value' of a turn must be text")
+    return {"role": ROLES[speaker], "content": turn["value"]}
 
 
 def characters(record: dict[str, Any]) -> int:
     """How much text a record has; none if it is not one, which is said where it is tokenised."""
     try:
-        turns = conversation(record)
+        found = example(record)
     except UserError:
         return 0
-    texts = [record.get("text")] if turns is None else [turn.get("content") for turn in turns]
+    texts = [record.get("text")] if found is None else found.texts
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+# what others call the columns that we know, for a message
+GUESSES = {
+    "prompt": ("prompt", "question", "query", "instruction", "input", "problem"),
+    "completion": ("completion", "answer", "response", "output", "solution", "target"),
+    "messages": ("chat", "dialogue", "dialog", "turns", "conversation"),
+    "text": ("content", "document", "body"),
+}
+
+
+def _renaming(record: dict[str, Any]) -> str:
+    """The ``--columns`` that would make a known kind of these columns."""
+    found = {ours: next((name for name in record if str(name).lower() in GUESSES[ours]), None) for ours in GUESSES}
+    both = ["prompt", "completion"] if found["prompt"] and found["completion"] else []
+    wanted = both or [ours for ours in ("messages", "text") if found[ours]][:1]
+    return ",".join(f"{found[ours]}={ours}" for ours in wanted if found[ours] != ours) or "NAME=text"
 
 
 def text_of(record: dict[str, Any], number: int) -> str:
     """The text of a record, which is the ``number``-th."""
     if number == 1 and "text" not in record:
         raise UserError(
-            "a record must have 'text', 'messages', or 'instruction' and 'output'; the first record has "
-            f"{sorted(record)}"
+            "a record must have 'text', 'messages', 'conversations', 'prompt' and 'completion', or 'instruction' and "
+            f"'output'; the first record has {sorted(map(str, record))}: --columns {_renaming(record)} renames them"
         )
     if not isinstance(record.get("text"), str):
         raise UserError(f"record {number} has no 'text', unlike the first record")
@@ -212,8 +361,8 @@ def text_of(record: dict[str, Any], number: int) -> str:
 
 def texts_of(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     """All the text in the records, to train a tokenizer on."""
-    if conversation(next(iter(records))) is not None:
-        turns = (turn for record in records for turn in conversation(record) or [])
-        yield from (turn["content"] for turn in turns if isinstance(turn.get("content"), str))
+    if example(next(iter(records))) is not None:
+        for record in records:
+            yield from found.texts if (found := example(record)) else ()
         return
     yield from (text_of(record, number) for number, record in enumerate(records, 1))

@@ -91,8 +91,8 @@ class Session:
 
 
 def accept(session: Session, folder: Path, last: Path | None) -> int:
-    """The rows of a step, which are those of the first start unless the config says otherwise. The
-    model is on its device and not yet sharded.
+    """The rows of a step, which are those of the first start unless the config says otherwise; they
+    make steps of its epochs. The model is on its device and not yet sharded.
 
     ``UserError`` where the run must not go on from ``last``: it is not to, or the order of the
     data, the place in it, or the adapters would be others.
@@ -104,6 +104,7 @@ def accept(session: Session, folder: Path, last: Path | None) -> int:
     there = ranks.by_first(lambda: _identity(path) if last else {})
     rows = config.global_batch or there.get("global_batch") or config.batch * config.accumulate * ranks.world
     here = session.identity | {"global_batch": rows}
+    session.config = config.in_steps(rows, len(session.data.train))
     if last:
         refuse_other(last, there, here)
     if ranks.first and config.checkpoint_every:

@@ -106,9 +106,11 @@ class Parts(TokenRows):
         return self.part(0).positions
 
     def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.part(pick // WIDTH).row(pick % WIDTH)
+        return self.part(pick // WIDTH).row(pick % WIDTH) if pick >= 0 else super().row(pick)
 
     def count(self, picks: list[int]) -> tuple[int, int]:
+        if picks[0] < 0:
+            return super().count(picks)
         counts = [
             self.part(number).count([pick % WIDTH for pick in some])
             for number, some in groupby(picks, lambda pick: pick // WIDTH)
@@ -185,7 +187,7 @@ class Stream(Data):
         first = self.rows.part(0)
         return {
             "rows of part 0": len(first),
-            "held back": len(self.eval),
+            "held back": len(first) - len(self.train),
             "sum of ids of part 0": int(first.ids.sum()),
             "digest of part 0": self._parts[0].digest,
         }

@@ -66,8 +66,14 @@ def kernels(config: TrainConfig, model: Any) -> list[str]:
     return [*lines, *([f"projections: {projections_report(model)}"] if config.lora or config.fp8 else [])]
 
 
+def rows_of(config: TrainConfig, world: int) -> int:
+    """The rows of a step of a run that begins."""
+    return config.global_batch or config.batch * config.accumulate * (world // config.sharing(world))
+
+
 def _data(config: TrainConfig, data: Data, world: int) -> str:
-    rows = config.global_batch or config.batch * config.accumulate * (world // config.sharing(world))
+    rows = rows_of(config, world)
+    config = config.in_steps(rows, len(data.train))
     wanted = f"{config.steps:,} steps of {rows:,} rows"
     if isinstance(data, Stream):
         return (
@@ -75,7 +81,8 @@ def _data(config: TrainConfig, data: Data, world: int) -> str:
             f"{config.length:,} tokens; {wanted}"
         )
     passes = config.steps * rows / max(1, len(data.train))
-    held = f", {len(data.eval):,} more for evaluation" if data.eval else ""
+    source = f" of {config.eval_data}" if config.eval_data else ""
+    held = f", {len(data.eval):,} more{source} for evaluation" if data.eval else ""
     return (
         f"{config.data}, {len(data.train):,} rows of at most {config.length:,} tokens to train on{held}; "
         f"{wanted}: {passes:.2f} passes over the data"

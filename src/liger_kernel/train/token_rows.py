@@ -71,8 +71,10 @@ class TokenRows:
 
     ``positions``: positions of the tokens in their documents, if rows have several. ``bounded``:
     their batches also say where documents begin. ``multiple``: rows of documents are padded to a
-    multiple of it.
+    multiple of it. ``held``: rows of other data, to evaluate on; its row i is pick ``~i``.
     """
+
+    held: TokenRows | None = None
 
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
         self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
@@ -145,6 +147,8 @@ class TokenRows:
 
     def count(self, picks: list[int]) -> tuple[int, int]:
         """(tokens, tokens that carry a loss: the first of a row is predicted by nothing)."""
+        if self.held and picks and picks[0] < 0:
+            return self.held.count([~pick for pick in picks])
         # computed once, as every rank needs the rows of all ranks in each step
         if self._targets is None:
             begins = self.bounds[:-1]
@@ -174,6 +178,8 @@ class TokenRows:
 
     def row(self, pick: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, labels and positions of a row."""
+        if self.held and pick < 0:
+            return self.held.row(~pick)
         span = slice(int(self.bounds[pick]), int(self.bounds[pick + 1]))
         return self.ids[span], self.labels[span], None if self.positions is None else self.positions[span]
 
@@ -258,17 +264,26 @@ class Data:
         # Nothing learns from padding or attends to it, so any id does where the tokenizer has none.
         self.pad: int = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
+    def evaluate_on(self, held: TokenRows) -> None:
+        """Keep back these rows, and none of the data."""
+        if (held.positions is None) != (self.rows.positions is None):
+            raise UserError("eval_data must be packed as data is: only one of them has rows of several documents")
+        self.rows.held = held
+        self.eval = [~i for i in range(len(held))]
+
     def check(self, vocabulary: int) -> None:
         """Raise ``UserError`` if a model has fewer ids than the data; its embedding need not
         have that of padding."""
         self.rows.check(vocabulary)
+        if self.rows.held:
+            self.rows.held.check(vocabulary)
         self.pad = self.pad if self.pad < vocabulary else 0
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for the order of the data to continue where it stopped."""
         return {
             "rows": len(self.rows),
-            "held back": len(self.eval),
+            "held back": len(self.rows) - len(self.train),
             "sum of ids": int(self.rows.ids.sum()),
             "digest of tokens": self.rows.digest(),
         }

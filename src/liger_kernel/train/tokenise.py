@@ -21,7 +21,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import COUNT, fresh, read_object, write
 from liger_kernel.train.hub import on_hub, why
 from liger_kernel.train.mistakes import note, regular_in
-from liger_kernel.train.records import BEGIN, Place, characters, conversation, text_of, texts_of
+from liger_kernel.train.records import BEGIN, Example, Place, characters, example, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.token_rows import IGNORE, TokenFile, TokenRows, Tokens, together
 
@@ -121,9 +121,12 @@ def ids_of(texts: list[str], tokenizer: Any) -> Iterator[Tokens]:
         )
 
 
-def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
-    """A conversation in the tokenizer's own format, labels on the assistant's turns alone, cut to
-    ``length``.
+Row = tuple[list[int], list[int]]
+
+
+def conversation_row(messages: list[dict[str, Any]], tokenizer: Any, length: int, given: int = 0) -> Row:
+    """A conversation in the tokenizer's own format, labels on the assistant's turns alone, without
+    the first ``given`` turns, cut to ``length``.
 
     A turn is located by rendering the conversation up to it and through it. Where a template
     rewrites earlier turns (some drop the reasoning of all but the last), these are context: they
@@ -134,11 +137,25 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
     )
     text = render(messages)
     spans = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(messages[given:], given):
         if message["role"] == "assistant":
             before, through = render(messages[:i], True), render(messages[: i + 1])
             if text.startswith(through) and through.startswith(before):
                 spans.append((len(before), len(through)))
+    return labelled(text, spans, tokenizer, length)
+
+
+def completion_row(prompt: str, completion: str, tokenizer: Any, length: int) -> Row:
+    """The two texts as one, as they stand there, between the tokens that begin and end a text;
+    labels on the completion and the end."""
+    begin, end = _around(tokenizer)
+    spans = [(len(prompt), len(prompt) + len(completion))]
+    ids, labels = labelled(prompt + completion, spans, tokenizer, length)
+    return [*begin, *ids, *end][:length], [*(IGNORE for _ in begin), *labels, *end][:length]
+
+
+def labelled(text: str, spans: list[tuple[int, int]], tokenizer: Any, length: int) -> Row:
+    """At most ``length`` tokens of ``text``, and labels of those within the spans of characters."""
     ids: list[int] = []
     labels: list[int] = []
     at = 0
@@ -154,6 +171,16 @@ def conversation_row(messages: list[dict[str, str]], tokenizer: Any, length: int
             break
         at += len(piece)
     return ids[:length], labels[:length]
+
+
+def _around(tokenizer: Any) -> Row:
+    """The tokens that begin and end a text."""
+    begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
+    return begin, [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+
+
+def _answers(turn: dict[str, Any]) -> bool:
+    return turn.get("role") == "assistant" and bool(turn.get("content"))
 
 
 class NoRows(UserError):
@@ -210,11 +237,11 @@ class Draft:
         """Tokenise these. ``UserError`` names the one that cannot be read."""
         for some in batches_of(records):
             if self.chats is None:
-                self.chats = conversation(some[0][0]) is not None
+                self.chats = example(some[0][0]) is not None
             if self.chats and not tokenizer.is_fast:
                 raise UserError(
-                    "conversations need a fast tokenizer, because a slow tokenizer does not say which characters a "
-                    "token covers"
+                    "answers need a fast tokenizer, because a slow tokenizer does not say which characters a token "
+                    "covers"
                 )
             if self.chats:
                 for record, (number, *_) in some:
@@ -225,23 +252,27 @@ class Draft:
             self._keep()
 
     def _add_texts(self, texts: list[str], tokenizer: Any) -> None:
-        begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id) else []
-        end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        begin, end = _around(tokenizer)
         for ids in ids_of(texts, tokenizer):
             self._add(np.concatenate([np.array(part, np.int32) for part in (begin, ids, end)]))
 
     def _add_chat(self, record: dict[str, Any], number: int, tokenizer: Any, length: int) -> None:
         try:
-            turns = conversation(record) or []
-            ids, labels = conversation_row(turns, tokenizer, length)
+            prompt, completion = example(record) or Example([], [])
+            if isinstance(prompt, str):
+                ids, labels = completion_row(prompt, completion, tokenizer, length)
+            else:
+                ids, labels = conversation_row(prompt + completion, tokenizer, length, len(prompt))
+        except UserError as error:
+            raise UserError(f"record {number}: {error}") from error
         # chat templates raise errors of any kind
         except Exception as error:
             raise UserError(
                 f"record {number} is not a conversation that the chat template accepts: {in_a_line(error, 200)}"
             ) from error
-        if any(label != IGNORE for label in labels[1:]):
+        if completion and any(label != IGNORE for label in labels[1:]):
             self._add(ids, labels)
-        elif any(turn.get("role") == "assistant" and turn.get("content") for turn in turns):
+        elif completion if isinstance(prompt, str) else any(map(_answers, completion)):
             self.late += 1
         else:
             self.silent += 1

@@ -17,7 +17,7 @@ from quick import further
 pytest.importorskip("transformers")
 
 from liger_kernel.cli import COMMANDS, main
-from liger_kernel.nearest import SYNONYMS, did_you_mean, no_such
+from liger_kernel.nearest import ALIASES, SYNONYMS, did_you_mean, no_such
 from liger_kernel.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +26,8 @@ FILES = {
     "chats.jsonl": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n',
     "bad.parquet": "no parquet",
     "text.txt": "hello",
+    "text.md": "hello",
+    "qa.csv": "question,answer\nhi,hello\n",
     "config.yaml": "stepz: 3\n",
     "others.yaml": "num_train_epochs: 3\n",
     "types.yaml": "steps: many\n",
@@ -60,8 +62,57 @@ TABLE = [
     ("--vresion", r"liger: no flag --vresion; did you mean --version\?"),
     # train: flags
     ("train --batchs 3", r"liger train: no flag --batchs; did you mean --batch\?"),
-    ("train --learning-rate 1e-4", r"liger train: no flag --learning-rate; did you mean --lr\?"),
-    ("train --seq 512", r"no flag --seq; did you mean --length\?"),  # no abbreviation of --sequence-parallel-size
+    ("train --seq 1", "length must be at least 2, got 1"),  # no abbreviation of --sequence-parallel-size
+    *(
+        (f"train {line}", said)
+        for line, said in (
+            # names of others with our values: what is wrong is the value
+            ("--learning-rate fast", "--lr must be a number, got 'fast'"),
+            ("--learning_rate 0", "lr must be positive, got 0.0"),
+            ("--num-train-epochs three", "--epochs must be a number, got 'three'"),
+            ("--num_train_epochs -1", "epochs must be at least 0, got -1"),
+            ("--max-steps -1", "steps must be at least 1, got -1"),
+            ("--max_steps 5 --num_train_epochs 1", "--steps and --epochs exclude each other"),
+            ("--epochs 1 --stream 4", "epochs needs stream 0, got 4: .* give steps"),
+            ("--per_device_train_batch_size 0", "batch must be at least 1, got 0"),
+            ("--micro-batch-size x", "--batch must be a whole number, got 'x'"),
+            ("--gradient_accumulation_steps 0", "accumulate must be at least 1, got 0"),
+            ("--max_seq_length 1", "length must be at least 2, got 1"),
+            ("--warmup_steps 0.1", "--warmup must be a whole number, got '0.1'"),
+            ("--report_to none", "report must be of tensorboard, wandb, mlflow"),
+            ("--lora_r -1", "lora must be at least 0, got -1"),
+            ("--logging_steps 0", "log_every must be at least 1, got 0"),
+            ("--val_set_size 2000", r"eval_fraction must be in \[0, 1\), got 2000"),
+            ("--dataset_name chat.jsonl", r"no such file: chat.jsonl; did you mean chats.jsonl\?"),
+            # names of others that mean something else, or have other values
+            ("--warmup-ratio 0.1", r"no flag --warmup-ratio; did you mean --warmup\?"),
+            ("--lr_scheduler_type cosine", r"no flag --lr_scheduler_type; did you mean --schedule\?"),
+            ("--optim adamw_torch", r"no flag --optim; did you mean --optimizer\?"),
+            ("--bf16", r"no flag --bf16; did you mean --precision bf16-mixed\?"),
+            ("--load_in_4bit", r"no flag --load_in_4bit; did you mean --quantize nf4\?"),
+            ("--sample-packing", r"no flag --sample-packing; did you mean --packing documents\?"),
+            ("--batch-size 4", r"no flag --batch-size; did you mean --batch\?"),
+            ("--lora_target_modules q_proj v_proj", r"no flag --lora_target_modules; did you mean --lora-targets\?"),
+            ("--use_peft", r"no flag --use_peft; did you mean --lora\?"),
+            ("--use-liger-kernel", r"no flag --use-liger-kernel; did you mean --kernels\?"),
+            ("--dataset_text_field body", r"no flag --dataset_text_field; did you mean --columns\?"),
+            ("--eval_strategy epoch", r"no flag --eval_strategy; did you mean --eval-every\?"),
+            ("--save_strategy epoch", r"no flag --save_strategy; did you mean --checkpoint-every\?"),
+            ("--resume_from_checkpoint x", r"no flag --resume_from_checkpoint; did you mean --resume\?"),
+            ("--push_to_hub", "no flag --push_to_hub; liger train --help lists the flags"),
+            ("--dry-run True", "unexpected argument 'True': a flag that is on or off has no value"),
+            ("--lerning-rate 1", r"no flag --lerning-rate; did you mean --lr\?"),
+            ("--gradient_checkpointing True", "must be one of none, selective, full; got 'True'"),
+            # forms of data
+            ("--data qa.csv", "first record has .*'answer', .*: --columns question=prompt,answer=completion"),
+            ("--data qa.csv --columns question", "columns must be THEIRS=OURS with commas between; got 'question'"),
+            ("--data qa.csv --columns question=promt", r"'promt' is no name of ours, .*; did you mean prompt\?"),
+            ("--data qa.csv --columns qestion=prompt,answer=completion", r"no 'qestion'; did you mean question\?"),
+            ("--data chats.json", r"no such file: chats.json"),
+            ("--data list.json", "list.json, record 1: a record must be an object, got int"),
+            ("--data chats.jsonl --eval-data chat.jsonl", r"eval_data chat.jsonl: no such file: .* mean chats"),
+        )
+    ),
     ("bench step --sequence_len 512", r"liger bench step: no flag --sequence_len; did you mean --seq\?"),
     ("train extra", "liger train: unexpected argument 'extra'; liger train --help lists"),
     ("train --batch x", "liger train: --batch must be a whole number, got 'x'"),
@@ -81,7 +132,7 @@ TABLE = [
     # its config files
     ("train --config confg.yaml", r"cannot read confg.yaml: No such file or directory; did you mean config.yaml\?"),
     ("train --config config.yaml", r"config.yaml: unknown name 'stepz'; did you mean steps\?"),
-    ("train --config others.yaml", r"others.yaml: unknown name 'num_train_epochs'; did you mean steps\?"),
+    ("train --config others.yaml", r"others.yaml: unknown name 'num_train_epochs'; did you mean epochs\?"),
     ("train --config types.yaml", "types.yaml: steps must be of type int, got 'many'"),
     ("train --config choice.json", r"precision must be one of .*; got 'fp23'; did you mean fp32\?"),
     ("train --config text.txt", "text.txt is not valid JSON"),
@@ -91,8 +142,8 @@ TABLE = [
     ("train --data org/name/more", "no such folder: org/name/more"),
     ("train --data stdlb", rf"no dataset 'stdlb': {NO_HUB} .*; did you mean stdlib\?"),
     ("train --data bad.parquet", "bad.parquet: Parquet magic bytes not found"),
-    ("train --data text.txt", "data must be a .jsonl or .parquet file or a folder of them, got text.txt"),
-    ("train --data empty", "no .jsonl or .parquet files in empty"),
+    ("train --data text.md", "data must be a .jsonl, .parquet, .csv, .tsv, .json or .txt file or a folder .*text.md"),
+    ("train --data empty", "no .jsonl, .parquet, .csv, .tsv, .json or .txt files in empty"),
     ("train --data one.jsonl --vocab 300", "the data is shorter than one row of 512 tokens: lower the length"),
     # its model, tokenizer and folders
     ("train --model nope", rf"no model 'nope': {NO_HUB} "),
@@ -436,7 +487,7 @@ def test_nearest():
     assert did_you_mean("RMSNorm", ["rms_norm", "rope"]) == "; did you mean rms_norm?"
     assert did_you_mean("zzz", ["rms_norm"]) == ""
     flags = [field.name for field in dataclasses.fields(TrainConfig)]
-    for ours, theirs in SYNONYMS.items():
+    for ours, theirs in (*ALIASES.items(), *SYNONYMS.items()):
         own, *value = ours.partition(",")[0].split()
         right = " ".join([own.replace("-", "_"), *value])
         for name in theirs.split():  # none is a flag already, or said to be two things

@@ -27,8 +27,8 @@ ALIASES = {
     "eval-split": "dataset-test-split",
     "limit": "max-samples max-train-samples",
     "tokenizer": "tokenizer-name tokenizer-name-or-path",
-    "length,seq": "seq-len seq-length seqlen sequence-len sequence-length max-length max-len max-seq-len max-seq-length"
-    " model-max-length block-size cutoff-len context-length",
+    "length,seq": "seq seq-len seq-length seqlen sequence-len sequence-length max-length max-len max-seq-len"
+    " max-seq-length model-max-length block-size cutoff-len context-length",
     "eval-fraction": "val-set-size val-size test-size",
     "steps": "max-steps train-steps num-steps",
     "epochs": "num-epochs num-train-epochs max-epochs",

@@ -215,7 +215,6 @@ def _parser() -> Parser:
         help="free memory of the CPU for each GPU in 10^9 bytes (default: as much as a run can use)",
     )
     add("--config", metavar="FILE", help="YAML or JSON file of `liger train`; flags win over it")
-    add("--seq", type=int, dest="length", default=argparse.SUPPRESS, metavar="N", help="the same as --length")
     add(
         "--checkpointing",
         action="store_const",

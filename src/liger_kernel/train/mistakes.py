@@ -70,9 +70,13 @@ class Parser(argparse.ArgumentParser):
             if not flag.startswith("-"):
                 raise UserError(f"unexpected argument {flag!r}; {self.prog} --help lists what it takes")
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            # a flag that other packages have and we do not is like none of ours
-            near = "" if meant(flag, flags) == "" else did_you_mean(flag, flags)
-            raise UserError(f"no flag {flag}{near or f'; {self.prog} --help lists the flags'}")
+            names = {f"--{theirs}": f"--{ours}" for theirs, ours in ALIAS.items() if f"--{ours}" in flags}
+            names |= zip(flags, flags)
+            # a flag that other packages have and we do not ("") is like none of ours
+            near = names.get(nearest(flag, names) or "") if (right := meant(flag, flags)) is None else right
+            raise UserError(
+                f"no flag {flag}; {f'did you mean {near}?' if near else f'{self.prog} --help lists the flags'}"
+            )
         return found
 
     def _get_option_tuples(self, option_string: str) -> Any:

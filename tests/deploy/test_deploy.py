@@ -175,6 +175,7 @@ def test_a_wrong_value_is_refused_with_its_path(changes, path, got):
         (dict(quota_nodes=4), "quota_nodes needs cluster_queue"),
         (dict(gpus=0, train=dict(nproc=10_000)), r"train\.nproc must be at most 64, got 10000"),
         (dict(train=dict(checkpoint_every=0, store=None)), r"train\.checkpoint_every must be set"),
+        (dict(train=dict(epochs=2.0)), r"alerts count steps: give train\.steps instead of train\.epochs"),
         (dict(train=dict(parallel="none")), r"16 processes need train\.parallel"),
     ],
 )

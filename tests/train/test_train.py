@@ -607,7 +607,7 @@ def test_a_dry_run_shows_what_is_learnt_and_trains_nothing(tmp_path, capsys):
     flags = f"train --data {data} --out {tmp_path / 'run'} --hidden 32 --heads 2 --layers 1 --vocab 300 --device cpu"
     assert cli.main([*flags.split(), "--dry-run", "--epochs", "2", "--lora", "0"]) == 0
     out = capsys.readouterr().out
-    shown = re.findall(r"row of \d+ tokens; (\d+) are learnt, .*:\n((?:.+\n|\n)+?)(?=row|time)", out)
+    shown = re.findall(r"row of \d+ tokens, (\d+) of them predicted, .*:\n((?:.+\n|\n)+?)(?=row|time)", out)
     assert len(shown) == 3 and all(re.search(r"### Assistant:\n>>>\w.*<\|endoftext\|><<<", text) for _, text in shown)
     assert re.search(r"5 steps of 8 rows: 2.11 passes", out) and re.search(r"time: about 0:00:\d\d for 5 steps", out)
     assert not list((tmp_path / "run").glob("metrics*")) and not list((tmp_path / "run").glob("liger-run*"))

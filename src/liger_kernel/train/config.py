@@ -332,7 +332,7 @@ class TrainConfig(_Kernels):
         3, "answers to show, as given before training and after it, if a model is tuned to answer and not sharded"
     )
     dry_run: bool = _run(
-        False, "load all, show the summary, three rows with what is learnt marked, and how long steps take; then stop"
+        False, "load all, show the summary, three rows with labels marked, and about how long the run takes; then stop"
     )
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
 from liger_kernel.train.model import attend, build, check_packing, device_and_precision
-from liger_kernel.train.token_rows import Data
+from liger_kernel.train.token_rows import Data, on
 
 
 @torch.no_grad()
@@ -31,13 +31,9 @@ def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision:
     data.check(model.config.get_text_config().vocab_size)
     attend(config, data.rows, model, device, precision)
     total, tokens = 0.0, data.rows.count(data.eval)[1]
-    arithmetic = torch.autocast(device.type, torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
     for batch in data.eval_batches(config.batch):
-        on_device = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
-        }
-        with arithmetic:
-            total += float(model(**on_device, use_cache=False, num_items_in_batch=1).loss)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            total += float(model(**on(device, batch), use_cache=False, num_items_in_batch=1).loss)
     loss = total / max(1, tokens)
     return {
         "loss": loss,

@@ -1,5 +1,5 @@
-"""What a run shows of its data and of what it has learnt: rows with what is learnt marked and the
-time that steps take (``--dry-run``), answers before and after training, and a loss that stays."""
+"""What a run shows of its data and of what it has learnt: rows with labels marked and the time
+that steps take (``--dry-run``), answers before and after training, and a loss that stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_kernel.train.model import flops_per_token
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.session import Session
 from liger_kernel.train.summary import gb, rows_of
-from liger_kernel.train.token_rows import IGNORE, Data
+from liger_kernel.train.token_rows import IGNORE, Data, on
 
 # rows that are shown, pieces of a row, and characters of a piece
 ROWS, PIECES, WIDTH = 3, 12, 300
@@ -49,8 +49,8 @@ def _rows(config: TrainConfig, data: Data) -> str:
             text += f">>>{piece}<<<" if has else piece
             at += count
         text += f" ... and {len(ids) - at:,} tokens" if at < len(ids) else ""
-        learnt = data.rows.count([pick])[1]
-        shown.append(f"row of {len(ids):,} tokens; {learnt:,} are learnt, which stand between >>> and <<<:\n{text}")
+        number = data.rows.count([pick])[1]
+        shown.append(f"row of {len(ids):,} tokens, {number:,} of them predicted, which have labels (>>> <<<):\n{text}")
     return "\n".join(shown)
 
 
@@ -74,10 +74,7 @@ def _time(config: TrainConfig, data: Data, model: Any, device: torch.device, pre
 
 def _batch(data: Data, picks: list[int], model: Any, device: torch.device, precision: str) -> tuple[float, int]:
     """Seconds of a batch's forward and backward, the second time, and the memory of these."""
-    batch = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in data.rows.batch(picks, data.pad).items()
-    }
+    batch = on(device, data.rows.batch(picks, data.pad))
     memory, clock = PeakMemory(device), StepClock(device)
     for _ in range(2):
         clock.start()
@@ -113,7 +110,9 @@ class Samples:
         try:
             form = copy.deepcopy(model.generation_config)
             form.update(do_sample=False, temperature=None, top_p=None, top_k=None, max_new_tokens=ANSWER)
-            form.update(pad_token_id=data.pad, eos_token_id=_ends(form.eos_token_id, data.tokenizer.eos_token_id))
+            own = form.eos_token_id if isinstance(form.eos_token_id, list) else [form.eos_token_id]
+            ends = {data.tokenizer.eos_token_id, *own} - {None}
+            form.update(pad_token_id=data.pad, eos_token_id=sorted(ends) or None)
             model.eval()
             for prompt, _ in self._questions:
                 ids = prompt[None].long().to(next(model.parameters()).device)
@@ -140,19 +139,14 @@ class Samples:
 
 
 def _question(data: Data, pick: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The first prompt and answer of a row; None if it is text, in which all is learnt."""
+    """The first prompt and answer of a row; None if it is text, in which all tokens have labels."""
     ids, labels, positions = data.rows.row(pick)
-    learnt = (labels != IGNORE).tolist()
-    begin = learnt.index(True)
-    end = learnt.index(False, begin) if False in learnt[begin:] else len(ids)
+    has = (labels != IGNORE).tolist()
+    begin = has.index(True)
+    end = has.index(False, begin) if False in has[begin:] else len(ids)
     # where the document begins, of several in a row
     first = 0 if positions is None else begin - int(positions[begin])
     return (ids[first:begin], ids[begin:end]) if begin - first > 1 else None
-
-
-def _ends(*ids: int | list[int] | None) -> list[int]:
-    """All tokens that end an answer."""
-    return sorted({end for each in ids for end in (each if isinstance(each, list) else [each]) if end is not None})
 
 
 def unmoved(losses: list[float]) -> str | None:
@@ -167,5 +161,5 @@ def unmoved(losses: list[float]) -> str | None:
         return None
     return (
         f"warning: the loss did not fall by more than its noise: {before:.4f} in the first fifth of the run, "
-        f"{after:.4f} in the last. Try a higher --lr or more steps; --dry-run shows what is learnt"
+        f"{after:.4f} in the last. Try a higher --lr or more steps; --dry-run shows which tokens have labels"
     )

@@ -43,25 +43,14 @@ from liger_kernel.train.redact import in_a_line
 Place = tuple[int, int, int]
 BEGIN: Place = (0, 0, 0)
 # Parts of the standard library that are not prose or code written by people for people.
-NOT_TEXT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "ensurepip",
-    "turtledemo",
-    "encodings",
-    "__pycache__",
-}
+NOT_TEXT = "site-packages dist-packages test tests idlelib lib2to3 ensurepip turtledemo encodings __pycache__"
 
 
 def standard_library() -> list[str]:
     """The sources of this Python's standard library, with docstrings and reference topics: a
     real text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in sorted(root.rglob("*.py")) if not NOT_TEXT & set(path.relative_to(root).parts)]
+    paths = [path for path in sorted(root.rglob("*.py")) if not {*NOT_TEXT.split()} & set(path.relative_to(root).parts)]
     texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in paths]
     if sum(map(len, texts)) < 1_000_000:
         raise UserError(f"this Python has no sources of its standard library in {root}: give --data FILE")
@@ -206,7 +195,7 @@ def _csv(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
 
 
 def _txt(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
-    """The file is one text: its line breaks are what a model is to learn, too."""
+    """The file is one text: its line breaks are part of it."""
     if path.stat().st_size > most:
         raise UserError(
             f"{path} is one text, longer than {most // 10**6} MB: cut it into files; --max-record-mb raises the limit"
@@ -233,7 +222,7 @@ def _parquet(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: {error}") from error
 
 
-READERS: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
+READERS: dict[str, Any] = {
     ".jsonl": _jsonl,
     ".parquet": _parquet,
     ".csv": _csv,
@@ -262,15 +251,10 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
 
 
 class Example(NamedTuple):
-    """What a row is made of, turns or text: nothing of ``prompt`` is learnt."""
+    """What a row is made of, turns or text: nothing of ``prompt`` has labels."""
 
     prompt: Any
     completion: Any
-
-    @property
-    def texts(self) -> list[str]:
-        parts = [[part] if isinstance(part, str) else [turn.get("content") for turn in part] for part in self]
-        return [text for text in itertools.chain(*parts) if isinstance(text, str)]
 
 
 # of ShareGPT's turns and those of its relatives -> of a chat template
@@ -320,31 +304,37 @@ def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     return {"role": ROLES[speaker], "content": turn["value"]}
 
 
+def texts(record: dict[str, Any]) -> list[str]:
+    """All the text in a record."""
+    parts = example(record) or [record.get("text")]
+    turns = [each for part in parts for each in (part if isinstance(part, list) else [part])]
+    found = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]
+    return [text for text in found if isinstance(text, str)]
+
+
 def characters(record: dict[str, Any]) -> int:
     """How much text a record has; none if it is not one, which is said where it is tokenised."""
     try:
-        found = example(record)
+        return sum(map(len, texts(record)))
     except UserError:
         return 0
-    texts = [record.get("text")] if found is None else found.texts
-    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 # what others call the columns that we know, for a message
 GUESSES = {
-    "prompt": ("prompt", "question", "query", "instruction", "input", "problem"),
-    "completion": ("completion", "answer", "response", "output", "solution", "target"),
-    "messages": ("chat", "dialogue", "dialog", "turns", "conversation"),
-    "text": ("content", "document", "body"),
+    "prompt": "prompt question query instruction input problem",
+    "completion": "completion answer response output solution target",
+    "messages": "chat dialogue dialog turns conversation",
+    "text": "content document body",
 }
 
 
 def _renaming(record: dict[str, Any]) -> str:
     """The ``--columns`` that would make a known kind of these columns."""
-    found = {ours: next((name for name in record if str(name).lower() in GUESSES[ours]), None) for ours in GUESSES}
-    both = ["prompt", "completion"] if found["prompt"] and found["completion"] else []
-    wanted = both or [ours for ours in ("messages", "text") if found[ours]][:1]
-    return ",".join(f"{found[ours]}={ours}" for ours in wanted if found[ours] != ours) or "NAME=text"
+    named = {ours: [name for name in record if str(name).lower() in names.split()] for ours, names in GUESSES.items()}
+    both = ["prompt", "completion"] if named["prompt"] and named["completion"] else []
+    wanted = both or [ours for ours in ("messages", "text") if named[ours]][:1]
+    return ",".join(f"{named[ours][0]}={ours}" for ours in wanted if ours not in named[ours]) or "NAME=text"
 
 
 def text_of(record: dict[str, Any], number: int) -> str:
@@ -362,7 +352,6 @@ def text_of(record: dict[str, Any], number: int) -> str:
 def texts_of(records: Iterable[dict[str, Any]]) -> Iterator[str]:
     """All the text in the records, to train a tokenizer on."""
     if example(next(iter(records))) is not None:
-        for record in records:
-            yield from found.texts if (found := example(record)) else ()
+        yield from itertools.chain.from_iterable(map(texts, records))
         return
     yield from (text_of(record, number) for number, record in enumerate(records, 1))

@@ -50,23 +50,7 @@ _SECRET = re.compile(
 )
 # a variable whose name ends in one of these holds no credential itself
 _PLACE = {"class", "dir", "file", "name", "path", "ref", "sock", "type"}
-_SWITCH = {
-    "",
-    "0",
-    "1",
-    "true",
-    "false",
-    "yes",
-    "no",
-    "on",
-    "off",
-    "none",
-    "null",
-    "enabled",
-    "disabled",
-    "required",
-    "optional",
-}
+_SWITCH = "0 1 true false yes no on off none null enabled disabled required optional"
 
 
 def secret_name(name: str) -> bool:
@@ -80,7 +64,7 @@ def holds_credential(name: str, value: str) -> bool:
     """Whether ``value`` has a known form, or is the value of a variable or field with a secret
     name, and no switch or path."""
     return redacted(value) != value or (
-        secret_name(name) and not value.startswith(("/", "~")) and value.lower() not in _SWITCH
+        secret_name(name) and not value.startswith(("/", "~")) and value.lower() not in ("", *_SWITCH.split())
     )
 
 

@@ -333,6 +333,10 @@ class Data:
             yield self.rows.batch(self.eval[start : start + size], self.pad)
 
 
+def on(device: torch.device, batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
 def share(picks: list[int], rank: int, world: int, size: int) -> list[list[int]]:
     """``rank``'s part of ``picks``, in pieces of at most ``size``; the number of pieces is the
     same on every rank, hence some may be empty."""

@@ -171,6 +171,7 @@ class Readers:
     def __init__(self, work: Path):
         self.data = work / "data.jsonl"
         texts = [{"text": f"hello world, this is text number {i} of a small file"} for i in range(30)]
+        turns = [{"from": "human", "value": "is it so?"}, {"from": "gpt", "value": "it is"}]
         said = [{"role": "user", "content": "is it so?"}, {"role": "assistant", "content": "it is"}]
         row = {"op": "x", "case": "y", "dtype": "bf16", "mode": "full", "variant": "z", "device_ms": 1.0}
         paths = {name: f"/x/{name}" for name in ("kernel.cubin", "kernel.ttir")}
@@ -189,6 +190,8 @@ class Readers:
         for name, content in {
             "text.jsonl": self.data.read_bytes(),
             "chat.jsonl": f"{json.dumps({'messages': said})}\n" * 5,
+            "share.json": json.dumps([{"conversations": turns}] * 5),
+            "pairs.csv": 'prompt,completion\nis it so?,"it is, and was"\n' + "a,b\n" * 5,
             "train.json": json.dumps(self.config.shown()),
             "train.yaml": yaml.safe_dump(self.config.shown()),
             "job.yaml": yaml.safe_dump(JOB),
@@ -215,6 +218,8 @@ class Readers:
         self.kinds = {
             "data": Kind(files, "text.jsonl", of_lines, lambda place, _: self.records(place / "text.jsonl")),
             "chats": Kind(files, "chat.jsonl", of_lines, lambda place, _: self.records(place / "chat.jsonl")),
+            "array": Kind(files, "share.json", of_json, lambda place, _: self.records(place / "share.json")),
+            "table": Kind(files, "pairs.csv", damaged, lambda place, _: self.records(place / "pairs.csv")),
             "config-json": Kind(files, "train.json", of_json, lambda place, _: TrainConfig.load(place / "train.json")),
             "config-yaml": Kind(files, "train.yaml", of_yaml, lambda place, _: TrainConfig.load(place / "train.yaml")),
             "job-yaml": Kind(files, "job.yaml", of_yaml, lambda place, _: Job.load(place / "job.yaml").to_json()),
@@ -323,6 +328,8 @@ class Readers:
 
 class _Held:
     """Data of which only the identity counts."""
+
+    train = range(3)
 
     def identity(self) -> dict[str, Any]:
         return {"rows": 3}

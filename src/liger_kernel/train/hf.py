@@ -145,7 +145,7 @@ def arguments(session: Session, folder: Path, rows: int) -> transformers.Trainin
         save_strategy="steps" if config.checkpoint_every else "no",
         save_steps=config.checkpoint_every or 500,
         save_total_limit=config.checkpoint_keep,
-        eval_strategy="steps" if config.eval_every and session.data.eval else "no",
+        eval_strategy="steps" if config.eval_every and (config.eval_data or config.eval_fraction) else "no",
         eval_steps=config.eval_every or None,
         prediction_loss_only=True,
         report_to="none",

@@ -99,7 +99,7 @@ def _with_names(record: dict[str, Any], renamed: dict[str, str], first: bool) ->
     missing = [name for name in renamed if name not in record]
     if first and missing:
         near = did_you_mean(missing[0], record)
-        raise UserError(f"columns: the first record has no {missing[0]!r}{near or f'; it has {sorted(record)}'}")
+        raise UserError(f"columns: the first record has no {missing[0]!r}{near or f'; it has {sorted(record)!s:.300}'}")
     kept = {name: value for name, value in record.items() if name not in renamed}
     return kept | {ours: record[theirs] for theirs, ours in renamed.items() if theirs in record}
 
@@ -342,7 +342,7 @@ def text_of(record: dict[str, Any], number: int) -> str:
     if number == 1 and "text" not in record:
         raise UserError(
             "a record must have 'text', 'messages', 'conversations', 'prompt' and 'completion', or 'instruction' and "
-            f"'output'; the first record has {sorted(map(str, record))}: --columns {_renaming(record)} renames them"
+            f"'output'; the first record has {sorted(record)!s:.300}: --columns {_renaming(record)} renames them"
         )
     if not isinstance(record.get("text"), str):
         raise UserError(f"record {number} has no 'text', unlike the first record")

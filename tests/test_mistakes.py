@@ -222,7 +222,7 @@ TABLE = [
     ("bench step --json list.json", "cannot write to list.json: it holds something else"),
     ("bench step --model model", "--model model needs --data FILE: rows of your own"),
     ("bench step --data chats.jsonl", "--data chats.jsonl needs --model: a folder or an id of the hub"),
-    ("bench step --model model --data=chats.jsonl --seq 64", r"no flag --seq; did you mean --length\?"),
+    ("bench step --model model --data=chats.jsonl --seq x", "--length must be a whole number, got .x."),
     ("bench step more", "unexpected argument 'more'; liger bench step --help lists"),
     # tune
     ("tune", "liger tune: the following arguments are required: op"),

@@ -80,7 +80,7 @@ def _write_trained(config: TrainConfig, folder: Path, metrics: dict[str, Any]) -
     stored = f", base in {config.quantize}" if config.quantize else ""
     # our own trainer has every step, the others have means of the steps of a line
     every = 1 if config.trainer == "torch" else config.log_every
-    steps = config.steps or every * len(losses)
+    steps = metrics.get("steps", config.steps)
     library, kind = KINDS[bool(config.lora)]
     data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=["liger-kernel"])
     if config.model and not Path(config.model).exists():  # an id of the hub

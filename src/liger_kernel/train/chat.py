@@ -72,14 +72,15 @@ def answer(model: Any, tokenizer: Any, turns: Turns, most: int) -> str:
 
 def prompts_of(file: str) -> Iterator[Turns]:
     """The conversations of a file, up to the answer that ends them."""
-    from liger_kernel.train.records import Records, conversation
+    from liger_kernel.train.records import Records, example
 
     if not file.endswith(".jsonl"):
         for line in filter(str.strip, Path(file).read_text(encoding="utf-8-sig").splitlines()):
             yield [{"role": "user", "content": line}]
         return
     for number, record in enumerate(Records(TrainConfig(data=file)), 1):
-        turns = list(conversation(record) or [])
+        prompt, completion = example(record) or ([], [])
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt, *completion]
         while turns and turns[-1].get("role") == "assistant":
             turns.pop()
         if not turns:

@@ -62,6 +62,7 @@ class Session:
         config, model = self.config, self.model
         return {
             "trainer": config.trainer,
+            "steps": config.steps,
             "model": model.config.model_type,
             # parameters of ZeRO-3 are empty here, and ``ds_numel`` has their size
             "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),

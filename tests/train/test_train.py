@@ -629,6 +629,21 @@ def test_answers_before_and_after_change_no_run(trainer, tmp_path, capsys):
     assert small_runs.saved(runs[0]) == small_runs.saved(runs[1])
 
 
+def test_the_first_question_of_a_row():
+    no = IGNORE
+    for labels, positions, found in (
+        ([no, no, 3, 4, no, 6], None, ([1, 2], [3, 4])),
+        ([no, no, no, 4, 5, 6], [0, 1, 0, 1, 2, 3], None),  # a token before the answer is no question
+        ([no, no, no, no, 5, 6], [0, 1, 0, 1, 2, 3], ([3, 4], [5, 6])),  # of the second document
+        ([1, 2, 3, 4, 5, 6], None, None),
+        ([no] * 6, None, None),
+    ):
+        row = torch.arange(1, 7), torch.tensor(labels), None if positions is None else torch.tensor(positions)
+        data = types.SimpleNamespace(rows=types.SimpleNamespace(row=lambda pick, row=row: row))
+        assert (question := preview._question(data, 0)) is None or [part.tolist() for part in question] == [*found]
+        assert (question is None) == (found is None)
+
+
 def test_a_loss_that_stays_is_said():
     rng = random.Random(0)
     noisy = lambda fall: [2 - fall * i / 100 + rng.gauss(0, 0.1) for i in range(100)]

@@ -101,7 +101,7 @@ class Samples:
             trained = data.picks(0, min(config.samples, len(data.train)), config.seed)
             picks = [*data.eval, *trained][: config.samples]
             self._questions = [found for pick in picks if (found := _question(data, pick))]
-        self._before = self._answers()
+        self._before = self._answers() if self._questions else []
 
     def _answers(self) -> list[str]:
         model, data = self._session.model, self._session.data
@@ -141,9 +141,12 @@ class Samples:
 def _question(data: Data, pick: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The first prompt and answer of a row; None if it is text, in which all tokens have labels."""
     ids, labels, positions = data.rows.row(pick)
-    has = (labels != IGNORE).tolist()
+    # what reaches to the end ends there
+    has = [*(labels != IGNORE).tolist(), False]
+    if True not in has:
+        return None
     begin = has.index(True)
-    end = has.index(False, begin) if False in has[begin:] else len(ids)
+    end = has.index(False, begin)
     # where the document begins, of several in a row
     first = 0 if positions is None else begin - int(positions[begin])
     return (ids[first:begin], ids[begin:end]) if begin - first > 1 else None

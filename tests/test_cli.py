@@ -68,6 +68,14 @@ def test_env_says_what_serves(capsys):
     assert f"packed documents by {packed};" in rows["attention"]
 
 
+def test_a_package_that_fails_does_not_end_the_report(monkeypatch):
+    from liger_kernel import env_report
+    from liger_kernel.transformers import trl_head
+
+    monkeypatch.setattr(trl_head, "heads", mock.Mock(side_effect=RuntimeError("too new")))
+    assert env_report._trl() == "unknown: RuntimeError('too new')"
+
+
 def test_the_old_door_to_env(capsys):
     from liger_kernel.env_report import print_env_report
 

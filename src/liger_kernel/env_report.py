@@ -55,7 +55,19 @@ def environment() -> dict[str, str]:
     found["driver"] = _driver()
     found["operators"] = _implementation(bool(names))
     found["attention"] = _attention("cuda" if names else "cpu")
+    if importlib.util.find_spec("trl"):
+        found["TRL's heads"] = _trl()
     return found
+
+
+def _trl() -> str:
+    # whatever is wrong with TRL, or with what it imports, must not end the report of it
+    try:
+        from liger_kernel.transformers.trl_head import heads
+
+        return heads()
+    except Exception as error:
+        return f"unknown: {error!r}"
 
 
 def _driver() -> str:

@@ -174,6 +174,19 @@ def test_other_parameters_run_trls_own(trl, model):
     assert "apply" not in vars(Changed) and "apply" in vars(trl.divergences)
 
 
+def test_the_report_says_whose_heads_run(trl, model, monkeypatch):
+    for package in ("trl", "trl.trainer"):  # `heads` imports from them, and finds the stand-ins
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    assert trl_head.heads().startswith("log-probabilities: TRL's, ours once a model is patched (_Chunked")
+    liger.apply_liger_kernel_to_llama(model=model)
+    assert trl_head.heads().count("ours for patched models") == 2
+    trl.logprobs.forward = lambda ctx, something_new: None
+    monkeypatch.setitem(sys.modules, DIVERGENCES, None)
+    said = trl_head.heads()
+    assert "TRL's, parameters of its _ChunkedLogProbFunction must be those of TRL 1.15" in said
+    assert said.endswith("got something_new; divergences: TRL's, no function of its own was found")
+
+
 def test_without_the_module_of_divergences(trl, model, monkeypatch):
     """TRL before 1.15, and where TRL has not been imported."""
     monkeypatch.setitem(sys.modules, DIVERGENCES, None)  # its import raises

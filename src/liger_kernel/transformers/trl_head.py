@@ -9,6 +9,7 @@ parameters are others than those known here, its own head runs, and one warning 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -74,6 +75,35 @@ def _replaced(function: Any) -> bool:
     return isinstance(vars(function).get("apply"), staticmethod)
 
 
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function.forward).parameters)[1:]
+
+
+def _other_parameters(trl: _Function, function: Any) -> str:
+    releases, got = " or ".join(trl.known.values()), ", ".join(_parameters(function))
+    return f"parameters of its {function.__name__} must be those of TRL {releases}, got {got}"
+
+
+def heads() -> str:
+    """What `liger env` says of TRL, which is imported for it: which of its Functions were found,
+    whether their parameters are known, and whose code runs in this process."""
+    with contextlib.suppress(ImportError):
+        import trl.trainer.utils
+    with contextlib.suppress(ImportError):
+        import trl.trainer.distillation_trainer  # noqa: F401
+    return "; ".join(f"{each.what}: {_state(each)}" for each in _FUNCTIONS)
+
+
+def _state(trl: _Function) -> str:
+    function = trl.find()
+    if function is None:
+        return "TRL's, no function of its own was found"
+    if (parameters := _parameters(function)) not in trl.known:
+        return f"TRL's, {_other_parameters(trl, function)}"
+    whose = "ours for patched models" if _replaced(function) else "TRL's, ours once a model is patched"
+    return f"{whose} ({function.__name__} as in TRL {trl.known[parameters]})"
+
+
 def use(owner: nn.Module | str) -> None:
     """From now on TRL computes log-probabilities and divergences of this model, or of models of
     this type, with our heads. TRL must have been imported."""
@@ -82,12 +112,11 @@ def use(owner: nn.Module | str) -> None:
         function = trl.find()
         if function is None or _replaced(function):
             continue
-        parameters = tuple(inspect.signature(function.forward).parameters)[1:]
+        parameters = _parameters(function)
         if parameters in trl.known:
             function.apply = staticmethod(trl.make(function, parameters))
         else:
-            releases, got = " or ".join(trl.known.values()), ", ".join(parameters)
-            why = f"parameters of its {function.__name__} must be those of TRL {releases}, got {got}"
+            why = _other_parameters(trl, function)
             warnings.warn(f"liger_kernel: TRL computes {trl.what} itself: {why}", stacklevel=2)
 
 

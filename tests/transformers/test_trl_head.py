@@ -3,6 +3,7 @@ calling side of TRL's."""
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 import warnings
@@ -141,6 +142,20 @@ def test_only_models_that_are_patched(trl, model):
     wrapped.module = peft
     Distillation(wrapped).loss(trl, x, 0.0)
     assert len(TRL_CALLS) == 2
+
+
+def test_a_copy_of_a_patched_model_is_patched(trl, model):
+    """As the reference that is copied from a policy."""
+    liger.apply_liger_kernel_to_llama(model=model)
+    copied = copy.deepcopy(model)
+    score(trl, copied, hidden(model))
+    assert not TRL_CALLS
+    liger.restore(copied)
+    score(trl, copied, hidden(model))
+    assert TRL_CALLS == ["log-probabilities"]
+    before = vars(make("llama", vocab_size=64)).keys()
+    liger.restore(model)
+    assert vars(model).keys() == before
 
 
 def test_restore_gives_back_the_very_object(trl, model):

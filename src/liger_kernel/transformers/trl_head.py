@@ -41,7 +41,9 @@ _DIVERGENCES = {(*_of_both(_HEADS), "beta", "temperature", *_of_both(_TRANSFORMS
 # TRL's name of an output -> ours
 _OUTPUTS = {"entropy": "entropy", "log_sum_sq_probs": "log_sum_sq", "mean_logits": "mean_logit", "is_top1": "top1"}
 
-# models patched one by one, and types of models whose classes are
+# models patched one by one, which have the mark so that their copies have it, too; and types of
+# models whose classes are patched
+_MARK = "_liger_trl_heads"
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _types: set[str] = set()
 
@@ -107,7 +109,11 @@ def _state(trl: _Function) -> str:
 def use(owner: nn.Module | str) -> None:
     """From now on TRL computes log-probabilities and divergences of this model, or of models of
     this type, with our heads. TRL must have been imported."""
-    _types.add(owner) if isinstance(owner, str) else _models.add(owner)
+    if isinstance(owner, str):
+        _types.add(owner)
+    else:
+        _models.add(owner)
+        owner.__dict__[_MARK] = True
     for trl in _FUNCTIONS:
         function = trl.find()
         if function is None or _replaced(function):
@@ -122,11 +128,11 @@ def use(owner: nn.Module | str) -> None:
 
 def stop(owner: nn.Module | str | None = None) -> None:
     """The opposite of ``use``; without ``owner`` for all models."""
-    if owner is None:
-        _types.clear()
-        _models.clear()
-    else:
-        _types.discard(owner) if isinstance(owner, str) else _models.discard(owner)
+    _types.difference_update(list(_types) if owner is None else [owner])
+    for model in list(_models) if owner is None else [owner]:
+        if isinstance(model, nn.Module):
+            _models.discard(model)
+            model.__dict__.pop(_MARK, None)
     if in_use():
         return
     for function in (trl.find() for trl in _FUNCTIONS):
@@ -170,7 +176,7 @@ def layers(model: nn.Module | None) -> list[nn.Module]:
 def is_used(model: nn.Module | None) -> bool:
     """Whether the model, or one inside of it, is patched."""
     types = lambda m: getattr(getattr(m, "config", None), "model_type", None)
-    return any(m in _models or types(m) in _types for m in layers(model))
+    return any(_MARK in m.__dict__ or types(m) in _types for m in layers(model))
 
 
 def uses(model: nn.Module) -> bool:

@@ -4,6 +4,7 @@ calling side of TRL's."""
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 import warnings
@@ -20,7 +21,6 @@ import liger_kernel.transformers as liger
 from liger_kernel.transformers import trl_head
 
 LOGPROBS, DIVERGENCES = "trl.trainer.utils", "trl.kernels.chunked_divergence"
-USER = "trl.trainer.distillation_trainer"
 
 
 class _ChunkedLogProbFunction(torch.autograd.Function):
@@ -65,11 +65,11 @@ OFF = [0.0]  # what is wrong with TRL's numbers
 @pytest.fixture(autouse=True)
 def trl(monkeypatch) -> Any:
     """Modules in the places of TRL's."""
-    utils, kernels, user = (types.ModuleType(name) for name in (LOGPROBS, DIVERGENCES, USER))
+    utils, kernels = (types.ModuleType(name) for name in (LOGPROBS, DIVERGENCES))
     # classes of their own for each test, because a patch is an attribute of them
     utils._ChunkedLogProbFunction = type("_ChunkedLogProbFunction", (_ChunkedLogProbFunction,), {})
     kernels.ChunkedDivergenceFunction = type("ChunkedDivergenceFunction", (ChunkedDivergenceFunction,), {})
-    for module in (utils, kernels, user):
+    for module in (utils, kernels):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(sys.modules[__name__], "OFF", [0.0])
     TRL_CALLS.clear()
@@ -142,6 +142,21 @@ def test_only_models_that_are_patched(trl, model):
     wrapped.module = peft
     Distillation(wrapped).loss(trl, x, 0.0)
     assert len(TRL_CALLS) == 2
+
+
+def test_a_model_that_is_compiled(trl, model):
+    """In a graph the frames do not tell which model calls; and a patch of what torch.compile put
+    around a model is one of the model."""
+    compiled, x = torch.compile(model, backend="eager"), hidden(model)
+    model.forward = functools.partial(score, trl, model)
+    expected = compiled(x)
+    liger.apply_liger_kernel_to_llama(model=compiled)
+    TRL_CALLS.clear()
+    torch.testing.assert_close(compiled(x), expected)
+    assert not TRL_CALLS
+    liger.restore(compiled)
+    compiled(x)
+    assert TRL_CALLS == ["log-probabilities"]
 
 
 def test_a_copy_of_a_patched_model_is_patched(trl, model):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import itertools
 import logging
@@ -64,9 +65,9 @@ def _of_logprobs() -> Any:
 
 
 def _of_divergences() -> Any:
-    if "trl.trainer.distillation_trainer" not in sys.modules:
+    if "trl.trainer.utils" not in sys.modules:
         return None
-    try:  # TRL 1.15 imports it late, and older releases do not have it
+    try:  # TRL imports it late, and releases before 1.15 do not have it
         from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
     except ImportError:
         return None
@@ -89,10 +90,7 @@ def _other_parameters(trl: _Function, function: Any) -> str:
 def heads() -> str:
     """What `liger env` says of TRL, which is imported for it: which of its Functions were found,
     whether their parameters are known, and whose code runs in this process."""
-    with contextlib.suppress(ImportError):
-        import trl.trainer.utils
-    with contextlib.suppress(ImportError):
-        import trl.trainer.distillation_trainer  # noqa: F401
+    importlib.import_module("trl.trainer.utils")
     return "; ".join(f"{each.what}: {_state(each)}" for each in _FUNCTIONS)
 
 
@@ -108,19 +106,24 @@ def _state(trl: _Function) -> str:
 
 def use(owner: nn.Module | str) -> None:
     """From now on TRL computes log-probabilities and divergences of this model, or of models of
-    this type, with our heads. TRL must have been imported."""
+    this type, with our heads. The package ``trl`` must have been imported."""
     if isinstance(owner, str):
         _types.add(owner)
     else:
         _models.add(owner)
-        owner.__dict__[_MARK] = True
+        for model in layers(owner):
+            model.__dict__[_MARK] = True
+    if "trl" in sys.modules:  # which imports its modules when they are needed; one that fails has no head
+        with contextlib.suppress(Exception):
+            importlib.import_module("trl.trainer.utils")
     for trl in _FUNCTIONS:
         function = trl.find()
         if function is None or _replaced(function):
             continue
         parameters = _parameters(function)
         if parameters in trl.known:
-            function.apply = staticmethod(trl.make(function, parameters))
+            # in a compiled model, too: in a graph, frames do not tell who calls
+            function.apply = staticmethod(torch.compiler.disable(trl.make(function, parameters)))
         else:
             why = _other_parameters(trl, function)
             warnings.warn(f"liger_kernel: TRL computes {trl.what} itself: {why}", stacklevel=2)
@@ -130,9 +133,9 @@ def stop(owner: nn.Module | str | None = None) -> None:
     """The opposite of ``use``; without ``owner`` for all models."""
     _types.difference_update(list(_types) if owner is None else [owner])
     for model in list(_models) if owner is None else [owner]:
-        if isinstance(model, nn.Module):
-            _models.discard(model)
-            model.__dict__.pop(_MARK, None)
+        for each in layers(model) if isinstance(model, nn.Module) else ():
+            _models.discard(each)
+            each.__dict__.pop(_MARK, None)
     if in_use():
         return
     for function in (trl.find() for trl in _FUNCTIONS):
@@ -149,7 +152,7 @@ def _calling_model() -> nn.Module | None:
     """The model that TRL trains or scores: of the frames that lead here, the first
     that is one of a model, or of a trainer, whose model it is."""
     frame: types.FrameType | None = sys._getframe(2)
-    for _ in range(3):
+    for _ in range(4):  # one of `torch.compiler.disable`, two of TRL, and the trainer's
         if frame is None:
             break
         for name in ("inner_model", "model", "self"):

@@ -20,7 +20,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
-from liger_kernel.transformers import fp8, trl_logits
+from liger_kernel.transformers import fp8, trl_head, trl_logits
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.patching.flags import OURS, flags_of, options_of, parameters_of
 from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, is_patched, original, ours, warn_once
@@ -213,7 +213,7 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     models, reference = [model], getattr(trainer, "ref_model", None)
     # The reference must round as the model does, or the two differ before the first step.
     if isinstance(reference, nn.Module) and reference is not model:
-        models.append(getattr(reference, "module", reference))  # DeepSpeed's engine has it in this attribute
+        models.append(trl_head.layers(reference)[-1])  # DeepSpeed's engine and torch.compile are around it
     for each in models:
         _apply_known(type_of(each), kwargs, each)
         _log(each, kwargs)

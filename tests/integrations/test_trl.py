@@ -1,13 +1,18 @@
 """TRL's trainers with ``use_liger_kernel``: losses, weights and every metric that both of their
-paths log."""
+paths log. With the newest version, each comparison also checks a row of the table of trainers in
+docs/guides/trl.md; ``LIGER_WRITE=1`` writes the rows instead."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import processes
@@ -93,7 +98,8 @@ def taught(
     torch.manual_seed(3)
     more = (trainer_kwargs or dict)()
     made = cls(model=model, args=args, train_dataset=rows(kind), processing_class=tokenizer(), **more)
-    made.train()
+    with heads_that_run() if use and IN_TABLE else contextlib.nullcontext() as made.heads:
+        made.train()
     skip = "runtime", "per_second", "epoch", "learning_rate", "time", "flos"
     logs = [
         {k: v for k, v in e.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
@@ -118,6 +124,69 @@ def assert_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = ()) -> None
     assert all(any(name.endswith("loss") for name in e) for e in common)
     torch.testing.assert_close([{k: o[k] for k in e} for o, e in zip(logs, common)], common, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=2e-5)
+
+    if isinstance(getattr(ours[0], "heads", None), set):
+        in_the_table(ours, stock)
+
+
+# -- the table of trainers -----------------------------------------------------------------
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "trl.md"
+IN_TABLE = VERSION.release[:2] == (1, 16) and DEVICE == "cpu"
+
+
+@contextlib.contextmanager
+def heads_that_run() -> Iterator[set[str]]:
+    """Names of the heads that compute losses meanwhile: our operators, and TRL's Functions. By the
+    code that runs, as nothing else sees every way to them."""
+    known: dict[CodeType, str | None] = {}
+    found: set[str] = set()
+
+    def name_of(code: CodeType) -> str | None:
+        *folder, file = Path(code.co_filename).parts
+        if "liger_kernel" in folder and "losses" in folder and file == f"{code.co_name}.py":
+            return f"`{code.co_name}`"
+        return "TRL's" if folder[-2:] == ["trl", "kernels"] and code.co_name == "forward" else None
+
+    def called(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            if code not in known:
+                known[code] = name_of(code)
+            if known[code]:
+                found.add(known[code])
+
+    sys.setprofile(called)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def in_the_table(ours: tuple, stock: tuple) -> None:
+    """Check the row of this trainer, or write it."""
+    made, args = ours[0], ours[0].args
+    losses, expected = ([e["loss"] for e in logs if "loss" in e] for _, logs, _ in (ours, stock))
+    assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    settings = [t for t in [getattr(args, "loss_type", None)] if t in ("dft", "simpo")]
+    settings += [s for s, flag in (("packed", "packing"), ("weighted", "use_weighting")) if getattr(args, flag, False)]
+    adapters = getattr(made.model, "peft_config", {}).values()
+    settings += [c.peft_type.value.lower().replace("_", " ").replace("lora", "LoRA") for c in adapters]
+    logits = "a score" if hasattr(made.model, "score") else "logits"
+    check_row(f"`{type(made).__name__}`{''.join(f', {s}' for s in settings)}", made.heads or {logits})
+
+
+def check_row(trainer: str, heads: set[str]) -> None:
+    row, text = f"| {trainer} | {', '.join(sorted(heads))} |\n", GUIDE.read_text()
+    if row in text:
+        return
+    if os.environ.get("LIGER_WRITE") != "1":
+        pytest.fail(f"{GUIDE.name} must have this row (LIGER_WRITE=1 writes it): {row}")
+    header = "| trainer, flag on | head that ran |\n|---|---|\n"
+    before, after = text.split(header)
+    table, _, rest = after.partition("\n\n")
+    others = [line for line in f"{table}\n".splitlines(True) if not line.startswith(f"| {trainer} |")]
+    GUIDE.write_text(before + header + "".join(sorted([*others, row])) + "\n" + rest)
 
 
 def both(tmp_path: Path, trainer: str, kind: str, **options: Any) -> tuple[tuple, tuple]:
@@ -208,6 +277,11 @@ def test_dpo(tmp_path, loss_type):
     else:
         found = both(tmp_path, "DPOTrainer", "pairs", loss_type=[loss_type], **more)
         assert_same(*found, PER_TOKEN if FUSED and loss_type in OF_MEANS else ())
+
+
+@pytest.mark.skipif(FUSED, reason="with the flag, TRL leaves the weights out")
+def test_dpo_with_weights(tmp_path):
+    assert_same(*both(tmp_path, "DPOTrainer", "pairs", use_weighting=True))
 
 
 def test_dpo_with_references_computed_before(tmp_path):
@@ -320,6 +394,7 @@ def test_kto(tmp_path, options):
         assert_same(*both(tmp_path, "KTOTrainer", "unpaired", **options), MEANS)
 
 
+@pytest.mark.skipif(not FUSED, reason="test_trainers_that_read_logits has them")
 @pytest.mark.parametrize(
     "trainer, options",
     [("ORPOTrainer", {}), smoke("CPOTrainer", {}), ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0})],
@@ -507,6 +582,7 @@ def test_grpo_with_lora_on_the_head(tmp_path):
 
 
 @pytest.mark.smoke
+@pytest.mark.skipif(not FUSED, reason="test_which_head_runs has it")
 def test_rloo(tmp_path):
     common = dict(num_generations=4, max_completion_length=6, trainer_kwargs=lambda: {"reward_funcs": reward})
     assert_same(*both(tmp_path, "RLOOTrainer", "prompts", **common))
@@ -560,17 +636,42 @@ def test_which_head_runs(tmp_path, monkeypatch, trainer, kind, options):
     )
     ours, calls = getattr(trl_head, name), []
     monkeypatch.setattr(trl_head, name, lambda *args, **kwargs: (calls.append(name), ours(*args, **kwargs))[1])
-    losses, counts = [], []
+    runs, counts = [], []
     for use, more in ((False, {}), (True, {"fused_logprobs": False}), (True, {})):
         calls.clear()
         config = {"liger_kernel_config": more} if use else {}
-        _, logs, _ = taught(tmp_path / str(len(losses)), trainer, kind, use, **(options | config))
-        losses.append([e["loss"] for e in logs if "loss" in e])
+        runs.append(taught(tmp_path / str(len(runs)), trainer, kind, use, **(options | config)))
         counts.append(len(calls))
         restore()  # the reference, too
         assert "apply" not in vars(find())
+    losses = [[e["loss"] for e in logs if "loss" in e] for _, logs, _ in runs]
     assert len(losses[0]) == 2 and counts[:2] == [0, 0] and counts[2] >= 4  # two steps of two batches
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-5, abs=1e-6)] * 2
+    if IN_TABLE:
+        assert runs[1][0].heads == {"TRL's"}
+        in_the_table(runs[2], runs[0])
+
+
+def test_the_head_of_asynchronous_grpo():
+    """Its trainer refuses the flag: patched by hand, this is the head that it gives to models."""
+    if Version("1.15") > VERSION:
+        pytest.skip("known from trl 1.15 on")
+    from trl.trainer.utils import add_fused_lm_head
+
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, restore
+
+    model, ids = make("llama", vocab_size=64), torch.arange(24, device=DEVICE).view(2, 12) % 50
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    run = lambda: model(input_ids=ids, labels=ids, fused_lm_head=True)
+    expected = run()
+    apply_liger_kernel_to_llama(model=model)
+    with heads_that_run() as heads:
+        found = run()
+    restore(model)
+    torch.testing.assert_close((found.log_probs, found.entropy), (expected.log_probs, expected.entropy))
+    assert heads == {"`linear_logprobs`"}
+    if IN_TABLE:
+        check_row("`AsyncGRPOTrainer`, patched by hand", heads)
 
 
 # -- trainers that read logits ---------------------------------------------------------------

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hf_models import make
 from torch import Tensor, nn
 
 import liger_kernel.transformers as liger
 from liger_kernel.transformers import trl_head
+from liger_kernel.transformers.patching.patches import is_patched
 
 LOGPROBS, DIVERGENCES = "trl.trainer.utils", "trl.kernels.chunked_divergence"
 
@@ -157,6 +159,21 @@ def test_a_model_that_is_compiled(trl, model):
     liger.restore(compiled)
     compiled(x)
     assert TRL_CALLS == ["log-probabilities"]
+
+
+def test_a_compiled_reference_is_patched_with_the_policy(trl, model):
+    class Trains(transformers.Trainer):
+        def __init__(self, model: nn.Module, ref_model: nn.Module):
+            self.model, self.ref_model = model, ref_model
+
+        def train(self) -> None:
+            liger._apply_liger_kernel_to_instance(model=self.model)
+
+    reference = make("llama", vocab_size=64)
+    Trains(model, torch.compile(reference, backend="eager")).train()
+    assert is_patched(model) and is_patched(reference)
+    score(trl, reference, hidden(model))
+    assert not TRL_CALLS
 
 
 def test_a_copy_of_a_patched_model_is_patched(trl, model):

@@ -126,6 +126,12 @@ class PatchOptions:
         option="int",
         variants={"tiled": True},
     )
+    unpad: bool = _switch(
+        False,
+        "the layers leave padding out: they compute the real tokens of padded batches alone",
+        check=_true_or_false,
+        variants={"unpad": True},
+    )
 
     def __post_init__(self) -> None:
         if self.cross_entropy and self.fused_linear_cross_entropy:

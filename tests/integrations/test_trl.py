@@ -220,6 +220,7 @@ def kind_of(trainer: str) -> str:
         pytest.param("chat", {"assistant_only_loss": True}, marks=pytest.mark.smoke),
         ("chat", {"loss_type": "dft"}),
         ("text", {"eval_strategy": "steps", "eval_steps": 1}),
+        ("text", {"liger_kernel_config": {"unpad": True}, "gradient_checkpointing": True}),
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,22 +74,35 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of query, key and value (B, H, T, D); returns (B, T, H, D). Runs ``varlen_attn``
     if it supports the input, otherwise Transformers' sdpa."""
-    if (keys := known(attention_mask)) is not None:
-        bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
-        beyond = (
-            dropout
-            or isinstance(scaling, Tensor)
-            or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
-        )
-        if bounds is not None and longest is not None and not beyond:
-            q, k, v = (_cast(t) for t in (query, key, value))
-            window = keys.window if keys.window is not None and keys.window < longest else None
-            if _supports(q, k, v, attention_mask, window):
-                return _varlen(q, k, v, bounds, longest, scaling, window), None
+    bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+    if (keys := known(attention_mask)) is not None and bounds is not None and longest is not None:
+        more = kwargs | dict(dropout=dropout, scaling=scaling)
+        out = by_bounds(query, key, value, attention_mask.shape, keys.window, bounds, longest, more)
+        if out is not None:
+            return out, None
     # sdpa reads the mask in any case
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.dense()
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def by_bounds(
+    q: Tensor, k: Tensor, v: Tensor, shape: Sequence[int], window: int | None, bounds: Tensor, longest: int,
+    more: Mapping[str, Any],
+) -> Tensor | None:  # fmt: skip
+    """``varlen_attn`` of (B, H, T, D) in documents with these bounds, (B, T, H, D); None if it does
+    not run. ``shape``: the mask's; ``more``: dropout, scaling, and what other attention needs."""
+    scaling = more.get("scaling")
+    beyond = (
+        more.get("dropout")
+        or isinstance(scaling, Tensor)
+        or any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    )
+    if beyond:
+        return None
+    q, k, v = (_cast(t) for t in (q, k, v))
+    window = window if window is not None and window < longest else None
+    return _varlen(q, k, v, bounds, longest, scaling, window) if _supports(q, k, v, shape, window) else None
 
 
 def _cast(t: Tensor) -> Tensor:
@@ -97,9 +110,9 @@ def _cast(t: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(t.device.type)) if torch.is_autocast_enabled(t.device.type) else t
 
 
-def _supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None) -> bool:
+def _supports(q: Tensor, k: Tensor, v: Tensor, shape: Sequence[int], window: int | None) -> bool:
     # with a cache there are more keys than the bounds know of
-    whole = (q.shape[0], q.shape[2], k.shape[2]) == (mask.shape[0], mask.shape[2], mask.shape[3])
+    whole = (q.shape[0], q.shape[2], k.shape[2]) == (shape[0], shape[2], shape[3])
     alike = (
         q.dtype == k.dtype == v.dtype
         and q.shape[3] == k.shape[3] == v.shape[3]

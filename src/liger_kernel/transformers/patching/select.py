@@ -37,6 +37,7 @@ from liger_kernel.transformers.patching.patches import (
     warn_once,
     within,
 )
+from liger_kernel.transformers.patching.unpad import takes_tokens, unpadded
 from liger_kernel.transformers.recognise.attentions import makers_of
 from liger_kernel.transformers.recognise.families import Family, Rows, configs_of, family, rows_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
@@ -264,10 +265,10 @@ def _callers_of_layers(module: types.ModuleType) -> list[type]:
 def _around_too(found: list[Patch], owners: list[Any], parts: Mapping[str, Any]) -> list[Patch]:
     """``found``, and patches around the forwards of ``owners`` (classes or live modules), which
     call layers. A forward that is patched anyway does both."""
-    how = bool(parts.get("activation_offloading")), bool(parts.get("keep_attention"))
+    how = tuple(bool(parts.get(name)) for name in ("activation_offloading", "keep_attention", "unpad"))
     if not any(how):
         return found
-    label = ", ".join(itertools.compress(("offloading", "keeping attention"), how))
+    label = ", ".join(itertools.compress(("offloading", "keeping attention", "no padding"), how))
     around = lambda forward: made(_around_layers, forward, *how)
     rest, result = {id(owner): owner for owner in owners}, []
     patched = set()
@@ -356,8 +357,10 @@ def instance_patches(
     found += [p for p in others if id(p.owner) not in done]
     # not a layer that holds layers: its forward checkpoints only while it is its class's own
     callers = [m for m in model.modules() if layers_of(m) and not isinstance(m, GradientCheckpointingLayer)]
+    name = type(model).__name__
+    if parts.get("unpad") and not any(takes_tokens(type(m).forward) for m in callers):
+        warn_once(f"unpad: {name} computes padding, too: what calls its layers takes no input_ids or position_ids")
     if parts.get("activation_offloading") and not callers:
-        name = type(model).__name__
         warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
     return Patches(_around_too(found, callers, parts))
 
@@ -492,17 +495,21 @@ def layers_of(m: nn.Module) -> list[GradientCheckpointingLayer]:
     return [layer for parts in of_each if (layer := next(parts, None)) is not None]
 
 
-def _around_layers(forward: Callable, offloads: bool, keeps: bool) -> Callable:
-    """Wrap the ``forward`` of a module: offload what its layers save, and keep the outputs of
-    attention if they are checkpointed. It does nothing more for a module that calls no layers."""
+def _around_layers(forward: Callable, offloads: bool, keeps: bool, unpads: bool) -> Callable:
+    """Wrap the ``forward`` of a module: offload what its layers save, keep the outputs of
+    attention if they are checkpointed, and leave padding out. It does nothing more for a module
+    that calls no layers."""
     inner = _keeping_attention(forward) if keeps else forward
     outer = offloading.offloaded(inner) if offloads else inner
+    outer = unpadded(outer) if unpads else outer
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Classes are patched before their modules exist, so only the call knows whether it has
         # layers.
-        return (outer if layers_of(self) else forward)(self, *args, **kwargs)
+        # A compiler follows neither of the other two.
+        own = not offloads and torch.compiler.is_compiling()
+        return (outer if not own and layers_of(self) else forward)(self, *args, **kwargs)
 
     return call
 

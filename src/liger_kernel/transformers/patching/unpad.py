@@ -1,0 +1,355 @@
+"""Padded batches without the padding: the layers of a model compute real tokens alone.
+
+A batch (B, T) becomes one row of its N real tokens, each at the position that it has in its own
+row, and hidden states come back in the padded shape, 0 at padding:
+
+    attention_mask   1 1 1 0   the layers get   a b c d e, positions 0 1 2 2 3
+                     0 0 1 1   attention        varlen_attn of (a b c) and (d e); where that does
+                                                not run, the model's own, of the padded rows
+
+Only attention must know of rows. The mask that it gets is a ``PackedMask``, whatever window or
+chunks the model's masks have. What this is right for is seen in a tiny model of the same
+configuration; everything else runs as it was, and a warning says why.
+
+``B`` rows, ``T`` tokens per row, ``N`` real tokens, ``H`` heads, ``D`` width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_leaves
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from liger_kernel.ops._core.operator import host_can_read
+from liger_kernel.parallel import hooks_of_users
+from liger_kernel.parallel.sharded_head import HOOKS
+from liger_kernel.transformers import attention, documents
+from liger_kernel.transformers.head.recipe import IGNORE
+from liger_kernel.transformers.lazy_mask import visible_keys
+from liger_kernel.transformers.patching.other_classes import stock_class
+from liger_kernel.transformers.patching.patches import core, original, warn_once
+from liger_kernel.transformers.recognise.families import undisturbed
+from liger_kernel.transformers.recognise.tiny import model_of, tiny_of
+from liger_kernel.transformers.rewrite import rules
+
+_PACKING = "_liger_packing"  # attribute of the mask that a model gets instead of the padded one
+_KNOWING: set[Callable] = set()  # functions in Transformers' interfaces that know ``PackedMask``
+
+
+class Packing:
+    """Where the ``n`` real tokens of a padded batch are. ``real``: (B, T) bool, on the host or on
+    the model's device; ``longest``: the most tokens of a row; ``whole``: no row has padding
+    between real tokens."""
+
+    def __init__(self, real: Tensor, n: int, longest: int, whole: bool, device: torch.device):
+        order = torch.argsort(real.flatten().logical_not(), stable=True)  # unlike ``nonzero``, it does not wait
+        bounds = F.pad(real.sum(1).cumsum(0), (1, 0)).int()
+        self.real, self.index, self.bounds = (_moved(t, device) for t in (real, order[:n], bounds))
+        self.longest, self.whole, self.used = longest, whole, False
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> (1, N, ...)"""
+        return x.flatten(0, 1).index_select(0, self.index.to(x.device))[None]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(1, N, ...) -> (B, T, ...)"""
+        flat = x.new_zeros(self.real.numel(), *x.shape[2:])
+        return flat.index_copy(0, self.index.to(x.device), x[0]).view(*self.real.shape, *x.shape[2:])
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model gets instead of the padded arguments ``given``."""
+        positions, T = given.get("position_ids"), self.real.shape[1]
+        positions = self.index[None] % T if positions is None else self.pack(positions.expand(self.real.shape))
+        mask: Any = torch.ones(1, len(self.index), dtype=torch.bool, device=self.index.device)
+        setattr(mask, _PACKING, self)
+        tokens = {n: self.pack(t) for n in _TOKENS if (t := given.get(n)) is not None}
+        return {**given, **tokens, "position_ids": positions, "attention_mask": mask}
+
+
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    # from pageable memory, the host might wait until the GPU is idle
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not t.is_cuda else t.to(device)
+
+
+class PackedMask:
+    """The mask of a packed row. ``make(**arguments)`` makes that of the padded rows; it is made if
+    an attention layer needs it."""
+
+    def __init__(self, packing: Packing, make: Callable, arguments: dict[str, Any]):
+        (B, T), n = packing.real.shape, len(packing.index)
+        arguments |= dict(batch_size=B, q_length=T, kv_length=T, attention_mask=packing.real)
+        arguments["allow_is_causal_skip"] = False  # there is padding, and to look for it the host would wait
+        if "cache_position" in arguments:  # before transformers 5
+            arguments["cache_position"] = torch.arange(T, device=packing.real.device)
+        self.packing, self.make, self.arguments, self.shape = packing, make, arguments, (1, 1, n, n)
+        keys = visible_keys(arguments)
+        # a window counts places in the row, padding included
+        self.keys = keys if keys is not None and (keys.window is None or packing.whole) else None
+
+    @functools.cached_property
+    def padded(self) -> Any:
+        return self.make(**self.arguments)
+
+    def attend(
+        self, attend: Callable, by_bounds: bool, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **more: Any
+    ) -> tuple[Tensor, None]:
+        """Attention of q, k, v (1, H, N, D) in rows; ``attend`` is the model's own function, which
+        knows bounds itself (``by_bounds``) or gets padded rows. Returns (1, N, H, D)."""
+        packing = self.packing
+        bounds = packing.bounds.to(q.device)
+        if by_bounds:
+            of_each = {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": packing.longest for t in "qk"}
+            return attend(module, q, k, v, None, **more | of_each)
+        if self.keys is not None:
+            out = attention.by_bounds(q, k, v, self.shape, self.keys.window, bounds, packing.longest, more)
+            if out is not None:
+                return out, None
+        q, k, v = (packing.pad(t.transpose(1, 2)).transpose(1, 2) for t in (q, k, v))
+        mask = self.padded
+        mask = mask.to(q.device) if isinstance(mask, Tensor) else mask
+        return packing.pack(attend(module, q, k, v, mask, **more)[0]), None
+
+
+def _know_packed_masks(name: str) -> None:
+    """Let Transformers' attention ``name`` know ``PackedMask``. It stays so, and changes nothing
+    for other masks: the backward runs checkpointed layers again."""
+    attend, make = ALL_ATTENTION_FUNCTIONS[name], ALL_MASK_ATTENTION_FUNCTIONS[name]
+    if {attend, make} <= _KNOWING:
+        return
+
+    @functools.wraps(attend)
+    def attended(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any) -> Any:
+        if not isinstance(attention_mask, PackedMask):
+            return attend(module, query, key, value, attention_mask, **more)
+        return attention_mask.attend(attend, "flash" in name, module, query, key, value, **more)
+
+    @functools.wraps(make)
+    def masked(**arguments: Any) -> Any:
+        given = arguments.get("attention_mask")
+        # some models make a view of the mask that they get
+        packing = getattr(given, _PACKING, getattr(getattr(given, "_base", None), _PACKING, None))
+        if packing is None:
+            return make(**arguments)
+        packing.used = True
+        return PackedMask(packing, make, arguments)
+
+    for interface, function in ((ALL_ATTENTION_FUNCTIONS, attended), (ALL_MASK_ATTENTION_FUNCTIONS, masked)):
+        type(interface).register(name, function)
+        _KNOWING.add(function)
+
+
+# -- the forward of a model's body
+
+_TOKENS = ("input_ids", "inputs_embeds")
+_NO_MASK = "it does not make masks of attention_mask by Transformers' functions"
+
+
+def takes_tokens(forward: Callable) -> bool:
+    return {"input_ids", "attention_mask", "position_ids"} <= inspect.signature(forward).parameters.keys()
+
+
+def unpadded(forward: Callable) -> Callable:
+    """Wrap ``forward``, of the module that calls a model's layers, so that padding is left out. A
+    ``forward`` that takes no tokens stays."""
+    if not takes_tokens(forward):
+        return forward
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args)) | kwargs
+        packing = None if torch.compiler.is_compiling() else _packing_of(self, given)
+        out = None if packing is None else _packed(forward, self, given, packing)
+        return forward(self, *args, **kwargs) if out is None else out
+
+    return call
+
+
+def _packed(forward: Callable, model: Any, given: Mapping[str, Any], packing: Packing) -> Any:
+    """The output of ``model`` in the padded shape; None if it has made no mask of the packing."""
+    _know_packed_masks(model.config._attn_implementation)
+    # as checkpointing does: nobody continues a text from a training step
+    more = {"use_cache": False} if _config(model, "use_cache") else {}
+    out = forward(model, **packing.arguments(given) | more)
+    if not packing.used:
+        _reasons[model] = _NO_MASK
+        return None
+    if isinstance(out, tuple):
+        return packing.pad(out[0]), *out[1:]
+    out.last_hidden_state = packing.pad(out.last_hidden_state)
+    return out
+
+
+def _packing_of(model: Any, given: Mapping[str, Any]) -> Packing | None:
+    """Where the real tokens of this batch are; None if the model has to run as it was."""
+    mask = given.get("attention_mask")
+    # not in generation, nor where the caller has packed
+    if mask is None or any(given.get(n) is not None for n in ("past_key_values", "cache", "cu_seq_lens_q")):
+        return None
+    if getattr(model, "_is_replica", False):
+        return _say(model, "it is a replica of DataParallel")
+    tokens = next((t for n in _TOKENS if isinstance(t := given.get(n), Tensor)), None)
+    if type(mask) is not Tensor or tokens is None or tokens.shape[:2] != mask.shape:
+        return _say(model, "attention_mask is not of its tokens (B, T)")
+    if not mask.numel() or not host_can_read(mask):
+        return None
+    if why := _reasons.get(model) or _reason_of_call(model, given):
+        return _say(model, why)
+    real = mask != 0
+    n, longest, parts, counting = _look(real, _labels_of_caller(mask.shape))
+    if n in (0, mask.numel()):
+        return None
+    if counting:
+        return _say(model, "labels count at padding, or after it: set them to -100")
+    if model not in _reasons:
+        _reasons[model] = _reason_of(model)
+    if why := _reasons[model]:
+        return _say(model, why)
+    return Packing(real, n, longest, parts < 2, tokens.device)
+
+
+def _say(model: Any, why: str) -> None:
+    if torch.is_grad_enabled():  # generation is no case for this at all
+        warn_once(f"unpad: {stock_class(model).__name__} computes padding, too: {why}")
+
+
+def _look(real: Tensor, labels: Tensor | None) -> list[int]:
+    """The number of real tokens, the most of a row, the most parts that padding divides a row in,
+    and how many labels may be compared with what a model says at padding. The host waits once."""
+    begins = real & ~F.pad(real, (1, -1))
+    counting = real.new_zeros((), dtype=torch.long)
+    if labels is not None:
+        counts = (labels != IGNORE).to(real.device)
+        # causal models compare a label with the token before it, others with its own
+        counting = (counts & ~real).sum() + (counts[:, 1:] & ~real[:, :-1]).sum()
+    lengths = real.sum(1)
+    return torch.stack((lengths.sum(), lengths.max(), begins.sum(1).max(), counting)).tolist()
+
+
+def _labels_of_caller(shape: torch.Size) -> Tensor | None:
+    """The labels (B, T) of the nearest caller that has any: models with heads of all kinds, those
+    of trainers, and users' own have them in a variable, and do not hand them on."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        for name in ("labels", "shift_labels"):
+            if name in code.co_varnames or name in code.co_cellvars:
+                value = frame.f_locals.get(name)
+                if isinstance(value, Tensor) and value.shape == shape:
+                    return value
+        frame = frame.f_back
+    return None
+
+
+# -- what padding can be left out of
+
+# model -> why it runs as it was; "" if it does not
+_reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# whose modules compute token by token, or what Transformers' do
+_KNOWN = re.compile(
+    r"(transformers|torch|peft|liger_kernel|accelerate|deepspeed|bitsandbytes|torchao|hqq|gptqmodel|auto_gptq|awq)\."
+)
+# functions of these may see layers' inputs: they only set gradients, or do nothing unless asked
+_HARMLESS = ("transformers.", "peft.", "accelerate.", "liger_kernel.")
+_OUTPUTS = ("hidden_states", "attentions", "router_logits")
+
+
+def _reason_of_call(model: Any, given: Mapping[str, Any]) -> str:
+    name = model.config._attn_implementation
+    if name not in ("sdpa", attention.NAME) and "flash" not in name:
+        return f"its attention is {name}, not sdpa or flash attention"
+    asked, trains = given.get("use_cache"), model.training and torch.is_grad_enabled()
+    if asked or (asked is None and _config(model, "use_cache") and not trains):
+        return "use_cache is True, so that keys and values are kept"
+    wanted = {n for n, value in given.items() if n.startswith("output_") and value}
+    wanted |= {f"output_{n}" for n in _OUTPUTS if given.get(f"output_{n}") is None and _config(model, f"output_{n}")}
+    if wanted:
+        return f"{min(wanted)} is True"
+    positions = given.get("position_ids")
+    B, T = given["attention_mask"].shape
+    if positions is not None and positions.shape not in ((B, T), (1, T)):
+        return "positions have several axes"
+    known = {"attention_mask", "position_ids", *_TOKENS}
+    for name, value in given.items():
+        # a number, such as that of items in the batch, has no rows
+        if name not in known and any(isinstance(t, Tensor) and t.ndim for t in tree_leaves(value)):
+            return f"it is given {name}"
+    # most have none, and a model with adapters has thousands
+    inside = (m for m in model.modules() if any(map(vars(m).get, HOOKS)) and m is not model)
+    of_users = lambda hook: not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
+    if _has_any_global_hook() or any(of_users(hook) for m in inside for hook in hooks_of_users(m)):
+        return "hooks see what its layers compute"
+    return ""
+
+
+def _config(model: Any, name: str) -> Any:
+    return getattr(model.config, name, False)
+
+
+def _reason_of(model: Any) -> str:
+    cls = stock_class(model)
+    of = {stock_class(m).__name__: vars(m).get("forward", type(m).forward) for m in model.modules()}
+    if strange := [name for name, f in of.items() if not _KNOWN.match(f.__module__ or "")]:
+        return f"{min(strange)}.forward is other code's"
+    if any(
+        type(m).__module__.startswith("torch._dynamo") or vars(m).get("_compiled_call_impl") for m in model.modules()
+    ):
+        return "its layers are compiled"
+    rope = re.search("dynamic|longrope", str([_config(model, n) for n in ("rope_parameters", "rope_scaling")]))
+    if rope:
+        return f"rope of the kind {rope[0]} depends on the length of padded rows"
+    masks = frozenset({rules.MASKS})
+    if rules.parts_in(core(original(cls, "forward")), masks) != masks:
+        return "its forward numbers tokens, or makes masks, in a way of its own"
+    for c in {stock_class(m) for m in model.modules()} - {cls}:
+        forward = c.__module__.startswith("transformers.models.") and core(original(c, "forward", None))
+        if forward and re.search(r"\barange\((?!.*inv_freq)", inspect.getsource(forward)):
+            return f"{c.__name__} numbers tokens"
+    return _difference(model, cls)
+
+
+def _difference(model: Any, cls: type) -> str:
+    """Whether hidden states of a tiny model of this configuration change if padding is left
+    out."""
+    try:
+        with undisturbed(), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            config = tiny_of(model.config)
+            for name in _OUTPUTS:
+                if hasattr(config, f"output_{name}"):
+                    setattr(config, f"output_{name}", False)
+            tiny = model_of(config, "sdpa", cls).eval()
+            forward = original(cls, "forward")
+            place, lengths = torch.arange(12), torch.tensor([[12], [4], [7]])
+            ids = torch.randint(3, 200, (3, 12))
+            # padding on the right, on the left, and within rows
+            for real in (place < lengths, place >= 12 - lengths, (place < lengths - 2) | (place > 9)):
+                given = dict(input_ids=ids, attention_mask=real.long(), use_cache=False)
+                n, longest, parts, _ = _look(real, None)
+                padded = forward(tiny, **given)
+                packed = _packed(forward, tiny, given, Packing(real, n, longest, parts < 2, real.device))
+                if packed is None:
+                    return _NO_MASK
+                if padded.keys() != packed.keys():
+                    return "its output has more than hidden states"
+                a, b = padded.last_hidden_state[real], packed.last_hidden_state[real]
+                if not documents._near(a, b):
+                    joined = documents.joining(model)
+                    return str(joined or "a tiny model of it computes something else without padding")
+    except Exception as error:
+        return f"a tiny model of it does not run without padding ({type(error).__name__}: {error})"[:300]
+    return ""

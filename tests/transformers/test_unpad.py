@@ -216,7 +216,9 @@ def test_what_is_not_understood_runs_as_it_was_and_says_why(what, packed):
 
 def test_hooks_see_padded_layers(packed):
     ours, shapes = model_of("llama"), []
-    hook = ours.model.layers[1].mlp.register_forward_hook(lambda module, args, out: shapes.append(out.shape[:2]))
+    see = lambda module, args, out: shapes.append(out.shape[:2])
+    see.__module__ = "transformers.integrations.neftune"  # whose noise depends on the number of tokens
+    hook = ours.model.layers[1].mlp.register_forward_hook(see)
     (text,) = said(lambda: step(ours, batch()))
     assert "hooks see what its layers compute" in text and shapes == [(3, T)]
     hook.remove()

@@ -263,8 +263,9 @@ _reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _KNOWN = re.compile(
     r"(transformers|torch|peft|liger_kernel|accelerate|deepspeed|bitsandbytes|torchao|hqq|gptqmodel|auto_gptq|awq)\."
 )
-# functions of these may see layers' inputs: they only set gradients, or do nothing unless asked
-_HARMLESS = ("transformers.", "peft.", "accelerate.", "liger_kernel.")
+# hooks that do nothing unless asked, or only ask for gradients. Others may see how many tokens there
+# are, as NEFTune's noise does, or have a value for each row
+_HARMLESS = re.compile(r"transformers\.utils\.output_capturing|make_inputs_require_grads?$")
 _OUTPUTS = ("hidden_states", "attentions", "router_logits")
 
 
@@ -290,8 +291,8 @@ def _reason_of_call(model: Any, given: Mapping[str, Any]) -> str:
             return f"it is given {name}"
     # most have none, and a model with adapters has thousands
     inside = (m for m in model.modules() if any(map(vars(m).get, HOOKS)) and m is not model)
-    of_users = lambda hook: not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
-    if _has_any_global_hook() or any(of_users(hook) for m in inside for hook in hooks_of_users(m)):
+    seeing = lambda hook: not _HARMLESS.search(f"{hook.__module__}.{getattr(hook, '__qualname__', '')}")
+    if _has_any_global_hook() or any(seeing(hook) for m in inside for hook in hooks_of_users(m)):
         return "hooks see what its layers compute"
     return ""
 

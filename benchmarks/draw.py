@@ -1,7 +1,7 @@
-"""Plots of results that ``liger bench`` or ``liger bench step`` wrote with --json or --csv, as PNG
+"""Plots of results that ``liger bench`` or ``liger bench step`` wrote with --json or --csv, as SVG
 files:  python benchmarks/draw.py FILE ... DIR
 
-It needs matplotlib. Files are merged: a row that was measured again in a later file counts.
+Files are merged: a row that was measured again in a later file counts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import plots
 
 from liger_kernel.bench.results import merged, read
+from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import UserError
 
 
@@ -20,9 +21,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("folder", metavar="DIR")
     a = parser.parse_args(argv)
-    result = merged([read(file) for file in a.files])
-    draw = plots.steps if any("model" in row for row in result["rows"]) else plots.operators
-    for path in draw(result, a.folder):
+    for plot in plots.plots_of(merged([read(file) for file in a.files])):
+        path = f"{a.folder}/{plot.name}.svg"
+        export(path, plot.file())
         print(path)
     return 0
 

@@ -1,5 +1,5 @@
 """Tables and plots of docs/benchmarks, from the files of benchmarks/data: python
-benchmarks/pages.py [--check] [--plots]
+benchmarks/pages.py [--check | --estimate]
 
 A page says where a table stands, and what is in it, by a comment; the table between that line and
 the next comment is written here:
@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
+import functools
+import json
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from labels import hardware_line, variant_label
+from plots import Plot, plots_of
 
 from liger_kernel.bench.results import OURS, Row, digits, merged, parts_of, ratio, read, status, times, with_ours
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGES = ROOT / "benchmarks" / "data", ROOT / "docs" / "benchmarks"
+ESTIMATES = DATA / "estimates.json"  # of ``liger fit`` for the plot of long rows: half a minute
+PICTURE = PAGES / "step.svg"  # of the README
 RIVALS = ("upstream", "compile", "torch", "eager")
+LENGTHS = "2026-11-25-h200-lengths.csv 2026-11-26-h200-lengths.csv"
 # Plots: the files that they are drawn from, the later one replacing rows of the earlier, and those
 # that pages show
 PLOTS = {
@@ -39,7 +45,7 @@ PLOTS = {
     "2026-11-22-h200-steps-all.csv": "step breakdown",
     "2026-11-24-h200-adapters.csv": "step:step-adapters",
     "2026-11-26-h200-4gpus-steps.csv": "step:step-4gpus",
-    "2026-11-25-h200-lengths.csv 2026-11-26-h200-lengths.csv": "lengths-llama_3_8b",
+    LENGTHS: "lengths-llama_3_8b",
     "2026-11-22-h200-2gpus-batches.csv 2026-11-23-h200-2gpus-batches.csv": "batches-llama_3_8b batches-gemma_7b",
 }
 UNITS = {
@@ -208,9 +214,23 @@ def largest(*files: str) -> str:
     )
 
 
-def drawn() -> set[Path]:
-    """The plots of the pages that ``draw`` makes."""
-    return {PAGES / f"{name.rpartition(':')[2]}.png" for names in PLOTS.values() for name in names.split()}
+def plots() -> dict[str, Callable[[], Plot]]:
+    """The plots of the pages, by name."""
+    found: dict[str, Callable[[], Plot]] = {}
+    for files, names in PLOTS.items():
+        for name in names.split():
+            drawn, _, shown = name.partition(":")
+            found[shown or drawn] = functools.partial(_plot, files, drawn, shown or drawn)
+    return found
+
+
+def _plot(files: str, drawn: str, shown: str) -> Plot:
+    result = merged([read(DATA / file) for file in files.split()])
+    result["rows"] = [row for row in result["rows"] if "model" in row or f"-{row['op']}-" in f"{drawn}-"]
+    if drawn.startswith("lengths-"):
+        known = json.loads(ESTIMATES.read_text())
+        result["rows"] = [row | {"estimated_gb": known.get(_estimate_of(row))} for row in result["rows"]]
+    return dataclasses.replace(next(plot for plot in plots_of(result) if plot.name == drawn), name=shown)
 
 
 KINDS: dict[str, Callable[..., str]] = {"operators": operators, "steps": steps, "largest": largest}
@@ -222,39 +242,24 @@ def written(text: str) -> str:
     return TABLE.sub(lambda found: f"{found[1]}\n{KINDS[found[2]](*found[3].split())}\n\n{found[4]}", text)
 
 
-def estimated(row: Row) -> float | None:
-    """What ``liger fit`` says of the peak of a row, in GB."""
+def _estimate_of(row: Row) -> str:
+    return f"{row['model']} {row['variant']} {row['seq']}"
+
+
+def estimates(names: str = LENGTHS) -> dict[str, float]:
+    """What ``liger fit`` says of the peaks of rows, in GB, as far as it knows their steps."""
     from estimates import NOT_ESTIMATED, measured
 
-    known = not row.get("failed") and not any(outside(row) for outside in NOT_ESTIMATED.values())
-    return measured(row).estimate().total / 1e9 if known else None
+    rows = [row for name in names.split() for row in read(DATA / name)["rows"] if not row.get("failed")]
+    known = [row for row in rows if not any(outside(row) for outside in NOT_ESTIMATED.values())]
+    return {_estimate_of(row): round(measured(row).estimate().total / 1e9, 3) for row in known}
 
 
-def draw(folder: Path = PAGES) -> None:
-    """Draw the plots of the pages into ``folder``; what is newer than its data and this code stays."""
-    import plots
-
-    code = max(path.stat().st_mtime for path in (ROOT / "benchmarks").rglob("*.py"))
-    for files, names in PLOTS.items():
-        paths = [DATA / file for file in files.split()]
-        kept = {folder / f"{name.partition(':')[2] or name}.png": name.partition(":")[0] for name in names.split()}
-        newest = max(code, *(path.stat().st_mtime for path in paths))
-        if all(path.exists() and path.stat().st_mtime > newest for path in kept):
-            continue
-        result = merged([read(path) for path in paths])
-        result["rows"] = [row for row in result["rows"] if "model" in row or f"-{row['op']}-" in names]
-        if "lengths-" in names:
-            result["rows"] = [row | {"estimated_gb": estimated(row)} for row in result["rows"]]
-        with tempfile.TemporaryDirectory() as drawn:
-            if "model" in result["rows"][0]:
-                plots.steps(result, drawn)
-            else:
-                kinds = {"time": plots.time_bars, "memory": plots.memory_bars}
-                wanted = {tuple(name.split("-")[:2]) for name in kept.values()}
-                for function, op in {(kinds.get(kind, plots.sweeps), op) for kind, op in wanted}:
-                    function(result | {"rows": [row for row in result["rows"] if row["op"] == op]}, drawn)
-            for path, name in kept.items():
-                path.write_bytes((Path(drawn) / f"{name}.png").read_bytes())
+def files() -> Iterator[tuple[Path, str]]:
+    """What is written from the data: the pages, and the README's plot."""
+    yield PICTURE, plots()["step"]().file()
+    for page in sorted(PAGES.glob("*.md")):
+        yield page, written(page.read_text())
 
 
 def main() -> int:
@@ -262,18 +267,16 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit code 1 if a table is not what the data says"
     )
-    parser.add_argument("--plots", action="store_true", help="draw the plots, as building the site does")
+    parser.add_argument("--estimate", action="store_true", help="ask `liger fit` again for the plot of long rows")
     a = parser.parse_args()
-    stale = [page for page in sorted(PAGES.glob("*.md")) if written(page.read_text()) != page.read_text()]
-    for page in stale:
-        print(
-            f"{page.relative_to(ROOT)} "
-            f"{'is not what the data says: python benchmarks/pages.py' if a.check else 'written'}"
-        )
+    if a.estimate:
+        ESTIMATES.write_text(json.dumps(estimates(), indent=1) + "\n")
+    stale = {file: text for file, text in files() if not file.exists() or file.read_text() != text}
+    for file, text in stale.items():
+        state = "is not what the data says: python benchmarks/pages.py" if a.check else "written"
+        print(f"{file.relative_to(ROOT)} {state}")
         if not a.check:
-            page.write_text(written(page.read_text()))
-    if a.plots and not a.check:
-        draw()
+            file.write_text(text)
     return int(a.check and bool(stale))
 
 

@@ -1,56 +1,65 @@
-"""Figures, bars and lines for all plots."""
+"""Panels of bars, stacked bars and curves, and the plots that are made of them.
+
+A panel is ``WIDTH`` units wide, about the width of a phone: pages put as many side by side as the
+screen has space for. Names and values are above their bars, so that no text is ever measured.
+Colours of text and paper are those of the page's theme, or in a file those of the reader's system.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Protocol
 
 from labels import span, speedup, variant_label
 
 from liger_kernel.bench.results import OURS, Row, digits, ratio, status, times, usable, with_ours
-from liger_kernel.train.files import export
 
 Data = dict[str, Any]
-# The same colours as in the plot of ``liger demo``.
-INK, QUIET, FAINT, WHITE = "#24292f", "#8c959f", "#e4e8ec", "#ffffff"
-STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "hatch.linewidth": 0.8}
-STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), QUIET)
-STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False) | {
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9,
-}
+WIDTH, GAP, LETTERS = 340, 28, 46  # of a panel, between panels, in a line of its text
+INK, QUIET, PAPER = (
+    f"var(--color-{name})" for name in ("foreground-primary", "foreground-muted", "background-primary")
+)
+STYLE = (
+    ".plot text{font:11.5px system-ui,sans-serif;fill:" + INK + "}.plot .head{font-weight:600}"
+    ".plot .ours{fill:var(--color-brand-content);font-weight:600}.plot .quiet{fill:" + QUIET + ";font-size:10.5px}"
+    ".plot path{fill:none}"
+)
+# what a page's theme says, in a file
+THEME = "svg{{--color-foreground-primary:{};--color-foreground-muted:{};--color-background-primary:{};"
+THEME += "--color-brand-content:{}}}"
+LIGHT = THEME.format("#24292f", "#68717b", "#ffffff", "#0a6b5d")
+DARK = THEME.format("#e0e3e7", "#9aa4af", "#131416", "#4cc3ae")
 COLOURS = {
-    "ours": "#0a7d6c",
+    "ours": "#0f9480",
     "ours+compile": "#4aa395",
     "ours+layers": "#6db8ab",
     "base": "#8cc5bb",
     "ours:offload": "#5f9ed1",
     "ours:attention": "#9a8f2e",
     "ours:tiled": "#8cc5bb",
-    "ours:long": "#1f5f99",
+    "ours:long": "#3b7fc0",
     "upstream": "#d39a3a",
     "upstream+compile": "#e6c68f",
     "upstream+layers": "#f0dcb8",
-    "unsloth": "#7a5ea8",
+    "unsloth": "#8a6fb8",
     "unsloth:offload": "#b09fcb",
-    "compile": "#66768a",
+    "compile": "#74859a",
     "layers": "#8793a2",
     "torch": "#8fa9c9",
-    "cce": "#a8678f",
+    "cce": "#b0769a",
     "quack": "#bd6a4c",
     "ao": "#c98a8a",
-    "ao+compile": "#a86060",
-    "eager": "#b6bec8",
-    "stock": "#b6bec8",
+    "ao+compile": "#b06a6a",
+    "eager": "#a9b2bd",
+    "stock": "#a9b2bd",
 }
+OTHER = "#8c959f"
 MAIN_RIVALS = ("upstream", "compile", "eager", "stock")
 # a bar that is so many times as long as the next shorter one is cut, or the others would be too
 # short to compare
@@ -58,64 +67,91 @@ CUT = 4.0
 VISIBLE = 0.02  # a spread below this is not wider than a line
 
 
-@contextlib.contextmanager
-def _figure(path: Path, width: float, height: float, title: str, subtitle: str, note: str) -> Iterator[Any]:
-    """A figure of ``height`` inches plus its text, saved to ``path`` at the end. The layout is
-    automatic; global settings do not change."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib") from None
-    lines, smaller = (
-        textwrap.wrap(title, int((width - 0.3) / 0.091)),
-        textwrap.wrap(subtitle, int((width - 0.3) / 0.072)),
-    )
-    above, below = 0.16 + 0.2 * len(lines) + 0.17 * len(smaller) + 0.12, 0.3
-    total = height + above + below
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, total), dpi=160)
-        FigureCanvasAgg(figure)
-        figure.set_layout_engine(
-            "constrained",
-            rect=(0.01, below / total, 0.98, height / total),
-            w_pad=0.06,
-            h_pad=0.05,
-            hspace=0.0,
-            wspace=0.03,
+class Panel(Protocol):
+    """A part of a plot with axes of its own."""
+
+    def svg(self) -> tuple[str, int]:
+        """Its elements, and its height."""
+        ...
+
+
+@dataclass
+class Plot:
+    """Lines of panels below what they show."""
+
+    name: str
+    title: str
+    words: str
+    note: str
+    lines: Sequence[Sequence[Panel]]
+
+    def html(self) -> str:
+        """For a page: its panels side by side, or one below the other on a phone."""
+        panels = "".join(
+            f'<svg viewBox="0 0 {WIDTH} {height}">{elements}</svg>'
+            for line in self.lines
+            for elements, height in (panel.svg() for panel in line)
         )
-        figure.text(
-            0.12 / width, 1 - 0.13 / total, "\n".join(lines), fontsize=11, fontweight="bold", va="top", linespacing=1.25
-        )
-        figure.text(
-            0.12 / width,
-            1 - (0.18 + 0.2 * len(lines)) / total,
-            "\n".join(smaller),
-            fontsize=8.5,
-            color=QUIET,
-            va="top",
-            linespacing=1.3,
-        )
-        figure.text(0.12 / width, 0.1 / total, note, fontsize=7.5, color=QUIET, va="bottom")
-        yield figure
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", facecolor=WHITE)
-        export(path, picture.getvalue())
+        words, note = escape(f"{self.words[:1].upper()}{self.words[1:]}."), escape(self.note)
+        title = f"<figcaption><strong>{escape(self.title)}.</strong> {words}</figcaption>"
+        return f'<figure class="plot"><style>{STYLE}</style>{title}<div>{panels}</div><small>{note}</small></figure>\n'
+
+    def file(self) -> str:
+        """For an SVG file: its panels as they are in lines."""
+        columns = max(map(len, self.lines))
+        width = columns * (WIDTH + GAP) - GAP
+        parts, y = [], 0
+        for text, size, kind in ((self.title, 7.4, "head"), (self.words, 5.7, "quiet")):
+            for line in textwrap.wrap(text, int(width / size)):
+                parts.append(words(0, y := y + 16, line, kind))
+        y += 12
+        for panels in self.lines:
+            drawn = [panel.svg() for panel in panels]
+            parts += [f'<g transform="translate({i * (WIDTH + GAP)} {y})">{e}</g>' for i, (e, _) in enumerate(drawn)]
+            y += max(height for _, height in drawn)
+        parts.append(words(0, y := y + 14, self.note, "quiet"))
+        style = f"{LIGHT}{STYLE}.plot .head{{font-size:12.5px}}@media(prefers-color-scheme:dark){{{DARK}}}"
+        box = f"-16 -8 {width + 32} {y + 24}"
+        paper = f'<rect x="-16" y="-8" width="100%" height="100%" fill="{PAPER}"/>'
+        top = f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="{box}" width="{width + 32}">'
+        return f"{top}<title>{escape(self.title)}</title><style>{style}</style>{paper}{''.join(parts)}</svg>\n"
 
 
-def _path(out: Path | str, *parts: Any) -> Path:
-    return Path(out) / ("-".join(re.sub(r"[^\w.+]+", "_", str(part)) for part in parts if part) + ".png")
+def name_of(*parts: Any) -> str:
+    return "-".join(re.sub(r"[^\w.+]+", "_", str(part)) for part in parts if part)
 
 
-def _colour(variant: str) -> str:
-    return COLOURS.get(variant, QUIET)
+def words(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:
+    look = (f' class="{kind}"' if kind else "") + (f' text-anchor="{anchor}"' if anchor else "")
+    return f'<text x="{x:g}" y="{y:g}"{look}>{escape(text, quote=False)}</text>'
 
 
-def _order(rows: Iterable[Row]) -> list[str]:
+def box(x: float, y: float, width: float, height: float, look: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" {look}/>'
+
+
+def stroke(points: Iterable[tuple[float, float]], colour: str, width: float, more: str = "") -> str:
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<path d="M{path}" stroke="{colour}" stroke-width="{width:g}"{more}/>'
+
+
+def heading(text: str) -> tuple[list[str], int]:
+    lines = textwrap.wrap(text, LETTERS)
+    return [words(0, 13 + 14 * i, line, "head") for i, line in enumerate(lines)], 14 * len(lines) + 4
+
+
+def colour_of(variant: str) -> str:
+    return COLOURS.get(variant, OTHER)
+
+
+def order(rows: Iterable[Row]) -> list[str]:
     """The variants of the rows, in the order of the colours."""
     present = dict.fromkeys(row["variant"] for row in rows)
     return [*[name for name in COLOURS if name in present], *[name for name in present if name not in COLOURS]]
+
+
+def value_of(row: Row, name: str) -> float | None:
+    return None if row.get("failed") else row.get(name)
 
 
 def _limit(values: Iterable[float | None], mark: float = 0.0) -> float:
@@ -129,12 +165,8 @@ def _limit(values: Iterable[float | None], mark: float = 0.0) -> float:
     return limit
 
 
-def _value(row: Row, name: str) -> float | None:
-    return None if row.get("failed") else row.get(name)
-
-
 @dataclass
-class _Panel:
+class Bars:
     """Bars of ``row[name]`` for pairs (row, our row), with a line at ``floor``."""
 
     heading: str
@@ -144,82 +176,184 @@ class _Panel:
 
     @property
     def limit(self) -> float:
-        return _limit([_value(row, self.name) for row, _ in self.pairs], self.floor or 0.0)
+        return _limit([value_of(row, self.name) for row, _ in self.pairs], self.floor or 0.0)
+
+    def spread(self, row: Row) -> float:
+        wide = (row.get("device_spread") or 0.0) if self.name == "device_ms" and usable(row) else 0.0
+        return wide if wide > VISIBLE else 0.0
+
+    def svg(self) -> tuple[str, int]:
+        parts, top = heading(self.heading)
+        scale, limit = WIDTH / self.limit, self.limit
+        for i, (row, ours) in enumerate(self.pairs):
+            y, value, colour = top + 27 * i, value_of(row, self.name), colour_of(row["variant"])
+            kind = "ours" if row["variant"] == OURS and usable(row) else ""
+            parts.append(words(0, y + 12, variant_label(row["variant"]), kind))
+            parts.append(words(WIDTH, y + 12, bar_label(row, ours, self.name), kind, "end"))
+            look = f'fill="{colour}"' if usable(row) else f'fill="none" stroke="{colour}" stroke-dasharray="3 2"'
+            if value is not None:
+                parts.append(box(0, y + 17, min(value, limit) * scale, 7, look))
+            if value is not None and value > limit:
+                parts.append(stroke([(WIDTH - 14, y + 27), (WIDTH - 8, y + 14)], PAPER, 4))
+            elif value is not None and (spread := self.spread(row)):
+                ends = [(min(limit, value * (1 + part * spread / 2)) * scale, y + 20.5) for part in (-1, 1)]
+                parts.append(stroke(ends, INK, 1))
+        height = top + 27 * len(self.pairs)
+        floors = range(top, height, 27) if self.floor else ()
+        parts += [box((self.floor or 0) * scale - 0.7, y + 15, 1.4, 11, f'fill="{INK}"') for y in floors]
+        return "".join(parts), height + 12
 
 
-def _bars(path: Path, lines: list[list[_Panel]], title: str, words: str, note: str) -> Path:
-    """Write a table of panels, one line of it for each case or model."""
+def bars(name: str, lines: list[list[Bars]], title: str, said: str, note: str) -> Plot:
+    """A table of panels, one line of it for each case or model."""
     every = [(panel, row) for line in lines for panel in line for row, _ in panel.pairs]
-    spread = any(panel.name == "device_ms" and (row.get("device_spread") or 0.0) > VISIBLE for panel, row in every)
-    cut = any((_value(row, panel.name) or 0.0) > panel.limit for panel, row in every)
-    words += ("; whiskers: interquartile range, where above 2 %" if spread else "") + (
-        "; bars with a gap are cut" if cut else ""
-    )
-    heights, columns = [len(line[0].pairs) for line in lines], len(lines[0])
-    width = {1: 7.0, 2: 9.5}.get(columns, 12.0)
-    with _figure(path, width, 0.2 * sum(heights) + 0.34 * len(heights), title, words, note) as figure:
-        grid = figure.subplots(len(lines), columns, squeeze=False, height_ratios=[n + 0.2 for n in heights])
-        for line, panels in zip(grid, lines):
-            for axes, panel in zip(line, panels):
-                _panel(axes, (width - 1.2) / columns, panel, named=axes is line[0])
-    return path
+    said += "; thin lines: interquartile range, where above 2 %" if any(p.spread(row) for p, row in every) else ""
+    cut = any((value_of(row, panel.name) or 0.0) > panel.limit for panel, row in every)
+    return Plot(name, title, said + ("; bars with a gap are cut" if cut else ""), note, lines)
 
 
-def _panel(axes: Any, inches: float, panel: _Panel, named: bool) -> None:
-    limit, floor = panel.limit, panel.floor
-    for y, (row, mine) in enumerate(panel.pairs):
-        value, colour, right = _value(row, panel.name), _colour(row["variant"]), usable(row)
-        end = length = min(value, limit) if value is not None else 0.025 * limit
-        look = (
-            {"color": colour}
-            if right
-            else {"facecolor": WHITE, "edgecolor": colour, "hatch": "//////", "linewidth": 1.0}
-        )
-        axes.barh(y, length, height=0.74, **look)
-        spread = (row.get("device_spread") or 0.0) if panel.name == "device_ms" and right else 0.0
-        if value is not None and value > limit:
-            axes.plot(
-                [0.955 * limit, 0.97 * limit], [y + 0.5, y - 0.5], color=WHITE, linewidth=2.2, solid_capstyle="butt"
-            )
-        elif value is not None and spread > VISIBLE:
-            end = min(value * (1 + spread / 2), max(limit, value))
-            axes.plot(
-                [max(0.0, value * (1 - spread / 2)), end], [y, y], color=INK, linewidth=0.9, solid_capstyle="butt"
-            )
-        if floor and 0.98 * end < floor < 1.15 * end:
-            end = floor  # keep the text clear of the line
-        ink, weight = _words_of(row["variant"]) if right else (QUIET, "normal")
-        axes.text(
-            end + 0.02 * limit,
-            y,
-            bar_label(row, mine, panel.name),
-            va="center",
-            fontsize=8,
-            color=ink,
-            fontweight=weight,
-        )
-    if floor:
-        axes.plot([floor, floor], [-0.5, len(panel.pairs) - 0.5], color=INK, linewidth=1.1, linestyle=(0, (3, 2)))
-    axes.set(xlim=(0, limit / (1 - 1.65 / inches)), xticks=[])  # 1.65 inches for text
-    axes.set_title(panel.heading, color=INK, pad=3)
-    _names(axes, [variant_label(row["variant"]) if named else "" for row, _ in panel.pairs])
+@dataclass
+class Stacks:
+    """One bar for each (name, parts, is it ours); the colours of its parts are ``colours``."""
+
+    heading: str
+    bars: list[tuple[str, dict[str, float], bool]]
+    colours: dict[str, str]
+    longest: float
+
+    def svg(self) -> tuple[str, int]:
+        parts, top = heading(self.heading)
+        for i, (name, values, ours) in enumerate(self.bars):
+            y, x, kind = top + 36 * i, 0.0, "ours" if ours else ""
+            parts.append(words(0, y + 12, name, kind))
+            parts.append(words(WIDTH, y + 12, f"{digits(sum(values.values()))} ms", kind, "end"))
+            for part, value in values.items():
+                width = value / self.longest * WIDTH
+                what = f"<title>{part}: {digits(value)} ms</title>"
+                look = f'fill="{self.colours[part]}" stroke="{PAPER}" stroke-width=".8"'
+                parts.append(box(x, y + 17, width, 15, look).replace("/>", f">{what}</rect>"))
+                if width > 5.5 * len(digits(value)) + 4:
+                    ink = "#fff" if _light(self.colours[part]) < 0.56 else "#24292f"
+                    style = f' style="fill:{ink};font-size:9.5px"'
+                    parts.append(
+                        words(x + width / 2, y + 28, digits(value), "", "middle").replace(" x=", f"{style} x=")
+                    )
+                x += width
+        return "".join(parts), top + 36 * len(self.bars) + 10
 
 
-def _names(axes: Any, labels: Sequence[str]) -> None:
-    """Names of horizontal bars; the first is at the top."""
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
-    axes.spines["bottom"].set_visible(False)
+@dataclass
+class Legend:
+    """The names of colours."""
+
+    colours: dict[str, str]
+
+    def svg(self) -> tuple[str, int]:
+        parts = []
+        for i, (name, colour) in enumerate(self.colours.items()):
+            x, y = WIDTH / 3 * (i % 3), 17 * (i // 3) + 4
+            parts += [
+                box(x, y, 11, 11, f'fill="{colour}" stroke="{QUIET}" stroke-width=".5"'),
+                words(x + 16, y + 10, name),
+            ]
+        return "".join(parts), 17 * math.ceil(len(self.colours) / 3) + 14
 
 
-def _words_of(variant: str) -> tuple[str, str]:
-    """Colour and font weight of text about a variant: ours stands out."""
-    return (_colour(OURS), "bold") if variant == OURS else (INK, "normal")
+def _light(colour: str) -> float:
+    return sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) / 765
+
+
+@dataclass
+class Line:
+    """The points of a variant; ``hollow`` are inaccurate. The variant "" is the dashed floor."""
+
+    variant: str
+    said: str
+    points: list[tuple[float, float]]
+    hollow: list[tuple[float, float]] = field(default_factory=list)
+
+
+LEFT, RIGHT, TALL = 44.0, WIDTH - 6.0, 170.0  # of the field of curves
+
+
+@dataclass
+class Curves:
+    """Lines over ``label``, with crosses at ``marks``, which are (x, y, variant)."""
+
+    heading: str
+    lines: list[Line]
+    label: str
+    xs: list[float]
+    log: bool = False
+    marks: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def svg(self) -> tuple[str, int]:
+        parts, top = heading(self.heading)
+        top += 6
+        values = [y for line in self.lines for _, y in (*line.points, *line.hollow)] + [y for _, y, _ in self.marks]
+        low, high = (min(values) / 1.15, max(values) * 1.15) if self.log else (0.0, 1.05 * max(values))
+        left, right = (min(self.xs) / 1.1, max(self.xs) * 1.1) if self.log else (0.0, 1.04 * max(self.xs))
+        scale = math.log if self.log else float
+        share = lambda value, a, b: (scale(value) - scale(a)) / (scale(b) - scale(a))
+        across = lambda x: LEFT + share(x, left, right) * (RIGHT - LEFT)
+        down = lambda y: top + (1 - share(y, low, high)) * TALL
+        for tick in _powers(low, high) if self.log else _even(high):
+            parts.append(stroke([(LEFT, down(tick)), (RIGHT, down(tick))], QUIET, 1, ' opacity=".25"'))
+            parts.append(words(LEFT - 5, down(tick) + 4, _plain(tick), "quiet", "end"))
+        for tick, text in _of_sizes(self.xs) if self.log else [(x, _plain(x)) for x in _even(right)]:
+            parts.append(words(across(tick), top + TALL + 15, text, "quiet", "middle"))
+        parts.append(words((LEFT + RIGHT) / 2, top + TALL + 31, self.label, "quiet", "middle"))
+        place = lambda points: [(across(x), down(y)) for x, y in points]
+        y = top + TALL + 50
+        for line in self.lines:
+            ours, colour = line.variant == OURS, colour_of(line.variant) if line.variant else INK
+            dashed = "" if line.variant else ' stroke-dasharray="3 2"'
+            if line.points:
+                parts.append(stroke(place(line.points), colour, 2.4 if ours else 1.6 if line.variant else 1, dashed))
+            dot = '<circle cx="{:.1f}" cy="{:.1f}" r="{}" fill="{}" stroke="{}"/>'
+            if line.variant:
+                parts += [dot.format(*at, 3 if ours else 2.4, colour, colour) for at in place(line.points)]
+                parts += [dot.format(*at, 2.4, PAPER, colour) for at in place(line.hollow)]
+            parts += [stroke([(LEFT, y - 4), (LEFT + 14, y - 4)], colour, 3, dashed)]
+            parts.append(words(LEFT + 20, y, line.said, "ours" if ours else ""))
+            y += 16
+        for x, value, variant in self.marks:
+            a, b = across(x), down(value)
+            for s in (-4, 4):
+                parts.append(stroke([(a - 4, b - s), (a + 4, b + s)], colour_of(variant), 1.6))
+        return "".join(parts), int(y)
+
+
+def _powers(low: float, high: float) -> Iterator[float]:
+    """Ticks of a logarithmic axis."""
+    for power in range(-6, 9):
+        for digit in (1, 2, 5) if high < 300 * low else (1,):
+            if low <= (tick := digit * 10.0**power) <= high:
+                yield tick
+
+
+def _even(high: float) -> list[float]:
+    """Five ticks, or fewer, from 0."""
+    step = next(s for power in range(-3, 9) for digit in (1, 2, 5) if high / (s := digit * 10.0**power) <= 5)
+    return [step * i for i in range(int(high / step) + 1)]
+
+
+def _of_sizes(xs: Sequence[float]) -> list[tuple[float, str]]:
+    """Ticks at sizes: 4096 is 4k, and those that are too close to the one before have none."""
+    ticks: list[tuple[float, str]] = []
+    for x in map(int, xs):
+        text = f"{x // 1024}k" if x >= 1024 and x & (x - 1) == 0 else f"{x / 1000:.0f}k" if x >= 10000 else f"{x:,}"
+        if not ticks or math.log(x / ticks[-1][0]) > 0.1 * math.log(xs[-1] / xs[0]):
+            ticks.append((x, text))
+    return ticks
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:g}"
 
 
 def bar_label(row: Row, ours: Row | None, name: str) -> str:
-    """The text at the end of a bar: the value, and its ratio to ours if both are usable."""
+    """The text above a bar: the value, and its ratio to ours if both are usable."""
     if not usable(row):
         return "failed" if row.get("failed") else "inaccurate"
     unit = {"device_ms": "ms", "peak_mb": "MB", "tokens_per_s": "tokens/s", "peak_allocated_gb": "GB", "mfu": "%"}[name]
@@ -231,8 +365,8 @@ def bar_label(row: Row, ours: Row | None, name: str) -> str:
     floor = row.get("percent_of_floor") if name == "device_ms" and row["variant"] == OURS else None
     return (
         f"{shown} {unit}"
-        + (f"   {times(against)}" if against else "")
-        + (f"   {floor:.0f} % of floor" if floor else "")
+        + (f" · {times(against)}" if against else "")
+        + (f" · {floor:.0f} % of floor" if floor else "")
     )
 
 
@@ -257,97 +391,3 @@ def finding(rows: Iterable[Row], name: str) -> str:
             )
     first, of, rest = ", ".join(parts[:3]).partition(f" the {what} of ")
     return first + of + (rest.replace(of, " of ") if of else "") if parts else "no variant to compare with"
-
-
-def _lines(axes: Any, rows: list[Row], name: str, sweep: str) -> None:
-    axes.set_title("device time, ms" if name == "device_ms" else "peak memory beyond the inputs, MB", color=INK, pad=6)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ends = []
-    for variant in reversed(_order(rows)):
-        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["x"])
-        good = [(row["x"], row[name]) for row in mine if usable(row) and row.get(name)]
-        wrong = [(row["x"], row[name]) for row in mine if not row.get("failed") and not usable(row) and row.get(name)]
-        failed = [row["x"] for row in mine if row.get("failed")]
-        front = variant == OURS
-        axes.plot(
-            *zip(*good) if good else ([], []),
-            color=_colour(variant),
-            linewidth=2.4 if front else 1.6,
-            marker="o",
-            markersize=5 if front else 3.5,
-            zorder=3 if front else 2,
-        )
-        axes.plot(
-            *zip(*wrong) if wrong else ([], []),
-            color=_colour(variant),
-            linestyle="none",
-            marker="o",
-            markersize=4.5,
-            markerfacecolor=WHITE,
-        )
-        if good or wrong:
-            words = (
-                variant_label(variant)
-                + (f", failed at {min(failed):,}" if failed else "")
-                + (", hollow: inaccurate" if wrong else "")
-            )
-            ends.append((*(good or wrong)[-1], words, variant))
-    floor = sorted({(row["x"], row["floor_ms"]) for row in rows if row.get("floor_ms")}) if name == "device_ms" else []
-    if floor:
-        axes.plot(*zip(*floor), color=INK, linewidth=1.0, linestyle=(0, (3, 2)))
-        ends.append((*floor[-1], "floor", ""))
-    xs = sorted({row["x"] for row in rows})
-    labels, last = [], 0.0
-    for x in xs:
-        label = f"{x // 1024}k" if x >= 1024 and x & (x - 1) == 0 else f"{x / 1000:.0f}k" if x >= 10000 else f"{x:,}"
-        labels.append(label if not last or math.log(x / last) > 0.1 * math.log(xs[-1] / xs[0]) else "")
-        last = x if labels[-1] else last
-    axes.set_xticks(xs, labels)
-    axes.minorticks_off()
-    axes.set_xlim(xs[0] / 1.1, xs[-1] * 1.1)
-    low, high = axes.get_ylim()
-    axes.set_yticks(
-        [
-            tick
-            for power in range(-6, 9)
-            for digit in ((1, 2, 5) if high < 300 * low else (1,))
-            if low <= (tick := digit * 10.0**power) <= high
-        ]
-    )
-    axes.yaxis.set_major_formatter(_plain)
-    axes.set_xlabel(sweep)
-    _end_labels(axes, ends)
-
-
-def _plain(value: float, _: Any = None) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:g}"
-
-
-def _end_labels(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Label each line at the right margin, and move labels apart that would overlap. ``ends``:
-    (x, y, text, variant)."""
-    low, high = axes.get_ylim()
-    ends = sorted(ends, key=lambda end: end[1])
-    scale = math.log if axes.get_yscale() == "log" else float
-    places = [(scale(y) - scale(low)) / (scale(high) - scale(low)) for _, y, _, _ in ends]
-    for _ in range(200):
-        for i in range(len(places) - 1):
-            short = (0.058 - (places[i + 1] - places[i])) / 2
-            if short > 0:
-                places[i], places[i + 1] = places[i] - short, places[i + 1] + short
-    for place, (_, _, words, variant) in zip(places, ends):
-        look: dict[str, Any] = dict(
-            va="center", fontsize=8, color=_dark(_colour(variant)) if variant else INK, fontweight=_words_of(variant)[1]
-        )
-        axes.annotate(words, (1.0, place), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points", **look)
-
-
-def _light(colour: str) -> float:
-    return sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) / 765
-
-
-def _dark(colour: str) -> str:
-    """The colour, darkened for text on white."""
-    share = min(1.0, 0.45 / _light(colour))
-    return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * share):02x}" for i in (1, 3, 5))

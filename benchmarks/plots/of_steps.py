@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from labels import hardware_line, on_cpu, span, speedup, variant_label
 
 from liger_kernel.bench.results import OURS, Row, beyond, digits, noise, parts_of, ratio, with_ours
 from plots.drawing import (
-    FAINT,
-    INK,
     MAIN_RIVALS,
-    QUIET,
-    WHITE,
+    Bars,
+    Curves,
     Data,
-    _bars,
-    _colour,
-    _end_labels,
-    _figure,
-    _light,
-    _names,
-    _order,
-    _Panel,
-    _path,
-    _plain,
-    _value,
-    _words_of,
+    Legend,
+    Line,
+    Panel,
+    Plot,
+    Stacks,
+    bars,
+    name_of,
+    order,
+    value_of,
 )
 
+Values = Callable[[list[Row]], dict[str, str]]
 # Kinds of device time: teal for the kinds that our kernels replace, grey for the others.
 KINDS = {
     "gemm": "#66768a",
@@ -41,30 +35,29 @@ KINDS = {
 KINDS |= {"loss": "#0a7d6c", "norm": "#45a191", "activation": "#7dbfb2", "rope": "#b3dad2", "idle": "#ffffff"}
 
 
-def steps(data: Data, out: Path | str) -> list[Path]:
-    """All plots of training steps."""
+def steps(data: Data) -> Iterator[Plot]:
+    """Plots of training steps: ``step``, ``breakdown``, ``batches-MODEL`` and ``lengths-MODEL``."""
     swept = {id(row) for over in SWEEPS for rows in _swept(data, over).values() for row in rows}
     single = {**data, "rows": [row for row in data["rows"] if id(row) not in swept]}
-    return [*step_bars(single, out), *breakdown(single, out), *batch_curves(data, out), *length_curves(data, out)]
+    yield from _step_bars(single)
+    yield from _breakdown(single)
+    yield from _batch_curves(data)
+    yield from length_curves(data)
 
 
-def step_bars(data: Data, out: Path | str) -> list[Path]:
-    """Tokens per second and peak memory per model and variant: ``step.png``."""
+def _step_bars(data: Data) -> Iterator[Plot]:
+    """Tokens per second and peak memory per model and variant."""
     groups = _step_groups(data)
-    if not groups:
-        return []
     title = f"Training steps: {_step_finding(data['rows'], on_cpu(data.get('meta', {})))}"
-    words = (
-        "left tokens per second, x: ours is so many times as fast; right peak allocated memory, x: multiples of ours"
-    )
-    lines: list[list[_Panel]] = []
+    words = "tokens per second, x: ours is so many times as fast; peak allocated memory, x: multiples of ours"
+    lines = []
     for heading, rows in groups.items():
         ours = next((row for row in rows if row["variant"] == OURS), None)
         pairs = [(row, ours) for row in rows]
-        lines.append(
-            [_Panel(heading, pairs, "tokens_per_s"), _Panel("" if lines else "peak memory", pairs, "peak_allocated_gb")]
-        )
-    return [_bars(_path(out, "step"), lines, title, words, hardware_line(data.get("meta", {})))]
+        panels = (f"{heading}: tokens/s", "tokens_per_s"), (f"{heading}: peak memory", "peak_allocated_gb")
+        lines.append([Bars(where, pairs, name) for where, name in panels])
+    if groups:
+        yield bars("step", lines, title, words, hardware_line(data.get("meta", {})))
 
 
 def _place(row: Row) -> str:
@@ -90,113 +83,53 @@ def _swept(data: Data, over: str) -> dict[str, list[Row]]:
     return {heading: rows for heading, rows in groups.items() if len({row[over] for row in rows}) >= least}
 
 
-def batch_curves(data: Data, out: Path | str) -> list[Path]:
-    """Tokens per second and peak memory against the batch size, until memory is exhausted:
-    ``batches-MODEL.png``."""
+def _batch_curves(data: Data) -> Iterator[Plot]:
+    """Tokens per second and peak memory against the batch size, until memory is exhausted."""
     unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
     most = lambda rows: {row["variant"]: f"{row['batch']:,}" for row in sorted(rows, key=lambda row: row["batch"])}
-    return _sweeps(data, out, "batch", "batches", f"rows a {unit}", f"the most rows a {unit} of those measured", most)
+    label, about = f"rows a {unit}", f"the most rows a {unit} of those measured"
+    return _sweeps(data, "batch", "batches", label, about, most)
 
 
-def length_curves(data: Data, out: Path | str) -> list[Path]:
+def length_curves(data: Data) -> Iterator[Plot]:
     """Tokens per second and peak memory against the length of rows, and ``estimated_gb``, what
-    ``liger fit`` says of the peak: ``lengths-MODEL.png``."""
-    peaks = lambda rows: {
-        row["variant"]: f"{digits(row['peak_allocated_gb'])} GB" for row in sorted(rows, key=lambda row: row["seq"])
-    }
-    return _sweeps(
-        data,
-        out,
-        "seq",
-        "lengths",
-        "tokens of a row",
-        "peak memory of the longest rows of those measured",
-        peaks,
-        _estimates,
-    )
+    ``liger fit`` says of the peak."""
+    gigabytes = lambda row: f"{digits(row['peak_allocated_gb'])} GB"
+    peaks = lambda rows: {row["variant"]: gigabytes(row) for row in sorted(rows, key=lambda row: row["seq"])}
+    about = "peak memory of the longest rows of those measured"
+    return _sweeps(data, "seq", "lengths", "tokens of a row", about, peaks)
 
 
-def _sweeps(
-    data: Data,
-    out: Path | str,
-    over: str,
-    name: str,
-    label: str,
-    about: str,
-    values: Callable[[list[Row]], dict[str, str]],
-    more: Callable[[Any, list[Row]], str] = lambda axes, rows: "",
-) -> list[Path]:
+def _sweeps(data: Data, over: str, name: str, label: str, about: str, values: Values) -> Iterator[Plot]:
     """``about`` and ``values``: what the title says of each variant."""
-    swept, paths = _swept(data, over), []
+    swept = _swept(data, over)
+    unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
     for model in dict.fromkeys(rows[0]["model"] for rows in swept.values()):
         groups = {heading: rows for heading, rows in swept.items() if rows[0]["model"] == model}
-        of = values([row for rows in groups.values() for row in rows if _value(row, "tokens_per_s")])
-        unit = "process" if on_cpu(data.get("meta", {})) else "GPU"
-        said = (
-            f"{model}: {about}: "
-            f"{', '.join(f'{variant_label(name)} {of[name]}' for name in _order(data['rows']) if name in of)}"
-        )
-        path = _path(out, name, model)
-        with _figure(
-            path,
-            10.8,
-            3.4 * len(groups),
-            said,
-            f"against {label}; a line ends where memory is out",
-            hardware_line(data.get("meta", {})),
-        ) as figure:
-            for line, (heading, rows) in zip(figure.subplots(len(groups), 2, squeeze=False), groups.items()):
-                place = f"{heading[len(model) + 2 :]}: "
-                for axes, value, words in zip(
-                    line,
-                    ("tokens_per_s", "peak_allocated_gb"),
-                    (f"{place}tokens per second", f"peak memory a {unit}, GB"),
-                ):
-                    _curves(axes, rows, value, over)
-                    added = more(axes, rows) if value == "peak_allocated_gb" else ""
-                    axes.set_xlabel(label)
-                    axes.set_title(f"{words}{added}", color=INK, pad=6)
-        paths.append(path)
-    return paths
+        of = values([row for rows in groups.values() for row in rows if value_of(row, "tokens_per_s")])
+        found = ", ".join(f"{variant_label(name)} {of[name]}" for name in order(data["rows"]) if name in of)
+        lines = []
+        for heading, rows in groups.items():
+            place = heading[len(model) + 2 :]
+            marks = [(row["seq"], row["estimated_gb"], row["variant"]) for row in rows if row.get("estimated_gb")]
+            speed = _curves(f"{place}: tokens per second", rows, "tokens_per_s", over, label)
+            memory = _curves(f"{place}: peak memory a {unit}, GB", rows, "peak_allocated_gb", over, label)
+            if marks and over == "seq":
+                memory.marks, memory.heading = marks, f"{memory.heading} (x: liger fit)"
+            lines.append([speed, memory])
+        said = f"against {label}; a line ends where memory is out"
+        yield Plot(name_of(name, model), f"{model}: {about}: {found}", said, hardware_line(data.get("meta", {})), lines)
 
 
-def _estimates(axes: Any, rows: list[Row]) -> str:
-    """Draw ``estimated_gb`` of the rows that have it; returns the words for it."""
-    known = [row for row in rows if row.get("estimated_gb")]
-    for row in known:
-        axes.plot(
-            row["seq"],
-            row["estimated_gb"],
-            marker="x",
-            markersize=8,
-            color=_colour(row["variant"]),
-            linestyle="none",
-            zorder=4,
-        )
-    return " (x: liger fit)" if known else ""
-
-
-def _curves(axes: Any, rows: list[Row], name: str, over: str) -> None:
-    ends = []
-    for variant in reversed(_order(rows)):
+def _curves(heading: str, rows: list[Row], name: str, over: str, label: str) -> Curves:
+    lines = []
+    for variant in order(rows):
         mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row[over])
-        good = [(row[over], row[name]) for row in mine if _value(row, name) and row.get("accurate") is not False]
+        good = [(row[over], row[name]) for row in mine if value_of(row, name) and row.get("accurate") is not False]
         failed = [row[over] for row in mine if row.get("failed")]
         if good:
-            axes.plot(
-                *zip(*good),
-                color=_colour(variant),
-                linewidth=2.4 if variant == OURS else 1.6,
-                marker="o",
-                markersize=4,
-                zorder=3 if variant == OURS else 2,
-            )
-            ends.append((*good[-1], variant_label(variant) + (f", not {min(failed):,}" if failed else ""), variant))
-    axes.set_xlim(0, 1.04 * max(row[over] for row in rows))
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-    axes.xaxis.set_major_formatter(_plain)
-    axes.yaxis.set_major_formatter(_plain)
-    _end_labels(axes, ends)
+            lines.append(Line(variant, variant_label(variant) + (f", not {min(failed):,}" if failed else ""), good))
+    return Curves(heading, lines, label, [row[over] for row in rows])
 
 
 def _step_groups(data: Data) -> dict[str, list[Row]]:
@@ -205,7 +138,7 @@ def _step_groups(data: Data) -> dict[str, list[Row]]:
     for row in data["rows"]:
         groups.setdefault(f"{row['model']}, {row['batch']} x {row['seq']}{_place(row)}", []).append(row)
     return {
-        heading: sorted(rows, key=lambda row: _order(rows).index(row["variant"])) for heading, rows in groups.items()
+        heading: sorted(rows, key=lambda row: order(rows).index(row["variant"])) for heading, rows in groups.items()
     }
 
 
@@ -232,12 +165,9 @@ def _step_finding(rows: Iterable[Row], cpu: bool = False) -> str:
     )
 
 
-def breakdown(data: Data, out: Path | str) -> list[Path]:
-    """The device time of a step by kind, in stacked bars: ``breakdown.png``."""
+def _breakdown(data: Data) -> Iterator[Plot]:
+    """The device time of a step by kind, in stacked bars."""
     timed = [row for row in data["rows"] if row.get("breakdown_ms") and not row.get("failed")]
-    groups = _step_groups({"rows": timed})
-    if not groups:
-        return []
     shares = {
         name: [_replaced(row["breakdown_ms"]) for row in timed if row["variant"] == name]
         for name in ("stock", "eager", OURS)
@@ -250,63 +180,18 @@ def breakdown(data: Data, out: Path | str) -> list[Path]:
             f"Norms, activations, rope and loss take {percent(shares[base])} % of {variant_label(base)}'s step "
             f"and {percent(shares[OURS])} % of ours"
         )
-    kinds = [
-        kind
-        for kind in dict.fromkeys([*KINDS, *(kind for row in timed for kind in row["breakdown_ms"])])
-        if any(row["breakdown_ms"].get(kind) for row in timed)
-    ]
-    cpu = on_cpu(data.get("meta", {}))
-    words = (
-        "ms of time per step; teal: what a patch replaces"
-        if cpu
-        else "ms of device time per step; teal: what our kernels replace"
-    )
-    path, note = _path(out, "breakdown"), hardware_line(data.get("meta", {}))
-    with _figure(path, 9.5, 0.27 * len(timed) + 0.36 * len(groups) + 0.3, title, words, note) as figure:
-        from matplotlib.patches import Patch
-
-        top, *grid = figure.subplots(
-            len(groups) + 1, 1, height_ratios=[0.6, *(len(rows) + 0.2 for rows in groups.values())]
-        )
-        patches = [
-            Patch(facecolor=KINDS.get(kind, FAINT), edgecolor=QUIET if kind == "idle" else "none", label=kind)
-            for kind in kinds
-        ]
-        spaces: dict[str, Any] = dict(
-            handlelength=0.9, handleheight=0.9, columnspacing=1.3, handletextpad=0.5, borderpad=0, borderaxespad=0
-        )
-        top.legend(handles=patches, loc="upper left", ncols=len(kinds), fontsize=8, labelcolor=INK, **spaces)
-        top.set_axis_off()
-        for axes, (heading, rows) in zip(grid, groups.items()):
-            longest = max(sum(filter(None, row["breakdown_ms"].values())) for row in rows)
-            for y, row in enumerate(rows):
-                _stack(axes, y, row, kinds, longest)
-            axes.set(xlim=(0, 1.1 * longest), xticks=[])
-            axes.set_title(heading, color=INK, pad=3)
-            _names(axes, [variant_label(row["variant"]) for row in rows])
-    return [path]
-
-
-def _stack(axes: Any, y: int, row: Row, kinds: Sequence[str], longest: float) -> None:
-    left = 0.0
-    for kind in kinds:
-        value, colour = row["breakdown_ms"].get(kind) or 0.0, KINDS.get(kind, FAINT)
-        axes.barh(
-            y, value, left=left, height=0.76, color=colour, edgecolor=QUIET if kind == "idle" else WHITE, linewidth=0.6
-        )
-        if value > 0.045 * longest:
-            axes.text(
-                left + value / 2,
-                y,
-                digits(value),
-                ha="center",
-                va="center",
-                fontsize=7.5,
-                color=WHITE if _light(colour) < 0.56 else INK,
-            )
-        left += value
-    ink, weight = _words_of(row["variant"])
-    axes.text(left + 0.008 * longest, y, f"{digits(left)} ms", va="center", fontsize=8, color=ink, fontweight=weight)
+    kinds = [kind for kind in KINDS if any(row["breakdown_ms"].get(kind) for row in timed)]
+    words = "ms of device time per step; teal: what our kernels replace"
+    if on_cpu(data.get("meta", {})):
+        words = "ms of time per step; teal: what a patch replaces"
+    lines: list[list[Panel]] = []
+    for heading, rows in _step_groups({"rows": timed}).items():
+        values = [{kind: row["breakdown_ms"][kind] for kind in kinds if row["breakdown_ms"].get(kind)} for row in rows]
+        named = [(variant_label(row["variant"]), part, row["variant"] == OURS) for row, part in zip(rows, values)]
+        lines.append([Stacks(heading, named, KINDS, max(sum(part.values()) for part in values))])
+    if lines:
+        legend = Legend({kind: KINDS[kind] for kind in kinds})
+        yield Plot("breakdown", title, words, hardware_line(data.get("meta", {})), [[legend], *lines])
 
 
 def _replaced(parts: dict[str, float | None]) -> float:

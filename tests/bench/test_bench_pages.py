@@ -1,6 +1,7 @@
 """The pages of docs/benchmarks say what the files of benchmarks/data say, and these files read
 as the results that they were written from."""
 
+import json
 import re
 import sys
 
@@ -78,19 +79,17 @@ def test_report_takes_the_csv(tmp_path, capsys):
     assert "66,766" in capsys.readouterr().out and "66,766" in table.read_text()
 
 
-def test_plots_of_the_site_are_those_that_pages_show(tmp_path, monkeypatch):
-    """Each is drawn once, and again only when its data is newer."""
-    pytest.importorskip("matplotlib")
-    shown = {name for text in PAGES.values() for name in re.findall(r"\]\(([\w.-]+\.png)\)", text)}
-    drawn = {path.name for path in pages.drawn()}
-    assert shown - drawn == {"fp8-quality.png", "memory_over_step-llama_3.2_1b_4_x_4096.png"} and drawn <= shown
-    file = "2026-11-26-h200-4gpus-steps.csv"
-    monkeypatch.setattr(pages, "PLOTS", {file: pages.PLOTS[file]})
-    pages.draw(tmp_path)
-    (path,) = tmp_path.iterdir()
-    written = path.stat().st_mtime_ns
-    pages.draw(tmp_path)
-    assert path.name == "step-4gpus.png" and path.stat().st_mtime_ns == written
+def test_plots_of_the_site_are_those_that_pages_show():
+    text = "\n".join(page.read_text() for page in (pages.ROOT / "docs").rglob("*.md"))
+    shown = {*re.findall(r"^```\{plot\} (\S+)$", text, re.M)}
+    assert shown == {*pages.plots()} and all(pages.plots()[name]().name == name for name in shown)
+    assert "liger fit" in pages.plots()["lengths-llama_3_8b"]().html()
+    assert pages.PICTURE.read_text() == pages.plots()["step"]().file(), "python benchmarks/pages.py"
+
+
+@pytest.mark.slow
+def test_estimates_of_the_plot_are_those_of_now():
+    assert json.loads(pages.ESTIMATES.read_text()) == pages.estimates()
 
 
 def test_all_rows_of_the_site():

@@ -3,10 +3,11 @@ with nothing."""
 
 import json
 import re
+from xml.etree import ElementTree
 
+import draw
 import plots
 import pytest
-from plots import drawing
 
 from liger_kernel.bench import results, tables
 
@@ -132,52 +133,44 @@ def test_report_of_several_runs(tmp_path, capsys):
 # -- plots
 
 
-@pytest.fixture
-def texts(monkeypatch):
-    """file name -> the texts of a plot, as they are saved."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-    found, drawn, save, export = {}, [], Figure.savefig, drawing.export
-
-    def savefig(figure, file, **kwargs):
-        drawn[:] = [" ".join(text.get_text().split()) for text in figure.findobj(Text) if text.get_text()]
-        save(figure, file, **kwargs)
-
-    def written(path, picture):
-        found[path.name] = [*drawn]
-        export(path, picture)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    monkeypatch.setattr(drawing, "export", written)
+def texts(rows: list, width: int = plots.drawing.WIDTH) -> dict[str, list[str]]:
+    """Name of a plot -> its texts; no bar leaves its panel, and both forms are well-formed."""
+    found = {}
+    for plot in plots.plots_of({"meta": META, "rows": rows}):
+        for form in (plot.file(), plot.html()):
+            parsed = ElementTree.fromstring(form)
+        boxes = [at for at in parsed.iter("rect")]
+        assert all(float(at.get("x")) + float(at.get("width")) <= width + 1 for at in boxes)
+        found[plot.name] = [" ".join(text.split()) for text in parsed.itertext()]
     return found
 
 
-def test_plots_of_operators(texts, tmp_path):
-    paths = plots.operators({"meta": META, "rows": OPERATORS + SWEPT}, tmp_path)
-    assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in paths)
+def test_plots_of_operators(tmp_path, capsys):
+    found = texts(OPERATORS + SWEPT)
     ops = ("time-rms_norm", "memory-rms_norm", "time-rope", "memory-rope")
-    assert {path.name for path in paths} == {*(f"{op}-bf16.png" for op in ops), "tokens-jsd-bf16-full.png"}
-    norm = texts["time-rms_norm-bf16.png"]
-    assert "0.0960 ms 83 % of floor" in norm and "0.139 ms 1.45x" in norm
+    assert {*found} == {*(f"{op}-bf16" for op in ops), "tokens-jsd-bf16-full"}
+    norm = found["time-rms_norm-bf16"]
+    assert "0.0960 ms · 83 % of floor" in norm and "0.139 ms · 1.45x" in norm
     assert {"inaccurate", "failed"} <= {*norm} and not any("built-in" in text and "x" in text for text in norm)
     assert any(text.startswith("rms_norm: 1.45–1.86x the speed of LinkedIn's package") for text in norm)
     # a loss is told like a win
-    assert any(text.startswith("rope: 0.97x the speed of") for text in texts["time-rope-bf16.png"])
-    assert any("LinkedIn's package needs none" in text for text in texts["memory-rope-bf16.png"])
-    assert {"ours", "PyTorch eager", "floor"} <= {*texts["tokens-jsd-bf16-full.png"]}
+    assert any(text.startswith("rope: 0.97x the speed of") for text in found["time-rope-bf16"])
+    assert any("LinkedIn's package needs none" in text for text in found["memory-rope-bf16"])
+    assert {"ours", "PyTorch eager", "floor"} <= {*found["tokens-jsd-bf16-full"]}
+    (tmp_path / "rows.json").write_text(json.dumps({"meta": META, "rows": OPERATORS}))
+    assert draw.main([str(tmp_path / "rows.json"), str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [f"{tmp_path}/{op}-bf16.svg" for op in ops]
 
 
-def test_plots_of_steps(texts, tmp_path):
-    paths = plots.steps({"meta": META, "rows": STEPS}, tmp_path)
-    assert [path.name for path in paths] == ["step.png", "breakdown.png"]
-    assert "48,323 tokens/s 1.33x" in texts["step.png"] and "56.5 GB 2.38x" in texts["step.png"]
-    assert any("1.33x as fast as stock with 0.42x the memory" in text for text in texts["step.png"])
-    assert {"gemm", "norm", "idle"} <= {*texts["breakdown.png"]} and "loss" not in texts["breakdown.png"]
+def test_plots_of_steps():
+    found = texts(STEPS)
+    assert [*found] == ["step", "breakdown"]
+    assert "48,323 tokens/s · 1.33x" in found["step"] and "56.5 GB · 2.38x" in found["step"]
+    assert any("1.33x as fast as stock with 0.42x the memory" in text for text in found["step"])
+    assert {"gemm", "norm", "idle"} <= {*found["breakdown"]} and "loss" not in found["breakdown"]
 
 
-def test_plots_of_lengths_and_batches(texts, tmp_path):
+def test_plots_of_lengths_and_batches():
     """Two lengths are no curve."""
     rows = [
         step(name, 1000.0, n / 1000, batch=1, seq=n, estimated_gb=n / 990)
@@ -185,10 +178,8 @@ def test_plots_of_lengths_and_batches(texts, tmp_path):
         for n in (512, 1024, 2048)
     ]
     batches = [step(name, 1000.0 * n, n, batch=n, seq=64) for name in ("stock", "ours") for n in (1, 2)]
-    paths = plots.steps({"meta": META, "rows": rows + batches}, tmp_path)
-    assert [path.name for path in paths] == ["batches-llama_3.2_1b.png", "lengths-llama_3.2_1b.png"]
-    assert "peak memory a GPU, GB (x: liger fit)" in texts["lengths-llama_3.2_1b.png"]
-    assert plots.length_curves({"meta": META, "rows": rows[:2] + rows[3:5]}, tmp_path) == []
-    assert (
-        plots.operators({"meta": META, "rows": []}, tmp_path) == plots.steps({"meta": META, "rows": []}, tmp_path) == []
-    )
+    found = texts(rows + batches)
+    assert [*found] == ["batches-llama_3.2_1b", "lengths-llama_3.2_1b"]
+    assert "batch 1: peak memory a GPU, GB (x: liger fit)" in found["lengths-llama_3.2_1b"]
+    assert not [*plots.length_curves({"meta": META, "rows": rows[:2] + rows[3:5]})]
+    assert not [*plots.plots_of({"meta": META, "rows": []})]

@@ -12,7 +12,7 @@ import liger_kernel  # noqa: E402  found by the line above
 project = "liger-kernel"
 author = "the authors of liger-kernel"
 release = version = liger_kernel.__version__
-html_title = f"liger-kernel {release}"
+html_title = "liger-kernel"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
 extensions += ["surface", "command_line", "all_rows", "benchmark_plots", "outside"]  # of _ext

@@ -137,7 +137,7 @@ def stroke(points: Iterable[tuple[float, float]], colour: str, width: float, mor
 
 def heading(text: str) -> tuple[list[str], int]:
     lines = textwrap.wrap(text, LETTERS)
-    return [words(0, 13 + 14 * i, line, "head") for i, line in enumerate(lines)], 14 * len(lines) + 4
+    return [words(0, 13 + 14 * i, line, "head") for i, line in enumerate(lines)], 14 * len(lines) + 7
 
 
 def colour_of(variant: str) -> str:
@@ -200,7 +200,7 @@ class Bars:
                 parts.append(stroke(ends, INK, 1))
         height = top + 27 * len(self.pairs)
         floors = range(top, height, 27) if self.floor else ()
-        parts += [box((self.floor or 0) * scale - 0.7, y + 15, 1.4, 11, f'fill="{INK}"') for y in floors]
+        parts += [box((self.floor or 0) * scale - 0.7, y + 16, 1.4, 9, f'fill="{INK}"') for y in floors]
         return "".join(parts), height + 12
 
 

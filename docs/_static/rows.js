@@ -20,15 +20,26 @@ function sortBy(header) {
   body.append(...rows.map(([, row]) => row));
 }
 
+const plain = text => text.toLowerCase().replace(/[\s_.-]/g, "");
+
+// Of one table, or of all tables of a page, whose empty sections are hidden.
 function filterRows(filters) {
-  const table = document.getElementById(filters.dataset.table);
+  const one = document.getElementById(filters.dataset.table);
+  const tables = one ? [one] : Array.from(document.querySelectorAll("article table"));
   const chosen = Array.from(filters.querySelectorAll("select")).filter(select => select.value);
-  const word = filters.querySelector("input").value.trim().toLowerCase();
-  for (const row of table.tBodies[0].rows)
-    row.hidden = !row.textContent.toLowerCase().includes(word)
-      || chosen.some(select => row.cells[Number(select.dataset.column)].textContent !== select.value);
-  const shown = Array.from(table.tBodies[0].rows).filter(row => !row.hidden).length;
-  filters.querySelector("output").textContent = `${shown} of ${table.tBodies[0].rows.length} rows`;
+  const word = plain(filters.querySelector("input").value);
+  let shown = 0, every = 0;
+  for (const table of tables) {
+    const rows = Array.from(table.tBodies[0].rows);
+    for (const row of rows)
+      row.hidden = !plain((one ? row : row.cells[0]).textContent).includes(word)
+        || chosen.some(select => row.cells[Number(select.dataset.column)].textContent !== select.value);
+    const left = rows.filter(row => !row.hidden).length;
+    if (!one) table.closest("section").hidden = !left;
+    shown += left;
+    every += rows.length;
+  }
+  filters.querySelector("output").textContent = `${shown} of ${every} rows`;
 }
 
 document.addEventListener("DOMContentLoaded", () => {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import runpy
 import types
 import warnings
 from pathlib import Path
@@ -516,7 +517,13 @@ def test_the_table_is_that_of_the_installed_transformers(every):
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
 def test_what_is_written_of_families_is_what_would_be_written():
-    assert (Path(__file__).parents[2] / "docs" / "models.md").read_text() == table.document()
+    docs = Path(__file__).parents[2] / "docs"
+    page = runpy.run_path(str(docs / "_ext" / "model_families.py"))
+    assert (docs / "models.md").read_text() == page["document"]()
+    groups = {name: page["group_of"](name) for name in ("llama", "qwen3_vl", "whisper", "bert", "qwen3_next")}
+    assert [*groups.values()] == [*page["GROUPS"]]
+    assert page["marks"](families.FAMILIES["mixtral"]) == {"head", "norms", "experts", "rotary"}
+    assert page["stays_stock"]("falcon").startswith("The MLP has one activation")
     assert families.TABLE.read_text("utf-8") == families.text_of(families.FAMILIES, families.UNVERIFIED)
     assert [*families.FAMILIES] == sorted(families.FAMILIES)
     assert table.STUB.read_text() == table.stub()

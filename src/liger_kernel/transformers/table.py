@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -252,46 +253,6 @@ def check(model_types: Iterable[str] | None = None) -> str:
     return "\n".join(difflib.unified_diff(frozen.splitlines(), fresh.splitlines(), *names, lineterm="", n=0))
 
 
-def document() -> str:
-    """The text of ``docs/models.md``."""
-    lines = [
-        "# Model families",
-        "",
-        f"Written by `liger models --write` from transformers {VERSION}; `liger models MODEL_TYPE` says "
-        f"more. {summary()}.",
-        "",
-        "liger-kernel replaces a part only if its kernel reproduces the part: bit-identical in bf16 on a CPU, or, "
-        "for parts in which Transformers rounds after",
-        "every step and the kernel rounds once (experts, complex rotary embeddings, SwiGLU with a slope, some "
-        "LayerNorms), equal up to that rounding. For",
-        "every family below, one training step of a tiny model (with images where the column says so) gives the loss "
-        "and the gradients of stock Transformers.",
-        "Linear layers with PEFT's adapters run in every family: see [LoRA and QLoRA](guides/lora.md).",
-        "",
-        "| type | head | images | swapped | left alone |",
-        "|---|---|---|---|---|",
-    ]
-    for t, row in FAMILIES.items():
-        head = row.fused or ("fused" if row.heads else "part of others")
-        parts = [f"parts: {', '.join(row.parts)}"] if row.parts else []
-        swapped = "<br>".join([*(f"{name}: {label}" for name, label in row.swapped.items()), *parts])
-        left = "<br>".join(f"{name}: {reason}" for name, reason in row.left_alone.items())
-        lines.append(f"| {t} | {head} | {'yes' if row.images else ''} | {swapped} | {left} |")
-    lines += [
-        "",
-        "## Not verified",
-        "",
-        "No tiny model of these types was trained, for the reason in the table. Their parts are recognised when you "
-        "patch such a model.",
-        "",
-        "| type | why |",
-        "|---|---|",
-    ]
-    lines += [f"| {t} | {reason} |" for t, reason in UNVERIFIED.items()]
-    # Markdown takes two underscores for emphasis
-    return "\n".join(line.replace("_", "\\_") if line.startswith("| ") else line for line in lines) + "\n"
-
-
 def known() -> list[str]:
     """The model types of the frozen table and of the installed transformers."""
     return list(dict.fromkeys((*FAMILIES, *UNVERIFIED, *CONFIG_MAPPING)))
@@ -309,8 +270,8 @@ def write_what_follows() -> None:
     """Write the stub, and in a checkout the page of the families."""
     _exchange(STUB, stub())
     docs = TABLE.parents[4] / "docs"
-    if (docs / "_ext" / "surface.py").is_file():
-        _exchange(docs / "models.md", document())
+    if (maker := docs / "_ext" / "model_families.py").is_file():
+        _exchange(docs / "models.md", runpy.run_path(str(maker))["document"]())
 
 
 def _exchange(path: Path, text: str) -> None:

@@ -1,9 +1,10 @@
 """``.. command:: train``: what ``liger train --help`` says, as tables, from the parser of the
-command itself."""
+command itself. Blocks of commands are highlighted, and wrap, as a shell's."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -75,10 +76,19 @@ def _escaped(text: str) -> str:
     return " ".join("".join(f"\\{c}" if c in "*|`\\" else c for c in text).split())
 
 
+SHELL = re.compile(r"([A-Z_]+=\S+ )*(liger|pip|make|git|python|pytest|docker|helm|kubectl|curl|torchrun) ")
+
+
 def setup(app: Any) -> dict[str, Any]:
+    from docutils import nodes
     from docutils.statemachine import StringList
     from sphinx.util.docutils import SphinxDirective
     from sphinx.util.parsing import nested_parse_to_nodes
+
+    def of_shell(app: Any, document: Any) -> None:
+        for block in document.findall(nodes.literal_block):
+            if SHELL.match(block.astext()):
+                block["language"] = "bash"
 
     class Command(SphinxDirective):
         required_arguments = 1
@@ -88,4 +98,5 @@ def setup(app: Any) -> dict[str, Any]:
             return nested_parse_to_nodes(self.state, StringList(list(lines(self.arguments[0])), "command line"))
 
     app.add_directive("command", Command)
+    app.connect("doctree-read", of_shell)
     return {"parallel_read_safe": True}

@@ -166,7 +166,7 @@ GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "losses.md": of_losses,
     "distributed.md": of_distributed,
     "troubleshooting.md": of_troubleshooting,
-    "training.md": of_training,
+    "liger-train.md": of_training,
 }
 
 

@@ -344,7 +344,8 @@ def run(words: list[str]) -> None:
         return  # a pattern of commands
     if words[0] in PARSED or name in PARSED:
         name = name if name in ("bench step", "bench report") else words[0]
-        command_line.parser_of(name).parse_args(words[len(name.split()) :])
+        parser, given = command_line.parser_of(name), words[len(name.split()) :]
+        parser.parse_args(getattr(parser, "as_ours", list)(given))  # names of other packages are accepted
     elif words[0] == "train":
         from liger_kernel.train.config import from_flags
 

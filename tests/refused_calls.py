@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.ops._core.operator import T
+from liger_kernel.ops.recurrent.cu_seqlens import bounds
 
 _EXPERTS = dict(
     x=T((4, 8)),
@@ -51,6 +52,41 @@ REFUSED = {
         (dict(window=0), "window must be positive or None, got 0"),
         (dict(first=T((1, 4))), "first must be integers of shape (1, 4), got torch.float32 (1, 4)"),
         (dict(valid=T((4,), dtype=torch.bool)), "valid must be bool of shape (1, 4), got torch.bool (4,)"),
+    ),
+    "causal_conv1d": (
+        dict(x=T((1, 4, 8)), w=T((8, 3))),
+        (dict(x=T((4, 8))), "x must be floating point of shape (B, T, D), got torch.float32 (4, 8)"),
+        (dict(w=T((8, 5))), "w must be floating point of shape (8, W), W one of (2, 3, 4), got torch.float32 (8, 5)"),
+        (dict(act="gelu"), "act must be 'silu' or None, got 'gelu'"),
+        (dict(bias=T((4,))), "bias must be floating point of shape (8,), got torch.float32 (4,)"),
+        (dict(after=T((1, 3, 8))), "after must be floating point of shape (1, 4, 8), got torch.float32 (1, 3, 8)"),
+        (
+            dict(initial_state=T((1, 8, 3))),
+            "initial_state must be floating point of shape (1, 8, 2), got torch.float32 (1, 8, 3)",
+        ),
+        (dict(x=T((2, 4, 8)), cu_seqlens=bounds(0, 4)), "x must have one row if cu_seqlens is given, got 2"),
+        (
+            dict(cu_seqlens=T((2,))),
+            "cu_seqlens must be int32 or int64 of shape (documents + 1,), got torch.float32 (2,)",
+        ),
+    ),
+    "gated_delta_rule": (
+        dict(q=T((1, 4, 2, 16)), k=T((1, 4, 2, 16)), v=T((1, 4, 4, 16)), g=T((1, 4, 4)), beta=T((1, 4, 4))),
+        (dict(q=T((4, 2, 16))), "q must be floating point of shape (B, T, HK, DK), got torch.float32 (4, 2, 16)"),
+        (
+            dict(k=T((1, 4, 1, 16))),
+            "k must have q's shape and dtype, (1, 4, 2, 16) torch.float32, got (1, 4, 1, 16) torch.float32",
+        ),
+        (
+            dict(v=T((1, 3, 4, 16))),
+            "v must have shape (1, 4, HV, DV) and dtype torch.float32, got torch.float32 (1, 3, 4, 16)",
+        ),
+        (dict(v=T((1, 4, 3, 16))), "v must have a multiple of q's 2 heads, got 3"),
+        (dict(g=T((1, 4, 2))), "g must be floating point of shape (1, 4, 4), got torch.float32 (1, 4, 2)"),
+        (
+            dict(initial_state=T((1, 4, 16, 8))),
+            "initial_state must be floating point of shape (1, 4, 16, 16), got torch.float32 (1, 4, 16, 8)",
+        ),
     ),
     "embedding": (
         dict(index=T((4,), dtype=torch.int64), w=T((5, 8))),

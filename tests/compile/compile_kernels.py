@@ -286,6 +286,9 @@ def rows(target: str, variants: str, table: dict[tuple[str, ...], dict]) -> list
                 try:
                     compiled = kernel.warmup(*args, grid=(1,), **meta)
                     row |= resources(compiled)
+                    # Triton's code then is a trap, which needs four registers
+                    if (tensor_memory := getattr(compiled.metadata, "tmem_size", None) or 0) > 512:
+                        row["error"] = f"{tensor_memory} columns of tensor memory, of which there are 512"
                     if shared_bytes(compiled):
                         row["error"] = "the second byte of a conversion to FP8 is used alone"
                 except Exception as error:  # reported with the others rather than one at a time

@@ -36,6 +36,9 @@ SHARED = {
 # few values in some variants, to fit another program on
 # a processor; which ones differs from release to release.
 SPILLS = 48
+# What kernels may spill that no GPU has measured yet: addresses before a loop; in all variants (fp32, heads of 256
+# columns, sm80, sm100) more
+UNTUNED = {"recurrent.delta_kernels": (128, 2048)}
 
 
 def launched_kernels() -> set[str]:
@@ -76,15 +79,22 @@ def found(target: str, variants: str, env: dict[str, str], report: Path) -> list
     rows = json.loads(report.read_text())
     failed = [f"{r['kernel']} {r['dtypes']} {r['meta']}: {r['error']}" for r in rows if "error" in r]
     assert not failed, "\n".join(failed)
-    limits = {"spills": SPILLS, "shared": SHARED[target], "threads": 1024}
+    limits = {"shared": SHARED[target], "threads": 1024}
     broken = [
         f"{r['kernel']} {r['dtypes']} {r['meta']} has {r[k]} {k}"
         for r in rows
-        for k, limit in limits.items()
-        if r[k] > (0 if k == "spills" and is_own(r["kernel"]) else limit)
+        for k, limit in (limits | {"spills": spills(r["kernel"], variants)}).items()
+        if r[k] > limit
     ]
     assert not broken, "\n".join(broken)
     return rows
+
+
+def spills(kernel: str, variants: str) -> int:
+    """The bytes that a kernel may spill."""
+    if is_own(kernel):
+        return 0
+    return UNTUNED.get(kernel.rpartition(".")[0], (SPILLS, SPILLS))[variants == "all"]
 
 
 def is_own(kernel: str) -> bool:

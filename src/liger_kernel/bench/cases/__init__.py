@@ -12,12 +12,13 @@ from liger_kernel.bench.cases.divergence import DIVERGENCES
 from liger_kernel.bench.cases.losses import LOSSES
 from liger_kernel.bench.cases.norms import NORMS
 from liger_kernel.bench.cases.projections import PROJECTIONS
+from liger_kernel.bench.cases.recurrent import RECURRENT
 from liger_kernel.bench.cases.residual import RESIDUALS
 from liger_kernel.bench.cases.rotary import ROTARY
 from liger_kernel.bench.measured import Measured, MeasuredOp
 from liger_kernel.ops import OPS as DECLARED
 
-_MEASURED = ACTIVATIONS | ATTENTION | DIVERGENCES | LOSSES | NORMS | PROJECTIONS | RESIDUALS | ROTARY
+_MEASURED = ACTIVATIONS | ATTENTION | DIVERGENCES | LOSSES | NORMS | PROJECTIONS | RECURRENT | RESIDUALS | ROTARY
 
 
 def import_others() -> None:

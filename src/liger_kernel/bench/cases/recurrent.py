@@ -1,0 +1,46 @@
+"""Benchmark cases of ``ops/recurrent``."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.bench.measured import Measured, Passing, real, timed
+from liger_kernel.ops.recurrent.causal_conv1d import _gates as gates
+from liger_kernel.ops.recurrent.causal_conv1d import _tensors as channels
+from liger_kernel.ops.recurrent.gated_delta_rule import _states_of as states
+from liger_kernel.ops.recurrent.gated_delta_rule import _tensors as heads
+
+
+def _causal_conv1d_torch(x: Tensor, w: Tensor, act: str | None):
+    """As Transformers does without other packages."""
+    y = F.conv1d(x.transpose(1, 2), w[:, None], padding=w.shape[1] - 1, groups=w.shape[0])[..., : x.shape[1]]
+    return (F.silu(y) if act else y).transpose(1, 2), None
+
+
+def _gated_delta_rule_torch(q, k, v, g, beta, qk_l2norm):
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
+    return torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)
+
+
+RECURRENT = {
+    "causal_conv1d": Measured(
+        cases=[
+            real("qwen3-next", **channels(4, 2048, 8192), act="silu"),
+            real("lfm2", **channels(4, 2048, 2048, W=3), **gates(4, 2048, 2048)),
+            timed("qwen3-next-long", **channels(1, 32768, 8192), act="silu"),
+        ],
+        rivals={"torch": Passing(_causal_conv1d_torch, "x w act")},
+    ),
+    "gated_delta_rule": Measured(
+        cases=[
+            real("qwen3-next", **heads(4, 2048, 16, 32, 128, 128)),
+            real("states", **heads(2, 1024, 16, 32, 128, 128), **states(2, 32, 128, 128)),
+            timed("qwen3-next-8k", **heads(1, 8192, 16, 32, 128, 128)),
+            timed("qwen3-next-32k", **heads(1, 32768, 16, 32, 128, 128)),
+        ],
+        rivals={"torch": Passing(_gated_delta_rule_torch, "q k v g beta qk_l2norm")},
+    ),
+}

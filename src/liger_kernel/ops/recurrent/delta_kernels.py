@@ -1,0 +1,517 @@
+"""The kernels of ``gated_delta_rule``, whose docstring has the formulas and the letters.
+
+``_chunks`` says which tokens each chunk has, ``_prepare`` computes Q and P of all chunks at once,
+``_states`` goes through the chunks of a document with a slice of the state in registers, and
+``_outputs`` computes o of all chunks at once. In the backward, ``_dstates`` goes back with the
+gradient of the state; ``_queries`` and ``_keys`` compute the other gradients of all chunks at once.
+
+- Norms, decays and the scale of q are factors of rows, which multiply results in fp32: products
+  have the raw q and k as operands, and no copy of these exists.
+- States and their gradients lie transposed, values by keys: then each product of the two loops over
+  chunks has as its left side what the product before it left in registers.
+- A program of a kernel of all chunks has one head of keys and every head of values that shares it:
+  nothing is added up in memory, and equal inputs give equal bits.
+- With ``SPLIT``, of 16-bit data, the operands P, Q, y, d and N of products come in two parts, high
+  and low, each with the bits of the dtype. Where keys are nearly equal, sums of d almost cancel,
+  and o, dq, dv and dbeta would have up to 7 times the error of products in fp32.
+- The diagonal of W cancels and is left out, and what leaves a chunk is a sum over the tokens
+  before, so that dg has no difference of large sums.
+"""
+
+from __future__ import annotations
+
+from liger_kernel.ops._core.tl import jit, tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+EPS = tl.constexpr(1e-6)
+# for each chunk and head of values, C numbers each: the factors of rows of raw k before and behind
+# the state and of raw q, beta, and the running sum of g in units of log 2
+KIN, KOUT, QIN, BETA, GATE = (tl.constexpr(i) for i in range(5))
+VECTORS = tl.constexpr(5)
+ALL = tl.constexpr(2147483647)
+
+
+@jit
+def _chunks(documents_ptr, chunks_ptr, cu_ptr, T, M, tokens, C: tl.constexpr, BLOCK: tl.constexpr):
+    """For each document its first token and its first chunk; for each of ``M`` chunks its first
+    token and its length, zero for chunks that nobody needs. One program for each document, and one
+    for what follows the last."""
+    document = tl.program_id(0)
+    last = tl.num_programs(0) - 1
+    i = tl.arange(0, BLOCK)
+    if cu_ptr is None:
+        begin, end = document * T, document * T + T
+        first = document * tl.cdiv(T, C)
+    else:
+        # bounds that are wrong lead to wrong results, but to no token that does not exist
+        begin = tl.minimum(tl.maximum(tl.load(cu_ptr + document), 0), tokens).to(tl.int32)
+        end = tl.load(cu_ptr + document + 1, mask=document < last, other=0)
+        end = tl.minimum(tl.maximum(end, 0), tokens).to(tl.int32)
+        chunks = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, document, BLOCK):
+            before = start + i < document
+            left = tl.load(cu_ptr + start + i, mask=before, other=0)
+            right = tl.load(cu_ptr + start + i + 1, mask=before, other=0)
+            left, right = tl.minimum(tl.maximum(left, 0), tokens), tl.minimum(tl.maximum(right, 0), tokens)
+            chunks += (tl.maximum(right - left + (C - 1), 0) // C).to(tl.int32)
+        first = tl.minimum(tl.sum(chunks, 0), M)
+    tl.store(documents_ptr + 2 * document, begin)
+    tl.store(documents_ptr + 2 * document + 1, first)
+    if document < last:
+        for token0 in range(begin, end, BLOCK * C):
+            at = first + (token0 - begin) // C + i
+            token = token0 + i * C
+            mask = (token < end) & (at < M)
+            tl.store(chunks_ptr + 2 * at, token, mask=mask)
+            tl.store(chunks_ptr + 2 * at + 1, tl.minimum(end - token, C), mask=mask)
+    else:
+        for unused in range(first, M, BLOCK):
+            tl.store(chunks_ptr + 2 * (unused + i) + 1, i * 0, mask=unused + i < M)
+
+
+@jit
+def _tile(
+    x, row, group, col, end, stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile of a tensor (rows, groups, WIDTH), zero beyond ``WIDTH`` and from row ``end`` on. By
+    TMA, such a row may be another document's: whoever reads it multiplies it by zero."""
+    if TMA:
+        found = x.load([row, group, col]).reshape(ROWS, COLS)
+    else:
+        r = row + tl.arange(0, ROWS)
+        c = col + tl.arange(0, COLS)
+        mask = (r < end)[:, None]
+        if WIDTH % COLS != 0:
+            mask = mask & (c < WIDTH)[None, :]
+        found = tl.load(x + r.to(tl.int64)[:, None] * stride + (group * WIDTH + c)[None, :], mask=mask, other=0.0)
+    return found
+
+
+@jit
+def _whole(
+    x, row, group, end, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """All columns of a tile, zero from row ``end`` on in any case."""
+    found = _tile(x, row, group, 0, end, stride, WIDTH, ROWS, COLS, TMA)
+    if TMA:
+        found = tl.where((row + tl.arange(0, ROWS) < end)[:, None], found, 0.0)
+    return found
+
+
+@jit
+def _put(x, row, values, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """Store a tile of whole rows of a tensor (rows, 1, WIDTH)."""
+    if TMA:
+        x.store([row, 0, 0], values.reshape(ROWS, 1, COLS))
+    else:
+        c = tl.arange(0, COLS)
+        at = x + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * WIDTH + c[None, :]
+        tl.store(at, values, mask=(c < WIDTH)[None, :])
+
+
+@jit
+def _split(x, DT: tl.constexpr):
+    """x in fp32 as a sum of two parts."""
+    high = x.to(DT)
+    return high, (x - high.to(tl.float32)).to(DT)
+
+
+@jit
+def _product(a, a_low, b, b_low, total, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b, of both in two parts if ``SPLIT``."""
+    total = tl.dot(a, b, total, input_precision=PRECISION)
+    if SPLIT:
+        total = tl.dot(a_low, b, total, input_precision=PRECISION)
+        total = tl.dot(a, b_low, total, input_precision=PRECISION)
+    return total
+
+
+@jit
+def _square(x, at, SPLIT: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
+    """The matrix of a chunk and head: its two parts, or itself twice."""
+    high = _tile(x, at * ((1 + SPLIT) * C), 0, 0, ALL, C, C, C, C, TMA)
+    low = high
+    if SPLIT:
+        low = _tile(x, at * (2 * C) + C, 0, 0, ALL, C, C, C, C, TMA)
+    return high, low
+
+
+@jit
+def _put_square(ptr, at, x, SPLIT: tl.constexpr, C: tl.constexpr):
+    i = tl.arange(0, C)
+    places = ptr + at * ((1 + SPLIT) * C * C) + i[:, None] * C + i[None, :]
+    high, low = _split(x, ptr.dtype.element_ty)
+    tl.store(places, high)
+    if SPLIT:
+        tl.store(places + C * C, low)
+
+
+@jit
+def _lower_solve(L, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L beta)^-1 L of a strictly lower triangular L: row by row in the blocks of 16 on the
+    diagonal, all side by side, then by blocks.
+
+    With D the inverses of the diagonal blocks, Y = D L, and N what Y beta has below these blocks,
+    Q = Y - N Q, which as many steps as there are blocks solve exactly. A series of the whole would
+    have terms up to 1e18 where keys are equal.
+    """
+    B: tl.constexpr = C // 16
+    block = tl.arange(0, B)
+    r = tl.arange(0, 16)
+    i = tl.arange(0, C)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    A = tl.reshape(L * beta[None, :], (B, 16, B, 16))
+    A = tl.sum(tl.where(same, A, 0.0), 2)
+    A = tl.trans(A, (0, 2, 1))
+    X = tl.where(r[None, :, None] == r[None, None, :], 1.0, 0.0) + tl.zeros((B, 16, 16), tl.float32)
+    for n in tl.static_range(1, 16):
+        a = tl.sum(tl.where(r[None, None, :] == n, A, 0.0), 2)
+        s = tl.sum(a[:, :, None] * X, 1)
+        X = tl.where(r[None, :, None] == n, X - s[:, None, :], X)
+    D = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (C, C))
+    Y = tl.dot(D, L, input_precision=PRECISION)
+    N = tl.where(i[:, None] // 16 > i[None, :] // 16, Y, 0.0) * beta[None, :]
+    Q = Y
+    for _ in tl.static_range(B - 1):
+        Q = Y - tl.dot(N, Q, input_precision=PRECISION)
+    return Q
+
+
+@jit
+def _decays(G, C: tl.constexpr):
+    """E: the decay between a token and those before it, zero where these are behind it."""
+    i = tl.arange(0, C)
+    return tl.exp2(tl.where(i[:, None] >= i[None, :], G[:, None] - G[None, :], -float("inf")))
+
+
+@jit
+def _prepare(
+    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr, Q_ptr, P_ptr, vec_ptr, norm_ptr, sq, sk, HK, scale,
+    GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    PRECISION: tl.constexpr, SOLVE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One chunk and one head of keys: Q, P, and the factors of rows."""
+    n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
+    length = tl.load(chunks_ptr + 2 * n + 1)
+    if length > 0:
+        DT: tl.constexpr = q_ptr.dtype.element_ty
+        # the least beta whose product with a difference of values has the bits of q's dtype
+        TINY: tl.constexpr = 2.0**-14 if tl.float16 == DT else 2.0**-80
+        i = tl.arange(0, C)
+        row = tl.load(chunks_ptr + 2 * n)
+        t = row.to(tl.int64) + i
+        live = i < length
+        k = _tile(k_ptr, row, hk, 0, row + length, sk, DK, C, BLOCK_K, False)
+        q = _tile(q_ptr, row, hk, 0, row + length, sq, DK, C, BLOCK_K, False)
+        rk = tl.full((C,), 1.0, tl.float32)
+        rq = tl.full((C,), 1.0, tl.float32)
+        if NORM:
+            rk = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
+            rq = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS)
+        norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
+        scale = tl.cast(scale, tl.float32)
+        tl.store(norms, rq)
+        tl.store(norms + C, rk)
+        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * rk[:, None] * rk[None, :]
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
+        for h in range(GROUP):
+            hv = hk * GROUP + h
+            g = tl.load(g_ptr + t * (HK * GROUP) + hv, mask=live, other=0.0).to(tl.float32)
+            beta = tl.load(beta_ptr + t * (HK * GROUP) + hv, mask=live, other=0.0).to(tl.float32)
+            # so that e = d / beta
+            beta = tl.where(tl.abs(beta) < TINY, TINY, beta)
+            G = tl.cumsum(g, 0) * LOG2E
+            # the decay behind the last token, as exactly as that of the last token itself
+            end = tl.sum(tl.where(i == C - 1, G, 0.0), 0)
+            at = n.to(tl.int64) * (HK * GROUP) + hv
+            vec = vec_ptr + at * (VECTORS * C) + i
+            tl.store(vec + KIN * C, tl.where(live, rk * tl.exp2(G), 0.0))
+            tl.store(vec + KOUT * C, tl.where(live, rk * tl.exp2(end - G), 0.0))
+            tl.store(vec + QIN * C, tl.where(live, rq * scale * tl.exp2(G), 0.0))
+            tl.store(vec + BETA * C, beta)
+            tl.store(vec + GATE * C, G)
+            E = _decays(G, C)
+            _put_square(P_ptr, at, qk * E, SPLIT, C)
+            Q = _lower_solve(tl.where(i[:, None] > i[None, :], kk * E, 0.0), beta, C, SOLVE)
+            _put_square(Q_ptr, at, Q, SPLIT, C)
+
+
+@jit
+def _states(
+    vec_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr, sk, sv, HV,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some values of one head of one document, chunk after chunk."""
+    DT: tl.constexpr = d_ptr.dtype.element_ty
+    slices: tl.constexpr = DV // BLOCK_V
+    pid = tl.program_id(0)
+    document, hv = pid // (HV * slices), pid // slices % HV
+    i = tl.arange(0, C)
+    col = tl.arange(0, BLOCK_K)
+    v0 = pid % slices * BLOCK_V
+    vcol = v0 + tl.arange(0, BLOCK_V)
+    begin, end = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 2)
+    first, stop = tl.load(documents_ptr + 2 * document + 1), tl.load(documents_ptr + 2 * document + 3)
+    known = (col < DK)[None, :]
+    state = (document.to(tl.int64) * HV + hv) * (DK * DV) + col[None, :] * DV + vcol[:, None]
+    S = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    if h0_ptr is not None:
+        S += tl.load(h0_ptr + state, mask=known, other=0.0).to(tl.float32)
+    for n in tl.range(first, stop, num_stages=STAGES):
+        row = begin + (n - first) * C
+        at = n.to(tl.int64) * HV + hv
+        k = _tile(k_ptr, row, hv // GROUP, 0, end, sk, DK, C, BLOCK_K, TMA)
+        v = _tile(v_ptr, row, hv, v0, end, sv, DV, C, BLOCK_V, TMA)
+        Q, Q_low = _square(Q_ptr, n * HV + hv, SPLIT, C, TMA)
+        vec = vec_ptr + at * (VECTORS * C)
+        kin, kout = tl.load(vec + KIN * C + i), tl.load(vec + KOUT * C + i)
+        beta = tl.load(vec + BETA * C + i)
+        last = tl.load(vec + GATE * C + C - 1)
+        S16 = S.to(DT)
+        _put(S_ptr, (n * HV + hv) * DV + v0, S16, DK, BLOCK_V, BLOCK_K, TMA)
+        y = tl.trans(v).to(tl.float32) - tl.dot(S16, tl.trans(k), input_precision=PRECISION) * kin[None, :]
+        high, low = _split(y * -beta[None, :], DT)
+        d = _product(high, low, tl.trans(Q), tl.trans(Q_low), y, SPLIT, PRECISION) * beta[None, :]
+        S = tl.dot((d * kout[None, :]).to(DT), k, S * tl.exp2(last), input_precision=PRECISION)
+        out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
+        high, low = _split(tl.trans(d), DT)
+        tl.store(d_ptr + out, high, mask=(row + i < end)[:, None])
+        if SPLIT:
+            tl.store(d_low_ptr + out, low, mask=(row + i < end)[:, None])
+    if ht_ptr is not None:
+        tl.store(ht_ptr + state, S.to(ht_ptr.dtype.element_ty), mask=known)
+
+
+@jit
+def _outputs(
+    vec_ptr, q_ptr, P_ptr, S_ptr, d_ptr, d_low_ptr, chunks_ptr, o_ptr, sq, HV,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """o = e^G q S + P d of one chunk and some values of one head."""
+    slices: tl.constexpr = DV // BLOCK_V
+    pid = tl.program_id(0)
+    n, hv = pid // (HV * slices), pid // slices % HV
+    length = tl.load(chunks_ptr + 2 * n + 1)
+    if length > 0:
+        i = tl.arange(0, C)
+        v0 = pid % slices * BLOCK_V
+        row = tl.load(chunks_ptr + 2 * n)
+        end = row + length
+        at = n.to(tl.int64) * HV + hv
+        q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, False)
+        S = _tile(S_ptr, (n * HV + hv) * DV + v0, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, False)
+        P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, False)
+        d = _tile(d_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
+        d_low = d
+        if SPLIT:
+            d_low = _tile(d_low_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
+        qin = tl.load(vec_ptr + at * (VECTORS * C) + QIN * C + i)
+        o = tl.dot(q, tl.trans(S), input_precision=PRECISION) * qin[:, None]
+        o = _product(P, P_low, d, d_low, o, SPLIT, PRECISION)
+        out = (row + i).to(tl.int64)[:, None] * (HV * DV) + (hv * DV + v0 + tl.arange(0, BLOCK_V))[None, :]
+        tl.store(o_ptr + out, o.to(o_ptr.dtype.element_ty), mask=(i < length)[:, None])
+
+
+@jit
+def _dstates(
+    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, dht_ptr, dv_ptr, dbeta_ptr, dS_ptr, dh0_ptr,
+    sq, sk, sdo, HV,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same values, from the last chunk to the first: dv, a part of dbeta, and for each chunk
+    the gradient of the state behind it."""
+    DT: tl.constexpr = dv_ptr.dtype.element_ty
+    slices: tl.constexpr = DV // BLOCK_V
+    pid = tl.program_id(0)
+    document, hv = pid // (HV * slices), pid // slices % HV
+    i = tl.arange(0, C)
+    col = tl.arange(0, BLOCK_K)
+    v0 = pid % slices * BLOCK_V
+    vcol = v0 + tl.arange(0, BLOCK_V)
+    begin, end = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 2)
+    first, stop = tl.load(documents_ptr + 2 * document + 1), tl.load(documents_ptr + 2 * document + 3)
+    known = (col < DK)[None, :]
+    state = (document.to(tl.int64) * HV + hv) * (DK * DV) + col[None, :] * DV + vcol[:, None]
+    dS = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    if dht_ptr is not None:
+        dS += tl.load(dht_ptr + state, mask=known, other=0.0).to(tl.float32)
+    for m in tl.range(0, stop - first, num_stages=STAGES):
+        n = stop - 1 - m
+        row = begin + (n - first) * C
+        at = n.to(tl.int64) * HV + hv
+        k = _tile(k_ptr, row, hv // GROUP, 0, end, sk, DK, C, BLOCK_K, TMA)
+        q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, TMA)
+        do = _tile(do_ptr, row, hv, v0, end, sdo, DV, C, BLOCK_V, TMA)
+        d = _tile(d_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, TMA)
+        P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, TMA)
+        Q, Q_low = _square(Q_ptr, n * HV + hv, SPLIT, C, TMA)
+        vec = vec_ptr + at * (VECTORS * C)
+        kin, kout, qin = tl.load(vec + KIN * C + i), tl.load(vec + KOUT * C + i), tl.load(vec + QIN * C + i)
+        beta = tl.load(vec + BETA * C + i)
+        last = tl.load(vec + GATE * C + C - 1)
+        dS16 = dS.to(DT)
+        _put(dS_ptr, (n * HV + hv) * DV + v0, dS16, DK, BLOCK_V, BLOCK_K, TMA)
+        dd = tl.dot(dS16, tl.trans(k), input_precision=PRECISION) * kout[None, :]
+        dd = tl.dot(tl.trans(do), P, dd, input_precision=PRECISION)
+        if SPLIT:
+            dd = tl.dot(tl.trans(do), P_low, dd, input_precision=PRECISION)
+        high, low = _split(dd * -beta[None, :], DT)
+        x = _product(high, low, Q, Q_low, dd, SPLIT, PRECISION)
+        part = tl.sum(x * tl.trans(d).to(tl.float32), 0) / beta
+        tl.store(dbeta_ptr + (at * slices + pid % slices) * C + i, part)
+        z = x * beta[None, :]
+        out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
+        tl.store(dv_ptr + out, tl.trans(z.to(DT)), mask=(row + i < end)[:, None])
+        dS *= tl.exp2(last)
+        dS = tl.dot((tl.trans(do).to(tl.float32) * qin[None, :]).to(DT), q, dS, input_precision=PRECISION)
+        dS = tl.dot((z * -kin[None, :]).to(DT), k, dS, input_precision=PRECISION)
+    if dh0_ptr is not None:
+        tl.store(dh0_ptr + state, dS.to(dh0_ptr.dtype.element_ty), mask=known)
+
+
+@jit
+def _of_normalised(dx, x, r, NORM: tl.constexpr):
+    """The gradient of x, from that of its rows times r, their inverse norms."""
+    if NORM:
+        unit = x.to(tl.float32) * r[:, None]
+        dx = (dx - unit * tl.sum(dx * unit, 1)[:, None]) * r[:, None]
+    return dx
+
+
+@jit
+def _queries(
+    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, d_low_ptr, S_ptr, norm_ptr, chunks_ptr, dq_ptr, rows_ptr, N_ptr,
+    sq, sk, sdo, HK, scale,
+    GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One chunk and one head of keys: dq, the part of dg that comes through q, and for ``_keys``
+    the operand N with the norms of q."""
+    n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
+    length = tl.load(chunks_ptr + 2 * n + 1)
+    if length > 0:
+        DT: tl.constexpr = dq_ptr.dtype.element_ty
+        HV = HK * GROUP
+        i = tl.arange(0, C)
+        row = tl.load(chunks_ptr + 2 * n)
+        end = row + length
+        norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
+        rq, rk = tl.load(norms), tl.load(norms + C)
+        scale = tl.cast(scale, tl.float32)
+        q = _whole(q_ptr, row, hk, end, sq, DK, C, BLOCK_K, TMA)
+        k = _whole(k_ptr, row, hk, end, sk, DK, C, BLOCK_K, TMA)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
+        dq = tl.zeros((C, BLOCK_K), tl.float32)
+        for h in range(GROUP):
+            hv = hk * GROUP + h
+            at = n.to(tl.int64) * HV + hv
+            G = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + i)
+            N = tl.zeros((C, C), tl.float32)
+            from_S = tl.zeros((C, BLOCK_K), tl.float32)
+            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+                do = _tile(do_ptr, row, hv, start, end, sdo, DV, C, BLOCK_V, TMA)
+                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                S = _tile(S_ptr, (n * HV + hv) * DV + start, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, TMA)
+                N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
+                if SPLIT:
+                    low = _tile(d_low_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                    N = tl.dot(do, tl.trans(low), N, input_precision=PRECISION)
+                from_S = tl.dot(do, S, from_S, input_precision=PRECISION)
+            from_S *= (tl.exp2(G) * scale)[:, None]
+            dq += from_S
+            inner = tl.sum(from_S * q.to(tl.float32), 1) * rq
+            N *= _decays(G, C)
+            tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
+            W = tl.where(i[:, None] > i[None, :], N * qk, 0.0)
+            tl.store(rows_ptr + at * C + i, inner + tl.sum(W, 1) - tl.sum(W, 0))
+            # a product whose sum goes into another product would be spread over other warps
+            high, low = _split(N * rk[None, :], DT)
+            through_k = tl.dot(high, k, input_precision=PRECISION)
+            if SPLIT:
+                through_k = tl.dot(low, k, through_k, input_precision=PRECISION)
+            dq += through_k * scale
+        dq = _of_normalised(dq, q, rq, NORM)
+        col = tl.arange(0, BLOCK_K)
+        out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
+        tl.store(dq_ptr + out, dq.to(DT), mask=(i < length)[:, None] & (col < DK)[None, :])
+
+
+@jit
+def _keys(
+    vec_ptr, q_ptr, k_ptr, z_ptr, d_ptr, d_low_ptr, S_ptr, dS_ptr, norm_ptr, rows_ptr, N_ptr, part_ptr, chunks_ptr,
+    dk_ptr, dg_ptr, dbeta_ptr, sq, sk, HK, scale,
+    GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, C: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One chunk and one head of keys: dk, and of each head of values dg and dbeta."""
+    n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
+    length = tl.load(chunks_ptr + 2 * n + 1)
+    if length > 0:
+        DT: tl.constexpr = dk_ptr.dtype.element_ty
+        HV = HK * GROUP
+        i = tl.arange(0, C)
+        row = tl.load(chunks_ptr + 2 * n)
+        end = row + length
+        live = i < length
+        t = row.to(tl.int64) + i
+        below = i[:, None] > i[None, :]
+        norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
+        rk = tl.load(norms + C)
+        dk = tl.zeros((C, BLOCK_K), tl.float32)
+        for h in range(GROUP):
+            hv = hk * GROUP + h
+            at = n.to(tl.int64) * HV + hv
+            G = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + i)
+            last = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + C - 1)
+            k = _whole(k_ptr, row, hk, end, sk, DK, C, BLOCK_K, TMA)
+            M = tl.zeros((C, C), tl.float32)
+            inner = tl.zeros((C,), tl.float32)
+            outer = tl.zeros((C,), tl.float32)
+            carried = tl.zeros((BLOCK_K,), tl.float32)
+            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+                z = _tile(z_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                S = _tile(S_ptr, (n * HV + hv) * DV + start, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, TMA)
+                dS = _tile(dS_ptr, (n * HV + hv) * DV + start, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, TMA)
+                M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
+                if SPLIT:
+                    low = _tile(d_low_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                    M = tl.dot(z, tl.trans(low), M, input_precision=PRECISION)
+                # each product is added to dk at once: their own sums would not fit into registers
+                part = tl.dot(z, S, input_precision=PRECISION) * -tl.exp2(G)[:, None]
+                inner += tl.sum(part * k.to(tl.float32), 1)
+                dk += part
+                part = tl.dot(d, dS, input_precision=PRECISION)
+                if SPLIT:
+                    part = tl.dot(low, dS, part, input_precision=PRECISION)
+                part *= tl.exp2(last - G)[:, None]
+                outer += tl.sum(part * k.to(tl.float32), 1)
+                dk += part
+                carried += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+            M = tl.where(below, -M * _decays(G, C), 0.0)
+            W = M * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
+            rows = tl.load(rows_ptr + at * C + i) + inner * rk + tl.sum(W, 1) - tl.sum(W, 0)
+            outer *= rk
+            dg = tl.cumsum(rows, 0, reverse=True) + (tl.cumsum(outer, 0) - outer) + tl.sum(carried, 0) * tl.exp2(last)
+            tl.store(dg_ptr + t * HV + hv, dg.to(dg_ptr.dtype.element_ty), mask=live)
+            dbeta = tl.zeros((C,), tl.float32)
+            for slice in tl.static_range(SLICES):
+                dbeta += tl.load(part_ptr + (at * SLICES + slice) * C + i)
+            tl.store(dbeta_ptr + t * HV + hv, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
+            # one of the two is zero
+            both = (M * rk[None, :]).to(DT) + tl.trans((M * rk[:, None]).to(DT))
+            dk += tl.dot(both, k, input_precision=PRECISION)
+            q = _whole(q_ptr, row, hk, end, sq, DK, C, BLOCK_K, TMA)
+            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, TMA)
+            # the factor keeps this product apart: one whose sum goes into another product would be
+            # spread over other warps
+            dk += tl.dot(tl.trans(N), q, input_precision=PRECISION) * tl.cast(scale, tl.float32)
+        dk = _of_normalised(dk, _whole(k_ptr, row, hk, end, sk, DK, C, BLOCK_K, TMA), rk, NORM)
+        col = tl.arange(0, BLOCK_K)
+        out = t[:, None] * (HK * DK) + (hk * DK + col)[None, :]
+        tl.store(dk_ptr + out, dk.to(DT), mask=live[:, None] & (col < DK)[None, :])

@@ -1,0 +1,384 @@
+"""The gated delta rule (Yang et al., arXiv:2406.06484, arXiv:2412.06464; Qwen3-Next, OLMo-hybrid): a
+layer that remembers values by keys,
+
+    S_t = e^g_t S_{t-1} + beta_t k_t (v_t - e^g_t S_{t-1}^T k_t)^T,      o_t = scale S_t^T q_t.
+
+Shapes: q, k (B, T, HK, DK), v, o (B, T, HV, DV), g, beta (B, T, HV), states (documents, HV, DK,
+DV). Each head of keys and queries belongs to HV / HK successive heads of values.
+
+The reference goes from token to token. The kernels go from chunk to chunk of C tokens: with G the
+running sum of g in a chunk, E_ij = e^(G_i - G_j) for i >= j, G_C the last of G, q with its scale,
+and S the state before the chunk,
+
+    L = (k k^T E) below the diagonal,  P = (q k^T E) on it and below,  y = v - e^G k S
+    e = y - L beta e,  so  e = y - Q beta y,  Q = (I + L beta)^-1 L
+    d = beta e,   o = e^G q S + P d,   S' = e^G_C S + (e^(G_C - G) k)^T d
+
+e is by how much a value differs from what is remembered. The identity in the inverse is not a part
+of Q, so only a correction is rounded. The same Q serves the backward, with dS' the gradient of S':
+
+    dd = P^T do + e^(G_C - G) k dS',   x = dd - Q^T beta dd,   z = beta x
+    dv = z,   dbeta = <x, e>,   dS = e^G_C dS' + (e^G q)^T do - (e^G k)^T z
+    N = (do d^T E) on the diagonal and below,   M = (-z d^T E) below,   W = N (q k^T) + M (k k^T)
+    dq = e^G do S^T + N k,   dk = -e^G z S^T + e^(G_C - G) d dS'^T + (M + M^T) k + N^T q
+    dg_t = sum_{i>=t} (<q_i, e^G do S^T> - <k_i, e^G z S^T> + sum_j (W_ij - W_ji))
+           + sum_{j<t} <k_j, e^(G_C - G) d dS'^T> + e^G_C <S, dS'>
+
+Memory: the backward needs Q and P, d, and the state before each chunk, 4 C + 2 DV + DK DV / C
+numbers for each token and head of values, or with ``recompute`` nothing but the inputs. Products
+have operands of q's dtype and sums in fp32: in 16 bits, dg and states in fp32 are as exact as that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core.operator import (
+    descriptor,
+    intercepted,
+    launch,
+    launcher,
+    once_differentiable,
+    shaped,
+    use_kernels,
+)
+from liger_kernel.ops._core.tl import cdiv, next_power_of_2
+from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, places
+from liger_kernel.ops.recurrent.delta_kernels import _chunks, _dstates, _keys, _outputs, _prepare, _queries, _states
+
+# heads that kernels have registers for; the reference computes others
+MAX_D = 256
+
+
+def reference(
+    q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm, **how
+):  # fmt: skip
+    (B, length, HV, DV), DK, given, dtype = v.shape, q.shape[-1], q.dtype, acc(q.dtype)
+    q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
+    if qk_l2norm:
+        q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+    q = q * (max(DK, 1) ** -0.5 if scale is None else scale)
+    q, k = (t.repeat_interleave(HV // max(t.shape[2], 1), 2) for t in (q, k))
+    document, first = places(B, length, cu_seqlens, q.device)
+    documents = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = v.new_zeros(documents, HV, DK, DV) if initial_state is None else initial_state.to(dtype)
+    S, out = states if cu_seqlens is None else v.new_zeros(B, HV, DK, DV), []
+    for t in range(length if B else 0):
+        if cu_seqlens is not None:
+            S = torch.where(first[t] == t, states[document[t]], S)
+        S = S * g[:, t, :, None, None].exp()
+        e = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * e)[:, :, None]
+        out.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+        if cu_seqlens is not None and output_final_state:
+            states = torch.where((torch.arange(documents, device=q.device) == document[t]).view(-1, 1, 1, 1), S, states)
+    o = torch.stack(out, 1) if out else v
+    final = (S if cu_seqlens is None else states) if output_final_state else None
+    if final is not None:
+        final = final.to(torch.promote_types(torch.float32, dtype) if initial_state is None else initial_state.dtype)
+    return o.to(given), final
+
+
+# kernel -> values of a program or of a step, warps and stages: by registers and shared memory on
+# sm90, not measured. ``_keys`` spills 112 bytes, addresses before its loop
+TILES = {
+    "prepare": (16, 4, 1),
+    "states": (64, 4, 2),
+    "outputs": (128, 4, 1),
+    "dstates": (64, 4, 2),
+    "queries": (64, 8, 2),
+    "keys": (32, 8, 2),
+}
+
+
+def _precise(q: Tensor) -> bool:
+    return q.dtype == torch.float32
+
+
+def _chunk(q: Tensor, DV: int) -> int:
+    """Tokens of a chunk: fewer where wide heads or fp32 would not leave registers for 64."""
+    if launch_config.arch() == "cpu":
+        return 32
+    return 16 if _precise(q) else 32 if max(q.shape[-1], DV) > 128 else 64
+
+
+def _tile(kernel: str, q: Tensor, DV: int) -> dict[str, Any]:
+    """The meta parameters of a kernel."""
+    values, warps, stages = TILES[kernel]
+    arch = launch_config.arch()
+    if arch == "cpu" or arch.startswith("gfx") or _precise(q):
+        values, warps, stages = min(values, 32), 4, 1
+    # other tensor cores than Hopper's take states from the registers of more threads
+    elif arch != "sm90" and kernel in ("states", "dstates"):
+        warps = 8
+    # values go into slices of one size
+    while DV % values:
+        values //= 2
+    precision = solve = "ieee"
+    if arch.startswith("sm"):
+        # three products in a row need more tensor memory than Blackwell has
+        solve = "tf32" if arch.startswith("sm10") else "tf32x3"
+        if _precise(q):
+            precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    found = dict(PRECISION=precision, BLOCK_K=max(16, next_power_of_2(q.shape[-1])), num_warps=warps, num_stages=stages)
+    if kernel == "prepare":
+        return found | dict(SOLVE=solve, SPLIT=not _precise(q))
+    return found | dict(BLOCK_V=values) | (dict() if kernel == "outputs" else dict(STAGES=stages))
+
+
+def _by_tma(*tensors: Tensor) -> bool:
+    """Whether blocks of these can be loaded by TMA: 16 bits, aligned to 16 bytes."""
+    if launch_config.arch() not in ("sm90", "sm100", "sm103") or _precise(tensors[0]):
+        return False
+    # meta tensors have no address
+    at = [2 * t.storage_offset() if intercepted() else t.data_ptr() for t in tensors]
+    return all(a % 16 == 0 for a in at) and all(t.stride(0) % 8 == t.shape[2] % 8 == 0 for t in tensors)
+
+
+def _blocks(tma: bool, rows: int, columns: int, *tensors: Tensor) -> tuple[Any, ...]:
+    """Tensors (rows, groups, columns) for kernels that load blocks of rows and columns."""
+    return tuple(descriptor(t, (rows, 1, columns)) if tma else t for t in tensors)
+
+
+def _matrix(t: Tensor) -> Tensor:
+    """As the rows of one group."""
+    return t.view(-1, 1, t.shape[-1])
+
+
+@launcher(
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? cu_seqlens, SymInt length, float "
+    "scale, bool norm, bool final, bool keep) -> (Tensor o, Tensor final, Tensor[] saved)"
+)
+def gated_delta_rule_fwd(
+    q, k, v, g, beta, state, cu_seqlens, length, scale, norm, final, keep
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """o (M, HV, DV) of M tokens in rows of ``length``, and if they are asked for, the final state
+    and what the backward needs."""
+    (M, HK, DK), (HV, DV), C = q.shape, v.shape[1:], _chunk(q, v.shape[2])
+    if cu_seqlens is None:
+        documents = M // length
+        chunks = documents * cdiv(length, C)
+    else:
+        documents = cu_seqlens.shape[0] - 1
+        chunks = M // C + documents
+    new, integers, fp32 = q.new_empty, dict(dtype=torch.int32), dict(dtype=torch.float32)
+    begins, places_of = new(documents + 1, 2, **integers), new(chunks, 2, **integers)
+    split = not _precise(q)
+    Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
+    factors, norms = new(chunks, HV, 5, C, **fp32), new(chunks, HK, 2, C, **fp32)
+    S, d, o = new(chunks, HV, DV, DK), new(1 + split, M, HV, DV), new(M, HV, DV)
+    parts = d[0], d[1] if split else None
+    ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)
+    group = dict(GROUP=HV // HK, C=C, DK=DK)
+    launch(_chunks, (documents + 1,), begins, places_of, cu_seqlens, length, chunks, M, C=C, BLOCK=128, num_warps=4)
+    sq, sk, sv = q.stride(0), k.stride(0), v.stride(0)
+    grid, outs = (chunks * HK,), (Q, P, factors, norms)
+    how = dict(NORM=norm, **_tile("prepare", q, DV))
+    launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
+    how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV))
+    values, width = how["BLOCK_V"], how["BLOCK_K"]
+    (kb,), (vb,) = _blocks(how["TMA"], C, width, k), _blocks(how["TMA"], C, values, v)
+    (Qb,), (Sb,) = _blocks(how["TMA"], C, C, _matrix(Q)), _blocks(how["TMA"], values, width, _matrix(S))
+    grid, ends = (documents * HV * (DV // values),), ht if final else None
+    launch(_states, grid, factors, kb, vb, Qb, begins, state, Sb, *parts, ends, sk, sv, HV, **group, **how)
+    how = dict(SPLIT=split, DV=DV, **_tile("outputs", q, DV))
+    grid = (chunks * HV * (DV // how["BLOCK_V"]),)
+    launch(_outputs, grid, factors, q, P, S, *parts, places_of, o, sq, HV, **group, **how)
+    return o, ht, [begins, places_of, Q, P, factors, norms, S, d] if keep else []
+
+
+@launcher(
+    "(Tensor? do, Tensor? dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor[] saved, "
+    "float scale, bool norm, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor "
+    "dstate)"
+)
+def gated_delta_rule_bwd(
+    do, dfinal, q, k, v, g, beta, state, saved, scale, norm, needed
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients; those that are not ``needed`` are empty."""
+    begins, places_of, Q, P, factors, norms, S, parts_of_d = saved
+    d, *d_low = parts_of_d.unbind()
+    (_, HK, DK), (HV, DV), (chunks, *_, C) = q.shape, v.shape[1:], Q.shape
+    # without a gradient, only the final state has one
+    do = v.new_zeros(v.shape) if do is None else _heads(do)
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    dense = lambda t: q.new_empty(t.shape, dtype=t.dtype)
+    dq, dk, dv, dg, dbeta = (dense(t) for t in (q, k, v, g, beta))
+    dstate = dense(state) if needed[5] else q.new_empty(0)
+    split, group = bool(d_low), dict(GROUP=HV // HK, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
+    strides = q.stride(0), k.stride(0), do.stride(0)
+    rows, N = q.new_empty(chunks, HV, C, dtype=torch.float32), q.new_empty(chunks, HV, C, C)
+
+    def blocks(c: dict[str, Any], of_tokens: list[Tensor], of_states: list[Tensor]) -> tuple[Any, ...]:
+        tokens = _blocks(group["TMA"], C, c["BLOCK_V"], *of_tokens)
+        return *tokens, *_blocks(group["TMA"], c["BLOCK_V"], c["BLOCK_K"], *map(_matrix, of_states))
+
+    args: tuple[Any, ...]
+    qk = _blocks(group["TMA"], C, max(16, next_power_of_2(DK)), q, k)
+    through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
+    if needed[0] or through_keys:
+        c = _tile("queries", q, DV)
+        dob, db, *low, Sb = blocks(c, [do, d, *d_low], [S])
+        args = *qk, dob, db, *(low or [None]), Sb, norms, places_of, dq, rows, N, *strides, HK, scale
+        launch(_queries, (chunks * HK,), factors, *args, NORM=norm, SPLIT=split, **group, **c)
+    dS = torch.empty_like(S) if through_states else S
+    c = _tile("dstates", q, DV)
+    slices = DV // c["BLOCK_V"]
+    parts = q.new_empty(chunks, HV, slices, C, dtype=torch.float32)
+    if through_states:
+        dob, db, dSb = blocks(c, [do, d], [dS])
+        QP = _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))
+        args = *qk, dob, db, *QP, begins, dfinal, dv, parts, dSb, dstate if needed[5] else None, *strides, HV
+        launch(_dstates, ((begins.shape[0] - 1) * HV * slices,), factors, *args, SPLIT=split, **group, **c)
+    if through_keys:
+        c = _tile("keys", q, DV)
+        zb, db, *low, Sb, dSb = blocks(c, [dv, d, *d_low], [S, dS])
+        (Nb,) = _blocks(group["TMA"], C, C, _matrix(N))
+        args = *qk, zb, db, *(low or [None]), Sb, dSb, norms, rows, Nb, parts, places_of
+        args = *args, dk, dg, dbeta, *strides[:2], HK, scale
+        launch(_keys, (chunks * HK,), factors, *args, NORM=norm, SPLIT=split, SLICES=slices, **group, **c)
+    found = (t if need else q.new_empty(0, dtype=t.dtype) for t, need in zip((dq, dk, dv, dg, dbeta), needed))
+    return *found, dstate
+
+
+def _heads(t: Tensor) -> Tensor:
+    """(B, T, H, D) as (B T, H, D), heads of a token side by side: a view if strides allow it."""
+    B, length, H, D = t.shape
+    if t.stride(3) != 1 or t.stride(2) != D or (B > 1 and t.stride(0) != length * t.stride(1)):
+        t = t.contiguous()
+    return t.view(B * length, H, D)
+
+
+class GatedDeltaRuleFunction(torch.autograd.Function):
+    """``apply(q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep)``: o and the final
+    state. Without ``keep``, a backward computes again what it needs."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep):
+        ctx.set_materialize_grads(False)
+        HV = v.shape[2]
+        given = [_heads(t) for t in (q, k, v)] + [t.reshape(-1, HV).contiguous() for t in (g, beta)]
+        given += [None if t is None else t.contiguous() for t in (state, cu_seqlens)]
+        how = v.shape[1], scale, norm
+        o, ht, saved = gated_delta_rule_fwd(*given, *how, final, keep)
+        ctx.save_for_backward(*given, *saved)
+        ctx.how, ctx.shapes = how, [t.shape for t in (q, k, v, g, beta)]
+        return shaped(o, v.shape), ht if final else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dfinal):
+        needed = list(ctx.needs_input_grad[:6])
+        q, k, v, g, beta, state, cu_seqlens, *saved = ctx.saved_tensors
+        given = q, k, v, g, beta, state
+        if not saved:
+            _, _, saved = gated_delta_rule_fwd(*given, cu_seqlens, *ctx.how, False, True)
+        grads = gated_delta_rule_bwd(do, dfinal, *given, list(saved), *ctx.how[1:], needed)
+        shapes = *ctx.shapes, None if state is None else state.shape
+        found = [d.view(shape) if need else None for d, shape, need in zip(grads, shapes, needed)]
+        return *found, None, None, None, None, None
+
+
+def _decay(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Logarithms of decays, most of them above -0.2."""
+    return -torch.nn.functional.softplus(torch.randn(*shape, dtype=dtype) - 3)
+
+
+def _gate(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=dtype).sigmoid()
+
+
+def _unit(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(*shape, dtype=dtype), dim=-1)
+
+
+def _tensors(B: int, length: int, HK: int, HV: int, DK: int, DV: int, unit: bool = False) -> dict[str, Any]:
+    """``unit``: keys that are normalised already."""
+    keys = T((B, length, HK, DK), _unit if unit else torch.randn)
+    gates = dict(g=T((B, length, HV), _decay), beta=T((B, length, HV), _gate))
+    return dict(q=keys, k=keys, v=T((B, length, HV, DV)), **gates, qk_l2norm=not unit)
+
+
+def _states_of(documents: int, HV: int, DK: int, DV: int) -> dict[str, Any]:
+    return dict(initial_state=T((documents, HV, DK, DV)), output_final_state=True)
+
+
+def _cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **more: Any) -> Cost:
+    (_, _, HV, DV), DK, state = v.shape, q.shape[-1], more.get("initial_state")
+    given, out = nbytes(q, k, v, g, beta, state, more.get("cu_seqlens")), nbytes(v)
+    if more.get("output_final_state"):
+        out += 4 * v.shape[0] * HV * DK * DV if state is None else state.nbytes
+    # token by token, where a token's part of the state is no product
+    product = [(v.numel() // DV, DV, DK)]
+    return Cost(given + out, 2 * given + out, gemms=(product * 2, product * 4))
+
+
+@op(
+    reference=reference,
+    cases=[
+        Case("qwen3-next", _tensors(2, 37, 1, 2, 16, 16)),
+        Case("states", _tensors(2, 39, 1, 2, 16, 32, unit=True) | _states_of(2, 2, 16, 32)),
+        Case(
+            "packed",
+            _tensors(1, 40, 1, 2, 24, 16) | _states_of(6, 2, 24, 16) | dict(cu_seqlens=bounds(0, 0, 1, 34, 34, 37, 40)),
+        ),
+        Case("recomputed", _tensors(1, 34, 2, 2, 16, 48) | dict(recompute=True, scale=0.3)),
+        Case("one-token", _tensors(3, 1, 1, 1, 32, 16)),
+    ],
+    cost=_cost,
+)
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None, qk_l2norm: bool = False, recompute: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Linear attention with a decay and a delta rule: a token's value replaces a part ``beta`` of
+    what its key has stored. Returns o (B, T, HV, DV) in q's dtype, and the state behind each
+    document, which is None unless ``output_final_state``.
+
+    q and k (B, T, HK, DK), v (B, T, HV, DV): one dtype, any strides; HK divides HV. g (B, T, HV):
+    the logarithm of the decay, at most 0. beta (B, T, HV): from 0 to 1, or to 2. With
+    ``qk_l2norm``, q and k are divided by their norms, else they should have length 1. ``scale``
+    defaults to ``DK ** -0.5``. States (documents, HV, DK, DV); the final one has the dtype of the
+    initial one, or fp32. ``cu_seqlens`` (documents + 1,), integers that rise from 0 to T: where
+    documents begin in the only row; without it, each row is a document. Differentiable in all
+    floating-point tensors, and through the final state. ``recompute``: the backward computes states
+    again instead of saving them.
+
+    In 16 bits, gradients of an fp32 g and states in fp32 come from products of 16-bit operands,
+    too. Kernels have heads of 16 to 256 columns, multiples of 16 for v.
+    """
+    name = "gated_delta_rule"
+    if q.ndim != 4 or not q.is_floating_point():
+        raise ValueError(f"{name}: q must be floating point of shape (B, T, HK, DK), got {q.dtype} {tuple(q.shape)}")
+    B, length, HK, DK = q.shape
+    if k.shape != q.shape or k.dtype != q.dtype:
+        raise ValueError(
+            f"{name}: k must have q's shape and dtype, {tuple(q.shape)} {q.dtype}, got {tuple(k.shape)} {k.dtype}"
+        )
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.dtype != q.dtype:
+        raise ValueError(
+            f"{name}: v must have shape ({B}, {length}, HV, DV) and dtype {q.dtype}, got {v.dtype} {tuple(v.shape)}"
+        )
+    HV, DV = v.shape[2:]
+    if HV and (not HK or HV % HK):
+        raise ValueError(f"{name}: v must have a multiple of q's {HK} heads, got {HV}")
+    documents = checked(name, cu_seqlens, q, "q")
+    shapes = {"g": (B, length, HV), "beta": (B, length, HV), "initial_state": (documents, HV, DK, DV)}
+    for (what, shape), t in zip(shapes.items(), (g, beta, initial_state)):
+        if t is not None and (t.shape != shape or not t.is_floating_point()):
+            raise ValueError(f"{name}: {what} must be floating point of shape {shape}, got {t.dtype} {tuple(t.shape)}")
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device)
+    wide = not 16 <= DK <= MAX_D or not 16 <= DV <= MAX_D or DV % 16
+    if wide or not use_kernels(q) or not q.numel():
+        how = dict(initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+        return reference(q, k, v, g, beta, scale=scale, qk_l2norm=qk_l2norm, **how)
+    given = q, k, v, g, beta, initial_state
+    keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    scale = DK**-0.5 if scale is None else scale
+    return GatedDeltaRuleFunction.apply(*given, cu_seqlens, scale, qk_l2norm, output_final_state, keep)

@@ -1,0 +1,171 @@
+"""Recurrent layers beside what they must equal: documents alone, a sequence in two halves, and the
+chunked form in PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from devices import DEVICE, needs_kernels
+from torch import Tensor
+
+from liger_kernel.ops import OPS, causal_conv1d, gated_delta_rule
+from liger_kernel.ops._core import operator
+from liger_kernel.testing import assert_same_bits, errors, floors, like, run
+
+delta = importlib.import_module("liger_kernel.ops.recurrent.gated_delta_rule")
+
+
+def heads(length: int = 37, HV: int = 2, D: int = 16, dtype: torch.dtype = torch.float32, equal: float = 0.0) -> dict:
+    """Arguments of the gated delta rule; keys that are the more alike the larger ``equal`` is."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, length, h, D) for h in (1, 1, HV))
+    k = k + equal * torch.randn(1, 1, 1, D)
+    g = -F.softplus(torch.randn(1, length, HV) - 3)
+    given = dict(q=q, k=k, v=v, g=g, beta=torch.randn(1, length, HV).sigmoid())
+    kept = {"g": torch.float32}
+    return {name: t.to(DEVICE, kept.get(name, dtype)).requires_grad_() for name, t in given.items()}
+
+
+def rule(**args):
+    return gated_delta_rule(**args, qk_l2norm=True)
+
+
+def channels(length: int = 37, W: int = 3) -> dict:
+    torch.manual_seed(0)
+    given = {name: torch.randn(1, length, 20) for name in ("x", "before", "after")}
+    given |= dict(w=torch.randn(20, W), bias=torch.randn(20))
+    return {name: t.to(DEVICE).requires_grad_() for name, t in given.items()}
+
+
+def conv(**args):
+    return causal_conv1d(**args, act="silu")
+
+
+LAYERS = pytest.mark.parametrize("layer, args", [(rule, heads), (conv, channels)], ids=["delta", "conv"])
+
+
+def parts(args: dict, bounds: list[int]) -> list[dict]:
+    """The tokens between bounds, of tensors that have tokens."""
+    some = lambda t, a, b: t[:, a:b] if t.ndim > 2 else t
+    return [{k: some(t, a, b) for k, t in args.items()} for a, b in itertools.pairwise(bounds)]
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, t in expected.items():
+        torch.testing.assert_close(found[name], t, rtol=1e-4, atol=1e-5 * (1 + t.abs().max().item()), msg=name)
+
+
+@LAYERS
+def test_documents_are_rows_of_their_own(layer, args):
+    bounds = [0, 1, 34, 37]
+    alone = lambda **a: tuple(
+        torch.cat(t, i) for i, t in zip((1, 0), zip(*(layer(**p, output_final_state=True) for p in parts(a, bounds))))
+    )
+    cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    packed = lambda **a: layer(**a, cu_seqlens=cu, output_final_state=True)
+    assert_close(run(packed, like(args())), run(alone, like(args())))
+
+
+@LAYERS
+@pytest.mark.parametrize("at", [1, 35])
+def test_a_state_carries_from_one_half_to_the_other(layer, args, at):
+    def halves(**a):
+        one, other = parts(a, [0, at, 37])
+        y, state = layer(**one, output_final_state=True)
+        z, state = layer(**other, initial_state=state, output_final_state=True)
+        return torch.cat((y, z), 1), state
+
+    whole = lambda **a: layer(**a, output_final_state=True)
+    assert_close(run(halves, like(args())), run(whole, like(args())))
+
+
+def test_is_a_grouped_convolution():
+    args = channels(W=4)
+    x, w = (args["before"] * args["x"]).mT, args["w"][:, None]
+    u = F.conv1d(x, w, args["bias"], padding=3, groups=20)[..., :37]
+    torch.testing.assert_close(causal_conv1d(**args)[0], args["after"] * u.mT)
+    torch.testing.assert_close(conv(**args)[0], args["after"] * F.silu(u).mT)
+
+
+class Product16(torch.autograd.Function):
+    """a b and its gradients, with operands in bf16 and sums in fp32."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        a, b = a.bfloat16().float(), b.bfloat16().float()
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, g):
+        (a, b), g = ctx.saved_tensors, g.bfloat16().float()
+        return g @ b.mT, a.mT @ g
+
+
+def chunked(q, k, v, g, beta, product=torch.matmul, C: int = 64) -> Tensor:
+    """The chunked form, in fp32 but for the operands of products."""
+    dtype, group = q.dtype, v.shape[2] // q.shape[2]
+    unit = lambda t: F.normalize(t[0].float(), dim=-1, eps=1e-6).repeat_interleave(group, 1)
+    q, k, v, g, beta = (t.transpose(0, 1) for t in (unit(q), unit(k), v[0].float(), g[0].float(), beta[0].float()))
+    S, out = v.new_zeros(v.shape[0], q.shape[-1], v.shape[-1]), []
+    for rows in zip(*(t.split(C, 1) for t in (q * q.shape[-1] ** -0.5, k, v, g, beta))):
+        Q, K, V, G, b = rows
+        G, b = G.cumsum(1)[..., None], b[..., None]
+        E = (G - G.mT).tril().exp().tril()
+        L = (product(K, K.mT) * E).tril(-1)
+        y = b * (V - product(G.exp() * K, S))
+        d = torch.linalg.solve_triangular(torch.eye(L.shape[1], device=L.device) + b * L, y, upper=False)
+        out.append(product(G.exp() * Q, S) + product(product(Q, K.mT) * E, d))
+        S = G[:, -1:].exp() * S + product(((G[:, -1:] - G).exp() * K).mT, d)
+    return torch.cat(out, 1).transpose(0, 1)[None].to(dtype)
+
+
+@LAYERS
+@pytest.mark.parametrize("wrong", [[0, 36], [1, 37], [0, 20, 10, 37]])
+def test_bounds_that_are_none_are_refused_on_a_cpu(layer, args, wrong, monkeypatch):
+    monkeypatch.setattr(operator, "_KERNEL_DEVICES", set())
+    given = {name: t.cpu() for name, t in args().items()}
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 37"):
+        layer(**given, cu_seqlens=torch.tensor(wrong))
+
+
+@needs_kernels
+@pytest.mark.parametrize("equal", [0.0, 4.0])
+def test_chunks_are_as_exact_as_those_of_pytorch(equal, monkeypatch):
+    """Of 64 tokens, as on a GPU; the gradient of an fp32 g beside one from products in bf16."""
+    monkeypatch.setattr(delta, "_chunk", lambda *_: 64)
+    args = heads(130, D=32, dtype=torch.bfloat16, equal=equal)
+    truth = run(lambda **a: OPS["gated_delta_rule"].reference(**a, **REST), like(args, torch.float64))
+    ours, stock = run(rule, like(args)), run(chunked, like(args))
+    in_bf16 = run(lambda **a: chunked(**a, product=Product16.apply), like(args))
+    for name, t in truth.items():
+        rival = in_bf16 if name == "dg" else stock
+        mine, theirs, floor = errors(ours[name], t), errors(rival[name], t), floors(ours[name].dtype, t.numel())
+        assert all(mine[kind] <= 2 * theirs[kind] + floor[kind] for kind in mine), (name, mine, theirs)
+
+
+REST = dict(scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, qk_l2norm=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gradient_of_beta_where_it_is_zero(dtype):
+    args = heads(dtype=dtype)
+    args["beta"] = (args["beta"].detach() * (torch.arange(37, device=DEVICE) % 3 > 0)[:, None]).requires_grad_()
+    found = run(rule, like(args))["dbeta"]
+    truth = run(lambda **a: OPS["gated_delta_rule"].reference(**a, **REST), like(args, torch.float64))["dbeta"]
+    assert errors(found, truth)["rms"] < 4 * torch.finfo(dtype).eps
+
+
+@needs_kernels
+def test_recomputed_states_and_blocks_by_tma_change_no_bit(monkeypatch):
+    args = heads(dtype=torch.bfloat16) | dict(cu_seqlens=torch.tensor([0, 1, 35, 37], device=DEVICE))
+    expected = run(rule, like(args))
+    assert_same_bits(run(lambda **a: rule(**a, recompute=True), like(args)), expected)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(delta, "_by_tma", lambda *_: True)
+        assert_same_bits(run(rule, like(args)), expected)

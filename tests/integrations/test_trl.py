@@ -721,3 +721,19 @@ def test_trainers_that_read_logits_on_two_ranks(tmp_path, options, recipes):
     ours, stock = (on_two_ranks(tmp_path / str(flag), False, flag=flag, **options) for flag in (True, False))
     assert_same(ours, stock)
     assert (ours[0], stock[0]) == (recipes, 0)
+
+
+# -- recipes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_recipes_are_files_of_trls_command_line(kind):
+    import dataclasses
+
+    import liger_kernel
+    from liger_kernel.train.config import read_file
+
+    (path,) = (Path(liger_kernel.__file__).parent / "recipes").glob(f"trl-{kind}-*.yaml")
+    classes = [trainer_of(f"{kind.upper()}Config"), trl.ScriptArguments, trl.ModelConfig]
+    known = {field.name for cls in classes for field in dataclasses.fields(cls)} | {"reward_funcs"}
+    assert read_file(path).keys() <= known

@@ -75,6 +75,8 @@ def _write_trained(config: TrainConfig, folder: Path, metrics: dict[str, Any]) -
     losses, ranks = metrics["losses"], metrics["ranks"]
     if not losses or (old and MARK not in old and FORM not in old):
         return
+    # somebody's picture stays, too
+    draws = MARK in old or not (folder / PICTURE).exists()
     rows = config.global_batch or config.batch * config.accumulate * (ranks // config.sharing(ranks))
     lora = f"{'DoRA' if config.dora else 'LoRA'}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}"
     stored = f", base in {config.quantize}" if config.quantize else ""
@@ -99,7 +101,7 @@ def _write_trained(config: TrainConfig, folder: Path, metrics: dict[str, Any]) -
         first=losses[0],
         last=losses[-1],
         evaluated="".join(f", {e['loss']:.4f} on rows kept back" for e in metrics["evaluations"][-1:]),
-        picture=_draw([steps - every * i for i in range(len(losses))][::-1], losses, folder / PICTURE),
+        picture=_draw([steps - every * i for i in range(len(losses))][::-1], losses, folder / PICTURE) if draws else "",
     )
     write(folder / CARD, text)
 

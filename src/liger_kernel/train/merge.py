@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.hub import why
 from liger_kernel.train.mistakes import Parser, UserError, writable
 from liger_kernel.train.trained import add_flags, attempted, base_of, load_model, load_tokenizer
 
@@ -85,7 +86,9 @@ def dense(model: Any, name: str) -> Any:
     try:
         return model.dequantize().to(dtype)
     except Exception as error:
-        raise UserError(f"{name} is quantised for good ({error}): give --base the same model in 16 bits") from error
+        raise UserError(
+            f"{name} is quantised for good ({why(error)}): give --base the same model in 16 bits"
+        ) from error
 
 
 def merge(model: Any, folder: str, ids: Any) -> tuple[Any, Any, Any]:

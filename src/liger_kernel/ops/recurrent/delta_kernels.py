@@ -238,6 +238,20 @@ def _prepare(
 
 
 @jit
+def _walk(documents_ptr, HV, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """What a program goes through, some values of one head of one document: its first token and
+    chunk, the token and the chunk behind its last, the head, the first value, and where the state
+    is."""
+    slices: tl.constexpr = DV // BLOCK_V
+    pid = tl.program_id(0)
+    document, hv, v0 = pid // (HV * slices), pid // slices % HV, pid % slices * BLOCK_V
+    at = documents_ptr + 2 * document
+    state = (document.to(tl.int64) * HV + hv) * (DK * DV)
+    state = state + tl.arange(0, BLOCK_K)[None, :] * DV + (v0 + tl.arange(0, BLOCK_V))[:, None]
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), hv, v0, state
+
+
+@jit
 def _states(
     vec_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr, sk, sv, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -245,17 +259,10 @@ def _states(
 ):  # fmt: skip
     """Some values of one head of one document, chunk after chunk."""
     DT: tl.constexpr = d_ptr.dtype.element_ty
-    slices: tl.constexpr = DV // BLOCK_V
-    pid = tl.program_id(0)
-    document, hv = pid // (HV * slices), pid // slices % HV
+    begin, first, end, stop, hv, v0, state = _walk(documents_ptr, HV, DK, DV, BLOCK_K, BLOCK_V)
     i = tl.arange(0, C)
-    col = tl.arange(0, BLOCK_K)
-    v0 = pid % slices * BLOCK_V
     vcol = v0 + tl.arange(0, BLOCK_V)
-    begin, end = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 2)
-    first, stop = tl.load(documents_ptr + 2 * document + 1), tl.load(documents_ptr + 2 * document + 3)
-    known = (col < DK)[None, :]
-    state = (document.to(tl.int64) * HV + hv) * (DK * DV) + col[None, :] * DV + vcol[:, None]
+    known = (tl.arange(0, BLOCK_K) < DK)[None, :]
     S = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     if h0_ptr is not None:
         S += tl.load(h0_ptr + state, mask=known, other=0.0).to(tl.float32)
@@ -326,16 +333,10 @@ def _dstates(
     the gradient of the state behind it."""
     DT: tl.constexpr = dv_ptr.dtype.element_ty
     slices: tl.constexpr = DV // BLOCK_V
-    pid = tl.program_id(0)
-    document, hv = pid // (HV * slices), pid // slices % HV
+    begin, first, end, stop, hv, v0, state = _walk(documents_ptr, HV, DK, DV, BLOCK_K, BLOCK_V)
     i = tl.arange(0, C)
-    col = tl.arange(0, BLOCK_K)
-    v0 = pid % slices * BLOCK_V
     vcol = v0 + tl.arange(0, BLOCK_V)
-    begin, end = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 2)
-    first, stop = tl.load(documents_ptr + 2 * document + 1), tl.load(documents_ptr + 2 * document + 3)
-    known = (col < DK)[None, :]
-    state = (document.to(tl.int64) * HV + hv) * (DK * DV) + col[None, :] * DV + vcol[:, None]
+    known = (tl.arange(0, BLOCK_K) < DK)[None, :]
     dS = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     if dht_ptr is not None:
         dS += tl.load(dht_ptr + state, mask=known, other=0.0).to(tl.float32)
@@ -362,7 +363,7 @@ def _dstates(
         high, low = _split(dd * -beta[None, :], DT)
         x = _product(high, low, Q, Q_low, dd, SPLIT, PRECISION)
         part = tl.sum(x * tl.trans(d).to(tl.float32), 0) / beta
-        tl.store(dbeta_ptr + (at * slices + pid % slices) * C + i, part)
+        tl.store(dbeta_ptr + (at * slices + v0 // BLOCK_V) * C + i, part)
         z = x * beta[None, :]
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
         tl.store(dv_ptr + out, tl.trans(z.to(DT)), mask=(row + i < end)[:, None])

@@ -104,7 +104,8 @@ def documents_in_a_loop(
     outs = []
     for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:]):
         q, k, v = (t[begin:end].transpose(0, 1) for t in (query, key, value))
-        apart = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        at = torch.arange(end - begin, device=q.device)
+        apart = at[:, None] - at
         seen = (apart >= 0) & ((apart <= window_size[0]) | (window_size[0] < 0))
         outs.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
     return torch.cat(outs)

@@ -249,7 +249,7 @@ def test_generation_and_packed_rows_are_left_alone(packed):
     given = {n: t for n, t in batch("left").items() if n != "labels"}
     generate = lambda m: m.generate(**given, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert said(lambda: torch.testing.assert_close(generate(ours), generate(padded))) == []
-    documents = dict(input_ids=given["input_ids"][:1], position_ids=PLACE[None] % 6, use_cache=False)
+    documents = dict(input_ids=given["input_ids"][:1], position_ids=PLACE[None].to(DEVICE) % 6, use_cache=False)
     assert said(lambda: ours(**documents)) == []
     assert said(lambda: step(ours, {**batch(), "attention_mask": torch.ones(3, T, device=DEVICE)})) == []
     assert not packed

@@ -248,7 +248,7 @@ PARSED = {
     "tune": "needs a GPU",
     "warmup": "compiles, minutes",
     "fit": "simulates steps, half a minute",
-    "deploy submit": "needs a cluster",
+    **dict.fromkeys(("deploy submit", "deploy status", "deploy logs", "deploy delete"), "needs a cluster"),
 }
 SMALL = (
     "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 "

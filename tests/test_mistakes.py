@@ -355,7 +355,7 @@ def test_the_hub_is_asked_once(found, said, here, monkeypatch):
 # -- help, pipes and Ctrl-C ------------------------------------------------------------------
 
 HELP = [[], *([name] for name in COMMANDS), ["bench", "step"], ["bench", "report"]]
-HELP += [["deploy", "render"], ["deploy", "submit"]]
+HELP += [["deploy", name] for name in ("render", "submit", "status", "logs", "delete")]
 HEAVY = {"torch", "triton", "transformers", "numpy", "matplotlib", "huggingface_hub"}
 TIMED = f"""
 import json, sys, time

@@ -29,7 +29,7 @@ COMMANDS = {
     "packages",
     "tune": "search an operator's launch configurations on this GPU",
     "warmup": "compile the kernels that training a model needs, with or without a GPU",
-    "deploy": "render a training job for Kubernetes, or submit it",
+    "deploy": "render a training job for Kubernetes, submit it, and look after it",
     "env": "versions, the GPU, and whether kernels or PyTorch references run",
 }
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit codes that shells report for a program that SIGINT or SIGPIPE ends

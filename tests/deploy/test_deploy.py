@@ -23,7 +23,6 @@ from hostile_jobs import FIELDS, hostile
 import liger_kernel
 from liger_kernel import cli
 from liger_kernel.deploy import monitoring, steps
-from liger_kernel.deploy.command import submit
 from liger_kernel.deploy.job import API, CACHE, IMAGE_KERNELS, KUBERNETES, SHARED, Job, _validator
 from liger_kernel.deploy.manifests import USER, objects, train_json
 from liger_kernel.deploy.render import _of_release, render, write
@@ -494,20 +493,6 @@ def test_the_image_is_what_pods_expect():
 
     defaults = dict(re.findall(r'^ARG (\w+)="([^"]*)"', text, re.M))
     assert set(defaults["MODELS"].split()) <= MODELS.keys() and set(defaults["ARCHS"].split()) <= TARGETS.keys()
-
-
-def test_submitting_gives_kubectl_what_is_rendered(tmp_path, user_env, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="kubectl"):
-        submit(job())
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\nexec cat > {tmp_path}/applied\n')
-    kubectl.chmod(0o755)
-    flags = ["--dry-run", "server", "--context", "there"]
-    argv = [sys.executable, "-m", "liger_kernel.cli", "deploy", "submit", str(JOBS / "plain.yaml"), *flags]
-    subprocess.run(argv, env=user_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
-    assert (tmp_path / "flags").read_text() == "--context there apply --dry-run=server -f -\n"
-    assert list(yaml.load_all((tmp_path / "applied").read_text(), LOADER)) == objects(Job.load(JOBS / "plain.yaml"))
 
 
 def test_rendering_loads_nothing_heavy(user_env):

@@ -59,7 +59,7 @@ def _pytorchjob(job: Job) -> list[Object]:
             "Worker": {
                 "replicas": job.nodes,
                 "restartPolicy": "OnFailure",
-                "template": _template(job, "pytorch", f"{job.name}-worker-0"),
+                "template": _template(job, trainer(job), f"{job.name}-worker-0"),
             }
         },
     }
@@ -112,12 +112,17 @@ def _jobset(job: Job) -> list[Object]:
 RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
 
 
+def trainer(job: Job) -> str:
+    """The name of the container that trains. Controllers look for theirs."""
+    return "pytorch" if job.kind == "pytorchjob" else "node"
+
+
 def _node(job: Job, host: str, port: str) -> Object:
     """The specification of a Job with a pod for each node. If a pod fails or is evicted, its Job
     fails, and the JobSet starts all pods again."""
-    template = _template(job, "node", host, port)
+    template = _template(job, trainer(job), host, port)
     template["spec"]["restartPolicy"] = "Never"
-    preempted = {"containerName": "node", "operator": "In", "values": [PREEMPTED]}
+    preempted = {"containerName": trainer(job), "operator": "In", "values": [PREEMPTED]}
     rules = [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": preempted},
@@ -193,7 +198,7 @@ def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PO
         "nodeSelector": job.node_selector or None,
         "tolerations": tolerations or None,
     }
-    return {"metadata": {"labels": _labels(job) | job.labels, **_annotated(job)}, "spec": _set(spec)}
+    return {"metadata": {"labels": labels(job) | job.labels, **_annotated(job)}, "spec": _set(spec)}
 
 
 def _set(o: Object) -> Object:
@@ -306,7 +311,7 @@ def times(quantity: str, count: int) -> str:
 def _network_policy(job: Job) -> Object:
     """Ingress: from its own pods, and from Prometheus to the metrics. Egress: to its own pods,
     DNS, and HTTPS for models, data and the object store."""
-    own = {"podSelector": {"matchLabels": _labels(job)}}
+    own = {"podSelector": {"matchLabels": labels(job)}}
     ingress: list[Object] = [{"from": [own]}]
     if job.metrics:
         prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": job.monitoring_namespace}}}
@@ -315,7 +320,7 @@ def _network_policy(job: Job) -> Object:
     dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
     egress = [{"to": [own]}, {"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
     spec = {
-        "podSelector": {"matchLabels": _labels(job)},
+        "podSelector": {"matchLabels": labels(job)},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": ingress,
         "egress": egress,
@@ -326,17 +331,18 @@ def _network_policy(job: Job) -> Object:
 def _pod_monitor(job: Job) -> Object:
     named = [{"targetLabel": "run", "replacement": job.name}]
     endpoints = [{"port": f"metrics-{i}", "interval": "15s", "relabelings": named} for i in range(job.processes)]
-    spec = {"selector": {"matchLabels": _labels(job)}, "podMetricsEndpoints": endpoints}
+    spec = {"selector": {"matchLabels": labels(job)}, "podMetricsEndpoints": endpoints}
     return _object("PodMonitor", _metadata(job, monitoring=True), spec=spec)
 
 
-def _labels(job: Job) -> dict[str, str]:
+def labels(job: Job) -> dict[str, str]:
+    """Which objects and pods are of this job."""
     return {"app.kubernetes.io/name": "liger-train", "app.kubernetes.io/instance": job.name}
 
 
 def _metadata(job: Job, monitoring: bool = False) -> Object:
-    labels = _labels(job) | job.labels | (job.monitor_labels if monitoring else {})
-    return {"name": job.name, "namespace": job.namespace, "labels": labels, **_annotated(job)}
+    added = job.labels | (job.monitor_labels if monitoring else {})
+    return {"name": job.name, "namespace": job.namespace, "labels": labels(job) | added, **_annotated(job)}
 
 
 def _annotated(job: Job) -> Object:

@@ -40,7 +40,7 @@ def write(files: dict[str, str], folder: str | Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _dump(documents: list[Object], mark: str = "\0") -> str:
+def dump(documents: list[Object], mark: str = "\0") -> str:
     """The documents as YAML. It quotes texts with the ``mark`` of a template, whose value may
     look like a number, and texts that only Go's YAML misreads."""
     with needs("pyyaml"):
@@ -82,14 +82,14 @@ def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str,
         if operations:
             group, _, version = o["apiVersion"].rpartition("/")
             target = {"group": group, "version": version, "kind": o["kind"], "name": o["metadata"]["name"]}
-            patches.append({"target": target, "patch": _dump([operations])})
+            patches.append({"target": target, "patch": dump([operations])})
     return _folder(folder, new, {"resources": ["../../base", *(_file(o) for o in new)], "patches": patches})
 
 
 def _folder(folder: str, resources: list[Object], kustomization: Object) -> dict[str, str]:
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    return {f"{folder}/kustomization.yaml": _dump([head | kustomization])} | {
-        f"{folder}/{_file(o)}": _dump([o]) for o in resources
+    return {f"{folder}/kustomization.yaml": dump([head | kustomization])} | {
+        f"{folder}/{_file(o)}": dump([o]) for o in resources
     }
 
 
@@ -208,8 +208,8 @@ def helm(job: Job) -> dict[str, str]:
     helpers = HELPERS.replace("PATTERN", NAME["pattern"][2:-2])  # without ^( and )$
     helpers = helpers.replace("WORDS", NAME["description"]).replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
     return {
-        "Chart.yaml": _dump([chart]),
-        "values.yaml": _dump([values | {"train": config}]),
+        "Chart.yaml": dump([chart]),
+        "values.yaml": dump([values | {"train": config}]),
         "values.schema.json": json.dumps(_schema(list(values), job), indent=1) + "\n",
         "templates/_helpers.tpl": helpers,
         **_templates(job, list(values)),
@@ -252,7 +252,7 @@ def _templates(job: Job, names: list[str]) -> dict[str, str]:
             labels = {name: value for name, value in labels.items() if "_each-" not in name}
             labels[f"{mark}_each-monitored_"] = ""
         o["metadata"]["labels"] = labels
-        files[f"templates/{o['kind'].lower()}.yaml"] = _template(_escaped(_dump([o], mark)), mark)
+        files[f"templates/{o['kind'].lower()}.yaml"] = _template(_escaped(dump([o], mark)), mark)
     return files
 
 
@@ -334,11 +334,11 @@ def _train(job: Job) -> dict[str, str]:
 
 # form -> the files of a job, by name. A form with a single file has a name without a folder
 FORMS: dict[str, Callable[[Job], dict[str, str]]] = {
-    "yaml": lambda job: {f"{job.name}.yaml": _dump(objects(job))},
+    "yaml": lambda job: {f"{job.name}.yaml": dump(objects(job))},
     "kustomize": kustomize,
     "helm": helm,
     "train": _train,
-    "rules": lambda job: {"rules.yaml": _dump([monitoring.rules(job)])},
+    "rules": lambda job: {"rules.yaml": dump([monitoring.rules(job)])},
     "dashboard": lambda job: {"dashboard.json": json.dumps(monitoring.dashboard(), indent=1) + "\n"},
 }
 

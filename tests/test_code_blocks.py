@@ -269,7 +269,7 @@ PROGRAMS = {
     "docker": "needs a registry",
     "hf": "needs the hub",
     **dict.fromkeys(("vllm", "llama-quantize", "llama-cli"), "is a program of its own"),
-    **dict.fromkeys(("kubectl", "helm", "kustomize", "flyte", "pyflyte", "torchrun"), "needs a cluster"),
+    **dict.fromkeys(("kubectl", "helm", "kustomize", "flyte", "pyflyte", "torchrun", "sbatch"), "needs a cluster"),
     **dict.fromkeys(("curl", "promtool", "mlflow", "tensorboard"), "needs a server"),
 }
 PYPROJECT = (ROOT / "pyproject.toml").read_text()

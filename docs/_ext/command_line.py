@@ -76,7 +76,7 @@ def _escaped(text: str) -> str:
     return " ".join("".join(f"\\{c}" if c in "*|`\\" else c for c in text).split())
 
 
-SHELL = re.compile(r"([A-Z_]+=\S+ )*(liger|pip|make|git|python|pytest|docker|helm|kubectl|curl|torchrun) ")
+SHELL = re.compile(r"([A-Z_]+=\S+ )*(liger|pip|make|git|python|pytest|docker|helm|kubectl|curl|torchrun|sbatch) ")
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -26,9 +26,10 @@ EXTRAS_test := test $(EXTRAS_train)
 EXTRAS_docs := docs $(EXTRAS_train)
 EXTRAS_dev := dev $(EXTRAS_test) $(EXTRAS_docs)
 
-.PHONY: help setup demo docs linkcheck test test-integrations lint format hooks clean
+.PHONY: help setup demo kind docs linkcheck test test-integrations lint format hooks clean
 help:
 	@echo "make demo    train a small Llama twice, stock and with our kernels, and compare (runs/demo)"
+	@echo "make kind    a drill of Kubernetes without a GPU: a job of two workers in a cluster in containers (docker, kind, kubectl), one of which is killed; without these, by processes"
 	@echo "make test    the test suite; without a GPU, ARGS='-m slow' runs the other cases of every operator and every kernel variant, an hour"
 	@echo "make test-integrations   TRL, axolotl, Lightning, other PyTorch and transformers, Kubernetes, Flyte ..., each in an environment of its own (.venv-integrations); ARGS='trl frameworks -k dpo'"
 	@echo "make lint    ruff, mypy and pyright;  make format  lets ruff repair what it can;  make hooks  installs the pre-commit hooks"
@@ -40,6 +41,9 @@ setup: $(call ready,dev)
 
 demo: $(call ready,train)
 	PYTHONPATH=src $(PY) -m liger_kernel.cli demo $(ARGS)
+
+kind: $(call ready,test)
+	PYTHONPATH=src $(PY) deploy/kind/drill.py $(ARGS)
 
 docs linkcheck: $(call ready,docs)
 	PYTHONPATH=src $(PY) -m sphinx -q -E -W --keep-going -b $(if $(filter linkcheck,$@),linkcheck,html) docs build/$(if $(filter linkcheck,$@),linkcheck,docs) $(ARGS)

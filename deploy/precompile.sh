@@ -2,7 +2,8 @@
 # Kernels of MODELS (config.json files, folders or names that `liger warmup` knows) for ARCHS, compiled into the folder KERNELS, which may then be moved and
 # mounted read-only (LIGER_TRITON_BASE_CACHE). PRECISIONS: "bfloat16" as FSDP2 and bf16 training have it, "float32:bfloat16" weights and autocast of the rest.
 set -eu
-: "${ARCHS:?}" "${MODELS:?}" "${KERNELS:?}"
+# without MODELS the image has no kernels: for CPUs, or where pods compile them
+: "${ARCHS?}" "${MODELS?}" "${KERNELS:?}"
 mkdir -p "$KERNELS"
 for model in $MODELS; do
     for arch in $ARCHS; do

@@ -13,6 +13,8 @@ from kubeflow.training import models as training
 
 KUBERNETES = "1.37"
 CORE = {("v1", "ConfigMap"), ("v1", "ServiceAccount"), ("v1", "Pod"), ("networking.k8s.io/v1", "NetworkPolicy")}
+CORE |= {("v1", "Namespace"), ("v1", "PersistentVolumeClaim")}
+CORE |= {("rbac.authorization.k8s.io/v1", "ClusterRole"), ("rbac.authorization.k8s.io/v1", "ClusterRoleBinding")}
 MODELS = {
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): trainer.TrainerV1alpha1TrainJob,
     ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): trainer.TrainerV1alpha1TrainingRuntime,
@@ -58,6 +60,11 @@ SCHEMAS = {
     ),
     ("monitoring.coreos.com/v1", "PodMonitor"): _o(["selector"], selector=SELECTOR, podMetricsEndpoints=ENDPOINTS),
     ("monitoring.coreos.com/v1", "PrometheusRule"): _o(groups=_list(RULES)),
+    ("monitoring.coreos.com/v1", "Prometheus"): _o(
+        serviceAccountName=TEXT,
+        evaluationInterval=DURATION,
+        **{f"{part}Selector": SELECTOR for part in ("podMonitor", "podMonitorNamespace", "rule", "ruleNamespace")},
+    ),
 }
 METADATA = _o(["name"], name=TEXT, namespace=TEXT, labels=TEXTS, annotations=TEXTS)
 

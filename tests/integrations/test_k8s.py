@@ -34,6 +34,7 @@ from liger_kernel.deploy.render import CHART_LABELS, render, write
 from liger_kernel.train.config import TrainConfig, checked
 
 ROOT = Path(__file__).parents[2]
+KIND = ROOT / "deploy" / "kind"
 TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
 FULL = dict(
     overlay="eks",
@@ -70,6 +71,12 @@ def test_every_object_is_valid(name):
     found = objects(job(name))
     assert [e for o in found for e in errors(o)] == []
     assert len({(o["kind"], o["metadata"]["name"]) for o in found}) == len(found)
+
+
+@pytest.mark.smoke
+def test_what_the_drill_applies_is_valid():
+    found = [*yaml.safe_load_all((KIND / "cluster.yaml").read_text()), *objects(Job.load(KIND / "job.yaml"))]
+    assert len(found) > 10 and [e for o in found for e in errors(o)] == []
 
 
 # (job, kind, path to what is changed, value, part of what is said)

@@ -262,7 +262,7 @@ ELSEWHERE += ["--model", "--config", "--data", "--stream"]
 PROGRAMS = {
     "git": "needs the repository's address",
     "pip": "needs a network",
-    "export": "is for the command that follows",
+    **dict.fromkeys((".", "export"), "is for the commands that follow"),
     "python": "runs for minutes",
     "pytest": "these are the tests",
     "make": "makes environments",
@@ -275,7 +275,7 @@ PROGRAMS = {
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 OPTIONAL = PYPROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
 EXTRAS = set(re.findall(r"^([\w-]+) = \[", OPTIONAL, re.M))
-WORD = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*({'|'.join(['liger', *PROGRAMS])})\b")
+WORD = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*({'|'.join(map(re.escape, ['liger', *PROGRAMS]))})\b")
 
 
 def commands(page: str) -> list[str]:

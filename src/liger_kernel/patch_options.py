@@ -132,6 +132,13 @@ class PatchOptions:
         check=_true_or_false,
         variants={"unpad": True},
     )
+    graphs: bool = _switch(
+        False,
+        "training steps are replayed from CUDA graphs, recorded for sizes that come twice: for steps that wait for "
+        "the host",
+        check=_true_or_false,
+        variants={"graphs": True},
+    )
 
     def __post_init__(self) -> None:
         if self.cross_entropy and self.fused_linear_cross_entropy:

@@ -3,6 +3,7 @@ or tensor parallelism."""
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel.ops._core.operator import as_index, on_gpu
 from liger_kernel.ops._core.shards import own_part
@@ -71,6 +73,18 @@ def is_own_linear(function: Callable) -> bool:
 def hooks_of_users(module: nn.Module) -> Iterator[Hook]:
     """The hooks on ``module`` except those that spread parameters or work over ranks."""
     return (hook for hook in _hooks(module) if not _is_from(hook, (*_SHARDING, *_TENSOR)))
+
+
+# hooks that do nothing unless asked, or only ask for gradients
+_HARMLESS = re.compile(r"transformers\.utils\.output_capturing|make_inputs_require_grads?$")
+
+
+def observed_inside(model: nn.Module) -> bool:
+    """Whether hooks see what the modules in ``model`` compute, or change it, as NEFTune's noise does."""
+    # most have none, and a model with adapters has thousands
+    inside = (m for m in model.modules() if any(map(vars(m).get, HOOKS)) and m is not model)
+    seeing = lambda hook: not _HARMLESS.search(f"{hook.__module__}.{getattr(hook, '__qualname__', '')}")
+    return _has_any_global_hook() or any(seeing(hook) for m in inside for hook in hooks_of_users(m))
 
 
 def is_hooked(head: nn.Module) -> bool:

@@ -13,6 +13,7 @@ its gradient is stored. x and A get their gradients from dxa, outside the loop.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -219,6 +220,26 @@ class HeadLoop:
         return self.dx, self.dw, self.db, self.dxa, self.dwb
 
 
+# how many targets count at most, where the host must not wait for their number
+_most: contextvars.ContextVar[int | None] = contextvars.ContextVar("most", default=None)
+
+
+@contextlib.contextmanager
+def counting_at_most(n: int) -> Iterator[None]:
+    """Meanwhile at most ``n`` targets of a call count, and ``Kept`` has so many rows: some that do not
+    count among them. Nothing waits for their number, as CUDA graphs need it."""
+    token = _most.set(n)
+    try:
+        yield
+    finally:
+        _most.reset(token)
+
+
+def is_bounded() -> bool:
+    """Whether ``counting_at_most`` says how many targets count."""
+    return _most.get() is not None
+
+
 class Kept:
     """The rows with targets that count. The device finds them, and the host need not wait for their
     number if this object was created early.
@@ -231,11 +252,13 @@ class Kept:
 
     def __init__(self, target: Tensor, ignore_index: int = -100, group: int | None = None):
         valid = target.reshape(-1) != ignore_index
-        self.total = valid.shape[0]
+        self.total, self.most = valid.shape[0], None if group else _most.get()
         # stable: the rows that count come first, in their own order. The host takes as many as were
         # counted, and needs no ``nonzero``, which would wait
         self._order = torch.argsort(valid.logical_not(), stable=True)
         self._event: torch.cuda.Event | None = None
+        if self.most is not None:
+            return
         counts = valid.view(-1, group).sum(1) if group else valid.sum().view(1)
         # pinned, or the copy would not be asynchronous
         if counts.is_cuda:
@@ -260,6 +283,6 @@ class Kept:
     def rows(self, least_gain: float = 0.02) -> Tensor | None:
         """The indices of the rows that count (n,), ascending; None if omitting the other rows
         would save less than ``least_gain`` of the work."""
-        n = sum(self.counts())
+        n = sum(self.counts()) if self.most is None else self.most
         # a gather of x and a scatter of dx cost more than a few percent of the products
         return None if n > (1 - least_gain) * self.total else self._order[:n]

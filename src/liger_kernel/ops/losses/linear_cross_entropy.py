@@ -446,7 +446,8 @@ def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 def kept_rows(compact: bool | Kept, target: Tensor, ignore_index: int) -> Tensor | None:
     """The rows to compute; None means all."""
-    if compact is False or not host_can_read(target):
+    known = isinstance(compact, Kept) and compact.most is not None
+    if compact is False or not (known or host_can_read(target)):
         return None
     return (Kept(target, ignore_index) if compact is True else compact).rows()
 

@@ -33,7 +33,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from liger_kernel.ops._core.operator import host_can_read, only_pytorch
-from liger_kernel.ops.losses.chunks import Kept
+from liger_kernel.ops.losses.chunks import Kept, is_bounded
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.head_weights import FP8, may_be_linear
 from liger_kernel.transformers.head.loss import LOSS_OPTIONS, STATISTICS
@@ -176,7 +176,7 @@ def _kept_early(given: dict[str, Any], head: nn.Module) -> Kept | None:
     labels = given.get("shift_labels")
     if labels is None:
         labels = F.pad(given["labels"], (0, 1), value=IGNORE)[..., 1:]
-    if labels.device != head.weight.device or not host_can_read(labels):
+    if labels.device != head.weight.device or not (is_bounded() or host_can_read(labels)):
         return None
     return Kept(labels, IGNORE)
 

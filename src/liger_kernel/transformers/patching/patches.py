@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_kernel.graphs import forget
 from liger_kernel.transformers import trl_logits
 from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.recognise.families import modeling
@@ -359,6 +360,7 @@ def restore(model: nn.Module | str | None = None) -> None:
     trl_logits.stop(model)
     if isinstance(model, nn.Module):
         give_back(model)
+        forget(model)
         owners: list[Any] = [m for m in model.modules() if is_patched(m)]
     elif isinstance(model, str):
         home = lambda o: o.__name__ if isinstance(o, types.ModuleType) else o.__module__

@@ -20,9 +20,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_kernel import memory, offloading
-from liger_kernel.transformers import fp8
+from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
+from liger_kernel.transformers.patching.graphed import graphed
 from liger_kernel.transformers.patching.other_classes import classes_of, recognised, stock_class
 from liger_kernel.transformers.patching.patches import (
     KEY,
@@ -245,7 +246,10 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
     own = {module.__name__ for module in modules}
     every = _patches([model_type], parts, head, rows)
     found = [p for p in every if not isinstance(p.owner, type) or p.owner.__module__ in own]
-    found = _around_too(found, [cls for module in modules for cls in _callers_of_layers(module)], parts)
+    found = _around_callers(found, [cls for module in modules for cls in _callers_of_layers(module)], parts)
+    if parts.get("graphs") and (row := rows(model_type)) is not None:
+        heads = [getattr(modules[0], name) for name in row.heads if hasattr(modules[0], name)]
+        found = _around_too(found, heads, "graphs", functools.partial(made, graphed))
     if request := parts.get("fp8"):
         for cls in (c for module in modules for c in _classes(module, PreTrainedModel)):
             new = made(fp8.converting, original(cls, "__init__"), request)
@@ -262,14 +266,18 @@ def _callers_of_layers(module: types.ModuleType) -> list[type]:
     return [c for c in others if "forward" in vars(c) and "ModuleList" in names(vars(c).get("__init__"))]
 
 
-def _around_too(found: list[Patch], owners: list[Any], parts: Mapping[str, Any]) -> list[Patch]:
-    """``found``, and patches around the forwards of ``owners`` (classes or live modules), which
-    call layers. A forward that is patched anyway does both."""
+def _around_callers(found: list[Patch], owners: list[Any], parts: Mapping[str, Any]) -> list[Patch]:
+    """``found``, and patches around the forwards of ``owners``, which call layers."""
     how = tuple(bool(parts.get(name)) for name in ("activation_offloading", "keep_attention", "unpad"))
     if not any(how):
         return found
     label = ", ".join(itertools.compress(("offloading", "keeping attention", "no padding"), how))
-    around = lambda forward: made(_around_layers, forward, *how)
+    return _around_too(found, owners, label, lambda forward: made(_around_layers, forward, *how))
+
+
+def _around_too(found: list[Patch], owners: list[Any], label: str, around: Callable[[Any], Callable]) -> list[Patch]:
+    """``found``, and patches around the forwards of ``owners`` (classes or live modules). A forward
+    that is patched anyway does both."""
     rest, result = {id(owner): owner for owner in owners}, []
     patched = set()
     for p in found:
@@ -362,7 +370,10 @@ def instance_patches(
         warn_once(f"unpad: {name} computes padding, too: what calls its layers takes no input_ids or position_ids")
     if parts.get("activation_offloading") and not callers:
         warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
-    return Patches(_around_too(found, callers, parts))
+    found = _around_callers(found, callers, parts)
+    if parts.get("graphs"):  # of the model inside of what PEFT has put around it
+        found = _around_too(found, trl_head.layers(model)[-1:], "graphs", functools.partial(made, graphed))
+    return Patches(found)
 
 
 def _of_other_classes(model: nn.Module, parts: Mapping[str, Any], of_no_family: bool) -> Iterator[Patch]:

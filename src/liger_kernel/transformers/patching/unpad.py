@@ -29,14 +29,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_kernel.ops._core.operator import host_can_read
-from liger_kernel.parallel import hooks_of_users
-from liger_kernel.parallel.sharded_head import HOOKS
+from liger_kernel.parallel.sharded_head import observed_inside
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.recipe import IGNORE
 from liger_kernel.transformers.lazy_mask import visible_keys
@@ -263,9 +261,6 @@ _reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _KNOWN = re.compile(
     r"(transformers|torch|peft|liger_kernel|accelerate|deepspeed|bitsandbytes|torchao|hqq|gptqmodel|auto_gptq|awq)\."
 )
-# hooks that do nothing unless asked, or only ask for gradients. Others may see how many tokens there
-# are, as NEFTune's noise does, or have a value for each row
-_HARMLESS = re.compile(r"transformers\.utils\.output_capturing|make_inputs_require_grads?$")
 _OUTPUTS = ("hidden_states", "attentions", "router_logits")
 
 
@@ -289,10 +284,7 @@ def _reason_of_call(model: Any, given: Mapping[str, Any]) -> str:
         # a number, such as that of items in the batch, has no rows
         if name not in known and any(isinstance(t, Tensor) and t.ndim for t in tree_leaves(value)):
             return f"it is given {name}"
-    # most have none, and a model with adapters has thousands
-    inside = (m for m in model.modules() if any(map(vars(m).get, HOOKS)) and m is not model)
-    seeing = lambda hook: not _HARMLESS.search(f"{hook.__module__}.{getattr(hook, '__qualname__', '')}")
-    if _has_any_global_hook() or any(seeing(hook) for m in inside for hook in hooks_of_users(m)):
+    if observed_inside(model):  # they may see how many tokens there are, or have a value for each row
         return "hooks see what its layers compute"
     return ""
 
@@ -301,8 +293,8 @@ def _config(model: Any, name: str) -> Any:
     return getattr(model.config, name, False)
 
 
-def _reason_of(model: Any) -> str:
-    cls = stock_class(model)
+def unknown_code(model: Any) -> str:
+    """Why a tiny model of its configuration might not be like ``model``."""
     of = {stock_class(m).__name__: vars(m).get("forward", type(m).forward) for m in model.modules()}
     if strange := [name for name, f in of.items() if not _KNOWN.match(f.__module__ or "")]:
         return f"{min(strange)}.forward is other code's"
@@ -313,6 +305,13 @@ def _reason_of(model: Any) -> str:
     rope = re.search("dynamic|longrope", str([_config(model, n) for n in ("rope_parameters", "rope_scaling")]))
     if rope:
         return f"rope of the kind {rope[0]} depends on the length of padded rows"
+    return ""
+
+
+def _reason_of(model: Any) -> str:
+    if why := unknown_code(model):
+        return why
+    cls = stock_class(model)
     masks = frozenset({rules.MASKS})
     if rules.parts_in(core(original(cls, "forward")), masks) != masks:
         return "its forward numbers tokens, or makes masks, in a way of its own"

@@ -1,0 +1,45 @@
+"""CUDA graphs of training steps: the host records forward and backward once, and replays them.
+
+A short step is bound by the host, which starts hundreds of kernels. ``apply(model, graphs=True)``
+does this for models of Transformers; ``wrap(model)`` for a model of one's own whose ``forward`` takes
+a batch and returns the loss.
+"""
+
+from __future__ import annotations
+
+import types
+
+from torch import nn
+
+from liger_kernel.graphs.steps import KEY, Graphs, recorded
+
+__all__ = ["Graphs", "forget", "recorded", "report", "wrap"]
+
+
+def wrap(model: nn.Module) -> nn.Module:
+    """Let training steps of ``model``, whose ``forward`` returns the loss, be replayed. Recorded are
+    sizes that come twice. Returns ``model``."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"graphs.wrap: model must be an nn.Module, got {type(model).__name__}")
+    if getattr(model.forward, "_liger_recorded", False):
+        return model
+    forward = model.forward
+    bound = isinstance(forward, types.MethodType) and forward.__self__ is model
+    function = forward.__func__ if bound else lambda self, *args, **kwargs: forward(*args, **kwargs)
+    new = recorded(function)
+    new._liger_recorded = True
+    model.forward = types.MethodType(new, model)
+    return model
+
+
+def report(model: nn.Module) -> str:
+    """How many steps of ``model``, or of a model inside of it, are recorded and were replayed, and why
+    others were not."""
+    found = [str(vars(m)[KEY]) for m in model.modules() if KEY in vars(m)]
+    return "\n".join(found) or "graphs: no training step has run"
+
+
+def forget(model: nn.Module) -> None:
+    """Free what is recorded of ``model``. Steps that follow are recorded again."""
+    for m in model.modules():
+        vars(m).pop(KEY, None)

@@ -1,0 +1,66 @@
+"""The one place that records CUDA graphs, and what does the same by calling functions again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+
+class CudaGraphs:
+    """Records functions as CUDA graphs that share memory: what one needs while it runs is free for
+    the next. So a recorded forward and its backward must run before another forward."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def rehearse(self, run: Callable[[], None]) -> bool:
+        """Run it as usual, so that kernels are compiled and libraries loaded: a recording cannot do
+        that. Return whether it draws random numbers, which are given back."""
+        before, current = torch.cuda.get_rng_state(self.device), torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            run()
+        current.wait_stream(self.stream)
+        draws = not torch.equal(before, torch.cuda.get_rng_state(self.device))
+        torch.cuda.set_rng_state(before, self.device)
+        return draws
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record ``run``, and return what replays it."""
+        graph = torch.cuda.CUDAGraph()
+        # threads of data loaders may allocate pinned memory meanwhile
+        how = dict(pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):
+                run()
+        except Exception as error:
+            self._mend()
+            # the end of a failed recording raises another error, which says less
+            raise error.__context__ or error from None
+        return graph.replay
+
+    def _mend(self) -> None:
+        """After a failed recording the generator still waits for its end; a copy of it does not."""
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        with contextlib.suppress(Exception):
+            generator.graphsafe_set_state(generator.clone_state())
+
+
+class Repeated:
+    """In place of ``CudaGraphs`` where there is no GPU: a replay calls the function again."""
+
+    def rehearse(self, run: Callable[[], None]) -> bool:
+        before = torch.get_rng_state()
+        run()
+        draws = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
+        return draws
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        before = torch.get_rng_state()
+        run()
+        torch.set_rng_state(before)  # recording computes nothing
+        return run

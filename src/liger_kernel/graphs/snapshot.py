@@ -1,0 +1,89 @@
+"""What a recorded step depends on beside its inputs: the model, and PyTorch's settings."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from liger_kernel.parallel.sharded_head import HOOKS
+
+_SCALARS = (bool, int, float, str, type(None), torch.dtype)
+# what may change in modules of PyTorch itself; those of others have more
+_OF_TORCH = {"training", "p"}
+
+
+class Snapshot:
+    """The state of ``model``, in the order in which a look at it is cheap: every step takes one.
+
+    Seen are modules and their classes, tensors by identity, address and ``requires_grad``, numbers and
+    texts that modules and the configuration have as attributes (``training``, active adapters, their
+    scales), hooks, and forwards that others have put in modules.
+    """
+
+    def __init__(self, model: nn.Module):
+        modules = list(model.modules())
+        self._children = [m._modules for m in modules]
+        self._stores = [d for m in modules for d in (m._parameters, m._buffers)]
+        self._tensors = [t for d in self._stores for t in d.values() if t is not None]
+        self._addressed = [t for t in self._tensors if not is_traceable_wrapper_subclass(t)]
+        self._modules, self._dicts = modules, [vars(m) for m in modules]
+        self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
+        config = getattr(model, "config", None)
+        self._places = [
+            (d, name)
+            for m, d in [*zip(modules, self._dicts), *([(None, vars(config))] if hasattr(config, "__dict__") else [])]
+            for name, value in d.items()
+            if _is_plain(value) and (name in _OF_TORCH or not type(m).__module__.startswith("torch.nn."))
+        ]
+        self._before = copy.deepcopy(self._plain())
+        self._fixed = self._identities()
+
+    def _plain(self) -> list[Any]:
+        return [d.get(name) for d, name in self._places]
+
+    def _identities(self) -> tuple[Any, ...]:
+        return (
+            [m for d in self._children for m in d.values()],
+            [type(m) for m in self._modules],
+            [id(t) for d in self._stores for t in d.values()],
+            [t.data_ptr() for t in self._addressed] + [t.requires_grad for t in self._tensors],
+            [d.get("forward") for d in self._dicts],
+            [len(hooks) for hooks in self._hooks],
+            _has_any_global_hook(),
+        )
+
+    def change(self) -> str:
+        """What has changed since; "" if nothing has."""
+        now = self._plain()
+        if now != self._before:
+            _, name = next(p for p, a, b in zip(self._places, now, self._before) if a != b)
+            return f"the attribute {name!r} of a module"
+        kinds = "modules", "classes", "parameters", "storage or requires_grad of tensors", "forwards", "hooks", "hooks"
+        pairs = zip(kinds, self._identities(), self._fixed)
+        return next((kind for kind, a, b in pairs if a != b), "")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return len(value) < 64 and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return len(value) < 64 and all(map(_is_plain, value))
+    return isinstance(value, _SCALARS)
+
+
+def settings(device: str) -> tuple[Any, ...]:
+    """What PyTorch's settings say now of how it computes."""
+    cuda = torch.backends.cuda
+    return (
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        *(f() for f in (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)),
+        cuda.cudnn_sdp_enabled(),
+    )

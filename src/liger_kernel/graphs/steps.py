@@ -1,0 +1,324 @@
+"""Micro-steps that replay: the forward of a model with its loss as one CUDA graph, and the backward
+as another, with the upstream gradient as an input.
+
+    model(**batch)     known sizes: copies the batch to fixed inputs, replays the forward, and
+                       returns copies of what it computed
+    loss.backward()    replays the backward, and hands copies of the gradients to autograd, which
+                       adds them to ``.grad``, calls hooks, and so on, as it does without graphs
+
+Sizes are recorded when they come for the second time. What cannot be replayed runs as it was, and
+the report says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from liger_kernel import _private
+from liger_kernel.graphs.batches import Batch, batch_of
+from liger_kernel.graphs.recorder import CudaGraphs, Repeated
+from liger_kernel.graphs.snapshot import Snapshot, settings
+from liger_kernel.ops._core.shards import is_sharded
+from liger_kernel.ops.losses.chunks import counting_at_most
+from liger_kernel.parallel.sharded_head import observed_inside
+
+logger = logging.getLogger(__name__)
+
+KEY = "_liger_graphs"  # the attribute of a model that has its ``Graphs``
+MOST = 48  # recordings of a model; the one that was not used for the longest time goes first
+MOST_TOKENS = 16384  # in a batch; larger ones keep the GPU busy, and padding them costs more than it gives
+CHANGES = 8  # so often a model may change before it runs as it was
+LARGEST = 1 << 26  # bytes of an output, which each step copies
+
+
+class Gradients:
+    """Where recorded backwards leave the gradients of ``params``: one buffer for each dtype, which all
+    recordings share."""
+
+    def __init__(self, params: list[nn.Parameter]):
+        self.params = params
+        sizes: Counter[torch.dtype] = Counter()
+        self._places = []
+        for p in params:
+            self._places.append(sizes[p.dtype])
+            sizes[p.dtype] += -(-p.numel() // 64) * 64  # aligned, for kernels that load several values at once
+        self._flat = {dtype: torch.zeros(n, dtype=dtype, device=params[0].device) for dtype, n in sizes.items()}
+        self.views = self._views(self._flat)
+
+    def _views(self, flat: Mapping[torch.dtype, Tensor]) -> list[Tensor]:
+        return [
+            flat[p.dtype][at : at + p.numel()].view(p.shape) for p, at in zip(self.params, self._places, strict=True)
+        ]
+
+    def copies(self) -> list[Tensor]:
+        """The gradients in new memory."""
+        return self._views({dtype: t.clone() for dtype, t in self._flat.items()})
+
+
+class MicroStep:
+    """One recorded forward and backward, for batches of one shape."""
+
+    def __init__(self, call: Callable[..., Any], batch: Batch, most: int, gradients: Gradients, recorder: Any):
+        device = gradients.params[0].device
+        self.gradients, self.most = gradients, most
+        self.inputs = {
+            n: torch.empty(shape, dtype=batch.tensors[n].dtype, device=device) for n, shape in batch.shapes.items()
+        }
+        self._call = functools.partial(call, **batch.constants)
+        self.outputs: list[Tensor] = []
+        self.upstream: list[Tensor | None] = []
+        self.reaches: list[bool] = []  # which parameters get a gradient
+        batch.copy_to(self.inputs)
+        self.draws = recorder.rehearse(self._both)
+        self.outputs = []
+        torch.clear_autocast_cache()  # casts of before are not part of the recording
+        try:
+            self._replay_forward = recorder.record(self.forward)
+            self._replay_backward = recorder.record(self.backward)
+        finally:
+            torch.clear_autocast_cache()  # casts within are made anew by each replay
+        # the graph of autograd is not needed any more: its memory is free for other recordings
+        self.learns = [o.requires_grad for o in self.outputs]
+        if not isinstance(recorder, Repeated):
+            self.outputs = [o.detach() for o in self.outputs]
+
+    def _both(self) -> None:
+        self.forward()
+        self.backward()
+
+    def forward(self) -> None:
+        with counting_at_most(self.most):
+            out = self._call(**self.inputs)
+        self.outputs, self.structure = tree_flatten(out)
+        if strange := [type(o).__name__ for o in self.outputs if not isinstance(o, Tensor)]:
+            raise Unfit(f"its output has a {strange[0]}")
+        if not self.upstream:
+            self.upstream = [torch.ones_like(o.detach()) if o.requires_grad else None for o in self.outputs]
+
+    def backward(self) -> None:
+        learning = [o for o in self.outputs if o.requires_grad]
+        upstream = [g for g in self.upstream if g is not None]
+        if not learning:
+            raise Unfit("its output has no gradient")
+        grads = torch.autograd.grad(learning, self.gradients.params, upstream, allow_unused=True)
+        self.reaches = [g is not None for g in grads]
+        places = [v for v, g in zip(self.gradients.views, grads) if g is not None]
+        torch._foreach_copy_(places, [g for g in grads if g is not None])
+
+    def replayed(self, batch: Batch, current: Pass) -> Any:
+        """The output of the model for ``batch``."""
+        batch.copy_to(self.inputs)
+        self._replay_forward()
+        found = _Replayed.apply(self, current, *self.gradients.params)
+        return tree_unflatten(list(found), self.structure)
+
+    def gradients_for(self, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        for place, g in zip(self.upstream, upstream):
+            if place is not None:
+                place.zero_() if g is None else place.copy_(g)
+        self._replay_backward()
+        return [g if there else None for g, there in zip(self.gradients.copies(), self.reaches)]
+
+
+class Unfit(Exception):
+    """Why a model cannot be recorded."""
+
+
+class Pass:
+    """One replayed forward, until its backward: while it lives, its memory is in use."""
+
+    done = False
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, step: MicroStep, current: Pass, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.step, ctx.current = step, current
+        ctx.set_materialize_grads(False)
+        outs = tuple([o.detach().clone() for o in step.outputs])
+        ctx.mark_non_differentiable(*[o for o, learns in zip(outs, step.learns) if not learns])
+        return outs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.current.done:
+            raise RuntimeError("graphs: the backward of a recorded step runs once; switch graphs off to run it again")
+        ctx.current.done = True
+        return None, None, *ctx.step.gradients_for(upstream)
+
+
+class Graphs:
+    """The recorded steps of one model. ``pads(model)`` says why tokens that are added on the right
+    might change a loss; "" if they do not."""
+
+    def __init__(self, pads: Callable[[Any], str] | None = None, recorder: Any = None):
+        self.pads, self.recorder = pads, recorder
+        self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
+        self.replays, self.reasons = 0, Counter[str]()
+        self._never = ""  # why this model is not recorded at all
+        self._kinds: dict[Any, str] = {}  # kinds of batches that are not recorded
+        self._exact: str | None = None if pads else "nobody knows what padding does in it"
+        self._changes = 0
+        self._forget()
+
+    def __reduce__(self) -> Any:  # a copy of a model records its own
+        return type(self), (self.pads,)
+
+    def _forget(self) -> None:
+        self.steps.clear()
+        self._asked: OrderedDict[Any, None] = OrderedDict()
+        self._snapshot: Snapshot | None = None
+        self._gradients: Gradients | None = None
+        self._last: Callable[[], Pass | None] = lambda: None
+
+    def output(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> Any:
+        """The output of a replayed step; None if the model has to run."""
+        found = self._found(model, forward, given)
+        if isinstance(found, str):
+            self._say(model, found)
+            return None
+        if found is None:
+            return None
+        step, batch = found
+        current = Pass()
+        self._last, self.replays = weakref.ref(current), self.replays + 1
+        return step.replayed(batch, current)
+
+    def _say(self, model: Any, why: str) -> None:
+        self.reasons[why] += 1
+        if self.reasons[why] == 1:
+            warnings.warn(f"graphs: {type(model).__name__} runs as it was: {why}", stacklevel=4)
+
+    def _found(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> tuple[MicroStep, Batch] | str | None:
+        if self._never:
+            return self._never
+        if (last := self._last()) is not None and not last.done:
+            return "a second forward before the backward of the first"
+        if _private.saved_tensors_hooks(True) is not None or torch.is_anomaly_enabled():
+            return "hooks for saved tensors, or anomaly detection, see its graph"
+        if self._snapshot is None or (change := self._snapshot.change()):
+            if self._snapshot is not None:
+                self._changes += 1
+                logger.info("graphs: %s changed: %s: recorded anew", type(model).__name__, change)
+                if self._changes >= CHANGES:
+                    self._never = f"it changes too often: {change}"
+            self._forget()
+            self._snapshot = Snapshot(model)
+            if why := self._never or self._unfit(model):
+                return why
+            self._gradients = Gradients([p for p in model.parameters() if p.requires_grad])
+        assert self._gradients is not None
+        batch = self._batch(model, given, self._gradients.params[0].device)
+        if isinstance(batch, str):
+            return batch
+        if why := self._kinds.get(batch.kind, ""):
+            return why
+        if batch.tokens > MOST_TOKENS:
+            return f"more than {MOST_TOKENS} tokens in a batch"
+        key = batch.key, settings(self._gradients.params[0].device.type)
+        bounds = batch.bounds()
+        for most in bounds:
+            if (step := self.steps.get((key, most))) is not None:
+                self.steps.move_to_end((key, most))
+                return step, batch
+        return self._recorded(model, forward, batch, (key, bounds[0]))
+
+    def _recorded(
+        self, model: Any, forward: Callable, batch: Batch, key: tuple[Any, int]
+    ) -> tuple[MicroStep, Batch] | str | None:
+        if key not in self._asked:
+            self._asked[key] = None
+            if len(self._asked) > 4 * MOST:
+                self._asked.popitem(last=False)
+            return None
+        assert self._gradients is not None
+        keeps = getattr(getattr(model, "config", None), "use_cache", False)
+        # nobody continues a text from a training step
+        call = functools.partial(forward, model, **{"use_cache": False} if keeps else {})
+        batch.constants.pop("use_cache", None) if keeps else None
+        versions = [b._version for b in model.buffers()]
+        try:
+            step = MicroStep(call, batch, key[1], self._gradients, self.recorder)
+            if [b._version for b in model.buffers()] != versions:
+                raise Unfit("its forward changes buffers")
+            if any(o.numel() * o.itemsize > LARGEST for o in step.outputs):
+                raise Unfit("its output is large")
+            if self._exact == "" and any(o.ndim for o in step.outputs):
+                # what it says of each token is wanted in the shape of the batch
+                self._exact = "its output has tokens"
+                return None
+        except Exception as error:
+            why = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"[:300]
+            self._kinds[batch.kind] = f"it cannot be recorded: {why}"
+            return self._kinds[batch.kind]
+        self.steps[key] = step
+        if len(self.steps) > MOST:
+            self.steps.popitem(last=False)
+        return step, batch
+
+    def _batch(self, model: Any, given: Mapping[str, Any], device: torch.device) -> Batch | str:
+        if self._exact is None:
+            assert self.pads is not None
+            self._exact = self.pads(model)
+        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        return batch_of(given, not self._exact, longest, device)
+
+    def _unfit(self, model: nn.Module) -> str:
+        """Why the model, as it is now, is not recorded."""
+        tensors = [*model.parameters(), *model.buffers()]
+        devices = {t.device for t in tensors}
+        if self.recorder is None and len(devices) == 1 and (device := next(iter(devices))).type == "cuda":
+            self.recorder = CudaGraphs(device)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size() > 1:
+                return "several processes train it (DDP, FSDP, DeepSpeed, tensor parallelism)"
+        if any(is_sharded(t) or hasattr(t, "ds_id") for t in tensors):
+            return "its weights are sharded"
+        if self.recorder is None:
+            return "CUDA graphs need all of its weights on one GPU"
+        params = [p for p in model.parameters() if p.requires_grad]
+        if not params:
+            return "nothing of it is trained"
+        if any(p._backward_hooks for p in params):
+            return "parameters have hooks for their gradients"
+        if any("_hf_hook" in vars(m) for m in model.modules()):
+            return "accelerate moves its weights"
+        if any(vars(m).get("_compiled_call_impl") or type(m).__module__.startswith("torch._dynamo") for m in model.modules()):
+            return "its layers are compiled"
+        if observed_inside(model):
+            return "hooks see what its layers compute"
+        return ""
+
+    def __str__(self) -> str:
+        lines = [f"graphs: {len(self.steps)} recorded, {self.replays} steps replayed"]
+        lines += [f"  {n} as it was: {why}" for why, n in self.reasons.most_common()]
+        return "\n".join(lines + [f"  rows are not padded: {self._exact}"] * bool(self._exact))
+
+
+def recorded(forward: Callable, pads: Callable[[Any], str] | None = None, recorder: Any = None) -> Callable:
+    """Wrap ``forward``, of a model with its loss, so that training steps are replayed."""
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = torch.compiler.is_compiling() or _private.dispatch_modes() or _private.observed()
+        if plain or not (self.training and torch.is_grad_enabled()) or len(args) > len(names):
+            return forward(self, *args, **kwargs)
+        if (graphs := vars(self).get(KEY)) is None:
+            graphs = vars(self)[KEY] = Graphs(pads, recorder)
+        out = graphs.output(self, forward, dict(zip(names, args)) | kwargs)
+        return forward(self, *args, **kwargs) if out is None else out
+
+    return call

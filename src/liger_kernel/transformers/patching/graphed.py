@@ -1,0 +1,49 @@
+"""Models of Transformers whose training steps are recorded as CUDA graphs: may their rows be padded?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from liger_kernel.graphs import recorded
+from liger_kernel.graphs.batches import IGNORE
+from liger_kernel.transformers import documents
+from liger_kernel.transformers.patching.other_classes import stock_class
+from liger_kernel.transformers.patching.patches import original
+from liger_kernel.transformers.patching.unpad import unknown_code
+from liger_kernel.transformers.recognise.families import undisturbed
+from liger_kernel.transformers.recognise.tiny import model_of, tiny_of
+
+
+def graphed(forward: Callable) -> Callable:
+    """Wrap the ``forward`` of a model with its loss."""
+    return recorded(forward, changed_by_padding)
+
+
+def changed_by_padding(model: Any) -> str:
+    """Why tokens on the right that no label counts might change the loss of ``model``, whether a mask
+    hides them or not; "" if they do not change that of a tiny model of its configuration."""
+    if why := unknown_code(model):
+        return why
+    try:
+        with undisturbed(), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            config, cls = tiny_of(model.config), stock_class(model)
+            if hasattr(config, "output_router_logits"):
+                config.output_router_logits = bool(getattr(model.config, "output_router_logits", False))
+            tiny, forward = model_of(config, "sdpa", cls).eval(), original(cls, "forward")
+            ids = torch.randint(3, 200, (2, 12))
+            longer, labels = F.pad(ids, (0, 5)), F.pad(ids, (0, 5), value=IGNORE)
+            mask = (labels != IGNORE).long()
+            want = forward(tiny, input_ids=ids, labels=ids, use_cache=False).loss
+            for more in ({}, {"attention_mask": mask}):
+                loss = forward(tiny, input_ids=longer, labels=labels, use_cache=False, **more).loss
+                if not documents._near(loss, want):
+                    return "a tiny model of it computes another loss with padding on the right"
+    except Exception as error:
+        return f"a tiny model of it does not run with padding ({type(error).__name__}: {error})"[:300]
+    return ""

@@ -8,10 +8,11 @@ a batch and returns the loss.
 from __future__ import annotations
 
 import types
+from typing import Any
 
 from torch import nn
 
-from liger_kernel.graphs.steps import KEY, Graphs, recorded
+from liger_kernel.graphs.steps import KEY, MARK, Graphs, recorded
 
 __all__ = ["Graphs", "forget", "recorded", "report", "wrap"]
 
@@ -21,14 +22,11 @@ def wrap(model: nn.Module) -> nn.Module:
     sizes that come twice. Returns ``model``."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"graphs.wrap: model must be an nn.Module, got {type(model).__name__}")
-    if getattr(model.forward, "_liger_recorded", False):
-        return model
-    forward = model.forward
-    bound = isinstance(forward, types.MethodType) and forward.__self__ is model
-    function = forward.__func__ if bound else lambda self, *args, **kwargs: forward(*args, **kwargs)
-    new = recorded(function)
-    new._liger_recorded = True
-    model.forward = types.MethodType(new, model)
+    forward: Any = model.forward
+    if not hasattr(forward, MARK):
+        own = getattr(forward, "__self__", None) is model
+        function = forward.__func__ if own else lambda self, *args, **kwargs: forward(*args, **kwargs)
+        model.forward = types.MethodType(recorded(function), model)
     return model
 
 

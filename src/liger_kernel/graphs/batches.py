@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
@@ -70,7 +69,7 @@ def bucket(T: int, longest: int | None = None) -> int:
     ``longest``, the positions that a model has."""
     step = max(64, (1 << (T - 1).bit_length()) // 16) if T > 1 else 64
     up = -(-T // step) * step
-    return up if longest is None or up <= longest or T > longest else longest
+    return up if longest is None or up <= longest or longest < T else longest
 
 
 def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: torch.device) -> Batch | str:

@@ -32,9 +32,9 @@ class CudaGraphs:
         """Record ``run``, and return what replays it."""
         graph = torch.cuda.CUDAGraph()
         # threads of data loaders may allocate pinned memory meanwhile
-        how = dict(pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
         try:
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):
+            with torch.cuda.device(self.device), recording:
                 run()
         except Exception as error:
             self._mend()

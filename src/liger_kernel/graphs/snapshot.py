@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_kernel.parallel.sharded_head import HOOKS
 
@@ -30,7 +29,7 @@ class Snapshot:
         self._children = [m._modules for m in modules]
         self._stores = [d for m in modules for d in (m._parameters, m._buffers)]
         self._tensors = [t for d in self._stores for t in d.values() if t is not None]
-        self._addressed = [t for t in self._tensors if not is_traceable_wrapper_subclass(t)]
+        self._addressed = [t for t in self._tensors if not hasattr(t, "__tensor_flatten__")]
         self._modules, self._dicts = modules, [vars(m) for m in modules]
         self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
         config = getattr(model, "config", None)

@@ -35,6 +35,7 @@ from liger_kernel.parallel.sharded_head import observed_inside
 
 logger = logging.getLogger(__name__)
 
+MARK = "_liger_recorded"  # of a forward whose steps are replayed
 KEY = "_liger_graphs"  # the attribute of a model that has its ``Graphs``
 MOST = 48  # recordings of a model; the one that was not used for the longest time goes first
 MOST_TOKENS = 16384  # in a batch; larger ones keep the GPU busy, and padding them costs more than it gives
@@ -111,7 +112,9 @@ class MicroStep:
         upstream = [g for g in self.upstream if g is not None]
         if not learning:
             raise Unfit("its output has no gradient")
-        grads = torch.autograd.grad(learning, self.gradients.params, upstream, allow_unused=True)
+        # the forward's caller has autocast on, that of a backward has not
+        with torch.autocast(learning[0].device.type, enabled=False):
+            grads = torch.autograd.grad(learning, self.gradients.params, upstream, allow_unused=True)
         self.reaches = [g is not None for g in grads]
         places = [v for v, g in zip(self.gradients.views, grads) if g is not None]
         torch._foreach_copy_(places, [g for g in grads if g is not None])
@@ -143,7 +146,7 @@ class Pass:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, step: MicroStep, current: Pass, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, step: MicroStep, current: Pass, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.step, ctx.current = step, current
         ctx.set_materialize_grads(False)
         outs = tuple([o.detach().clone() for o in step.outputs])
@@ -152,11 +155,16 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.current.done:
             raise RuntimeError("graphs: the backward of a recorded step runs once; switch graphs off to run it again")
         ctx.current.done = True
         return None, None, *ctx.step.gradients_for(upstream)
+
+
+def _ranks() -> int:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
 
 
 class Graphs:
@@ -247,7 +255,8 @@ class Graphs:
         keeps = getattr(getattr(model, "config", None), "use_cache", False)
         # nobody continues a text from a training step
         call = functools.partial(forward, model, **{"use_cache": False} if keeps else {})
-        batch.constants.pop("use_cache", None) if keeps else None
+        if keeps:
+            batch.constants.pop("use_cache", None)
         versions = [b._version for b in model.buffers()]
         try:
             step = MicroStep(call, batch, key[1], self._gradients, self.recorder)
@@ -281,9 +290,8 @@ class Graphs:
         devices = {t.device for t in tensors}
         if self.recorder is None and len(devices) == 1 and (device := next(iter(devices))).type == "cuda":
             self.recorder = CudaGraphs(device)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_world_size() > 1:
-                return "several processes train it (DDP, FSDP, DeepSpeed, tensor parallelism)"
+        if _ranks() > 1:
+            return "several processes train it (DDP, FSDP, DeepSpeed, tensor parallelism)"
         if any(is_sharded(t) or hasattr(t, "ds_id") for t in tensors):
             return "its weights are sharded"
         if self.recorder is None:
@@ -295,7 +303,8 @@ class Graphs:
             return "parameters have hooks for their gradients"
         if any("_hf_hook" in vars(m) for m in model.modules()):
             return "accelerate moves its weights"
-        if any(vars(m).get("_compiled_call_impl") or type(m).__module__.startswith("torch._dynamo") for m in model.modules()):
+        compiled = lambda m: vars(m).get("_compiled_call_impl") or type(m).__module__.startswith("torch._dynamo")
+        if any(map(compiled, model.modules())):
             return "its layers are compiled"
         if observed_inside(model):
             return "hooks see what its layers compute"
@@ -321,4 +330,5 @@ def recorded(forward: Callable, pads: Callable[[Any], str] | None = None, record
         out = graphs.output(self, forward, dict(zip(names, args)) | kwargs)
         return forward(self, *args, **kwargs) if out is None else out
 
+    vars(call)[MARK] = True
     return call

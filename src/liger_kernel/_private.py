@@ -82,6 +82,9 @@ backward_node = _C._current_autograd_node
 # The CUDA stream of a device as a number, which launches of compiled kernels take. Without it each
 # launch would make an object, `torch.cuda.current_stream()`. PyTorch without CUDA has none.
 cuda_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)
+# Ends what a failed recording of a CUDA graph has begun in the allocator. Without it all that follows
+# would ask that graph whose memory it is. PyTorch without CUDA has none.
+end_of_allocating: Any = getattr(_C, "_cuda_endAllocateToPool", None)
 # A view without a place in the graph that still shares the version of what it is of: as PyTorch makes
 # views above autograd. Without it a saved tensor that is changed in place would not be noticed.
 exclude_dispatch_key = _C._SetExcludeDispatchKeyGuard

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernel.graphs.steps import KEY, MARK, Graphs, recorded
+from liger_kernel.graphs.micro_steps import KEY, MARK, Graphs, recorded
 
 __all__ = ["Graphs", "forget", "recorded", "report", "wrap"]
 

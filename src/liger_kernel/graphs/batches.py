@@ -26,12 +26,13 @@ _PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # bounds for the labels that count, as p
 @dataclass
 class Batch:
     """``tensors`` are copied to inputs of these ``shapes``; ``constants`` are part of the recording;
-    ``counts`` labels count, None if only the GPU knows."""
+    ``added`` tokens a row; ``counts`` labels count, None if only the GPU knows."""
 
     tensors: dict[str, Tensor]
     shapes: dict[str, tuple[int, ...]]
     constants: dict[str, Any]
     tokens: int
+    added: int
     counts: int | None
 
     @property
@@ -78,8 +79,8 @@ def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: 
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
     for name, value in given.items():
-        if name == "num_items_in_batch" and type(value) is int:
-            value = torch.tensor(value)
+        if name == "num_items_in_batch" and isinstance(value, int | float):
+            value = torch.tensor(value, dtype=torch.float32)  # as the loss makes one of a number
         if type(value) is Tensor and not value.requires_grad:
             tensors[name] = value
         elif isinstance(value, bool | int | float | str | None):
@@ -103,7 +104,7 @@ def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: 
         counts = _look(torch.ones_like(labels[0]), labels)[1]
     up = bucket(ids.shape[1], longest) if pads else ids.shape[1]
     shapes = {n: (t.shape[0], up) if pads and t.ndim else tuple(t.shape) for n, t in tensors.items()}
-    return Batch(tensors, shapes, constants, ids.shape[0] * up, counts)
+    return Batch(tensors, shapes, constants, ids.shape[0] * up, up - ids.shape[1], counts)
 
 
 def _look(mask: Tensor, labels: list[Tensor]) -> tuple[bool, int | None]:

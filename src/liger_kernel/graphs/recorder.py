@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import torch
 
+from liger_kernel import _private
+
 
 class CudaGraphs:
     """Records functions as CUDA graphs that share memory: what one needs while it runs is free for
     the next. So a recorded forward and its backward must run before another forward."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self._failed = device, list[torch.cuda.CUDAGraph]()
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def rehearse(self, run: Callable[[], None]) -> bool:
@@ -37,13 +39,18 @@ class CudaGraphs:
             with torch.cuda.device(self.device), recording:
                 run()
         except Exception as error:
-            self._mend()
+            self._mend(graph)
             # the end of a failed recording raises another error, which says less
             raise error.__context__ or error from None
         return graph.replay
 
-    def _mend(self) -> None:
-        """After a failed recording the generator still waits for its end; a copy of it does not."""
+    def _mend(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a failed recording the generator and the allocator wait for its end: a copy of the one
+        does not, and the other is told. The graph stays, as the allocator may ask it."""
+        self._failed.append(graph)
+        with contextlib.suppress(Exception):
+            _private.end_of_allocating(self.device.index or 0, self.pool)
+        self.pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[self.device.index or 0]
         with contextlib.suppress(Exception):
             generator.graphsafe_set_state(generator.clone_state())
@@ -64,3 +71,7 @@ class Repeated:
         run()
         torch.set_rng_state(before)  # recording computes nothing
         return run
+
+
+def recorder_of(device: torch.device) -> CudaGraphs | Repeated | None:
+    return CudaGraphs(device) if device.type == "cuda" else None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.graphs import recorded
 from liger_kernel.graphs.batches import IGNORE
@@ -21,7 +25,32 @@ from liger_kernel.transformers.recognise.tiny import model_of, tiny_of
 
 def graphed(forward: Callable) -> Callable:
     """Wrap the ``forward`` of a model with its loss."""
-    return recorded(forward, changed_by_padding)
+    return recorded(forward, changed_by_padding, _recording)
+
+
+@contextlib.contextmanager
+def _recording(model: Any) -> Iterator[str]:
+    """Around what is recorded: checkpointing does not restore random states, and TRL's forward scores
+    all tokens, as the host does not know how many count."""
+    before: list[tuple[Any, str, Any]] = []
+    for m in model.modules():
+        function = vars(m).get(_CHECKPOINT)
+        if isinstance(function, functools.partial) and function.func is checkpoint and m.gradient_checkpointing:
+            before.append((m, _CHECKPOINT, function))
+            setattr(m, _CHECKPOINT, functools.partial(function, preserve_rng_state=False))
+    why = "checkpointing computes its dropout again" if before else ""
+    trl = sys.modules.get("trl.trainer.utils")
+    if hasattr(trl, "_use_triton"):
+        before.append((trl, "_use_triton", trl._use_triton))
+        trl._use_triton = lambda device: False
+    try:
+        yield why
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+_CHECKPOINT = "_gradient_checkpointing_func"
 
 
 def changed_by_padding(model: Any) -> str:

@@ -283,7 +283,7 @@ def _around_too(found: list[Patch], owners: list[Any], label: str, around: Calla
     for p in found:
         if id(p.owner) in rest and p.attribute in ("forward", OLD_FORWARD):
             patched.add(id(p.owner))
-            p = dataclasses.replace(p, new=around(p.new), labels=(_both(p.label, label),))
+            p = dataclasses.replace(p, new=around(p.new), labels=(*p.labels, label))
             if isinstance(p.owner, nn.Module) and p.new is _of_class(type(p.owner), p.attribute):
                 continue  # the class is patched so
         result.append(p)

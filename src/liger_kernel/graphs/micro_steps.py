@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
 from liger_kernel.graphs.batches import Batch, batch_of
-from liger_kernel.graphs.recorder import CudaGraphs, Repeated
+from liger_kernel.graphs.recorder import CudaGraphs, Repeated, recorder_of
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import counting_at_most
@@ -123,8 +124,19 @@ class MicroStep:
         """The output of the model for ``batch``."""
         batch.copy_to(self.inputs)
         self._replay_forward()
-        found = _Replayed.apply(self, current, *self.gradients.params)
+        found: Any = _Replayed.apply(self, current, *self.gradients.params)
+        if batch.added:
+            found = [o[:, : o.shape[1] - batch.added] if self._has_tokens(o) else o for o in found]
         return tree_unflatten(list(found), self.structure)
+
+    def _has_tokens(self, o: Tensor) -> bool:
+        rows, T = self.inputs["input_ids"].shape
+        # the last token may have no score
+        return o.ndim > 1 and o.shape[0] == rows and o.shape[1] in (T, T - 1)
+
+    @property
+    def can_be_padded(self) -> bool:
+        return all(o.ndim == 0 or self._has_tokens(o) for o in self.outputs)
 
     def gradients_for(self, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         for place, g in zip(self.upstream, upstream):
@@ -167,28 +179,34 @@ def _ranks() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
+Recording = Callable[[Any], AbstractContextManager[str]]
+
+
 class Graphs:
     """The recorded steps of one model. ``pads(model)`` says why tokens that are added on the right
-    might change a loss; "" if they do not."""
+    might change a loss; "" if they do not. ``recording(model)``: a context around what is recorded; it
+    yields why a model that draws random numbers is not, or ""."""
 
-    def __init__(self, pads: Callable[[Any], str] | None = None, recorder: Any = None):
-        self.pads, self.recorder = pads, recorder
+    def __init__(self, pads: Callable[[Any], str] | None = None, recording: Recording = lambda model: nullcontext("")):
+        self.pads, self.recording = pads, recording
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
-        self._never = ""  # why this model is not recorded at all
-        self._kinds: dict[Any, str] = {}  # kinds of batches that are not recorded
+        # why this model is not recorded: at all, as it is now, batches of a kind or of a size
+        self._never, self._refused, self._kinds = "", "", dict[Any, str]()
         self._exact: str | None = None if pads else "nobody knows what padding does in it"
         self._changes = 0
         self._forget()
 
     def __reduce__(self) -> Any:  # a copy of a model records its own
-        return type(self), (self.pads,)
+        return type(self), (self.pads, self.recording)
 
     def _forget(self) -> None:
         self.steps.clear()
         self._asked: OrderedDict[Any, None] = OrderedDict()
         self._snapshot: Snapshot | None = None
         self._gradients: Gradients | None = None
+        # anew, as memory of graphs that are gone cannot be shared with others
+        self.recorder: CudaGraphs | Repeated | None = None
         self._last: Callable[[], Pass | None] = lambda: None
 
     def output(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> Any:
@@ -224,18 +242,19 @@ class Graphs:
                     self._never = f"it changes too often: {change}"
             self._forget()
             self._snapshot = Snapshot(model)
-            if why := self._never or self._unfit(model):
-                return why
-            self._gradients = Gradients([p for p in model.parameters() if p.requires_grad])
-        assert self._gradients is not None
+            self._refused = self._never or self._unfit(model)
+            if not self._refused:
+                self._gradients = Gradients([p for p in model.parameters() if p.requires_grad])
+        if self._gradients is None:
+            return self._refused
         batch = self._batch(model, given, self._gradients.params[0].device)
         if isinstance(batch, str):
             return batch
-        if why := self._kinds.get(batch.kind, ""):
+        key = batch.key, settings(self._gradients.params[0].device.type)
+        if why := self._kinds.get(batch.kind) or self._kinds.get(key):
             return why
         if batch.tokens > MOST_TOKENS:
             return f"more than {MOST_TOKENS} tokens in a batch"
-        key = batch.key, settings(self._gradients.params[0].device.type)
         bounds = batch.bounds()
         for most in bounds:
             if (step := self.steps.get((key, most))) is not None:
@@ -259,19 +278,23 @@ class Graphs:
             batch.constants.pop("use_cache", None)
         versions = [b._version for b in model.buffers()]
         try:
-            step = MicroStep(call, batch, key[1], self._gradients, self.recorder)
+            with self.recording(model) as refused:
+                step = MicroStep(call, batch, key[1], self._gradients, self.recorder)
+            if step.draws and refused:
+                raise Unfit(refused)
             if [b._version for b in model.buffers()] != versions:
                 raise Unfit("its forward changes buffers")
             if any(o.numel() * o.itemsize > LARGEST for o in step.outputs):
                 raise Unfit("its output is large")
-            if self._exact == "" and any(o.ndim for o in step.outputs):
-                # what it says of each token is wanted in the shape of the batch
-                self._exact = "its output has tokens"
+            if batch.added and not step.can_be_padded:
+                self._exact = "its output has another shape than its tokens"
                 return None
         except Exception as error:
             why = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"[:300]
-            self._kinds[batch.kind] = f"it cannot be recorded: {why}"
-            return self._kinds[batch.kind]
+            # a smaller batch may have enough memory
+            of = key[0] if isinstance(error, torch.OutOfMemoryError) else batch.kind
+            self._kinds[of] = f"it cannot be recorded: {why}"
+            return self._kinds[of]
         self.steps[key] = step
         if len(self.steps) > MOST:
             self.steps.popitem(last=False)
@@ -288,8 +311,7 @@ class Graphs:
         """Why the model, as it is now, is not recorded."""
         tensors = [*model.parameters(), *model.buffers()]
         devices = {t.device for t in tensors}
-        if self.recorder is None and len(devices) == 1 and (device := next(iter(devices))).type == "cuda":
-            self.recorder = CudaGraphs(device)
+        self.recorder = recorder_of(devices.pop()) if len(devices) == 1 else None
         if _ranks() > 1:
             return "several processes train it (DDP, FSDP, DeepSpeed, tensor parallelism)"
         if any(is_sharded(t) or hasattr(t, "ds_id") for t in tensors):
@@ -316,8 +338,9 @@ class Graphs:
         return "\n".join(lines + [f"  rows are not padded: {self._exact}"] * bool(self._exact))
 
 
-def recorded(forward: Callable, pads: Callable[[Any], str] | None = None, recorder: Any = None) -> Callable:
-    """Wrap ``forward``, of a model with its loss, so that training steps are replayed."""
+def recorded(forward: Callable, *how: Any) -> Callable:
+    """Wrap ``forward``, of a model with its loss, so that training steps are replayed; ``how``: what
+    ``Graphs`` takes."""
     names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
@@ -326,7 +349,7 @@ def recorded(forward: Callable, pads: Callable[[Any], str] | None = None, record
         if plain or not (self.training and torch.is_grad_enabled()) or len(args) > len(names):
             return forward(self, *args, **kwargs)
         if (graphs := vars(self).get(KEY)) is None:
-            graphs = vars(self)[KEY] = Graphs(pads, recorder)
+            graphs = vars(self)[KEY] = Graphs(*how)
         out = graphs.output(self, forward, dict(zip(names, args)) | kwargs)
         return forward(self, *args, **kwargs) if out is None else out
 

@@ -1,0 +1,312 @@
+"""Training steps that are replayed: the same losses and gradients as those of steps that run. On a CPU
+a replay calls the recorded function again, on the same fixed inputs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step, tokens
+from torch import nn
+
+from liger_kernel import graphs
+from liger_kernel.graphs import batches, micro_steps
+from liger_kernel.graphs.recorder import Repeated
+from liger_kernel.ops.losses.chunks import Kept, counting_at_most
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, restore
+from liger_kernel.transformers.patching.report import patches_report
+
+pytestmark = pytest.mark.usefixtures("models_by_references")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(micro_steps, "recorder_of", lambda device: Repeated())
+
+
+def patched(model_type: str = "llama", on: bool = True, **more: Any) -> Any:
+    model = make(model_type, **{"attention": "sdpa", **more})
+    model.config.output_router_logits = False
+    _apply_liger_kernel_to_instance(model, graphs=on)
+    return model
+
+
+def batch(T: int = 64, seed: int = 0, side: str = "", ignored: int = 0) -> dict[str, Any]:
+    """Two rows, the second with 7 real tokens on a ``side``, if any."""
+    given, place = tokens(length=T, seed=seed, ignored=ignored), torch.arange(T, device=DEVICE)
+    if side:
+        real = torch.stack((place >= 0, place < 7 if side == "right" else place >= T - 7))
+        given["attention_mask"] = real.long()
+        given["labels"][~(real & F.pad(real, (1, -1)))] = -100
+    return given
+
+
+def loss_of(model: Any, seed: int = 0) -> torch.Tensor:
+    return model(**batch(64, seed), use_cache=False).loss
+
+
+def recorded(model: Any) -> micro_steps.Graphs:
+    return vars(model)[micro_steps.KEY]
+
+
+def said(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in found if str(w.message).startswith("graphs: ")]
+
+
+# -- whole models
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_random_lengths_and_padding(model_type):
+    stock, model = patched(model_type, on=False), patched(model_type)
+    for i, side in enumerate(["", "", "right", "", "left", "right", "left", "left"]):
+        given, items = batch(40 + 3 * i, i, side, ignored=3), torch.tensor(80 + i, device=DEVICE)
+        ours, want = (step(m, given, num_items_in_batch=items)[1] for m in (model, stock))
+        assert_same_learning(ours, want)
+    assert recorded(model).replays >= 3
+    assert not recorded(model).reasons
+
+
+def test_bits_of_equal_shapes_and_accumulated_gradients():
+    stock, model = patched(on=False), patched()
+    for _ in range(4):
+        assert_same_bits(step(model, batch())[1], step(stock, batch())[1])
+    kept = {n: p.grad for n, p in model.named_parameters()}
+    before = {n: g.clone() for n, g in kept.items()}
+    model.zero_grad(set_to_none=True)
+    loss_of(model, 1).backward()
+    assert all(torch.equal(kept[n], g) for n, g in before.items())  # nobody writes to gradients of before
+    loss_of(model, 2).mul(3).backward()
+    stock.zero_grad(set_to_none=True)
+    for seed, scale in ((1, 1), (2, 3)):
+        loss_of(stock, seed).mul(scale).backward()
+    assert_same_bits(*({n: p.grad for n, p in m.named_parameters()} for m in (model, stock)))
+    assert recorded(model).replays == 5
+
+
+def test_dropout_draws_anew():
+    model = patched(attention="eager")
+    model.config.attention_dropout = 0.2
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    losses = [loss_of(model)]
+    for _ in range(4):
+        losses[-1].backward()
+        losses.append(loss_of(model))
+    assert len({x.item() for x in losses}) == 5 and recorded(model).replays == 4
+
+
+CHANGES = {
+    "eval": lambda m: m.eval().train(),
+    "freeze": lambda m: m.model.norm.weight.requires_grad_(False),
+    "storage": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data.clone() * 2),
+    "another parameter": lambda m: setattr(m.model.norm, "weight", nn.Parameter(m.model.norm.weight.detach() * 2)),
+    "a number": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.1),
+    "a forward": lambda m: setattr(m.model.norm, "forward", lambda x: x * 2),
+    "class": lambda m: setattr(m.model.norm, "__class__", nn.Identity),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_noticed(change):
+    stock, model = patched(on=False), patched()
+    for m in (stock, model):
+        for _ in range(3):
+            step(m, batch())
+        CHANGES[change](m)
+    for _ in range(3):
+        assert_same_bits(step(model, batch())[1], step(stock, batch())[1])
+    assert recorded(model).replays == (5 if change == "eval" else 4)
+
+
+def test_hooks_see_every_step_and_changes_have_an_end():
+    model, seen = patched(), []
+    step(model, batch())
+    model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    assert said(lambda: [step(model, batch()) for _ in range(3)]) == [
+        "graphs: LlamaForCausalLM runs as it was: hooks see what its layers compute"
+    ]
+    assert len(seen) == 3
+    model.model.norm._forward_hooks.clear()
+    for i in range(10):
+        model.model.layers[0].self_attn.scaling = 0.1 + i
+        step(model, batch())
+    assert "changes too often: the attribute 'scaling'" in graphs.report(model)
+
+
+def test_one_forward_at_a_time():
+    model = patched()
+    for _ in range(2):
+        step(model, batch())
+    first, second = loss_of(model), loss_of(model, 1)
+    (first + second).backward()
+    assert "a second forward before the backward of the first" in graphs.report(model)
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs once"):
+        loss.backward()
+    del loss, first
+    abandoned = loss_of(model)  # a loss without a backward, which then is gone
+    del abandoned
+    replays = recorded(model).replays
+    step(model, batch())
+    assert recorded(model).replays == replays + 1
+
+
+def test_checkpointing():
+    model = patched()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    want = step(model, batch())[1]
+    for _ in range(2):
+        assert_same_bits(step(model, batch())[1], want)
+    assert recorded(model).replays == 2
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"position_ids": torch.arange(64)[None]}, ""),
+        ({"shift_labels": None}, ""),
+        ({"some": {}}, "some is a dict"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 64, 64)}, "there are no input_ids"),
+        ({"output_hidden_states": True}, ""),
+    ],
+)
+def test_kinds_of_batches(more, why):
+    stock, model = patched(on=False), patched()
+    given = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in (batch() | more).items()}
+    for _ in range(4):
+        assert_same_bits(step(model, given)[1], step(stock, given)[1])
+    # the first request for hidden states leaves hooks of Transformers
+    assert recorded(model).replays == (0 if why else 2 if "output_hidden_states" in more else 3)
+    assert why in graphs.report(model)
+
+
+def test_outputs_of_tokens_have_the_length_of_the_batch():
+    stock, model = patched(on=False), patched()
+    for T in (54, 56, 58):
+        (want, _), (found, _) = (step(m, batch(T), skip_logits=False) for m in (stock, model))
+        torch.testing.assert_close(found.logits, want.logits, atol=1e-5, rtol=1e-5)
+    assert recorded(model).replays == 2
+
+
+def test_a_model_that_cannot_be_recorded(monkeypatch):
+    model = patched()
+    monkeypatch.setattr(Repeated, "record", lambda self, run: (_ for _ in ()).throw(RuntimeError("it waits")))
+    if DEVICE == "cuda":
+        monkeypatch.setattr(type(model.model.norm), "forward", lambda self, x: x * x.sum().item())
+    want = step(model, batch())[1]
+    for _ in range(3):
+        assert_same_bits(step(model, batch())[1], want)
+    assert "3 as it was: it cannot be recorded: " in graphs.report(model)
+
+
+def test_rows_of_a_model_that_sees_both_sides_are_not_padded():
+    model = patched("bert")
+    step(model, batch(12))
+    assert "rows are not padded: a tiny model of it computes another loss" in graphs.report(model)
+
+
+def test_the_flag(monkeypatch):
+    model = patched()
+    assert any("graphs" in part for part in patches_report(model, {"graphs": True}).patched)
+    for _ in range(2):
+        step(model, batch())
+    other = copy.deepcopy(model)
+    assert not recorded(other).steps and recorded(model).steps
+    graphs.forget(model)
+    assert micro_steps.KEY not in vars(model)
+    step(model, batch())
+    restore(model)
+    assert micro_steps.KEY not in vars(model) and not hasattr(type(model).forward, micro_steps.MARK)
+    apply_liger_kernel_to_llama(graphs=True)
+    try:
+        model = make("llama", attention="sdpa")
+        for _ in range(2):
+            step(model, batch())
+        assert recorded(model).replays == 1
+    finally:
+        restore("llama")
+
+
+def test_a_model_of_ones_own():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(300, 8)
+
+        def forward(self, input_ids, labels):
+            return F.cross_entropy(self.table(input_ids).sum(-1, keepdim=True).expand(-1, -1, 3)[:, :, 0], labels[:, 0])
+
+    model = graphs.wrap(Own().to(DEVICE))
+    assert graphs.wrap(model) is model
+    given = {
+        "input_ids": torch.arange(24, device=DEVICE).view(2, 12),
+        "labels": torch.tensor([[1], [2]], device=DEVICE),
+    }
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(**given)
+        loss.backward()
+        found.append({"loss": loss.detach(), "table": model.table.weight.grad})
+    assert_same_bits(found[2], found[0])
+    assert recorded(model).replays == 2
+    with pytest.raises(ValueError, match=r"model must be an nn\.Module, got int"):
+        graphs.wrap(3)
+
+
+# -- batches
+
+
+@pytest.mark.parametrize(("T", "up"), [(1, 64), (64, 64), (65, 128), (513, 576), (1025, 1152), (2048, 2048)])
+def test_buckets(T, up):
+    assert batches.bucket(T) == up
+    assert batches.bucket(T, longest=T) == T
+
+
+def prepared(**given: Any) -> Any:
+    return batches.batch_of(given, True, None, CPU)
+
+
+def test_masks_that_are_left_out():
+    ids = torch.ones(2, 5, dtype=torch.long)
+    labels, right = ids.clone(), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    labels[1, 2:] = -100
+    found = prepared(input_ids=ids, labels=labels, attention_mask=right)
+    assert "attention_mask" not in found.tensors and found.counts == 7 and found.added == 59
+    assert found.shapes == {"input_ids": (2, 64), "labels": (2, 64)}
+    assert found.bounds() == [16, 32, 64, 96, 128]
+    for mask, target in ((right.flip(1), labels), (right, ids)):  # on the left; labels at padding
+        assert "attention_mask" in prepared(input_ids=ids, labels=target, attention_mask=mask).tensors
+    # a tensor that is not of tokens: nothing is padded
+    assert prepared(input_ids=ids, labels=labels, pixels=torch.zeros(3)).shapes["input_ids"] == (2, 5)
+
+
+def test_positions_go_on():
+    ids = torch.ones(1, 4, dtype=torch.long)
+    found = prepared(input_ids=ids, position_ids=torch.tensor([[0, 1, 0, 1]]))
+    inputs = {n: torch.full(shape, 9) for n, shape in found.shapes.items()}
+    found.copy_to(inputs)
+    assert inputs["position_ids"][0, :6].tolist() == [0, 1, 0, 1, 2, 3]
+    assert inputs["input_ids"][0, 3:6].tolist() == [1, 0, 0]
+
+
+def test_a_bound_of_labels_keeps_those_that_count():
+    target = torch.tensor([-100, 3, -100, 4, -100, -100, -100, -100])
+    with counting_at_most(4):
+        rows = Kept(target).rows()
+    assert rows is not None and len(rows) == 4 and {1, 3} <= set(rows.tolist())
+    with counting_at_most(8):
+        assert Kept(target).rows() is None

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernel.graphs.micro_steps import KEY, MARK, Graphs, recorded
+from liger_kernel.graphs.micro_steps import KEY, MARK, recorded
 
-__all__ = ["Graphs", "forget", "recorded", "report", "wrap"]
+__all__ = ["forget", "report", "wrap"]
 
 
 def wrap(model: nn.Module) -> nn.Module:

@@ -76,6 +76,8 @@ def bucket(T: int, longest: int | None = None) -> int:
 def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: torch.device) -> Batch | str:
     """The batch, or why it has none. ``pads``: tokens may be added on the right. The host waits only
     for a mask on the GPU, once, as Transformers does."""
+    if given.get("cu_seq_lens_q") is not None:
+        return "its rows are packed, with bounds (cu_seq_lens_q)"
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
     for name, value in given.items():

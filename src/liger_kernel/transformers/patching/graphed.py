@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.graphs import recorded
 from liger_kernel.graphs.batches import IGNORE
+from liger_kernel.graphs.micro_steps import recorded
 from liger_kernel.transformers import documents
 from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import original

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import traceback
 import warnings
 import weakref
 from collections import Counter, OrderedDict
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
 from liger_kernel.graphs.batches import Batch, batch_of
-from liger_kernel.graphs.recorder import CudaGraphs, Repeated, recorder_of
+from liger_kernel.graphs.recorder import CudaGraphs, Repeated, recorder_of, unowned
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import counting_at_most
@@ -45,27 +46,24 @@ LARGEST = 1 << 26  # bytes of an output, which each step copies
 
 
 class Gradients:
-    """Where recorded backwards leave the gradients of ``params``: one buffer for each dtype, which all
-    recordings share."""
+    """Makes copies of the gradients of ``params``, all in one new buffer for each dtype."""
 
     def __init__(self, params: list[nn.Parameter]):
-        self.params = params
-        sizes: Counter[torch.dtype] = Counter()
+        self.params, self._sizes = params, Counter[torch.dtype]()
         self._places = []
         for p in params:
-            self._places.append(sizes[p.dtype])
-            sizes[p.dtype] += -(-p.numel() // 64) * 64  # aligned, for kernels that load several values at once
-        self._flat = {dtype: torch.zeros(n, dtype=dtype, device=params[0].device) for dtype, n in sizes.items()}
-        self.views = self._views(self._flat)
+            self._places.append(self._sizes[p.dtype])
+            self._sizes[p.dtype] += -(-p.numel() // 64) * 64  # aligned, for kernels that load several values at once
 
-    def _views(self, flat: Mapping[torch.dtype, Tensor]) -> list[Tensor]:
-        return [
-            flat[p.dtype][at : at + p.numel()].view(p.shape) for p, at in zip(self.params, self._places, strict=True)
+    def copies(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        device = self.params[0].device
+        flat = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in self._sizes.items()}
+        found = [
+            None if g is None else flat[p.dtype][at : at + p.numel()].view(p.shape)
+            for p, at, g in zip(self.params, self._places, grads, strict=True)
         ]
-
-    def copies(self) -> list[Tensor]:
-        """The gradients in new memory."""
-        return self._views({dtype: t.clone() for dtype, t in self._flat.items()})
+        torch._foreach_copy_([t for t in found if t is not None], [g for g in grads if g is not None])
+        return found
 
 
 class MicroStep:
@@ -80,20 +78,22 @@ class MicroStep:
         self._call = functools.partial(call, **batch.constants)
         self.outputs: list[Tensor] = []
         self.upstream: list[Tensor | None] = []
-        self.reaches: list[bool] = []  # which parameters get a gradient
+        self.grads: list[Tensor | None] = []
         batch.copy_to(self.inputs)
         self.draws = recorder.rehearse(self._both)
-        self.outputs = []
+        self.outputs, self.grads = [], []
         torch.clear_autocast_cache()  # casts of before are not part of the recording
         try:
             self._replay_forward = recorder.record(self.forward)
             self._replay_backward = recorder.record(self.backward)
         finally:
             torch.clear_autocast_cache()  # casts within are made anew by each replay
-        # the graph of autograd is not needed any more: its memory is free for other recordings
         self.learns = [o.requires_grad for o in self.outputs]
         if not isinstance(recorder, Repeated):
+            # what autograd has saved is not needed any more, and gradients are copied after each replay:
+            # their memory is free for other recordings
             self.outputs = [o.detach() for o in self.outputs]
+            self.grads = [g if g is None else unowned(g) for g in self.grads]
 
     def _both(self) -> None:
         self.forward()
@@ -115,10 +115,7 @@ class MicroStep:
             raise Unfit("its output has no gradient")
         # the forward's caller has autocast on, that of a backward has not
         with torch.autocast(learning[0].device.type, enabled=False):
-            grads = torch.autograd.grad(learning, self.gradients.params, upstream, allow_unused=True)
-        self.reaches = [g is not None for g in grads]
-        places = [v for v, g in zip(self.gradients.views, grads) if g is not None]
-        torch._foreach_copy_(places, [g for g in grads if g is not None])
+            self.grads = list(torch.autograd.grad(learning, self.gradients.params, upstream, allow_unused=True))
 
     def replayed(self, batch: Batch, current: Pass) -> Any:
         """The output of the model for ``batch``."""
@@ -143,7 +140,7 @@ class MicroStep:
             if place is not None:
                 place.zero_() if g is None else place.copy_(g)
         self._replay_backward()
-        return [g if there else None for g, there in zip(self.gradients.copies(), self.reaches)]
+        return self.gradients.copies(self.grads)
 
 
 class Unfit(Exception):
@@ -179,16 +176,19 @@ def _ranks() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
-Recording = Callable[[Any], AbstractContextManager[str]]
+Recording = Callable[[Any, Mapping[str, Any]], AbstractContextManager[str]]
 
 
 class Graphs:
     """The recorded steps of one model. ``pads(model)`` says why tokens that are added on the right
-    might change a loss; "" if they do not. ``recording(model)``: a context around what is recorded; it
-    yields why a model that draws random numbers is not, or ""."""
+    might change a loss; "" if they do not. ``recording(model, given)``: a context around what is
+    recorded, for such inputs; it yields why a model that draws random numbers is not, or ""."""
 
-    def __init__(self, pads: Callable[[Any], str] | None = None, recording: Recording = lambda model: nullcontext("")):
-        self.pads, self.recording = pads, recording
+    def __init__(
+        self, pads: Callable[[Any], str] | None = None, recording: Recording = lambda model, given: nullcontext("")
+    ):
+        self.pads, self.recording = pads, recording or (lambda model, given: nullcontext(""))
+        self._how = pads, recording
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
         # why this model is not recorded: at all, as it is now, batches of a kind or of a size
@@ -198,7 +198,7 @@ class Graphs:
         self._forget()
 
     def __reduce__(self) -> Any:  # a copy of a model records its own
-        return type(self), (self.pads, self.recording)
+        return type(self), self._how
 
     def _forget(self) -> None:
         self.steps.clear()
@@ -278,7 +278,7 @@ class Graphs:
             batch.constants.pop("use_cache", None)
         versions = [b._version for b in model.buffers()]
         try:
-            with self.recording(model) as refused:
+            with self.recording(model, batch.tensors) as refused:
                 step = MicroStep(call, batch, key[1], self._gradients, self.recorder)
             if step.draws and refused:
                 raise Unfit(refused)
@@ -290,7 +290,9 @@ class Graphs:
                 self._exact = "its output has another shape than its tokens"
                 return None
         except Exception as error:
-            why = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"[:300]
+            traceback.clear_frames(error.__traceback__)  # they hold the graph of autograd
+            why = str(error).partition("\n")[0][:200]
+            why = why if isinstance(error, Unfit) else f"{type(error).__name__}: {why}"
             # a smaller batch may have enough memory
             of = key[0] if isinstance(error, torch.OutOfMemoryError) else batch.kind
             self._kinds[of] = f"it cannot be recorded: {why}"
@@ -351,7 +353,16 @@ def recorded(forward: Callable, *how: Any) -> Callable:
         if (graphs := vars(self).get(KEY)) is None:
             graphs = vars(self)[KEY] = Graphs(*how)
         out = graphs.output(self, forward, dict(zip(names, args)) | kwargs)
-        return forward(self, *args, **kwargs) if out is None else out
+        if out is not None:
+            return out
+        try:
+            return forward(self, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not graphs.steps:
+                raise
+            graphs._forget()  # their memory is what a step that runs may lack
+        torch.cuda.empty_cache()
+        return forward(self, *args, **kwargs)
 
     vars(call)[MARK] = True
     return call

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from liger_kernel import _private
 
@@ -45,15 +46,31 @@ class CudaGraphs:
         return graph.replay
 
     def _mend(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a failed recording the generator and the allocator wait for its end: a copy of the one
-        does not, and the other is told. The graph stays, as the allocator may ask it."""
+        """After a failed recording the allocator and the generator wait for its end. The one is told,
+        the other learns it from a recording that does not fail. The graph stays, as the allocator may
+        ask it."""
         self._failed.append(graph)
         with contextlib.suppress(Exception):
             _private.end_of_allocating(self.device.index or 0, self.pool)
-        self.pool = torch.cuda.graph_pool_handle()
-        generator = torch.cuda.default_generators[self.device.index or 0]
-        with contextlib.suppress(Exception):
-            generator.graphsafe_set_state(generator.clone_state())
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        with contextlib.suppress(Exception), torch.cuda.device(self.device):
+            nothing = torch.zeros(1, device=self.device)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(self.device)):
+                nothing.zero_()
+
+
+class _Bytes:
+    def __init__(self, storage: torch.UntypedStorage):
+        where = dict(shape=(storage.nbytes(),), typestr="|u1", data=(storage.data_ptr(), False), version=2)
+        self.__cuda_array_interface__ = where
+
+
+def unowned(t: Tensor) -> Tensor:
+    """``t``, of which nobody knows that it is there: what is recorded later may use its memory."""
+    if not t.numel():
+        return t
+    memory = torch.as_tensor(_Bytes(t.untyped_storage()), device=t.device).view(t.dtype)
+    return memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 class Repeated:

@@ -226,6 +226,12 @@ def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
     return sdpa and not nested and not window and all(given.get(name) is None for name in _SAYS)
 
 
+def goes_without_mask(forward: Callable, config: Any, given: Mapping[str, Any]) -> bool:
+    """Whether ``CAUSAL`` may be the attention of the model with this ``forward`` for such a batch."""
+    module = sys.modules.get(forward.__module__)
+    return module is not None and _masks_by_arguments(module) and needs_no_mask(config, given)
+
+
 AttentionInterface.register(NAME, attention)
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)  # no mask is made for what has no entry below
 AttentionMaskInterface.register(NAME, packed_mask)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.graphs.batches import IGNORE
 from liger_kernel.graphs.micro_steps import recorded
-from liger_kernel.transformers import documents
+from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import original
 from liger_kernel.transformers.patching.unpad import unknown_code
@@ -29,9 +29,10 @@ def graphed(forward: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _recording(model: Any) -> Iterator[str]:
-    """Around what is recorded: checkpointing does not restore random states, and TRL's forward scores
-    all tokens, as the host does not know how many count."""
+def _recording(model: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Around what is recorded: checkpointing does not restore random states, TRL's forward scores
+    all tokens, as the host does not know how many count, and no mask is made that does nothing:
+    releases of Transformers make one wherever they may not look at positions."""
     before: list[tuple[Any, str, Any]] = []
     for m in model.modules():
         function = vars(m).get(_CHECKPOINT)
@@ -43,6 +44,9 @@ def _recording(model: Any) -> Iterator[str]:
     if hasattr(trl, "_use_triton"):
         before.append((trl, "_use_triton", trl._use_triton))
         trl._use_triton = lambda device: False
+    if attention.goes_without_mask(original(stock_class(model), "forward"), model.config, given):
+        before.append((model.config, "_attn_implementation", model.config._attn_implementation))
+        model.config._attn_implementation = attention.CAUSAL
     try:
         yield why
     finally:

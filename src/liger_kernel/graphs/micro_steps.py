@@ -176,6 +176,7 @@ def _ranks() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
+as_it_is = lambda model, given: nullcontext("")
 Recording = Callable[[Any, Mapping[str, Any]], AbstractContextManager[str]]
 
 
@@ -187,7 +188,7 @@ class Graphs:
     def __init__(
         self, pads: Callable[[Any], str] | None = None, recording: Recording = lambda model, given: nullcontext("")
     ):
-        self.pads, self.recording = pads, recording or (lambda model, given: nullcontext(""))
+        self.pads, self.recording = pads, as_it_is if recording is None else recording
         self._how = pads, recording
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()

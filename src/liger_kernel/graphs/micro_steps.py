@@ -176,8 +176,11 @@ def _ranks() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
-as_it_is = lambda model, given: nullcontext("")
 Recording = Callable[[Any, Mapping[str, Any]], AbstractContextManager[str]]
+
+
+def as_it_is(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[str]:
+    return nullcontext("")
 
 
 class Graphs:
@@ -185,24 +188,22 @@ class Graphs:
     might change a loss; "" if they do not. ``recording(model, given)``: a context around what is
     recorded, for such inputs; it yields why a model that draws random numbers is not, or ""."""
 
-    def __init__(
-        self, pads: Callable[[Any], str] | None = None, recording: Recording = lambda model, given: nullcontext("")
-    ):
-        self.pads, self.recording = pads, as_it_is if recording is None else recording
-        self._how = pads, recording
+    def __init__(self, pads: Callable[[Any], str] | None = None, recording: Recording = as_it_is):
+        self.pads, self.recording = pads, recording
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
-        # why this model is not recorded: at all, as it is now, batches of a kind or of a size
-        self._never, self._refused, self._kinds = "", "", dict[Any, str]()
+        self._never = ""  # why this model is not recorded at all
         self._exact: str | None = None if pads else "nobody knows what padding does in it"
         self._changes = 0
         self._forget()
 
     def __reduce__(self) -> Any:  # a copy of a model records its own
-        return type(self), self._how
+        return type(self), (self.pads, self.recording)
 
     def _forget(self) -> None:
         self.steps.clear()
+        # why it is not recorded as it is now, and not for batches of a kind or of a size
+        self._refused, self._kinds = "", dict[Any, str]()
         self._asked: OrderedDict[Any, None] = OrderedDict()
         self._snapshot: Snapshot | None = None
         self._gradients: Gradients | None = None
@@ -233,6 +234,8 @@ class Graphs:
             return self._never
         if (last := self._last()) is not None and not last.done:
             return "a second forward before the backward of the first"
+        if given.get("use_cache"):
+            return "use_cache is True, so that keys and values are kept"
         if _private.saved_tensors_hooks(True) is not None or torch.is_anomaly_enabled():
             return "hooks for saved tensors, or anomaly detection, see its graph"
         if self._snapshot is None or (change := self._snapshot.change()):
@@ -349,6 +352,7 @@ def recorded(forward: Callable, *how: Any) -> Callable:
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = torch.compiler.is_compiling() or _private.dispatch_modes() or _private.observed()
+        plain = plain or getattr(self, "_is_replica", False)  # of DataParallel, which shares what is recorded
         if plain or not (self.training and torch.is_grad_enabled()) or len(args) > len(names):
             return forward(self, *args, **kwargs)
         if (graphs := vars(self).get(KEY)) is None:

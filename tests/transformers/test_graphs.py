@@ -290,6 +290,9 @@ def test_masks_that_are_left_out():
     assert found.bounds() == [16, 32, 64, 96, 128]
     for mask, target in ((right.flip(1), labels), (right, ids)):  # on the left; labels at padding
         assert "attention_mask" in prepared(input_ids=ids, labels=target, attention_mask=mask).tensors
+    positions = torch.arange(5)[None]
+    assert list(prepared(input_ids=ids, position_ids=positions, attention_mask=right).tensors) == ["input_ids"]
+    assert len(prepared(input_ids=ids, position_ids=positions % 3, attention_mask=right).tensors) == 3
     # a tensor that is not of tokens: nothing is padded
     assert prepared(input_ids=ids, labels=labels, pixels=torch.zeros(3)).shapes["input_ids"] == (2, 5)
 
@@ -301,6 +304,21 @@ def test_positions_go_on():
     found.copy_to(inputs)
     assert inputs["position_ids"][0, :6].tolist() == [0, 1, 0, 1, 2, 3]
     assert inputs["input_ids"][0, 3:6].tolist() == [1, 0, 0]
+
+
+def test_packed_rows():
+    stock, model = patched(on=False), patched()
+    for i in range(4):
+        lengths = [20 + i, 9, 11]
+        bounds = F.pad(torch.tensor(lengths), (1, 0)).cumsum(0).int().to(DEVICE)
+        given = tokens(batch=1, length=sum(lengths), seed=i)
+        given["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
+        given |= dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=20 + i, max_length_k=20 + i)
+        assert_same_learning(step(model, given)[1], step(stock, given)[1])
+    assert recorded(model).replays == 3 and not recorded(model).reasons
+    (recording,) = recorded(model).steps.values()
+    assert recording.inputs["cu_seq_lens_q"].tolist() == [0, 23, 32, 43, *[64] * 12]
+    assert recording.inputs["position_ids"][0, 42:46].tolist() == [10, 0, 1, 2]
 
 
 def test_a_bound_of_labels_keeps_those_that_count():

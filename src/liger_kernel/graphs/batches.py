@@ -20,6 +20,8 @@ IGNORE = -100
 # tensors (B, T), and what padding has there; positions go on counting
 _TOKENS = {"input_ids": 0, "labels": IGNORE, "shift_labels": IGNORE, "attention_mask": 0, "position_ids": None}
 _LABELS = ("labels", "shift_labels")
+# of packed rows: where documents begin in the flattened batch, and how long the longest one is at most
+_BOUNDS, _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # bounds for the labels that count, as parts of B * T
 
 
@@ -51,18 +53,26 @@ class Batch:
         return [n for part in _PARTS if (n := int(part * self.tokens)) >= least]
 
     def copy_to(self, inputs: Mapping[str, Tensor]) -> None:
+        packed = is_packed(self.tensors)
         for name, t in self.tensors.items():
             into = inputs[name]
-            if t.shape == into.shape:
+            if name in _BOUNDS:
+                into[: len(t)].copy_(t, non_blocking=True)
+                into[len(t) :] = self.tokens  # tokens that are added are a document, and those after it empty
+            elif t.shape == into.shape:
                 into.copy_(t, non_blocking=True)
-                continue
-            T = t.shape[1]
-            into[:, :T].copy_(t, non_blocking=True)
-            if (value := _TOKENS[name]) is not None:
-                into[:, T:] = value
             else:
-                more = torch.arange(1, into.shape[1] - T + 1, device=into.device, dtype=into.dtype)
-                torch.add(into[:, T - 1 : T], more, out=into[:, T:])
+                T = t.shape[1]
+                into[:, :T].copy_(t, non_blocking=True)
+                if (value := _TOKENS[name]) is not None:
+                    into[:, T:] = value
+                    continue
+                more = torch.arange(self.added, device=into.device, dtype=into.dtype)
+                into[:, T:] = more if packed else into[:, T - 1 : T] + 1 + more
+
+
+def is_packed(given: Mapping[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in _BOUNDS)
 
 
 def bucket(T: int, longest: int | None = None) -> int:
@@ -75,9 +85,7 @@ def bucket(T: int, longest: int | None = None) -> int:
 
 def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: torch.device) -> Batch | str:
     """The batch, or why it has none. ``pads``: tokens may be added on the right. The host waits only
-    for a mask on the GPU, once, as Transformers does."""
-    if given.get("cu_seq_lens_q") is not None:
-        return "its rows are packed, with bounds (cu_seq_lens_q)"
+    for a mask or positions on the GPU, once, as Transformers does."""
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
     for name, value in given.items():
@@ -93,28 +101,40 @@ def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: 
     ids = tensors.get("input_ids")
     if ids is None or ids.ndim != 2 or not ids.numel():
         return "there are no input_ids (B, T)"
-    alike = [name for name, t in tensors.items() if t.ndim]
+    if (positions := tensors.get("position_ids")) is not None and positions.shape == (1, ids.shape[1]):
+        tensors["position_ids"] = positions.expand(ids.shape)
+    alike = [name for name, t in tensors.items() if t.ndim and name not in _BOUNDS]
     pads = pads and all(name in _TOKENS and tensors[name].shape == ids.shape for name in alike)
+    if packed := is_packed(tensors):
+        pads = pads and len(ids) == 1 and "position_ids" in tensors
     labels = [tensors[name] for name in _LABELS if name in tensors and tensors[name].shape == ids.shape]
-    mask = tensors.get("attention_mask")
     counts: int | None = None
-    if mask is not None and mask.shape == ids.shape and pads:
-        hidden, counts = _look(mask, labels)
-        if hidden:
-            del tensors["attention_mask"]
+    if pads and not packed and tensors.keys() & {"attention_mask", "position_ids"}:
+        unneeded, counts = _look(tensors.get("attention_mask"), tensors.get("position_ids"), labels)
+        if unneeded:
+            tensors = {n: t for n, t in tensors.items() if n not in ("attention_mask", "position_ids")}
     elif labels and all(t.device.type == "cpu" for t in labels):
-        counts = _look(torch.ones_like(labels[0]), labels)[1]
+        counts = _look(None, None, labels)[1]
     up = bucket(ids.shape[1], longest) if pads else ids.shape[1]
     shapes = {n: (t.shape[0], up) if pads and t.ndim else tuple(t.shape) for n, t in tensors.items()}
-    return Batch(tensors, shapes, constants, ids.shape[0] * up, up - ids.shape[1], counts)
+    tokens, added = len(ids) * up, up - ids.shape[1]
+    if packed:
+        shapes |= {n: (-(-(len(tensors[n]) + 1) // 16) * 16,) for n in _BOUNDS if n in tensors}
+        for name in _LENGTHS:
+            if isinstance(longest_document := constants.get(name), int):
+                constants[name] = min(tokens, 1 << (max(longest_document, added) - 1).bit_length())
+    return Batch(tensors, shapes, constants, tokens, added, counts)
 
 
-def _look(mask: Tensor, labels: list[Tensor]) -> tuple[bool, int | None]:
-    """Whether all padding is on the right and has no labels, and how many labels count. The host
-    waits once."""
-    real = mask != 0
-    holes = (real[:, 1:] & ~real[:, :-1]).sum()
-    counting = [(t != IGNORE).to(mask.device) for t in labels]
-    wrong = [(t & ~real).sum() for t in counting]
-    at_padding, holes, *counts = torch.stack((sum(wrong, holes), holes, *(t.sum() for t in counting))).tolist()
-    return not (at_padding or holes), max(counts) if counts else None
+def _look(mask: Tensor | None, positions: Tensor | None, labels: list[Tensor]) -> tuple[bool, int | None]:
+    """Whether a model needs neither, as all padding is on the right and has no labels, and positions
+    are those that a model counts itself; and how many labels count. The host waits once."""
+    like = next(t for t in (mask, positions, *labels) if t is not None)
+    real = torch.ones_like(like, dtype=torch.bool) if mask is None else mask != 0
+    wrong = [(real[:, 1:] & ~real[:, :-1]).sum()]
+    if positions is not None:
+        wrong.append(((positions != torch.arange(positions.shape[1], device=positions.device)) & real).sum())
+    counting = [(t != IGNORE).to(real.device) for t in labels]
+    wrong += [(t & ~real).sum() for t in counting]
+    found, *counts = torch.stack((torch.stack(wrong).sum(), *(t.sum() for t in counting))).tolist()
+    return not found, max(counts) if counts else None

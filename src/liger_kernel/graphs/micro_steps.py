@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
-from liger_kernel.graphs.batches import Batch, batch_of
+from liger_kernel.graphs.batches import Batch, batch_of, is_packed
 from liger_kernel.graphs.recorder import CudaGraphs, Repeated, recorder_of, unowned
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.shards import is_sharded
@@ -184,16 +184,18 @@ def as_it_is(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[str
 
 
 class Graphs:
-    """The recorded steps of one model. ``pads(model)`` says why tokens that are added on the right
-    might change a loss; "" if they do not. ``recording(model, given)``: a context around what is
-    recorded, for such inputs; it yields why a model that draws random numbers is not, or ""."""
+    """The recorded steps of one model. ``pads(model, packed)`` says why tokens that are added on the
+    right might change a loss, as a document of their own if rows are packed; "" if they do not.
+    ``recording(model, given)``: a context around what is recorded, for such inputs; it yields why a
+    model that draws random numbers is not, or ""."""
 
-    def __init__(self, pads: Callable[[Any], str] | None = None, recording: Recording = as_it_is):
+    def __init__(self, pads: Callable[[Any, bool], str] | None = None, recording: Recording = as_it_is):
         self.pads, self.recording = pads, recording
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
         self._never = ""  # why this model is not recorded at all
-        self._exact: str | None = None if pads else "nobody knows what padding does in it"
+        # why rows are not padded, by whether they are packed
+        self._exact = {} if pads else dict.fromkeys((False, True), "nobody knows what padding does in it")
         self._changes = 0
         self._forget()
 
@@ -291,7 +293,7 @@ class Graphs:
             if any(o.numel() * o.itemsize > LARGEST for o in step.outputs):
                 raise Unfit("its output is large")
             if batch.added and not step.can_be_padded:
-                self._exact = "its output has another shape than its tokens"
+                self._exact = dict.fromkeys(self._exact, "its output has another shape than its tokens")
                 return None
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the graph of autograd
@@ -307,11 +309,12 @@ class Graphs:
         return step, batch
 
     def _batch(self, model: Any, given: Mapping[str, Any], device: torch.device) -> Batch | str:
-        if self._exact is None:
+        packed = is_packed(given)
+        if packed not in self._exact:
             assert self.pads is not None
-            self._exact = self.pads(model)
+            self._exact[packed] = self.pads(model, packed)
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        return batch_of(given, not self._exact, longest, device)
+        return batch_of(given, not self._exact[packed], longest, device)
 
     def _unfit(self, model: nn.Module) -> str:
         """Why the model, as it is now, is not recorded."""
@@ -341,7 +344,8 @@ class Graphs:
     def __str__(self) -> str:
         lines = [f"graphs: {len(self.steps)} recorded, {self.replays} steps replayed"]
         lines += [f"  {n} as it was: {why}" for why, n in self.reasons.most_common()]
-        return "\n".join(lines + [f"  rows are not padded: {self._exact}"] * bool(self._exact))
+        lines += [f"  rows are not padded: {why}" for why in sorted(set(self._exact.values()) - {""})]
+        return "\n".join(lines)
 
 
 def recorded(forward: Callable, *how: Any) -> Callable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -57,9 +58,12 @@ def _recording(model: Any, given: Mapping[str, Any]) -> Iterator[str]:
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
-def changed_by_padding(model: Any) -> str:
+def changed_by_padding(model: Any, packed: bool) -> str:
     """Why tokens on the right that no label counts might change the loss of ``model``, whether a mask
-    hides them or not; "" if they do not change that of a tiny model of its configuration."""
+    hides them or not, and whether positions are given; "" if they do not change that of a tiny model
+    of its configuration. In ``packed`` rows they are a document."""
+    if packed and (joined := documents.joining(model)):
+        return str(joined)
     if why := unknown_code(model):
         return why
     try:
@@ -73,7 +77,10 @@ def changed_by_padding(model: Any) -> str:
             longer, labels = F.pad(ids, (0, 5)), F.pad(ids, (0, 5), value=IGNORE)
             mask = (labels != IGNORE).long()
             want = forward(tiny, input_ids=ids, labels=ids, use_cache=False).loss
-            for more in ({}, {"attention_mask": mask}):
+            positions = torch.arange(17).expand(2, 17)
+            takes = inspect.signature(forward).parameters
+            counted = [{"position_ids": positions}] if "position_ids" in takes else []
+            for more in ({}, {"attention_mask": mask}, *counted):
                 loss = forward(tiny, input_ids=longer, labels=labels, use_cache=False, **more).loss
                 if not documents._near(loss, want):
                     return "a tiny model of it computes another loss with padding on the right"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import liger_kernel
-from liger_kernel import hub, memory
+from liger_kernel import graphs, hub, memory
 from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearPreferenceBase
 from liger_kernel.nn import (
     LigerExperts,
@@ -34,6 +34,7 @@ from liger_kernel.transformers import (
 )
 
 SHOWN = (
+    graphs,
     hub,
     memory,
     attention,

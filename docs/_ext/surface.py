@@ -36,6 +36,7 @@ MODULES = [
     "liger_kernel.functional",
     "liger_kernel.chunked_loss",
     "liger_kernel.transformers.functional",
+    "liger_kernel.graphs",
     "liger_kernel.memory",
     "liger_kernel.offloading",
     "liger_kernel.parallel",

@@ -88,6 +88,25 @@ REFUSED = {
             "initial_state must be floating point of shape (1, 4, 16, 16), got torch.float32 (1, 4, 16, 8)",
         ),
     ),
+    "ssd": (
+        dict(x=T((1, 4, 4, 8)), dt=T((1, 4, 4)), A=T((4,)), B=T((1, 4, 2, 16)), C=T((1, 4, 2, 16))),
+        (dict(x=T((4, 4, 8))), "x must be floating point of shape (B, T, H, P), got torch.float32 (4, 4, 8)"),
+        (
+            dict(B=T((1, 3, 2, 16))),
+            "B must have shape (1, 4, groups, N) and dtype torch.float32, got torch.float32 (1, 3, 2, 16)",
+        ),
+        (
+            dict(C=T((1, 4, 1, 16))),
+            "C must have B's shape and dtype, (1, 4, 2, 16) torch.float32, got (1, 4, 1, 16) torch.float32",
+        ),
+        (
+            dict(B=T((1, 4, 3, 16)), C=T((1, 4, 3, 16))),
+            "B must have a number of groups that divides x's heads, 4, got 3",
+        ),
+        (dict(dt=T((1, 4, 2))), "dt must be floating point of shape (1, 4, 4), got torch.float32 (1, 4, 2)"),
+        (dict(D=T((8,))), "D must be floating point of shape (4,) or (4, 8), got torch.float32 (8,)"),
+        (dict(dt_limit=(1.0, 0.5)), "dt_limit must be two numbers that do not fall, got (1.0, 0.5)"),
+    ),
     "embedding": (
         dict(index=T((4,), dtype=torch.int64), w=T((5, 8))),
         (dict(index=T((4,))), "index must be integers, got torch.float32"),

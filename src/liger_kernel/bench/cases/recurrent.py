@@ -10,6 +10,8 @@ from liger_kernel.ops.recurrent.causal_conv1d import _gates as gates
 from liger_kernel.ops.recurrent.causal_conv1d import _tensors as channels
 from liger_kernel.ops.recurrent.gated_delta_rule import _states_of as states
 from liger_kernel.ops.recurrent.gated_delta_rule import _tensors as heads
+from liger_kernel.ops.recurrent.ssd import _states_of as ssd_states
+from liger_kernel.ops.recurrent.ssd import _tensors as scanned
 
 
 def _causal_conv1d_torch(x: Tensor, w: Tensor, act: str | None):
@@ -23,6 +25,13 @@ def _gated_delta_rule_torch(q, k, v, g, beta, qk_l2norm):
 
     q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
     return torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)
+
+
+def _ssd_torch(x, dt, A, B, C, D, dt_bias, dt_softplus):
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    given = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    return mamba2_chunk_scan(x, dt, A, B, C, 256, **given).to(x.dtype), None
 
 
 RECURRENT = {
@@ -42,5 +51,15 @@ RECURRENT = {
             timed("qwen3-next-32k", **heads(1, 32768, 16, 32, 128, 128)),
         ],
         rivals={"torch": Passing(_gated_delta_rule_torch, "q k v g beta qk_l2norm")},
+    ),
+    "ssd": Measured(
+        cases=[
+            real("granite-4-h-tiny", **scanned(4, 2048, 48, 64, 1, 128)),
+            real("states", **scanned(2, 1024, 48, 64, 1, 128), **ssd_states(2, 48, 64, 128)),
+            timed("granite-4-h-tiny-8k", **scanned(1, 8192, 48, 64, 1, 128)),
+            timed("nemotron-h", **scanned(4, 2048, 128, 64, 8, 128)),
+            timed("nemotron-h-8k", **scanned(1, 8192, 128, 64, 8, 128)),
+        ],
+        rivals={"torch": Passing(_ssd_torch, "x dt A B C D dt_bias dt_softplus")},
     ),
 }

@@ -78,7 +78,7 @@ def reference(
 
 
 # kernel -> warps and stages; not measured
-TILES = {"states": (4, 3), "outputs": (4, 2), "readers": (8, 2), "writers": (8, 2)}
+TILES = {"states": (4, 3), "outputs": (4, 2), "readers": (4, 2), "writers": (4, 2)}
 # columns of a state that a program of the walk has, and heads of a group that a program of the others
 # has: more of them need programs for fewer processors
 STATE_COLUMNS, HEADS = 64, 16
@@ -95,7 +95,7 @@ def _chunk(x: Tensor, N: int) -> tuple[int, int]:
         return 32, 32
     if launch_config.arch() == "cpu":
         return 32, 16
-    return (64, 64) if max(2 * x.shape[-1], N) > 128 or launch_config.arch().startswith("gfx") else (128, 64)
+    return 64, 64
 
 
 def _tile(kernel: str, x: Tensor, N: int) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def ssd_fwd(
     launch(_steps, (chunks * cdiv(H, 16),), dt, dt_bias, A, places_of, steps, dt.stride(0), H, low, high, **how)
     how = dict(GROUP=H // groups, BACK=False, CHUNK=chunk, **_tile("states", x, N))
     grid, found = (documents * H * (how["BLOCK_N"] // how["BLOCK_S"]),), end if final else None
-    launch(_walk_states, grid, x, B, steps, begins, state, S, found, sx, sB, H, **how)
+    launch(_walk_states, grid, x, B, steps, begins, state, S, found, None, None, sx, sB, H, **how)
     if outputs:
         how = dict(GROUP=H // groups, HEADS=HEADS, CHUNK=chunk, ROWS=rows, **_tile("outputs", x, N))
         how["WIDE"] = D is not None and D.ndim == 2
@@ -183,20 +183,20 @@ def ssd_bwd(
     # of the heads of one program, or of parts of them that are added up
     group_sums = lambda: x.new_empty(parts, M, groups, N, dtype=x.dtype if parts == 1 else torch.float32)
     summed = lambda t: t[0] if parts == 1 else t.sum(0).to(x.dtype)
+    how = dict(GROUP=GROUP, BACK=True, CHUNK=chunk, **_tile("states", x, N))
+    slices = how["BLOCK_N"] // how["BLOCK_S"]
+    of_rows, cols, carried = (
+        x.new_empty(chunks, H, *s, **fp32) if of_dt else None for s in ((1 + _precise(x), chunk), (3, chunk), (slices,))
+    )
     dstate, dS = dense(state, needed[7]), S
     if of_dt or needed[0] or needed[3] or needed[7]:
-        dS = torch.empty_like(S)
-        how = dict(GROUP=GROUP, BACK=True, CHUNK=chunk, **_tile("states", x, N))
-        walks = ((begins.shape[0] - 1) * H * (how["BLOCK_N"] // how["BLOCK_S"]),)
-        args = dy, C, steps, begins, dfinal, dS, dstate if needed[7] else None, strides[3], strides[2], H
+        dS, walks = torch.empty_like(S), ((begins.shape[0] - 1) * H * slices,)
+        args = dy, C, steps, begins, dfinal, dS, dstate if needed[7] else None, S, carried, strides[3], strides[2], H
         launch(_walk_states, walks, *args, **how)
-    of_rows, cols, carried = (
-        x.new_empty(chunks, H, *s, **fp32) if of_dt else None for s in ((1 + _precise(x), chunk), (3, chunk), ())
-    )
     dC = dB = x.new_empty(0)
     if needed[4] or of_dt:
         dC = group_sums()
-        args = x, B, C, dy, steps, S, dS, places_of, dC, of_rows, carried, *strides, groups, M
+        args = x, B, C, dy, steps, S, places_of, dC, of_rows, *strides, groups, M
         launch(_readers, grid, *args, **shared, **_tile("readers", x, N))
         dC = summed(dC) if needed[4] else x.new_empty(0)
     dx, dD = x.new_empty(0), dense(D, needed[5])
@@ -213,7 +213,7 @@ def ssd_bwd(
     if of_dt:
         all_ddt, sums = x.new_empty(M, H, dtype=dt.dtype), x.new_empty(chunks, 2 * H, **fp32)
         args = dt, dt_bias, A, places_of, steps, of_rows, cols, carried, all_ddt, sums, dt.stride(0), H, low, high
-        how = dict(SOFTPLUS=softplus, PRECISE=_precise(x), CHUNK=chunk, BLOCK_H=16, num_warps=4)
+        how = dict(SOFTPLUS=softplus, PRECISE=_precise(x), SLICES=slices, CHUNK=chunk, BLOCK_H=16, num_warps=4)
         launch(_dsteps, (chunks * cdiv(H, 16),), *args, **how)
         ddt = all_ddt if needed[1] else ddt
         if needed[2] or needed[6]:

@@ -88,14 +88,15 @@ def _steps(
 
 @jit
 def _walk_states(
-    x_ptr, B_ptr, steps_ptr, documents_ptr, given_ptr, S_ptr, found_ptr, sx, sB, H,
+    x_ptr, B_ptr, steps_ptr, documents_ptr, given_ptr, S_ptr, found_ptr, other_ptr, carried_ptr, sx, sB, H,
     GROUP: tl.constexpr, BACK: tl.constexpr, CHUNK: tl.constexpr, DP: tl.constexpr, DN: tl.constexpr,
     PRECISION: tl.constexpr, PRECISE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the state of one head of one document, chunk after chunk: what is before each
     of them. With ``BACK``, x and B are dy and C, and what comes out is the gradient of the state
-    behind each chunk, from the last to the first."""
+    behind each chunk, from the last to the first, and if it is needed, its product with the state
+    before the chunk, the ``other``."""
     slices: tl.constexpr = BLOCK_N // BLOCK_S
     pid = tl.program_id(0)
     document, h, n0 = pid // (H * slices), pid // slices % H, pid % slices * BLOCK_S
@@ -120,7 +121,11 @@ def _walk_states(
             factor = tl.exp2(tl.load(steps + CHUNK + i))
         else:
             factor = tl.load(steps + i) * tl.exp2(_between(steps, i * 0 + (CHUNK - 1), i, CHUNK, PRECISE))
-        tl.store(S_ptr + (n.to(tl.int64) * H + h) * (DP * DN) + state, S.to(S_ptr.dtype.element_ty), mask=known)
+        own = (n.to(tl.int64) * H + h) * (DP * DN) + state
+        tl.store(S_ptr + own, S.to(S_ptr.dtype.element_ty), mask=known)
+        if carried_ptr is not None:
+            other = tl.load(other_ptr + own, mask=known, other=0.0).to(tl.float32)
+            tl.store(carried_ptr + (n.to(tl.int64) * H + h) * slices + n0 // BLOCK_S, tl.sum(other * S))
         left = (tl.trans(x).to(tl.float32) * factor[None, :]).to(B.dtype)
         S = tl.dot(left, B, S * tl.exp2(last), input_precision=PRECISION)
     if found_ptr is not None:
@@ -209,7 +214,7 @@ def _outputs(
 
 @jit
 def _readers(
-    x_ptr, B_ptr, C_ptr, dy_ptr, steps_ptr, S_ptr, dS_ptr, chunks_ptr, dC_ptr, rows_ptr, carried_ptr,
+    x_ptr, B_ptr, C_ptr, dy_ptr, steps_ptr, S_ptr, chunks_ptr, dC_ptr, rows_ptr,
     sx, sB, sC, sdy, GROUPS, M,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     DP: tl.constexpr, DN: tl.constexpr, PRECISION: tl.constexpr, PRECISE: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -238,11 +243,11 @@ def _readers(
             E = _decays(steps, i[:, None], j[None, :], CHUNK, PRECISE)
             W = tl.dot(dy, tl.trans(x), input_precision=PRECISION) * (E * dt[None, :])
             dCB += W
-            from_S = tl.dot(dy, S, input_precision=PRECISION) * tl.exp2(own)[:, None]
-            dC += from_S
+            decayed = dy.to(tl.float32) * tl.exp2(own)[:, None]
             if rows_ptr is not None:
                 R = tl.where(before, W * CB, 0.0)
-                rows = tl.sum(from_S * C.to(tl.float32), 1)
+                # by what y has of S, which needs fewer registers than what C has of it
+                rows = tl.sum(tl.dot(C, tl.trans(S), input_precision=PRECISION) * decayed, 1)
                 out = rows_ptr + at * ((1 + PRECISE) * CHUNK)
                 if PRECISE:
                     # of all pairs around token j + 1
@@ -250,9 +255,7 @@ def _readers(
                 else:
                     rows += tl.sum(R, 1)
                 tl.store(out + i, rows)
-                if r == 0:
-                    dS = _state(dS_ptr, n, h, H, DP, DN, BLOCK_P, BLOCK_N)
-                    tl.store(carried_ptr + at, tl.sum(S.to(tl.float32) * dS.to(tl.float32)))
+            dC = tl.dot(decayed.to(DT), S, dC, input_precision=PRECISION)
         dC += tl.dot(dCB.to(DT), B, input_precision=PRECISION)
         _put_shared(dC_ptr, part, M, begin.to(tl.int64) + i, end, group, GROUPS, dC, DN, BLOCK_N)
 
@@ -296,18 +299,22 @@ def _writers(
             dt, last = tl.load(steps + j), tl.exp2(_between(steps, j * 0 + (CHUNK - 1), j, CHUNK, PRECISE))
             E = _decays(steps, i[None, :], j[:, None], CHUNK, PRECISE)
             W = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * E
+            decayed = (BC * E).to(DT)
             dBC += W * dt[:, None]
-            from_dS = tl.dot(B, tl.trans(dS), input_precision=PRECISION) * last[:, None]
+            cols = cols_ptr
             x32 = x.to(tl.float32)
             if cols_ptr is not None:
+                cols += at * (3 * CHUNK) + j
                 W *= BC
-                through = tl.sum(from_dS * x32, 1)
-                cols = cols_ptr + at * (3 * CHUNK) + j
                 if not PRECISE:
                     tl.store(cols, tl.sum(tl.where(i[None, :] > j[:, None], W, 0.0), 1))
+                direct = tl.sum(W, 1)
+            u = tl.dot(B, tl.trans(dS), input_precision=PRECISION) * last[:, None]
+            if cols_ptr is not None:
+                through = tl.sum(u * x32, 1)
                 tl.store(cols + CHUNK, through)
-                tl.store(cols + 2 * CHUNK, tl.sum(W, 1) + through)
-            dx = tl.dot((BC * E).to(DT), dy, from_dS, input_precision=PRECISION) * dt[:, None]
+                tl.store(cols + 2 * CHUNK, direct + through)
+            dx = tl.dot(decayed, dy, u, input_precision=PRECISION) * dt[:, None]
             if D_ptr is not None:
                 mine = _tile(dy_ptr, row, h, 0, end, sdy, DP, ROWS, BLOCK_P, False).to(tl.float32)
                 dx += mine * _skip(D_ptr, h, DP, WIDE, BLOCK_P)[None, :]
@@ -324,7 +331,7 @@ def _writers(
 def _dsteps(
     dt_ptr, bias_ptr, A_ptr, chunks_ptr, steps_ptr, rows_ptr, cols_ptr, carried_ptr, ddt_ptr, sums_ptr,
     sdt, H, low, high,
-    SOFTPLUS: tl.constexpr, PRECISE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
+    SOFTPLUS: tl.constexpr, PRECISE: tl.constexpr, SLICES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The gradient of dt as it was given, of one chunk and some heads, and what they add to those of
     A and of the bias.
@@ -352,7 +359,10 @@ def _dsteps(
     through = tl.load(cols + CHUNK, mask=live, other=0.0) * dt
     some = (h < H) & (length > 0)
     last = tl.load(steps_ptr + (n * H + h) * ((2 + PRECISE) * CHUNK) + 2 * CHUNK - 1, mask=some, other=0.0)
-    carried = tl.load(carried_ptr + n * H + h, mask=some, other=0.0) * tl.exp2(last)
+    carried = tl.zeros((BLOCK_H,), tl.float32)
+    for slice in tl.static_range(SLICES):
+        carried += tl.load(carried_ptr + (n * H + h) * SLICES + slice, mask=some, other=0.0)
+    carried *= tl.exp2(last)
     da = tl.cumsum(rows, 0, reverse=True) + (tl.cumsum(through, 0) - through) + carried[None, :]
     if PRECISE:
         da += tl.load(from_rows + (CHUNK - 1), mask=live & (i > 0)[:, None], other=0.0)

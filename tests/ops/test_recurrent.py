@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from devices import DEVICE, needs_kernels
 from torch import Tensor
 
-from liger_kernel.ops import OPS, causal_conv1d, gated_delta_rule
+from liger_kernel.ops import OPS, causal_conv1d, gated_delta_rule, ssd
 from liger_kernel.ops._core import operator
-from liger_kernel.testing import assert_same_bits, errors, floors, like, run
+from liger_kernel.testing import assert_as_accurate, assert_same_bits, errors, floors, like, run
 
 delta = importlib.import_module("liger_kernel.ops.recurrent.gated_delta_rule")
+scan = importlib.import_module("liger_kernel.ops.recurrent.ssd")
 
 
 def heads(length: int = 37, HV: int = 2, D: int = 16, dtype: torch.dtype = torch.float32, equal: float = 0.0) -> dict:
@@ -45,7 +46,21 @@ def conv(**args):
     return causal_conv1d(**args, act="silu")
 
 
-LAYERS = pytest.mark.parametrize("layer, args", [(rule, heads), (conv, channels)], ids=["delta", "conv"])
+def scanned(length: int = 37, dtype: torch.dtype = torch.float32, step: float = -3.0) -> dict:
+    """Arguments of the scan, whose steps are softplus(step) or so."""
+    torch.manual_seed(0)
+    given = dict(x=torch.randn(1, length, 4, 16), dt=torch.randn(1, length, 4) + step, A=-8 * torch.rand(4) - 0.5)
+    given |= dict(B=torch.randn(1, length, 2, 16), C=torch.randn(1, length, 2, 16))
+    return {name: t.to(DEVICE, dtype).requires_grad_() for name, t in given.items()}
+
+
+def softplus_scan(**args):
+    return ssd(**args, dt_softplus=True)
+
+
+LAYERS = pytest.mark.parametrize(
+    "layer, args", [(rule, heads), (conv, channels), (softplus_scan, scanned)], ids=["delta", "conv", "ssd"]
+)
 
 
 def parts(args: dict, bounds: list[int]) -> list[dict]:
@@ -162,10 +177,29 @@ def test_a_gradient_of_beta_where_it_is_zero(dtype):
 
 
 @needs_kernels
-def test_recomputed_states_and_blocks_by_tma_change_no_bit(monkeypatch):
+@pytest.mark.parametrize("step", [-12.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scan_with_decays_near_one_and_near_zero(step, dtype, monkeypatch):
+    """In 16 bits, of chunks as on a GPU."""
+    if dtype == torch.bfloat16:
+        monkeypatch.setattr(scan, "_chunk", lambda *_: (64, 64))
+    args, rest = scanned(70, dtype, step), dict.fromkeys(("D", "dt_bias", "initial_state", "cu_seqlens"))
+    rest |= dict(dt_softplus=True, dt_limit=(0.0, float("inf")), output_final_state=False)
+    expected = [run(lambda **a: OPS["ssd"].reference(**a, **rest), like(args, to)) for to in (dtype, torch.float64)]
+    assert_as_accurate(run(softplus_scan, like(args)), *expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layer, args", [(rule, heads), (softplus_scan, scanned)], ids=["delta", "ssd"])
+def test_recomputed_states_change_no_bit(layer, args):
+    given = args(dtype=torch.bfloat16) | dict(cu_seqlens=torch.tensor([0, 1, 35, 37], device=DEVICE))
+    assert_same_bits(run(lambda **a: layer(**a, recompute=True), like(given)), run(layer, like(given)))
+
+
+@needs_kernels
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter loads blocks in both ways")
+def test_blocks_by_tma_change_no_bit(monkeypatch):
     args = heads(dtype=torch.bfloat16) | dict(cu_seqlens=torch.tensor([0, 1, 35, 37], device=DEVICE))
     expected = run(rule, like(args))
-    assert_same_bits(run(lambda **a: rule(**a, recompute=True), like(args)), expected)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(delta, "_by_tma", lambda *_: True)
-        assert_same_bits(run(rule, like(args)), expected)
+    monkeypatch.setattr(delta, "_by_tma", lambda *_: True)
+    assert_same_bits(run(rule, like(args)), expected)

@@ -77,8 +77,10 @@ def reference(
     return y.to(given), final
 
 
-# kernel -> warps and stages; not measured
+# kernel -> warps and stages; the same where heads or states are wide, which one stage and the registers
+# of more threads have room for
 TILES = {"states": (4, 3), "outputs": (4, 2), "readers": (4, 2), "writers": (4, 2)}
+WIDE = {"states": (4, 3), "outputs": (4, 1), "readers": (8, 1), "writers": (8, 1)}
 # columns of a state that a program of the walk has, and heads of a group that a program of the others
 # has: more of them need programs for fewer processors
 STATE_COLUMNS, HEADS = 64, 16
@@ -88,19 +90,23 @@ def _precise(x: Tensor) -> bool:
     return x.dtype == torch.float32
 
 
+def _is_wide(x: Tensor, N: int) -> bool:
+    return x.shape[-1] > 64 or N > 128
+
+
 def _chunk(x: Tensor, N: int) -> tuple[int, int]:
-    """Tokens of a chunk, and of a program: fewer where wide heads or fp32 would not leave registers
-    for more."""
+    """Tokens of a chunk, and of a program: fewer where fp32 or wide heads would not leave registers or
+    shared memory for more."""
     if _precise(x):
-        return 32, 32
+        return 16, 16
     if launch_config.arch() == "cpu":
         return 32, 16
-    return 64, 64
+    return (32, 32) if _is_wide(x, N) and launch_config.shared_memory() < 160 << 10 else (64, 64)
 
 
 def _tile(kernel: str, x: Tensor, N: int) -> dict[str, Any]:
     """The meta parameters of a kernel."""
-    warps, stages = TILES[kernel]
+    warps, stages = (WIDE if _is_wide(x, N) else TILES)[kernel]
     arch = launch_config.arch()
     if arch == "cpu" or arch.startswith("gfx") or _precise(x):
         warps, stages = 4, 1

@@ -195,6 +195,7 @@ def ssd_bwd(
         x.new_empty(chunks, H, *s, **fp32) if of_dt else None for s in ((1 + _precise(x), chunk), (3, chunk), (slices,))
     )
     dstate, dS = dense(state, needed[7]), S
+    args: tuple[Any, ...]
     if of_dt or needed[0] or needed[3] or needed[7]:
         dS, walks = torch.empty_like(S), ((begins.shape[0] - 1) * H * slices,)
         args = dy, C, steps, begins, dfinal, dS, dstate if needed[7] else None, S, carried, strides[3], strides[2], H

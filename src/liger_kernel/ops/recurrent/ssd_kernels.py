@@ -9,9 +9,9 @@ dD, and ``_dsteps``, from what these two leave, the gradients of dt, its bias an
   heads of a group, which share the product of B and C. What their gradients have in common is added
   up before its product with B or C, which is then one for all of these heads.
 - Decays are factors of rows, in fp32; B and C enter products as they are.
-- ``steps`` has, for each chunk and head, L numbers each: dt, G in units of log 2 and, with ``PRECISE``
-  for fp32 data, what G lost when it was rounded: decays are e to differences of G, which are exact
-  where G is large.
+- ``steps`` has, for each chunk and head, L numbers each: dt, G and, with ``PRECISE`` for fp32 data,
+  what G lost when it was rounded: decays are e to differences of G, which are exact where G is large.
+  Without ``PRECISE``, G is in units of log 2.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def _softplus(x):
 
 
 @jit
+def _decay(x, PRECISE: tl.constexpr):
+    """e to a difference of G."""
+    return exp(x) if PRECISE else tl.exp2(x)
+
+
+@jit
 def _between(steps, i, j, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
     """The logarithm of the decay from tokens j to tokens i of a chunk."""
     found = tl.load(steps + CHUNK + i) - tl.load(steps + CHUNK + j)
@@ -42,7 +48,7 @@ def _between(steps, i, j, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
 @jit
 def _decays(steps, i, j, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
     """E of readers i and writers j, one of them rows and one columns."""
-    return tl.exp2(tl.where(i >= j, _between(steps, i, j, CHUNK, PRECISE), -float("inf")))
+    return _decay(tl.where(i >= j, _between(steps, i, j, CHUNK, PRECISE), -float("inf")), PRECISE)
 
 
 @jit
@@ -78,7 +84,7 @@ def _steps(
         at = steps_ptr + ((n * H + h) * ((2 + PRECISE) * CHUNK))[None, :] + i[:, None]
         tl.store(at, dt, mask=(h < H)[None, :])
         if PRECISE:
-            exact = tl.cumsum(dt.to(tl.float64) * A.to(tl.float64)[None, :], 0) * 1.4426950408889634
+            exact = tl.cumsum(dt.to(tl.float64) * A.to(tl.float64)[None, :], 0)
             G = exact.to(tl.float32)
             tl.store(at + 2 * CHUNK, (exact - G.to(tl.float64)).to(tl.float32), mask=(h < H)[None, :])
         else:
@@ -118,16 +124,16 @@ def _walk_states(
         steps = steps_ptr + (n.to(tl.int64) * H + h) * ((2 + PRECISE) * CHUNK)
         last = tl.load(steps + 2 * CHUNK - 1)
         if BACK:
-            factor = tl.exp2(tl.load(steps + CHUNK + i))
+            factor = _decay(tl.load(steps + CHUNK + i), PRECISE)
         else:
-            factor = tl.load(steps + i) * tl.exp2(_between(steps, i * 0 + (CHUNK - 1), i, CHUNK, PRECISE))
+            factor = tl.load(steps + i) * _decay(_between(steps, i * 0 + (CHUNK - 1), i, CHUNK, PRECISE), PRECISE)
         own = (n.to(tl.int64) * H + h) * (DP * DN) + state
         tl.store(S_ptr + own, S.to(S_ptr.dtype.element_ty), mask=known)
         if carried_ptr is not None:
             other = tl.load(other_ptr + own, mask=known, other=0.0).to(tl.float32)
             tl.store(carried_ptr + (n.to(tl.int64) * H + h) * slices + n0 // BLOCK_S, tl.sum(other * S))
         left = (tl.trans(x).to(tl.float32) * factor[None, :]).to(B.dtype)
-        S = tl.dot(left, B, S * tl.exp2(last), input_precision=PRECISION)
+        S = tl.dot(left, B, S * _decay(last, PRECISE), input_precision=PRECISION)
     if found_ptr is not None:
         tl.store(found_ptr + whole + state, S.to(found_ptr.dtype.element_ty), mask=known)
 
@@ -203,7 +209,7 @@ def _outputs(
             steps = steps_ptr + (n.to(tl.int64) * H + h) * ((2 + PRECISE) * CHUNK)
             dt, own = tl.load(steps + j), tl.load(steps + CHUNK + i)
             E = _decays(steps, i[:, None], j[None, :], CHUNK, PRECISE)
-            y = tl.dot(C, tl.trans(S), input_precision=PRECISION) * tl.exp2(own)[:, None]
+            y = tl.dot(C, tl.trans(S), input_precision=PRECISION) * _decay(own, PRECISE)[:, None]
             y = tl.dot((CB * E * dt[None, :]).to(DT), x, y, input_precision=PRECISION)
             if D_ptr is not None:
                 mine = _tile(x_ptr, row, h, 0, end, sx, DP, ROWS, BLOCK_P, False)
@@ -243,7 +249,7 @@ def _readers(
             E = _decays(steps, i[:, None], j[None, :], CHUNK, PRECISE)
             W = tl.dot(dy, tl.trans(x), input_precision=PRECISION) * (E * dt[None, :])
             dCB += W
-            decayed = dy.to(tl.float32) * tl.exp2(own)[:, None]
+            decayed = dy.to(tl.float32) * _decay(own, PRECISE)[:, None]
             if rows_ptr is not None:
                 R = tl.where(before, W * CB, 0.0)
                 # by what y has of S, which needs fewer registers than what C has of it
@@ -296,7 +302,7 @@ def _writers(
             dS = _state(dS_ptr, n, h, H, DP, DN, BLOCK_P, BLOCK_N)
             at = n.to(tl.int64) * H + h
             steps = steps_ptr + at * ((2 + PRECISE) * CHUNK)
-            dt, last = tl.load(steps + j), tl.exp2(_between(steps, j * 0 + (CHUNK - 1), j, CHUNK, PRECISE))
+            dt, last = tl.load(steps + j), _decay(_between(steps, j * 0 + (CHUNK - 1), j, CHUNK, PRECISE), PRECISE)
             E = _decays(steps, i[None, :], j[:, None], CHUNK, PRECISE)
             W = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * E
             decayed = (BC * E).to(DT)
@@ -362,7 +368,7 @@ def _dsteps(
     carried = tl.zeros((BLOCK_H,), tl.float32)
     for slice in tl.static_range(SLICES):
         carried += tl.load(carried_ptr + (n * H + h) * SLICES + slice, mask=some, other=0.0)
-    carried *= tl.exp2(last)
+    carried *= _decay(last, PRECISE)
     da = tl.cumsum(rows, 0, reverse=True) + (tl.cumsum(through, 0) - through) + carried[None, :]
     if PRECISE:
         da += tl.load(from_rows + (CHUNK - 1), mask=live & (i > 0)[:, None], other=0.0)

@@ -3,6 +3,7 @@
 #   PYTHON=python3.12     the interpreter that .venv is made of
 #   PY=python3            use this interpreter as it is: no .venv, nothing is installed
 #   VENV_ARGS=--system-site-packages   let .venv see the machine's packages (with CONSTRAINTS= it keeps their versions)
+#   UV=1                  packages by uv, in a third of the time; of pip's settings it reads none (.ci/run hands them over)
 #   TORCH_INDEX=URL       a package index that has PyTorch for your hardware, of those that pytorch.org names under "Get started"
 #   ARGS="-k rope -x"     further arguments of pytest or of the demo;  JOBS=1  pytest processes
 
@@ -14,12 +15,16 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 ARGS ?=
+UV ?=
 unexport PYTHONDONTWRITEBYTECODE # tests, the demo and the bench start many processes: each would compile PyTorch's and transformers' sources anew
 
 ifndef PY
 PY := $(VENV)/bin/python
 ready = $(VENV)/.ready-$1
 endif
+# of all indexes the newest version, as pip takes it: a PyTorch for CPUs is newer (+cpu) than the one that it stands for
+uv = $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python --index-strategy unsafe-best-match
+pip = $(VENV)/bin/python -m pip install -q --no-compile
 # extras, each with those that it includes
 EXTRAS_train := train
 EXTRAS_test := test $(EXTRAS_train)
@@ -72,11 +77,11 @@ hooks: $(call ready,dev)
 $(VENV)/.ready-%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, $(PYTHON) is not: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV_ARGS) $(VENV) || { echo "$(PYTHON) cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv); or use an interpreter that has the packages: make PY=python3" >&2; exit 1; }
-	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) setuptools
+	$(VENV)/bin/python -m pip install -q $(addprefix -c ,$(CONSTRAINTS)) setuptools $(if $(UV),uv)
 	@index='$(TORCH_INDEX)'; if [ -z "$$index" ] && [ "$$(uname)" = Linux ] && [ ! -e /dev/kfd ] && ! nvidia-smi >/dev/null 2>&1; then \
 		if $(VENV)/bin/python -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=10)' 2>/dev/null; then index='$(CPU_INDEX)'; else \
 			echo "No GPU here, and $(CPU_INDEX) cannot be reached. If pip now fetches nvidia-* packages (several GB, needless), stop it and give TORCH_INDEX (see the Makefile)."; fi; fi; \
-	set -x; $(VENV)/bin/python -m pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) $${index:+--extra-index-url "$$index"} --no-build-isolation -e '.[$*]'
+	set -x; $(if $(UV),$(uv),$(pip)) $(addprefix -c ,$(CONSTRAINTS)) $${index:+--extra-index-url "$$index"} --no-build-isolation -e '.[$*]'
 	@touch $(addprefix $(VENV)/.ready-,$(EXTRAS_$*))
 
 clean:

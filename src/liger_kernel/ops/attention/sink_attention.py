@@ -628,7 +628,8 @@ def _beginnings(*shape: int, dtype: torch.dtype) -> Tensor:
 @op(
     reference=reference,
     cases=[
-        Case("gpt-oss", dict(**_heads(2, 4, 2, 70, 64))),
+        Case("gpt-oss", dict(**_heads(2, 4, 2, 40, 64))),
+        Case("blocks", dict(**_heads(1, 2, 1, 70, 64))),
         Case("gpt-oss-window", dict(**_heads(1, 2, 1, 90, 64), window=17)),
         Case("padded", dict(**_heads(3, 2, 2, 37, 16), valid=T((3, 37), _ends, dtype=torch.bool))),
         Case("packed", dict(**_heads(2, 4, 2, 50, 24), first=T((2, 50), _beginnings, dtype=torch.int64), scale=0.5)),

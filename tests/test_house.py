@@ -3,13 +3,11 @@ only, one name for one thing, and no folder above its budget."""
 
 import ast
 import functools
-import io
 import itertools
 import re
-import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -44,31 +42,65 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+LONG = 6  # arguments
+
+
 def called(node: ast.Call) -> str:
     """The last name of what is called. Unparsing all calls takes longer than all the rest."""
     return getattr(node.func, "attr", None) or getattr(node.func, "id", "")
 
 
-def imports(name: str) -> Iterator[str]:
-    """Modules of the package that module ``name`` imports, at its top, within functions, or by
-    ``importlib`` and a constant; not for type checkers alone."""
-    tree = ast.parse(MODULES[name].read_text())
+class Facts(NamedTuple):
+    """What the tests ask of a file, found by one walk through it."""
+
+    imports: set[str]  # modules of the package, at its top, within functions, or by importlib and a constant
+    by_hand: bool  # imports by a name that is no constant
+    classes: list[str]
+    names: set[str]  # its own, and of all that it defines or reads
+    laid_out: set[int]  # lines that may end in `fmt: skip`: those of a kernel and of long signatures
+    characters: int  # of lines with a token that is neither a comment nor a docstring, without indentation
+
+
+@functools.cache
+def facts(module: str) -> Facts:
+    source = MODULES[module].read_text()
+    tree = ast.parse(source)
+    found = Facts(set(), False, [], {MODULES[module].stem}, set(), 0)
+    by_hand, for_types, documents, texts = False, set(), set(), set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body.clear()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name in MODULES)
-        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
-            yield from (
-                f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names
-            )
-        elif (
-            isinstance(node, ast.Call)
-            and called(node).endswith("import_module")
-            and isinstance(named := node.args[0], ast.Constant)
-        ):
-            yield from {named.value} & MODULES.keys()
+        found.names.update(
+            name
+            for field in ("name", "asname", "id", "attr", "arg")
+            if isinstance(name := getattr(node, field, None), str)
+        )
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            for_types |= {id(inner) for part in node.body for inner in ast.walk(part)}
+        if isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            match node.body[:1]:
+                case [ast.Expr(ast.Constant(value=str())) as doc]:
+                    documents |= set(range(doc.lineno, doc.end_lineno + 1))
+        if isinstance(node, ast.FunctionDef):
+            if any(getattr(d, "id", "") == "jit" for d in node.decorator_list):
+                found.laid_out.update(range(node.lineno, node.end_lineno + 1))
+            elif sum(isinstance(part, ast.arg) for part in ast.walk(node.args)) >= LONG:
+                found.laid_out.update(range(node.lineno, node.body[0].lineno))
+        elif isinstance(node, ast.Import) and id(node) not in for_types:
+            found.imports.update(a.name for a in node.names if a.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES and id(node) not in for_types:
+            inner = {a.name: f"{node.module}.{a.name}" for a in node.names}
+            found.imports.update(path if path in MODULES else node.module for path in inner.values())
+        elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
+            if not isinstance(named := node.args[0], ast.Constant):
+                by_hand = True
+            elif called(node) != "__import__":
+                found.imports.update({named.value} & MODULES.keys())
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno > node.lineno:
+            texts |= set(range(node.lineno + 1, node.end_lineno + 1))
+    lines = [line.strip() for line in source.splitlines()]
+    code = (line for i, line in enumerate(lines, 1) if i not in documents and (i in texts or line[:1] != "#"))
+    return found._replace(by_hand=by_hand, characters=sum(map(len, code)))
 
 
 # The list of public names has those of `extra`, too; `extra` itself needs only `ops`
@@ -78,7 +110,7 @@ SURFACES = {"liger_kernel.ops"}
 @functools.cache
 def graph() -> dict[str, set[str]]:
     """What each module imports. Not at import: every test process collects this file."""
-    found = {name: set(imports(name)) - {name} for name in MODULES}
+    found = {name: facts(name).imports - {name} for name in MODULES}
     for name in SURFACES & found.keys():
         found[name] = {other for other in found[name] if not other.startswith("liger_kernel.extra.")}
     return found
@@ -151,14 +183,7 @@ def test_no_circle_within(package):
 
 
 def test_imports_by_hand_are_listed():
-    by_hand = {
-        name
-        for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and called(node).endswith(("import_module", "__import__"))
-        and not isinstance(node.args[0], ast.Constant)
-    }
+    by_hand = {name for name in MODULES if facts(name).by_hand}
     assert by_hand == set(BY_HAND)
 
 
@@ -187,9 +212,8 @@ def test_a_name_has_one_sense(kind):
     """No two files and no two classes have the same name, unless ``ONE_THING`` says why."""
     places = defaultdict(list)
     for module, path in MODULES.items():
-        classes = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
         files = [path.stem] if path.stem not in ("__init__", "__main__") else []
-        for name in files if kind == "file" else classes:
+        for name in files if kind == "file" else facts(module).classes:
             places[name].append(module)
     assert not {name: found for name, found in places.items() if len(found) > 1 and name not in ONE_THING}
 
@@ -204,20 +228,11 @@ PRIVATE = {
 PRIVATE_CLASSES = {"Left", "Seen", "Made", "News"}  # as ordinary words they are clear
 
 
-def identifiers(path: Path) -> set[str]:
-    """The names of a file, and of all that it defines or reads."""
-    found = {path.stem}
-    for node in ast.walk(ast.parse(path.read_text())):
-        for field in ("name", "asname", "id", "attr", "arg"):
-            found |= {name for name in (getattr(node, field, None),) if isinstance(name, str)}
-    return found
-
-
 def test_identifiers_are_words_of_the_field():
     private = {
-        f"{path.relative_to(SRC)}: {name}"
-        for path in MODULES.values()
-        for name in identifiers(path)
+        f"{module}: {name}"
+        for module in MODULES
+        for name in facts(module).names
         for words in [set(re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))]
         if words & PRIVATE_CLASSES or {word.lower() for word in words} & PRIVATE
     }
@@ -240,28 +255,13 @@ def test_what_is_compiled_reads_no_locals():
     assert not [f.name for folder in folders for f in folder.rglob("*.py") if "locals()" in f.read_text()]
 
 
-LONG = 6  # arguments
-
-
-def laid_out(path: Path) -> set[int]:
-    """Lines of a file that may end in ``fmt: skip``: those of a kernel and of long signatures."""
-    lines = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            if any(ast.unparse(d) == "jit" for d in node.decorator_list):
-                lines |= set(range(node.lineno, node.end_lineno + 1))
-            elif sum(isinstance(part, ast.arg) for part in ast.walk(node.args)) >= LONG:
-                lines |= set(range(node.lineno, node.body[0].lineno))
-    return lines
-
-
 def test_what_is_not_formatted_is_laid_out_by_meaning_or_says_why():
     stray = []
-    for path in MODULES.values():
+    for module, path in MODULES.items():
         lines = path.read_text().splitlines()
         says_why = any(line.lstrip().startswith("#") and "fmt: skip" in line for line in lines)
         if not says_why:
-            allowed = laid_out(path)
+            allowed = facts(module).laid_out
             stray += [
                 f"{path.name}:{i}"
                 for i, line in enumerate(lines, 1)
@@ -285,31 +285,13 @@ def test_a_type_that_is_ignored_has_a_reason():
     assert not found, ", ".join(found)
 
 
-def characters(path: Path) -> int:
-    """Characters of code of a file: of lines with a token that is neither a comment nor a
-    docstring, without their indentation."""
-    source = path.read_text()
-    documents: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            match node.body[:1]:
-                case [ast.Expr(ast.Constant(value=str())) as doc]:
-                    documents |= set(range(doc.lineno, doc.end_lineno + 1))
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        code |= set() if token.type in blank else set(range(token.start[0], token.end[0] + 1))
-    lines = source.splitlines()
-    return sum(len(lines[i - 1].strip()) for i in code - documents)
-
-
 def test_no_folder_has_more_code_than_its_budget():
     rows = [line.split() for line in (ROOT / "tests" / "budgets.txt").read_text().splitlines() if line[0] != "#"]
     budgets = {name: int(most) for name, most, _ in rows}
     sizes: dict[str, int] = defaultdict(int)
-    for path in MODULES.values():
+    for module, path in MODULES.items():
         first, *rest = path.relative_to(SRC / PACKAGE).parts
-        sizes[first if rest else "files"] += characters(path)
+        sizes[first if rest else "files"] += facts(module).characters
     assert sizes.keys() == budgets.keys()
     over = {
         name: f"{size} characters, {budgets[name]} thousand allowed"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
 import multiprocessing
 import os
 import random
+import runpy
 import socket
 import sys
 import threading
+from multiprocessing.connection import Connection
 from unittest import mock
 
 import torch
@@ -52,6 +55,39 @@ def stop_forkserver() -> None:
     ending = threading.Thread(target=forkserver._forkserver._stop, daemon=True)  # type: ignore[attr-defined]
     ending.start()
     ending.join(timeout=20)
+
+
+def write_to(log: str | os.PathLike) -> None:
+    """All that this process prints goes to the end of a file from now on."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+
+
+def as_users_run_it() -> None:
+    """References compute, as on a user's machine without a GPU, and not the interpreter."""
+    from liger_kernel.ops._core import operator as _op
+
+    _op._KERNEL_DEVICES.discard("cpu")
+
+
+def run_script(argv: list[str], env: dict[str, str], log: str) -> None:
+    """Be ``python *argv`` in a process that has imported everything. Packages that are found in
+    ``PYTHONPATH`` before ours replace it."""
+    write_to(log), as_users_run_it(), os.environ.clear(), os.environ.update(env)
+    sys.argv, sys.path[:0] = argv, env["PYTHONPATH"].split(os.pathsep)
+    ours, theirs = sys.modules["liger_kernel"], importlib.machinery.PathFinder.find_spec("liger_kernel", sys.path)
+    if theirs.origin != ours.__file__:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+            del sys.modules[name]
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def run_code(code: str, argv: list[str], ends: dict[str, Connection], log: str) -> None:
+    """Be ``python -c code *argv`` as a user's, who gives the descriptors ``ends`` to it."""
+    write_to(log), as_users_run_it()
+    sys.argv = ["-c", *(str(ends[word].fileno()) if word in ends else word for word in argv)]
+    exec(code, {"__name__": "__main__"})
 
 
 def free_port() -> int:

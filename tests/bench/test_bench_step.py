@@ -6,8 +6,11 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
+import types
 
+import processes
 import pytest
 import torch
 import transformers
@@ -352,8 +355,17 @@ def test_batches_are_measured_until_one_fails(machine, monkeypatch, capsys, tmp_
     assert out.count("tiny: ") == 4 and out.index("tiny: 1 x 8") < out.index("tiny: 8 x 8")
 
 
+def forked(command, env, stdout, **_):
+    """``subprocess.run`` of a child that measures: importing takes longer than the rest."""
+    child = processes.forkserver().Process(target=processes.run_script, args=(command[1:], env, stdout.name))
+    child.start(), child.join()
+    return types.SimpleNamespace(returncode=child.exitcode)
+
+
 def test_smoke_end_to_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whatever this machine has, children measure it on a CPU
+    children = lambda command, **how: (forked if str(step.CHILD) in command else subprocess.run)(command, **how)
+    monkeypatch.setattr(step, "subprocess", types.SimpleNamespace(run=children))
     # stands for the published package: its name is that of ours
     published = tmp_path / "published" / "liger_kernel" / "transformers"
     published.mkdir(parents=True)

@@ -29,7 +29,7 @@ from unittest import mock
 
 import pytest
 import torch
-from processes import forkserver, free_port
+from processes import as_users_run_it, forkserver, free_port, write_to
 from small_runs import TEXT, saved, small_run, write_jsonl
 
 pytest.importorskip("transformers")
@@ -119,9 +119,7 @@ FAULTS = {
 
 
 def work(rank, world, port, config, fault, elsewhere):
-    log = os.open(f"{config.out}-rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1), os.dup2(log, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    write_to(f"{config.out}-rank-{rank}.log")
     os.environ |= dict(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -142,12 +140,6 @@ def work(rank, world, port, config, fault, elsewhere):
         sys.exit(ranks.EXIT_PREEMPTED)
     finally:
         sys.stdout.flush(), sys.stderr.flush()
-
-
-def as_users_run_it():
-    from liger_kernel.ops._core import operator as _op
-
-    _op._KERNEL_DEVICES.discard("cpu")
 
 
 def run(config, world=2, fault=None, **elsewhere):

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import types
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import NoneType
 from unittest import mock
@@ -30,6 +31,7 @@ import torch
 pytest.importorskip("transformers")
 
 import small_runs
+from processes import forkserver, run_code
 from small_runs import RUN, small_run, write_jsonl
 
 from liger_kernel import cli
@@ -1429,13 +1431,21 @@ def test_no_speed_without_its_spread(stock, ours, said, tmp_path):
 
 
 def test_the_demo_runs(tmp_path, monkeypatch, capfd):
-    """Each run in a process of its own, as a user's: without the interpreter."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    """Each run in a process of its own, forked from one that has imported everything."""
+
+    def process(argv, pass_fds):
+        ends = {str(end): Connection(os.dup(end)) for end in pass_fds}
+        child = forkserver().Process(target=run_code, args=(argv[2], argv[3:], ends, str(tmp_path / "said")))
+        child.start()
+        return types.SimpleNamespace(wait=lambda: child.join() or child.exitcode, kill=child.kill)
+
+    monkeypatch.setattr(demo, "subprocess", types.SimpleNamespace(Popen=process))
     data = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 8)
     flags = {**TINY, "data": data, "out": tmp_path / "demo", "steps": 8}
     argv = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     code, (out, err) = cli.main(["demo", *argv]), capfd.readouterr()
-    assert code == 0, err
+    out += (tmp_path / "said").read_text()
+    assert code == 0, out + err
     assert "The loss curves agree" in out
     blocks = re.findall(
         r"^(stock|ours) +step +(\d+)/8 ", out, re.M

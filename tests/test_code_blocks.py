@@ -64,28 +64,30 @@ def blocks(page: str, *languages: str) -> list[str]:
 # -- Python --------------------------------------------------------------------------------
 
 
-def tiny(folder: Path) -> Path:
-    """A checkpoint of a tiny Llama with a tokenizer."""
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """That of a tiny Llama with a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    if not folder.exists():
-        llama().save_pretrained(folder)
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokens = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|end|>"])}, []))
-        tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokens, eos_token="<|end|>", pad_token="<|end|>"
-        ).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    llama().save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|end|>"])}, []))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token="<|end|>", pad_token="<|end|>"
+    ).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def offline(tmp_path, monkeypatch) -> Path:
+def offline(tmp_path, monkeypatch, checkpoint) -> Path:
     """A working directory with some chats, and with a folder for every id of the hub that pages
-    name; ``train`` makes two tiny steps."""
-    from liger_kernel.train import loop
+    name; ``train`` makes two tiny steps, of little text."""
+    from liger_kernel.train import loop, records
 
-    checkpoint = tiny(tmp_path / "checkpoint")
+    monkeypatch.setattr(records, "standard_library", lambda: [*PAGES.values()])
+    (tmp_path / "checkpoint").symlink_to(checkpoint)
     for name in IDS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(checkpoint)

@@ -1480,6 +1480,7 @@ def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path
         f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
     )
     tokenising.own_tokenizer([{"text": "abc"}], 300, None).save_pretrained(folder)
+    data = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 20)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for theirs in (
         transformers.LlamaConfig,
@@ -1487,7 +1488,7 @@ def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path
     ):  # which Transformers marks as code of the model's
         monkeypatch.setattr(theirs, "_auto_class", None)
     asked = {
-        "train": ["--out", str(tmp_path / "run"), "--steps", "1", "--limit", "20", "--batch", "1"],
+        "train": ["--out", str(tmp_path / "run"), "--steps", "1", "--batch", "1", "--data", data],
         "fit": ["--gpu", "h100"],
     }[command]
     code = cli.main([command, "--model", str(folder), *asked, *["--trust-remote-code"] * trusted])

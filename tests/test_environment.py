@@ -26,10 +26,7 @@ MADE = {
 }
 
 
-@functools.cache
-def trees() -> dict[str, ast.Module]:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def keys(tree: ast.Module) -> list[ast.expr]:
@@ -52,17 +49,17 @@ def keys(tree: ast.Module) -> list[ast.expr]:
 def constants() -> dict[str, str]:
     """Names in capitals that are one string, wherever they are bound: variables are named by
     them."""
-    assigned = [node for tree in trees().values() for node in tree.body if isinstance(node, ast.Assign)]
-    assigned = [node for node in assigned if isinstance(node.value, ast.Constant)]
-    return {ast.unparse(node.targets[0]): node.value.value for node in assigned}
+    return {
+        name: text for source in SOURCES.values() for name, text in re.findall(r'^([A-Z_]+) = "(\w+)"', source, re.M)
+    }
 
 
 def read() -> dict[str, set[str]]:
     """Variable -> files that read it."""
     found = defaultdict(set)
     named = constants()
-    for path, tree in trees().items():
-        for key in keys(tree):
+    for path, source in SOURCES.items():
+        for key in keys(ast.parse(source)) if "environ" in source else ():
             if isinstance(key, ast.Constant):
                 names = {key.value}
             elif ast.unparse(key) in named:

@@ -9,6 +9,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 
 import pytest
@@ -480,8 +481,13 @@ WHEN = {
 }
 
 
-@pytest.mark.parametrize("other", ["stock", "patched", "the same", "the same configuration"])
-@pytest.mark.parametrize("when", WHEN)
+OTHERS = ("the same", "the same configuration", "stock", "patched")
+CALLED = [*((when, OTHERS[0]) for when in WHEN), *(("the loss", other) for other in OTHERS[1:])]
+
+
+@pytest.mark.parametrize(
+    "when, other", [*CALLED, *further(*(c for c in itertools.product(WHEN, OTHERS) if c not in CALLED))]
+)
 def test_a_model_called_by_another_sees_its_own_documents(when, other):
     """What a patched model knows of its own rows is true of no other call, be it of the same
     body."""

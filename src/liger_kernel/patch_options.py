@@ -41,6 +41,11 @@ def _true_or_false(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def _request(variant: str, help: str) -> Any:
+    """A switch that is off, and that is True or False, which turns on a variant of the bench."""
+    return _switch(False, help, check=_true_or_false, variants={variant: True})
+
+
 def _level(name: str, value: Any) -> str:
     from liger_kernel.memory import level_of
 
@@ -106,18 +111,13 @@ class PatchOptions:
     fp8_head: bool = _switch(
         False, "the output head and its loss multiply in FP8, too", check=_as_it_is, variants={"head": True}
     )
-    activation_offloading: bool = _switch(
-        False,
+    activation_offloading: bool = _request(
+        "offload",
         "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory "
         "until the backward",
-        check=_true_or_false,
-        variants={"offload": True},
     )
-    keep_attention: bool = _switch(
-        False,
-        "checkpointed layers keep the outputs of attention instead of computing them twice",
-        check=_true_or_false,
-        variants={"attention": True},
+    keep_attention: bool = _request(
+        "attention", "checkpointed layers keep the outputs of attention instead of computing them twice"
     )
     tiled_mlp: bool | int = _switch(
         False,
@@ -126,11 +126,8 @@ class PatchOptions:
         option="int",
         variants={"tiled": True},
     )
-    unpad: bool = _switch(
-        False,
-        "the layers leave padding out: they compute the real tokens of padded batches alone",
-        check=_true_or_false,
-        variants={"unpad": True},
+    unpad: bool = _request(
+        "unpad", "the layers leave padding out: they compute the real tokens of padded batches alone"
     )
     graphs: bool = _switch(
         False,

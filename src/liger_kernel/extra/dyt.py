@@ -140,14 +140,9 @@ class LigerDyTFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, alpha, gamma, beta = ctx.saved_tensors
-        dx, dalpha, dgamma, dbeta = dyt_bwd(rows_of(dy), x, alpha, gamma, beta, *ctx.needs_input_grad)
-        found = (
-            dx.view(dy.shape) if dx.numel() == dy.numel() else dx,
-            dalpha.view(alpha.shape) if dalpha.numel() else dalpha,
-            dgamma,
-            dbeta,
-        )
-        return tuple(d if need else None for d, need in zip(found, ctx.needs_input_grad))
+        found = dyt_bwd(rows_of(dy), x, alpha, gamma, beta, *ctx.needs_input_grad)
+        like = zip(found, (dy, alpha, gamma, beta), ctx.needs_input_grad)
+        return tuple(d.view(t.shape) if need else None for d, t, need in like)
 
 
 @op(

@@ -22,6 +22,7 @@ from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl
+from liger_kernel.ops.norms.layer_norm import standardised
 
 MAX_N = 16384  # numbers of a group that one program holds in registers
 SPLITS = 256  # most parts of a group, or of a channel in the backward
@@ -46,16 +47,11 @@ def _fwd(
     """Whole groups: M = B G rows of N columns."""
     row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     x = load_tile(x_ptr, row, col, N, mask)
-    mean = tl.sum(x, axis=1) / N
-    h = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
-    tl.store(mean_ptr + row, mean, mask=row < M)
-    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    y = standardised(x, mask, row, M, N, eps, mean_ptr, rstd_ptr)
     # col // D without a division of integers: of numbers this small the quotient's error is far
     # below half a step
     within = ((col.to(tl.float32) + 0.5) / D).to(tl.int32)
     channel = (row % G)[:, None] * K + within[None, :]
-    y = h * rstd[:, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     if b_ptr is not None:
@@ -108,15 +104,21 @@ def _merge(x_ptr, parts_ptr, mean_ptr, rstd_ptr, N, splits, length, eps, SPLITS:
 
 
 @jit
+def _place(M, D, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and columns of a program, and which of them there are."""
+    blocks = tl.cdiv(D, BLOCK_N)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return row, col, mask_of(row, M, col, D)
+
+
+@jit
 def _apply(
     x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, y_ptr, M, C, K, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Channels: M = B C rows of D columns."""
-    blocks = tl.cdiv(D, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = mask_of(row, M, col, D)
+    row, col, mask = _place(M, D, BLOCK_M, BLOCK_N)
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
     factor = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)
     if w_ptr is not None:
@@ -178,10 +180,7 @@ def _bwd_dx(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, M, C, K, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(D, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = mask_of(row, M, col, D)
+    row, col, mask = _place(M, D, BLOCK_M, BLOCK_N)
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)[:, None]
     q_mean = tl.load(means_ptr + row // K, mask=row < M, other=0.0)[:, None]

@@ -45,11 +45,12 @@ def reference(q, k, v, *, kernel_size, dilation, scale):
 
 
 @jit
-def _place(T, H, BLOCK_T: tl.constexpr):
-    """Batch, head and first token of a program."""
+def _place(T, H, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Batch, head, tokens and columns of a program."""
     blocks = tl.cdiv(T, BLOCK_T)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
-    return bh // H, bh % H, (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_T
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_T
+    return bh // H, bh % H, first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
 
 
 @jit
@@ -73,9 +74,7 @@ def _fwd(
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    b, h, first = _place(T, H, BLOCK_T)
-    t = first + tl.arange(0, BLOCK_T)
-    col = tl.arange(0, BLOCK_D)
+    b, h, t, col = _place(T, H, BLOCK_T, BLOCK_D)
     q = _rows(q_ptr + b * qb + h * qh, t, qt, col, D, T)
     scale = tl.cast(scale, tl.float32)
     top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
@@ -106,9 +105,7 @@ def _bwd_dq(
 ):  # fmt: skip
     """The mean of do . v under p, which dk needs, too; then dq."""
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    b, h, first = _place(T, H, BLOCK_T)
-    t = first + tl.arange(0, BLOCK_T)
-    col = tl.arange(0, BLOCK_D)
+    b, h, t, col = _place(T, H, BLOCK_T, BLOCK_D)
     q = _rows(q_ptr + b * qb + h * qh, t, qt, col, D, T)
     scale = tl.cast(scale, tl.float32)
     do = _rows(do_ptr + b * gb + h * gh, t, gt, col, D, T)
@@ -141,9 +138,7 @@ def _bwd_dkv(
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    b, h, first = _place(T, H, BLOCK_T)
-    j = first + tl.arange(0, BLOCK_T)
-    col = tl.arange(0, BLOCK_D)
+    b, h, j, col = _place(T, H, BLOCK_T, BLOCK_D)
     k = _rows(k_ptr + b * kb + h * kh, j, kt, col, D, T)
     v = _rows(v_ptr + b * vb + h * vh, j, vt, col, D, T)
     scale = tl.cast(scale, tl.float32)

@@ -38,6 +38,11 @@ def reference(x, w, b, *, eps):
 
 
 @jit
+def _weights(w_ptr):
+    return tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32)
+
+
+@jit
 def _inverse(top):
     """1 / s. Rounded like a division: the approximate one makes 0 of the largest numbers'
     inverse."""
@@ -68,9 +73,7 @@ def _fwd(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl
     tl.store(stats_ptr + M + row, r1, mask=row < M)
     tl.store(stats_ptr + 2 * M + row, r2, mask=row < M)
     tl.store(stats_ptr + 3 * M + row, r3, mask=row < M)
-    w0 = tl.load(w_ptr).to(tl.float32)
-    w1 = tl.load(w_ptr + 1).to(tl.float32)
-    w2 = tl.load(w_ptr + 2).to(tl.float32)
+    w0, w1, w2 = _weights(w_ptr)
     y = w0 * (u3 * r3[:, None]) + w1 * (u2 * r2[:, None]) + w2 * (u * r1[:, None]) + tl.load(b_ptr).to(tl.float32)
     store_tile(y_ptr, row, col, N, y, mask)
 
@@ -79,9 +82,7 @@ def _fwd(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_M: tl
 def _powers(x_ptr, N, inverse, BLOCK_N: tl.constexpr):
     """Of a row: the largest |x|, and sums of u^2, u^4 and u^6."""
     top = tl.zeros((BLOCK_N,), tl.float32)
-    square = tl.zeros((BLOCK_N,), tl.float32)
-    fourth = tl.zeros((BLOCK_N,), tl.float32)
-    sixth = tl.zeros((BLOCK_N,), tl.float32)
+    square, fourth, sixth = top, top, top
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         x = load_row(x_ptr, col, N)
@@ -106,9 +107,7 @@ def _fwd_wide(x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, x_stride, eps, BLOCK_
     tl.store(stats_ptr + M + row, r1)
     tl.store(stats_ptr + 2 * M + row, r2)
     tl.store(stats_ptr + 3 * M + row, r3)
-    w0 = tl.load(w_ptr).to(tl.float32)
-    w1 = tl.load(w_ptr + 1).to(tl.float32)
-    w2 = tl.load(w_ptr + 2).to(tl.float32)
+    w0, w1, w2 = _weights(w_ptr)
     b = tl.load(b_ptr).to(tl.float32)
     for start in range(0, N, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
@@ -135,9 +134,7 @@ def _bwd_wide(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
     NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    w0 = tl.load(w_ptr).to(tl.float32)
-    w1 = tl.load(w_ptr + 1).to(tl.float32)
-    w2 = tl.load(w_ptr + 2).to(tl.float32)
+    w0, w1, w2 = _weights(w_ptr)
     dw0 = 0.0
     dw1 = 0.0
     dw2 = 0.0
@@ -149,9 +146,7 @@ def _bwd_wide(
         r2 = tl.load(stats_ptr + 2 * M + row)
         r3 = tl.load(stats_ptr + 3 * M + row)
         s0 = tl.zeros((BLOCK_N,), tl.float32)
-        s1 = tl.zeros((BLOCK_N,), tl.float32)
-        s2 = tl.zeros((BLOCK_N,), tl.float32)
-        s3 = tl.zeros((BLOCK_N,), tl.float32)
+        s1, s2, s3 = s0, s0, s0
         for start in range(0, N, BLOCK_N):
             col = start + tl.arange(0, BLOCK_N)
             dy = tl.load(dy_ptr + row * dy_stride + col, mask=col < N, other=0.0).to(tl.float32)
@@ -187,9 +182,7 @@ def _bwd(
 ):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
-    w0 = tl.load(w_ptr).to(tl.float32)
-    w1 = tl.load(w_ptr + 1).to(tl.float32)
-    w2 = tl.load(w_ptr + 2).to(tl.float32)
+    w0, w1, w2 = _weights(w_ptr)
     dw0 = tl.zeros((BLOCK_M,), tl.float32)
     dw1 = tl.zeros((BLOCK_M,), tl.float32)
     dw2 = tl.zeros((BLOCK_M,), tl.float32)

@@ -118,15 +118,9 @@ class LigerForCausalLMLossLayer(nn.Module):
     can_torch_compile = has_backward = True
 
     def forward(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: Tensor | float | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+        self, logits: Tensor, labels: Tensor | None, vocab_size: int, num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

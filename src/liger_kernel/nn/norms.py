@@ -48,6 +48,11 @@ def _register_weight(owner: nn.Module, init_fn: str, size: Any, affine: bool = T
     owner.register_parameter("weight", nn.Parameter(INIT[init_fn](size)) if affine else None)
 
 
+def _options(norm: Any) -> dict[str, Any]:
+    """Not a method: others bind these forwards to modules of their own."""
+    return dict(eps=norm.variance_epsilon, offset=norm.offset, casting=norm.casting_mode)
+
+
 class LigerRMSNorm(nn.Module):
     """``rms_norm`` with a weight: ``x / rms(x) * (weight + offset)``. ``casting_mode``: "llama",
     "gemma" or "none"."""
@@ -61,14 +66,7 @@ class LigerRMSNorm(nn.Module):
         self.hidden_size, self.variance_epsilon, self.offset, self.casting_mode = hidden_size, eps, offset, casting_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return memory.cheap(
-            rms_norm,
-            hidden_states,
-            self.weight,
-            eps=self.variance_epsilon,
-            offset=self.offset,
-            casting=self.casting_mode,
-        )
+        return memory.cheap(rms_norm, hidden_states, self.weight, **_options(self))
 
     def extra_repr(self) -> str:
         return (
@@ -150,14 +148,7 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return fused_add_rms_norm(
-            hidden_states,
-            residual,
-            self.weight,
-            eps=self.variance_epsilon,
-            offset=self.offset,
-            casting=self.casting_mode,
-        )
+        return fused_add_rms_norm(hidden_states, residual, self.weight, **_options(self))
 
 
 class LigerLayerNorm(nn.Module):
@@ -234,15 +225,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, elementwise_affine=elementwise_affine)
 
     def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
-        return modulated_rms_norm(
-            hidden_states,
-            scale,
-            shift,
-            self.weight,
-            eps=self.variance_epsilon,
-            offset=self.offset,
-            casting=self.casting_mode,
-        )
+        return modulated_rms_norm(hidden_states, scale, shift, self.weight, **_options(self))
 
 
 class LigerGroupNorm(nn.Module):

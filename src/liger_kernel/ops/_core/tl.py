@@ -76,6 +76,13 @@ def store_tile(ptr, row, col, stride, values, mask):
 
 
 @jit
+def store_if(ptr, at, value):
+    """Where the kernel has such an output."""
+    if ptr is not None:
+        tl.store(ptr + at, value)
+
+
+@jit
 def load_row(ptr, col, N):
     return tl.load(ptr + col, mask=col < N, other=0.0).to(tl.float32)
 

@@ -121,6 +121,16 @@ def _seen(t, j, T, window, first_ptr, first, valid_ptr, MASKED: tl.constexpr):
 
 
 @jit
+def _place(T, R, H, BLOCK_M: tl.constexpr):
+    """The first of a program's tokens, all of them, its batch and its head."""
+    # The last tokens begin, which see the most keys: begun last, they would run alone at the end.
+    # Programs that share keys run side by side, and find them in the cache
+    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
+    b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
+    return start_t, start_t + tl.arange(0, BLOCK_M), b, h
+
+
+@jit
 def _keys(first_ptr, start_t, t, T, window, BLOCK_N: tl.constexpr):
     """For a block of tokens: the first block of keys that they see, the first whose keys are not
     before all of them, and the first key of each token."""
@@ -195,11 +205,7 @@ def _fwd(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    # The last tokens begin, which see the most keys: begun last, they would run alone at the end.
-    # Programs that share keys run side by side, and find them in the cache
-    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
-    b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
-    t = start_t + tl.arange(0, BLOCK_M)
+    start_t, t, b, h = _place(T, R, H, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     unit = tl.cast(unit, tl.float32)
     k_ptr += b * kb + h // G * kh
@@ -293,11 +299,8 @@ def _bwd_dq(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Over the same keys as the forward."""
-    start_t = (tl.cdiv(T, BLOCK_M) - 1 - tl.program_id(0) // R) * BLOCK_M
-    b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
-    t = start_t + tl.arange(0, BLOCK_M)
+    start_t, t, b, h = _place(T, R, H, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
-    unit = tl.cast(unit, tl.float32)
     k_ptr += b * kb + h // G * kh
     v_ptr += b * vb + h // G * vh
     q = _rows(q_ptr + b * qb + h * qh, t.to(tl.int64), qt, col, T, D, EVEN_D)
@@ -312,6 +315,7 @@ def _bwd_dq(
     begin, whole, first = _keys(first_ptr, start_t, t, T, window, BLOCK_N)
     if valid_ptr is not None:
         valid_ptr += b * T
+    unit = tl.cast(unit, tl.float32)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(begin, whole, BLOCK_N):
         dq = _dq_step(

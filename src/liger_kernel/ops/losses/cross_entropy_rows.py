@@ -36,7 +36,7 @@ from torch import Tensor
 from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
-from liger_kernel.ops._core.tl import exp_of, jit, log, tanh, tl
+from liger_kernel.ops._core.tl import exp_of, jit, log, store_if, tanh, tl
 from liger_kernel.ops.losses.numbers import schema_of
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -219,12 +219,9 @@ def _rows(
             tl.store(loss_ptr + row, 0.0)
             tl.store(z_loss_ptr + row, 0.0)
             tl.store(lse_ptr + row, 0.0)
-            if predicted_ptr is not None:
-                tl.store(predicted_ptr + row, -1)
-            if mean_ptr is not None:
-                tl.store(mean_ptr + row, 0.0)
-            if entropy_ptr is not None:
-                tl.store(entropy_ptr + row, 0.0)
+            store_if(predicted_ptr, row, -1)
+            store_if(mean_ptr, row, 0.0)
+            store_if(entropy_ptr, row, 0.0)
         if dz_ptr is not None:
             for start in range(0, V, BLOCK):
                 tl.store(dz_ptr + start + lane, tl.zeros((BLOCK,), dz_ptr.dtype.element_ty), mask=start + lane < V)
@@ -300,10 +297,8 @@ def _rows(
             tl.store(loss_ptr + row, factor * (loss + z_term))
             tl.store(z_loss_ptr + row, factor * z_term)
             tl.store(lse_ptr + row, both)
-            if predicted_ptr is not None:
-                tl.store(predicted_ptr + row, best)
-            if mean_ptr is not None:
-                tl.store(mean_ptr + row, z_sum / V)
+            store_if(predicted_ptr, row, best)
+            store_if(mean_ptr, row, z_sum / V)
             if entropy_ptr is not None:
                 tl.store(entropy_ptr + row, tl.where(inside, entropy, float("nan")))
         if dz_ptr is not None:

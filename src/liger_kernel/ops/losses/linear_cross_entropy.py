@@ -27,21 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    host_can_read,
-    launcher,
-    nbytes,
-    on_gpu,
-    once_differentiable,
-    only_pytorch,
-    op,
-    rows_of,
-    tracing,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import host_can_read, on_gpu, only_pytorch, rows_of, tracing
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, logits, only_hidden

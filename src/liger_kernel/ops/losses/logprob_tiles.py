@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
-from liger_kernel.ops._core.tl import exp_of, jit, log, next_power_of_2, tl
+from liger_kernel.ops._core.tl import exp_of, jit, log, next_power_of_2, store_if, tl
 from liger_kernel.ops.losses.cross_entropy_rows import transformed_logits
 from liger_kernel.ops.losses.numbers import schema_of
 
@@ -186,16 +186,11 @@ def _tile(
     if tl.max(counts.to(tl.int32), axis=0) == 0:
         if FINISH:
             tl.store(logp_ptr + row * logp_stride + each, 0.0, mask=each < K)
-            if entropy_ptr is not None:
-                tl.store(entropy_ptr + row, 0.0)
-            if sq_ptr is not None:
-                tl.store(sq_ptr + row, 0.0)
-            if mean_ptr is not None:
-                tl.store(mean_ptr + row, 0.0)
-            if top_ptr is not None:
-                tl.store(top_ptr + row, -1)
-            if lse_ptr is not None:
-                tl.store(lse_ptr + row, 0.0)
+            store_if(entropy_ptr, row, 0.0)
+            store_if(sq_ptr, row, 0.0)
+            store_if(mean_ptr, row, 0.0)
+            store_if(top_ptr, row, -1)
+            store_if(lse_ptr, row, 0.0)
         if dz_ptr is not None:
             dz_ptr += row * dz_stride
             for first in range(0, N, BLOCK):

@@ -40,19 +40,26 @@ def _affine(h, w_ptr, b_ptr, col, N):
 
 
 @jit
-def _fwd(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
-    x = load_tile(x_ptr, row, col, x_stride, mask)
+def standardised(x, mask, row, M, N, eps, mean_ptr, rstd_ptr):
+    """Whole rows, with mean 0 and variance 1; stores their means and 1 / standard deviations."""
     mean = tl.sum(x, axis=1) / N
     # what the mask leaves out was read as 0, and would be as far from the mean as the mean is from 0
     h = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(h * h, axis=1) / N + tl.cast(eps, tl.float32))
     tl.store(mean_ptr + row, mean, mask=row < M)
     tl.store(rstd_ptr + row, rstd, mask=row < M)
-    y = _affine(h * rstd[:, None], w_ptr, b_ptr, col, N)
+    return h * rstd[:, None]
+
+
+@jit
+def _fwd(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    x = load_tile(x_ptr, row, col, x_stride, mask)
+    h = standardised(x, mask, row, M, N, eps, mean_ptr, rstd_ptr)
+    y = _affine(h, w_ptr, b_ptr, col, N)
     store_tile(y_ptr, row, col, N, y, mask)
 
 

@@ -34,16 +34,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import (
-    acc,
-    intercepted,
-    launch,
-    launcher,
-    once_differentiable,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import acc, launcher, once_differentiable
+from liger_kernel.ops._core.operator import intercepted, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.weights import Operand, Weight, added
 

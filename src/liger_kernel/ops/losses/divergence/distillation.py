@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
-from liger_kernel.ops._core.tl import jit, log, next_power_of_2, tanh, tl
+from liger_kernel.ops._core.tl import jit, log, next_power_of_2, store_if, tanh, tl
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import (
     TINY,
@@ -181,10 +181,8 @@ def _with(lse, x):
 def _ignore(soft_ptr, hard_ptr, dz_ptr, entropy_ptr, row, V, BLOCK: tl.constexpr):
     """Nothing of a row that does not count."""
     tl.store(soft_ptr + row, 0.0)
-    if entropy_ptr is not None:
-        tl.store(entropy_ptr + row, 0.0)
-    if hard_ptr is not None:
-        tl.store(hard_ptr + row, 0.0)
+    store_if(entropy_ptr, row, 0.0)
+    store_if(hard_ptr, row, 0.0)
     if dz_ptr is not None:
         for start in range(0, V, BLOCK):
             col = start + tl.arange(0, BLOCK)

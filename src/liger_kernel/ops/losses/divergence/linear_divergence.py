@@ -31,20 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    as_index,
-    launcher,
-    nbytes,
-    on_gpu,
-    once_differentiable,
-    only_pytorch,
-    op,
-    rows_of,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import as_index, on_gpu, only_pytorch, rows_of
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, only_hidden, regathered

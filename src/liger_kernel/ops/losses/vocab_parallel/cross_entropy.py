@@ -40,23 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
-from liger_kernel.ops._core.operator import (
-    Case,
-    Cost,
-    T,
-    acc,
-    computed,
-    launch,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import computed, launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check, transformed_logits

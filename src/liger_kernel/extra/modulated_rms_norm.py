@@ -191,8 +191,7 @@ def modulated_rms_norm_fwd(x, w, scale, shift, eps, offset, casting) -> tuple[Te
 
 @launcher(
     "(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor rstd, float offset, bool need_dx, bool need_dw, bool "
-    "need_dscale, ScalarType? shift) -> "
-    "(Tensor dx, Tensor dw, Tensor dscale, Tensor dshift)"
+    "need_dscale, ScalarType? shift) -> (Tensor dx, Tensor dw, Tensor dscale, Tensor dshift)"
 )
 def modulated_rms_norm_bwd(
     dy, x, w, scale, rstd, offset, need_dx, need_dw, need_dscale, shift

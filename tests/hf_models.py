@@ -65,10 +65,8 @@ def stock(family: str) -> Iterator[None]:
 def make(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
     model = tiny_model(model_type, **more)
-    for (
-        name,
-        p,
-    ) in model.named_parameters():  # norms at their initial 1 or 0 would hide offsets, and biases at 0 themselves
+    # norms at their initial 1 or 0 would hide offsets, and biases at 0 themselves
+    for name, p in model.named_parameters():
         if p.ndim == 1:
             nn.init.normal_(p, p.mean().item() if "norm" in name else 0.0, 0.2)
     return model.to(DEVICE, dtype)
@@ -140,9 +138,8 @@ def assert_untouched(before: list[tuple[Any, dict[str, Any]]]) -> None:
         now = owner.__dict__ | {"__class__": type(owner)}
         attributes = {"__class__": type(owner)} | attributes
         changed = [k for k in attributes.keys() | now.keys() if now.get(k, owner) is not attributes.get(k, owner)]
-        changed = [
-            k for k in changed if not isinstance(now.get(k), (Tensor, int))
-        ]  # models keep some themselves: positions after images, seeds
+        # models keep some themselves: positions after images, seeds
+        changed = [k for k in changed if not isinstance(now.get(k), (Tensor, int))]
         assert not changed, f"{owner if isinstance(owner, type) else type(owner)}: {changed}"
 
 

@@ -237,7 +237,6 @@ def install() -> None:
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
     interpreter._patch_attr = _attribute
     interpreter._patch_builtin = _builtins(interpreter._patch_builtin)
-    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, op: (
-        None
-    )  # computes what nothing asserts where options.debug is off
+    # computes what nothing asserts where options.debug is off
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, op: None
     GridExecutor.__call__ = _kernel(GridExecutor.__call__)

@@ -40,9 +40,8 @@ class Kept(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if (
-                isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given
-            ):  # views are of what was there
+            # views are of what was there
+            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given:
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
 
@@ -674,13 +673,8 @@ from liger_kernel.transformers import restore  # noqa: E402
 from liger_kernel.transformers.patching.patches import is_patched  # noqa: E402
 from liger_kernel.transformers.recognise import experts  # noqa: E402
 
-FAMILIES = [
-    "llama",
-    "qwen3",
-    "gemma2",
-    "phi3",
-    "mixtral",
-]  # plain; norms of heads; four norms; packed gate and up; experts
+# plain; norms of heads; four norms; packed gate and up; experts
+FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "mixtral"]
 
 
 @pytest.fixture(autouse=True)
@@ -929,12 +923,10 @@ def test_fsdp2(alone):
         dist.destroy_process_group()
     for each in learned[1:]:
         assert_same_bits(each, learned[0])
-    activations = (
-        0 if DEVICE == "cuda" else 2
-    )  # of two layers: kernels have the whole MLP in one, and do that without being asked
-    assert rebuilt == (
-        [0, activations, 0] if alone else [0, 4 + activations, 4]
-    )  # and norms, where their weights are there
+    # of two layers: kernels have the whole MLP in one, and do that without being asked
+    activations = 0 if DEVICE == "cuda" else 2
+    # and norms, where their weights are there
+    assert rebuilt == ([0, activations, 0] if alone else [0, 4 + activations, 4])
 
 
 def test_modules_of_ours():

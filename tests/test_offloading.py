@@ -196,9 +196,8 @@ def test_views_and_repetitions_are_copied_once(moved, lane):
     body(None, other).backward()
     assert torch.equal(x.grad, other.grad)
     storages = [t.untyped_storage()._cdata for t in moved]
-    assert (
-        len(set(storages)) == len(storages) and sum(t.numel() == x.numel() for t in moved) <= 4
-    )  # exp, sin, cos, and a view as integers
+    # exp, sin, cos, and a view as integers
+    assert len(set(storages)) == len(storages) and sum(t.numel() == x.numel() for t in moved) <= 4
 
 
 def test_several_readers_of_what_comes_back(lane):
@@ -558,9 +557,8 @@ def test_parameters_stay(frozen, autocast, moved):
     shapes = {tuple(p.shape) for layer in module.layers if layer.up.weight.requires_grad for p in layer.parameters()}
     assert moved and not weights & {t.untyped_storage()._cdata for t in moved}
     casts = [t for t in moved if tuple(t.shape) in shapes or tuple(t.mT.shape) in shapes]
-    assert len(casts) == 2 * (
-        frozen and autocast
-    )  # autocast keeps no cast of a frozen weight, so each is an activation like others
+    # autocast keeps no cast of a frozen weight, so each is an activation like others
+    assert len(casts) == 2 * (frozen and autocast)
 
 
 def test_small_tensors_and_parts_of_large_ones_stay(monkeypatch, moved):

@@ -113,15 +113,13 @@ def test_it_takes_what_is_published(module, name, asked):
     if asked is None or f"{module}:{name}" in DIFFERS:
         return
     of_torch = method == "apply" and next(c for c in it.__mro__ if "apply" in vars(c)).__module__.startswith("torch.")
-    if of_torch or (
-        method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL
-    ):  # it is forward that says what it takes
+    # it is forward that says what it takes
+    if of_torch or (method == "apply" and parameters_of(it.apply)[0].kind is inspect.Parameter.VAR_POSITIONAL):
         it = it.forward
     elif method:
         it = getattr(it, method)
-    if (
-        module.startswith("transformers.model.") and "forward" in name
-    ):  # its own model's forward, which may name them in another order
+    # its own model's forward, which may name them in another order
+    if module.startswith("transformers.model.") and "forward" in name:
         inspect.signature(it).bind(None, **dict.fromkeys(a.arg for a in (*asked.args, *asked.kwonlyargs)))
         return
     ours = parameters_of(it)
@@ -142,9 +140,8 @@ def test_it_takes_what_is_published(module, name, asked):
 
 def same_default(p: inspect.Parameter, default: ast.expr | None) -> None:
     if default is not None and p.name != IGNORED:
-        if isinstance(default, ast.Call) or (
-            isinstance(default, ast.Name) and default.id.isupper()
-        ):  # a field's factory, a constant of theirs
+        # a field's factory, a constant of theirs
+        if isinstance(default, ast.Call) or (isinstance(default, ast.Name) and default.id.isupper()):
             assert p.default is not p.empty
         elif isinstance(default, ast.Name):  # of torch: a dtype
             assert str(p.default).rpartition(".")[2] == default.id

@@ -90,9 +90,8 @@ def test_docstrings_are_plain_text_but_for_code_and_formulas(docstring, rest):
 def test_every_public_name_has_a_docstring_of_its_own():
     values = {first: surface.find(first) for first, *_ in surface.paths().values()}
     own = lambda value: vars(value).get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
-    applied = {
-        path for path, value in values.items() if inspect.isclass(getattr(value, "__self__", None))
-    }  # Function.apply, of PyTorch
+    # Function.apply, of PyTorch
+    applied = {path for path, value in values.items() if inspect.isclass(getattr(value, "__self__", None))}
     assert [path for path, value in values.items() if path not in applied and not (own(value) or "").strip()] == []
 
 

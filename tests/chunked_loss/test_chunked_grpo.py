@@ -321,9 +321,8 @@ def test_agrees_with_trl(case):
     if o.get("entropy_coef") or o.get("return_entropy"):
         assert metrics[-2].item() == pytest.approx(logged["entropy"][0], rel=1e-4)
     clipped = logged["cispo_clip_ratio"] or logged["clip_ratio/region_mean"]
-    if (
-        clipped and o.get("importance_sampling_level") != "sequence"
-    ):  # TRL's mean is over sequences there, empty ones included
+    # TRL's mean is over sequences there, empty ones included
+    if clipped and o.get("importance_sampling_level") != "sequence":
         assert metrics[-1].item() == pytest.approx(clipped[0], rel=1e-5)
 
 

@@ -24,14 +24,8 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="
 OWN = (".mm_int8int2", ".projections.float8", ".projections.mxfp8", ".losses.float8_head", ".projections.four_bits")
 TABLE = Path(__file__).with_name("kernels.csv")
 HOPPER = {"projections.grouped_tma._mm_tma"}  # launched nowhere else
-SHARED = {
-    "sm80": 166912,
-    "sm89": 101376,
-    "sm90": 232448,
-    "sm100": 232448,
-    "gfx942": 65536,
-    "gfx950": 163840,
-}  # bytes a program may have
+# bytes a program may have
+SHARED = {"sm80": 166912, "sm89": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536, "gfx950": 163840}
 # Bytes that a thread may spill. None of these kernels is short of registers (255): ptxas spills a
 # few values in some variants, to fit another program on
 # a processor; which ones differs from release to release.

@@ -24,9 +24,8 @@ from liger_kernel.transformers import restore  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 FORWARD = [3, 1, 3]  # q, k, v; o; gate, up, down
-LAYERS_ALONE = dict(
-    rope=False, rms_norm=False, fused_linear_cross_entropy=False
-)  # what else is ours: test_hf_trainer.py
+# what else is ours: test_hf_trainer.py
+LAYERS_ALONE = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False)
 
 
 @pytest.fixture(autouse=True)

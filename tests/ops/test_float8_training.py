@@ -18,9 +18,8 @@ from liger_kernel.ops.projections.linear import linears
 from liger_kernel.ops.projections.mlp import adapted_mlp
 from liger_kernel.ops.projections.weights import dense
 
-RECIPES = [
-    r for r in f8.RECIPES.values() if not (r.blocks and lacking(torch.device(DEVICE), r.capability))
-]  # those that this machine can run
+# those that this machine can run
+RECIPES = [r for r in f8.RECIPES.values() if not (r.blocks and lacking(torch.device(DEVICE), r.capability))]
 named = dict(ids=lambda r: r.name)
 
 

@@ -82,9 +82,8 @@ def test_a_frozen_head_with_adapters_makes_nothing_of_its_size(reduction, watch)
     )
     linear_cross_entropy(x, w.detach(), target, xa=xa, wb=wb, reduction=reduction, chunk_rows=5).sum().backward()
     assert watch.largest == max(5 * 60, x.numel()) < w.numel()
-    assert watch.products == 4 * (
-        2 + 3 + (2 if reduction == "none" else 0)
-    )  # of logits, which are computed twice where a loss is not reduced, and gradients
+    # of logits, which are computed twice where a loss is not reduced, and gradients
+    assert watch.products == 4 * (2 + 3 + (2 if reduction == "none" else 0))
     assert w.grad is None and x.grad is not None
 
 
@@ -319,9 +318,10 @@ def test_a_buffer_that_missed_an_upstream_gradient_says_so():
     (2 * linear_cross_entropy(x, w, target, chunk_rows=4, dw_into=main_grad)).backward()
     assert main_grad.isnan().any()
     main_grad.zero_()
+    # known before the product
     linear_cross_entropy(x, w, target, reduction="none", dw_into=main_grad).backward(
         torch.full((12,), 2.0, device=DEVICE)
-    )  # known before the product
+    )
     torch.testing.assert_close(
         main_grad, 2 * torch.autograd.grad(linear_cross_entropy(x, w, target, reduction="sum"), w)[0]
     )

@@ -280,13 +280,8 @@ RECORDERS = {
     "pre_dispatch": lambda m, tensors: make_fx(m, pre_dispatch=True)(*tensors),
     "jit.trace": lambda m, tensors: torch.jit.trace(m, tensors, check_trace=False),
 }
-ANY_GRAPH = (
-    "cross_entropy",
-    "linear_cross_entropy",
-    "linear_divergence",
-    "moe",
-    "rms_norm",
-)  # of the others, exported graphs are enough
+# of the others, exported graphs are enough
+ANY_GRAPH = ("cross_entropy", "linear_cross_entropy", "linear_divergence", "moe", "rms_norm")
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -430,12 +425,8 @@ def ways(ops: list[str]):
     yield from ((op, i, frozen) for i, op, c in cases for frozen in differentiable(c.make(torch.float32, DEVICE)))
 
 
-TESTED_ELSEWHERE = (
-    "float8",
-    "float8_experts",
-    "float8_training",
-    "four_bits",
-)  # launchers that no operator's case reaches
+# launchers that no operator's case reaches
+TESTED_ELSEWHERE = ("float8", "float8_experts", "float8_training", "four_bits")
 
 
 @functools.cache

@@ -60,9 +60,8 @@ def test_kl_of_given_probabilities(dtype, reduction):
     loss = LigerFusedLinearKLDivLoss(reduction, temperature=2.0, accum_dtype=torch.float32)
 
     def draw(seed):
-        probs = F.pad(randn(M, V - 4, seed=seed + 200).softmax(-1), (0, 4)).to(
-            dtype
-        )  # and classes that the teacher excludes
+        # and classes that the teacher excludes
+        probs = F.pad(randn(M, V - 4, seed=seed + 200).softmax(-1), (0, 4)).to(dtype)
         return dict(
             x=randn(M, H, dtype=dtype, seed=seed).requires_grad_(),
             w=randn(V, H, dtype=dtype, seed=seed + 100).requires_grad_(),

@@ -108,9 +108,8 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
     if trainer == "hf":
         trained = extract_model_from_parallel(trained, keep_fp32_wrapper=False)  # accelerate's autocast
     q = adapters.quantization(config, "bf16-mixed" if half else "fp32")
-    quantized = (
-        {"quantization_config": q, "device_map": config.device} if q else {}
-    )  # else transformers takes a GPU if there is one
+    # else transformers takes a GPU if there is one
+    quantized = {"quantization_config": q, "device_map": config.device} if q else {}
     fresh = transformers.AutoModelForCausalLM.from_pretrained(
         config.model, dtype=torch.bfloat16 if half else torch.float32, **quantized
     )
@@ -126,10 +125,8 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
     whole = saved(config)
     forget_the_newest(config)
     again = loop.train(config)
-    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and len(again["losses"]) in (
-        2,
-        4,
-    )  # our own has those of before, too
+    # our own has those of before, too
+    assert again["losses"] == expected["losses"][-len(again["losses"]) :] and len(again["losses"]) in (2, 4)
     assert saved(config) == whole
 
     for changed, message in (

@@ -279,9 +279,8 @@ def test_parts_are_those_of_the_shapes():
     done = phases["optimizer"]
     assert done["weights"] == pytest.approx(2 * parameters, abs=rounding) == done["gradients"]
     assert done["optimizer"] == pytest.approx(4 * parameters, abs=rounding)
-    assert (
-        done["temporary"] == 0 and done["activations"] + done["head and loss"] <= 2**20
-    )  # the loss and what it depends on
+    # the loss and what it depends on
+    assert done["temporary"] == 0 and done["activations"] + done["head and loss"] <= 2**20
 
 
 def test_parts_of_ranks_are_those_of_the_shapes():
@@ -301,9 +300,8 @@ def test_parts_of_ranks_are_those_of_the_shapes():
     assert [copies[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(
         [size, 2 * size, 2 * size], abs=rounding
     )
-    assert [on_cpu[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(
-        [0, 0, 0], abs=rounding
-    )  # buffers stay
+    # buffers stay
+    assert [on_cpu[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([0, 0, 0], abs=rounding)
     assert sharded["gathered weights"] == copies["gathered weights"] == 0, "they are given back after the backward"
 
 

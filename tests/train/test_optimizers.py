@@ -231,9 +231,8 @@ def test_runs_step_in_the_backward_with_the_same_bits(config):
     other = dataclasses.replace(config, optimizer_in_backward=True, out=f"{config.out}-2", save=f"{config.save}-2")
     found = loop.train(other)
     assert found["losses"] == plain["losses"]
-    assert found["gradient_norms"] == pytest.approx(
-        plain["gradient_norms"], rel=4 * torch.finfo(torch.float32).eps
-    )  # added in another order
+    # added in another order
+    assert found["gradient_norms"] == pytest.approx(plain["gradient_norms"], rel=4 * torch.finfo(torch.float32).eps)
     assert saved(other) == saved(config)
 
 

@@ -1485,9 +1485,8 @@ def test_a_lost_machine_costs_a_restart(base, undisturbed, tmp_path, user_env):
     port = free_port()
     flags = ("--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     first = launched(config, user_env, *flags, machine=0)
-    until(
-        lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0
-    )  # this one keeps the rendezvous, whichever is lost
+    # this one keeps the rendezvous, whichever is lost
+    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
     second = launched(config, user_env, *flags, machine=1)
     until(
         lambda: ((tmp_path / "run" / "metrics.jsonl").exists() and len(losses(config)) > 3) or first.poll() is not None

@@ -99,9 +99,8 @@ def test_ranks_expect_a_part(on_a_gpu):
         float(re.search(rf"memory: expected: about .*[:,] {part} ([\d.]+) GB", said)[1])
         for part in ("weights", "optimizer")
     )
-    assert weights == pytest.approx(1.236 * 4 / 4, abs=0.01) and moments == pytest.approx(
-        2 * weights, abs=0.02
-    )  # of 1.236e9 parameters in fp32
+    # of 1.236e9 parameters in fp32
+    assert weights == pytest.approx(1.236 * 4 / 4, abs=0.01) and moments == pytest.approx(2 * weights, abs=0.02)
 
 
 def test_what_is_not_known_is_said(on_a_gpu):

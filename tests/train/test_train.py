@@ -102,12 +102,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
-    together = {
-        "trainer": "torch",
-        "parallel": "ddp",
-        "optimizer": "adamw",
-        "kernels": "on",
-    }  # the last choices of all fields are not to be had at once
+    # the last choices of all fields are not to be had at once
+    together = {"trainer": "torch", "parallel": "ddp", "optimizer": "adamw", "kernels": "on"}
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         value = getattr(TrainConfig(), field.name)
@@ -773,9 +769,8 @@ def test_kernels_change_no_loss(records, config, tmp_path):
             config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 4), length=128, vocab=257
         )
     stock, ours = (loop.train(dataclasses.replace(config, kernels=kernels)) for kernels in ("off", "on"))
-    assert (
-        stock["gradient_norms"] != ours["gradient_norms"] or torch.cuda.is_available()
-    )  # two implementations, unless nothing was patched
+    # two implementations, unless nothing was patched
+    assert stock["gradient_norms"] != ours["gradient_norms"] or torch.cuda.is_available()
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert ours["gradient_norms"] == pytest.approx(stock["gradient_norms"], rel=1e-3)
 
@@ -1166,9 +1161,8 @@ def test_a_signal_before_training_ends_the_run_at_once(number, config, monkeypat
             pytest.fail("taken for an error of the data")
 
     monkeypatch.setattr(loop, "load", tokenised)
-    before = signal.signal(
-        getattr(signal, number), signal.SIG_DFL
-    )  # nohup lets the tests ignore one of them, and a run would, too
+    # nohup lets the tests ignore one of them, and a run would, too
+    before = signal.signal(getattr(signal, number), signal.SIG_DFL)
     began = time.monotonic()
     with pytest.raises(ranks.TooEarly, match="stopped by SIGTERM before training began"):
         loop.train(dataclasses.replace(config, checkpoint_every=2))
@@ -1187,10 +1181,8 @@ def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkey
         config, data=write_jsonl(tmp_path / "records.jsonl", records), length=100, checkpoint_every=2
     )
     calm = load(dataclasses.replace(config, cache=str(tmp_path / "calm")))
-    (
-        monkeypatch.setattr(tokenising, "KEEP_EVERY", 0),
-        monkeypatch.setattr(tokenising, "PIECE", 1),
-    )  # every record is kept
+    # every record is kept
+    (monkeypatch.setattr(tokenising, "KEEP_EVERY", 0), monkeypatch.setattr(tokenising, "PIECE", 1))
     name = "_add_texts" if kind == "text" else "_add_chat"
     add, seen = getattr(tokenising.Draft, name), []
 
@@ -1447,9 +1439,8 @@ def test_the_demo_runs(tmp_path, monkeypatch, capfd):
     out += (tmp_path / "said").read_text()
     assert code == 0, out + err
     assert "The loss curves agree" in out
-    blocks = re.findall(
-        r"^(stock|ours) +step +(\d+)/8 ", out, re.M
-    )  # the second run begins in its turn, with two blocks
+    # the second run begins in its turn, with two blocks
+    blocks = re.findall(r"^(stock|ours) +step +(\d+)/8 ", out, re.M)
     assert blocks == [
         ("stock", "1"),
         ("ours", "1"),
@@ -1482,10 +1473,8 @@ def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path
     tokenising.own_tokenizer([{"text": "abc"}], 300, None).save_pretrained(folder)
     data = write_jsonl(tmp_path / "text.jsonl", [{"text": TEXT}] * 20)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for theirs in (
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
-    ):  # which Transformers marks as code of the model's
+    # which Transformers marks as code of the model's
+    for theirs in (transformers.LlamaConfig, transformers.LlamaForCausalLM):
         monkeypatch.setattr(theirs, "_auto_class", None)
     asked = {
         "train": ["--out", str(tmp_path / "run"), "--steps", "1", "--batch", "1", "--data", data],

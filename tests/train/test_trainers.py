@@ -304,9 +304,8 @@ def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, caps
 def test_a_finished_run_started_again_keeps_its_numbers(trainer, config, capsys):
     short = by(trainer, config, steps=5, log_every=10, checkpoint_every=2)
     found = loop.train(short)
-    assert len(found["losses"]) == (
-        1 if trainer == "hf" else 5
-    )  # of transformers, the mean of the steps since the line before
+    # of transformers, the mean of the steps since the line before
+    assert len(found["losses"]) == (1 if trainer == "hf" else 5)
     learnt = weights(short)
     shutil.rmtree(short.save)
     assert loop.train(short) == found

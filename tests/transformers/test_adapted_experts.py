@@ -25,9 +25,8 @@ from liger_kernel.transformers import projections_report, restore  # noqa: E402
 from liger_kernel.transformers.recognise import experts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-ONLY = dict(
-    rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True
-)  # what else is ours is tested elsewhere
+# what else is ours is tested elsewhere
+ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True)
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 BATCH = dict(batch=1, length=6, ignored=2)
 
@@ -412,9 +411,8 @@ def in_four_bits(family: str, double: bool = True) -> tuple[nn.Module, nn.Module
         if family == "gpt_oss"
         else dict(moe_intermediate_size=64)
     )
-    packed = make(
-        family, num_hidden_layers=1, **sizes
-    )  # on a CPU, bitsandbytes misreads rows that are shorter than its blocks of 64
+    # on a CPU, bitsandbytes misreads rows that are shorter than its blocks of 64
+    packed = make(family, num_hidden_layers=1, **sizes)
     dense = copy.deepcopy(packed)
     of_both = [m.model.layers[0].mlp.experts for m in (packed, dense)]
     for name in ("gate_up_proj", "down_proj"):
@@ -428,9 +426,8 @@ def test_four_bits(ran, family, double):
     """What PEFT learns with the dense weights, in every step: PEFT itself leaves its sum in
     place over 4 bits, and adds the next one to it."""
     packed, dense = in_four_bits(family, double)
-    of = [
-        f"model.layers.0.mlp.{name}" for name in BOTH
-    ]  # PEFT finds computed parameters by their whole names, and nests their wrappers the other way
+    # PEFT finds computed parameters by their whole names, and nests their wrappers the other way
+    of = [f"model.layers.0.mlp.{name}" for name in BOTH]
     model, other = patch(adapted(base=packed, of=of)), adapted(base=dense, of=of)
     for name in ("gate_up_proj", "down_proj"):
         on(model, name).lora_A.load_state_dict(on(other, name).lora_A.state_dict())

@@ -658,10 +658,8 @@ def test_a_run(trainer, checkpointing, calls, dense_masks, monkeypatch, tmp_path
 
 def test_bounds_of_documents():
     batch = rows().batch([1, 0], 0)
-    assert batch["position_ids"].tolist() == [
-        [0, 1, 2, 0, 1, 2, *range(7)],
-        [*range(7), 0, *range(5)],
-    ]  # what is padded is a document
+    # what is padded is a document
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, *range(7)], [*range(7), 0, *range(5)]]
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 6, 13, 20, 21, 26]
     assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == batch["max_length_k"] == 7
     assert (batch["labels"][0, 6:] == IGNORE).all()

@@ -33,9 +33,8 @@ needs_kernels = pytest.mark.skipif(
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
 )
-ONLY = dict(
-    rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True
-)  # what else is ours is tested elsewhere
+# what else is ours is tested elsewhere
+ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True)
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 NAMES = ("gate_up_proj", "down_proj")
 BATCH = dict(batch=1, length=6, ignored=2)

@@ -200,9 +200,8 @@ def test_eval_logits(family, dtype):
         }
         with instance_patches(model, family, exact, "fused")():
             out = model(**batch, use_cache=False)
-        if DEVICE == "cpu" and (
-            dtype is torch.bfloat16 or transformers.__version__ == families.VERSION
-        ):  # in fp32, others divide by a root
+        # in fp32, others divide by a root
+        if DEVICE == "cpu" and (dtype is torch.bfloat16 or transformers.__version__ == families.VERSION):
             assert torch.equal(out.logits, expected.logits) and torch.equal(out.loss, expected.loss)
         assert type(out) is type(expected)
         if dtype is torch.float32:

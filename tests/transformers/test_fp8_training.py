@@ -226,9 +226,8 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
     assert len(found) == 2
     if part == "layer":
         assert_bits(first, expected)
-    torch.testing.assert_close(
-        first["loss"], expected["loss"], rtol=2e-7, atol=0
-    )  # a compiled head adds in another order, without FP8 as well
+    # a compiled head adds in another order, without FP8 as well
+    torch.testing.assert_close(first["loss"], expected["loss"], rtol=2e-7, atol=0)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), [first["loss"]]
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
@@ -250,18 +249,18 @@ def test_what_a_compiled_layer_saves(autocast, fast, graphs):
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         assert_bits(*(step(m, tokens(6))[1] for m in (model, expected)))
     forward, backward = found
-    assert (
-        called(forward, "aten.amax") == 2 * (LINEARS + 4) and called(backward, "aten.amax") == 2 * LINEARS
-    )  # a search, and the largest of its parts
+    # a search, and the largest of its parts
+    assert called(forward, "aten.amax") == 2 * (LINEARS + 4) and called(backward, "aten.amax") == 2 * LINEARS
     assert called(forward, "float8_transposed") == 0 and called(backward, "float8_transposed") == LINEARS
     weights = {tuple(p.shape) for p in model.model.layers[0].parameters() if p.ndim == 2}
     saved = saved_by(forward)
+    # 72 tokens
     assert sorted(sorted(shape) for dtype, shape in saved if dtype == float8.E4) == [
         [48, 80],
         [48, 80],
         [64, 80],
         [64, 80],
-    ]  # 72 tokens
+    ]
     assert not [t for t in saved if t[1] in weights]
 
 
@@ -291,9 +290,8 @@ def test_a_recorded_step(unrecorded, fast):
     patch(model=model, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
     assert in_fp8(model) and in_fp8(model) == in_fp8(eager)
     data, found = tokens(6), {}
-    later = torch.ones(1, 1, 12, 12, device=DEVICE, dtype=torch.bool).triu(
-        1
-    )  # which some Transformers copy from the host
+    # which some Transformers copy from the host
+    later = torch.ones(1, 1, 12, 12, device=DEVICE, dtype=torch.bool).triu(1)
     data["attention_mask"] = torch.zeros(6, 1, 12, 12, device=DEVICE, dtype=torch.bfloat16).masked_fill(later, -3e38)
     stream = torch.cuda.Stream()
     for name, m in (("eager", eager), ("recorded", model)):
@@ -521,10 +519,8 @@ def test_classes(fast):
         with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
             transformers.AutoModelForCausalLM.from_config(before.config, dtype=torch.float16)
         quantised = copy.deepcopy(before.config)
-        quantised.quantization_config = {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-        }  # as from_pretrained has it when it makes the model
+        # as from_pretrained has it when it makes the model
+        quantised.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         with pytest.warns(
             UserWarning, match="LlamaForCausalLM: fp8='tensorwise' has no effect, because the model is quantised"
         ):

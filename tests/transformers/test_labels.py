@@ -153,14 +153,8 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[i]
 
 
-EVERY_TIME = (
-    0,
-    1,
-    3,
-    5,
-    6,
-    7,
-)  # one, two and three micro-batches a step, with and without a step that has nothing to learn
+# one, two and three micro-batches a step, with and without a step that has nothing to learn
+EVERY_TIME = (0, 1, 3, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +200,8 @@ def _rank(rank: int, folder: str, port: int, seeds: int) -> None:
     with served_by_kernels_or_references():
         for seed in range(seeds):
             r = random.Random(1000 + seed)
-            both = [
-                [micro_batch(r, packed=False) for _ in range(2)] for _ in range(2)
-            ]  # of each rank, two micro-batches
+            # of each rank, two micro-batches
+            both = [[micro_batch(r, packed=False) for _ in range(2)] for _ in range(2)]
             if seed % 2:
                 for b in both[seed // 2 % 2]:  # a rank has nothing to learn
                     b["labels"][:] = IGNORE

@@ -126,9 +126,8 @@ def test_families(family, moved, tiles):
     assert "offloading" in ", ".join(patches_report(model, {"activation_offloading": True}).patched)
     assert "offloading" not in str(patches_report(model))  # without the flag it is no part that is missing
     ours = learned(model, batch, tiled_mlp=3)
-    assert (set(tiles) == {3}) == (
-        family not in ("mixtral", "opt", "whisper")
-    )  # experts; MLPs that are no module of their own
+    # experts; MLPs that are no module of their own
+    assert (set(tiles) == {3}) == (family not in ("mixtral", "opt", "whisper"))
     assert_same_learning(ours, expected)
     restore(model)
     assert_untouched(before)
@@ -340,9 +339,8 @@ def without_masks(monkeypatch):
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_attention_is_kept(family, offloads, without_masks, moved):
-    model = checkpointed(
-        make(family, num_key_value_heads=4), False
-    )  # on a GPU, groups of heads in fp32 are no operator
+    # on a GPU, groups of heads in fp32 are no operator
+    model = checkpointed(make(family, num_key_value_heads=4), False)
     model.set_attn_implementation("sdpa")
     counts, found = [], []
     for keeps in (False, True):

@@ -33,9 +33,8 @@ from liger_kernel.transformers.recognise import projections  # noqa: E402
 from liger_kernel.transformers.rewrite import rules  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
-ONLY = dict(
-    rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False
-)  # what else is ours is tested elsewhere
+# what else is ours is tested elsewhere
+ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
 BATCH = dict(batch=1, length=6, ignored=2)
 
 
@@ -366,9 +365,8 @@ def test_scalings_that_are_tensors(ran, scaling, more):
     for m in model.modules():
         if hasattr(m, "scaling") and hasattr(m, "lora_A"):
             m.scaling["default"] = SCALINGS[scaling](m)
-    assert_same(
-        model, tolerance=1e-4 if scaling.startswith("learnt") else 1e-5
-    )  # the gradient of one number is a long sum, which may nearly cancel
+    # the gradient of one number is a long sum, which may nearly cancel
+    assert_same(model, tolerance=1e-4 if scaling.startswith("learnt") else 1e-5)
     stock = {layer.reason for layer in projections_report(model).stock}
     assert bool(ran) == (scaling != "for each token")
     assert stock == (

@@ -27,9 +27,8 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 FAMILIES = [t for t in ("gpt_oss", "granite_swa", "granitemoe_swa") if t in transformers.CONFIG_MAPPING]
 LENGTH = 14
-ALONE = dict(
-    rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False
-)  # no flag but attention
+# no flag but attention
+ALONE = dict(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False, rematerialise=False)
 
 
 @pytest.fixture

@@ -497,15 +497,13 @@ def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
         assert any(p.dtype is torch.float32 for p in [*model.parameters(), *model.buffers()])
     parts, scale = exact_parts(model), 4096.0  # as fp16 is trained
     pixels = lambda i: {k: v * 0.5**i for k, v in batch.items() if v.is_floating_point()}
-    batches = [
-        batch | pixels(i) | {"labels": batch["labels"].roll(i, 1)} for i in range(8)
-    ]  # together: the error of one is luck
+    # together: the error of one is luck
+    batches = [batch | pixels(i) | {"labels": batch["labels"].roll(i, 1)} for i in range(8)]
     truth, theirs = learned(exact(model), batches, scale), learned(model, batches, scale)
     with instance_patches(model, model.config.model_type, parts, "fused")():
         found = evaluated(model, batch)
-        assert found.dtype == expected.dtype and (
-            torch.equal(found, expected) or KERNELS
-        )  # which sum in an order of their own
+        # which sum in an order of their own
+        assert found.dtype == expected.dtype and (torch.equal(found, expected) or KERNELS)
         assert_as_accurate(learned(model, batches, scale), theirs, truth)
 
 
@@ -562,10 +560,8 @@ def test_autocast(family, dtypes, attention):
             expected = evaluated(model, batch)
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"stock: {error}"[:200])
-    scale, batches = (
-        256.0,
-        [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)],
-    )  # together: the error of one is luck
+    # together: the error of one is luck
+    scale, batches = (256.0, [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)])
     theirs = learned(model, batches, scale, context)
     if not KERNELS:
         with instance_patches(model, family, {"rope": True}, None)():
@@ -650,9 +646,8 @@ def test_learnt_frequencies(family, monkeypatch):
     not."""
     module, factor = modeling(family), nn.Parameter(torch.ones((), device=DEVICE))
     models = pair(family)
-    if family == "gptj" and hasattr(
-        module.GPTJAttention, "_get_embed_positions"
-    ):  # whose tables are a buffer, before Transformers 5.24
+    # whose tables are a buffer, before Transformers 5.24
+    if family == "gptj" and hasattr(module.GPTJAttention, "_get_embed_positions"):
         was = module.GPTJAttention._get_embed_positions
         monkeypatch.setattr(module.GPTJAttention, "_get_embed_positions", lambda self, *args: was(self, *args) * factor)
     for name, cls in vars(module).items():

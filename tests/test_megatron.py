@@ -179,10 +179,8 @@ def test_cross_entropy(megatron, label_smoothing):
     equal parts."""
     apply_liger_kernel_to_megatron(cross_entropy=True)
     torch.manual_seed(0)
-    logits, labels = (
-        torch.randn(5, 2, 31, device=DEVICE, requires_grad=True),
-        torch.randint(0, 31, (5, 2), device=DEVICE),
-    )
+    logits = torch.randn(5, 2, 31, device=DEVICE, requires_grad=True)
+    labels = torch.randint(0, 31, (5, 2), device=DEVICE)
     labels[0] = -100
 
     def megatrons(logits):

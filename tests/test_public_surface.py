@@ -282,12 +282,10 @@ def test_pairs_without_autograd(monkeypatch):
         pytest.skip("no kernels here")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    x, b, w, dy = (
-        torch.randn(2, 3, 8, device=device),
-        torch.randn(2, 3, 8, device=device),
-        torch.randn(8, device=device),
-        torch.randn(2, 3, 8, device=device),
-    )
+    x = torch.randn(2, 3, 8, device=device)
+    b = torch.randn(2, 3, 8, device=device)
+    w = torch.randn(8, device=device)
+    dy = torch.randn(2, 3, 8, device=device)
     leaves = [t.clone().requires_grad_() for t in (x, w)]
     want = torch.nn.functional.rms_norm(leaves[0], (8,), leaves[1], 1e-6)
     y, rows, rstd, *rest = rms_norm_forward(x, w, 1e-6, 0.0, "llama", None)
@@ -384,11 +382,9 @@ def test_functions_as_veomni_0_1_12_calls_them():
         LigerRMSNormFunction.apply(x, g, 1e-6, 0.0, "llama", False), torch.nn.functional.rms_norm(x, (16,), g, 1e-6)
     )
     torch.testing.assert_close(LigerSiLUMulFunction.apply(x, x + 1), torch.nn.functional.silu(x) * (x + 1))
-    q, k, angle = (
-        torch.randn(2, 4, 5, 8, device=DEVICE),
-        torch.randn(2, 2, 5, 8, device=DEVICE),
-        torch.randn(1, 5, 4, device=DEVICE),
-    )
+    q = torch.randn(2, 4, 5, 8, device=DEVICE)
+    k = torch.randn(2, 2, 5, 8, device=DEVICE)
+    angle = torch.randn(1, 5, 4, device=DEVICE)
     cos, sin = (torch.cat((t, t), -1)[:, None] for t in (angle.cos(), angle.sin()))
     half = lambda t: torch.cat((-t[..., 4:], t[..., :4]), -1)
     torch.testing.assert_close(
@@ -400,10 +396,8 @@ def test_functions_as_veomni_0_1_12_calls_them():
 def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
     from liger_kernel.ops.losses.vocab_parallel.cross_entropy import LigerVocabParallelCEFunction
 
-    logits, target = (
-        torch.randn(2, 5, 32, device=DEVICE, requires_grad=True),
-        torch.randint(0, 32, (2, 5), device=DEVICE),
-    )
+    logits = torch.randn(2, 5, 32, device=DEVICE, requires_grad=True)
+    target = torch.randint(0, 32, (2, 5), device=DEVICE)
     target[0, 1] = -100
     loss = LigerVocabParallelCEFunction.apply(
         logits.reshape(-1, 1, 32), target.reshape(-1, 1), None, -100, 0.0, "pytorch", "global"

@@ -371,10 +371,8 @@ def test_all_masked(kind, compact):
 @pytest.mark.parametrize("shape", [(0, T), (B, 0)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_empty(shape, level):
-    x, w = (
-        torch.randn(*shape, H, device=DEVICE, requires_grad=True),
-        torch.randn(V, H, device=DEVICE, requires_grad=True),
-    )
+    x = torch.randn(*shape, H, device=DEVICE, requires_grad=True)
+    w = torch.randn(V, H, device=DEVICE, requires_grad=True)
     ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
     loss, metrics = LigerFusedLinearGRPOLoss(beta=0.0, importance_sampling_level=level)(
         x, w, ids, ids + 1, torch.ones(shape[0], device=DEVICE)

@@ -64,10 +64,8 @@ def smooth(z, e=0.2):
 
 
 def exo(z, e=0.2):
-    q, p = (
-        torch.stack((log_sigmoid(z), log_sigmoid(-z))),
-        torch.tensor([[1 - e], [e]], dtype=z.dtype, device=z.device).log(),
-    )
+    q = torch.stack((log_sigmoid(z), log_sigmoid(-z)))
+    p = torch.tensor([[1 - e], [e]], dtype=z.dtype, device=z.device).log()
     return (q.exp() * (q - p)).sum(0)
 
 
@@ -729,11 +727,9 @@ def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD"])
 def test_the_empty_shard_of_a_head_is_named(name, shape):
     """What ZeRO-3, or a rank of FSDP2 that has no rows, leaves of a head outside its forward."""
-    x, y, w = (
-        torch.randn(4, 5, 8, device=DEVICE),
-        torch.zeros(4, 5, dtype=torch.int64, device=DEVICE),
-        torch.empty(shape, device=DEVICE),
-    )
+    x = torch.randn(4, 5, 8, device=DEVICE)
+    y = torch.zeros(4, 5, dtype=torch.int64, device=DEVICE)
+    w = torch.empty(shape, device=DEVICE)
     loss = getattr(losses, f"LigerFusedLinear{name}Loss")
     calls = {
         "KTO": lambda: loss(use_ref_model=False)(

@@ -94,11 +94,9 @@ def test_the_channel_of_every_number_of_the_longest_group():
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (2, 4, 0, 3)])
 def test_group_norm_of_nothing(shape):
-    x, w, b = (
-        torch.randn(shape, device=DEVICE, requires_grad=True),
-        torch.ones(4, device=DEVICE, requires_grad=True),
-        torch.ones(4, device=DEVICE),
-    )
+    x = torch.randn(shape, device=DEVICE, requires_grad=True)
+    w = torch.ones(4, device=DEVICE, requires_grad=True)
+    b = torch.ones(4, device=DEVICE)
     y = group_norm(x, 2, w, b)
     y.sum().backward()
     assert y.shape == x.grad.shape == shape and not w.grad.any()
@@ -141,11 +139,9 @@ def _broadcast(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 8), (2, 1, 8), (6, 8), (2, 3, 8), (1, 1, 8)])
 def test_scales_that_serve_rows(shape):
     torch.manual_seed(0)
-    x, scale, shift = (
-        torch.randn(2, 3, 8, device=DEVICE),
-        torch.randn(shape, device=DEVICE),
-        torch.randn(shape, device=DEVICE),
-    )
+    x = torch.randn(2, 3, 8, device=DEVICE)
+    scale = torch.randn(shape, device=DEVICE)
+    shift = torch.randn(shape, device=DEVICE)
     expected = (1 + _broadcast(scale, x)) * F.rms_norm(x, (8,), eps=1e-6) + _broadcast(shift, x)
     torch.testing.assert_close(modulated_rms_norm(x, scale, shift), expected)
     torch.testing.assert_close(modulated_rms_norm_reference(x, scale, shift), expected)
@@ -189,11 +185,9 @@ def test_modulated_rms_norm_function_takes_published_arguments():
 
 def test_modulated_rms_norm_module():
     norm = LigerModulatedRMSNorm(8, init_fn="zeros", offset=1.0).to(DEVICE)
-    x, scale, shift = (
-        torch.randn(2, 3, 8, device=DEVICE),
-        torch.randn(2, 8, device=DEVICE),
-        torch.randn(2, 8, device=DEVICE),
-    )
+    x = torch.randn(2, 3, 8, device=DEVICE)
+    scale = torch.randn(2, 8, device=DEVICE)
+    shift = torch.randn(2, 8, device=DEVICE)
     plain = LigerModulatedRMSNorm(8, elementwise_affine=False)
     assert [*norm.state_dict()] == ["weight"] and not plain.state_dict()
     torch.testing.assert_close(norm(x, scale, shift), plain(x, scale, shift))
@@ -216,11 +210,9 @@ def test_powers_of_large_and_small_numbers(scale, wide, dtype, monkeypatch):
         b=torch.randn(1, device=DEVICE).to(dtype),
     )
     args = {k: v.requires_grad_() for k, v in args.items()}
-    ours, expected, truth = (
-        run(poly_norm, like(args)),
-        run(poly_norm_reference, like(args)),
-        run(poly_norm_reference, like(args, torch.float64)),
-    )
+    ours = run(poly_norm, like(args))
+    expected = run(poly_norm_reference, like(args))
+    truth = run(poly_norm_reference, like(args, torch.float64))
     assert_as_accurate(ours, expected, truth)
     assert all(v.isfinite().all() for v in ours.values())
     x, w, b = (v.detach().double() for v in args.values())

@@ -96,10 +96,8 @@ def test_sizes_that_are_no_multiples_of_16(recipe, M, H, V):
     x, w, target = drawn(M, H, V)
     w = (w.detach() * 10).requires_grad_()
     for chunk_rows in (None, 9):
-        truth, ours = (
-            truth_of(x, w, target, reduction="sum"),
-            found(x, w, target, reduction="sum", fp8=recipe, chunk_rows=chunk_rows),
-        )
+        truth = truth_of(x, w, target, reduction="sum")
+        ours = found(x, w, target, reduction="sum", fp8=recipe, chunk_rows=chunk_rows)
         assert all(
             mine.shape == true.shape and ((mine.double() - true).norm() <= 0.05 * true.norm() + 1e-3)
             for mine, true in zip(ours, truth)
@@ -166,10 +164,8 @@ def test_a_softcap_of_zero():
 
 def test_many_tokens_of_one_class():
     """Their sum is rounded once: in 16 bits, the last terms would be lost beside it."""
-    total, x = (
-        torch.zeros(4, 8, device=DEVICE, dtype=torch.bfloat16),
-        torch.full((3000, 8), 1.0, device=DEVICE, dtype=torch.bfloat16),
-    )
+    total = torch.zeros(4, 8, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.full((3000, 8), 1.0, device=DEVICE, dtype=torch.bfloat16)
     index = torch.arange(3000, device=DEVICE) % 2 * 3
     float8_head._add_outer(total, index, x[:, 0], x)
     torch.testing.assert_close(total[:, 0].tolist(), [1500.0, 0.0, 0.0, 1500.0], rtol=2**-8, atol=0)
@@ -225,10 +221,8 @@ def test_kernels_do_what_the_reference_does(options, monkeypatch):
     x, w, target = drawn(90, 32, 300, peaked=True)  # more tokens than the memory of dw can store, and several blocks
     target[::7] = -100
     torch.manual_seed(0)
-    bias, class_weight = (
-        torch.randn(300, device=DEVICE).bfloat16().requires_grad_(),
-        torch.rand(300, device=DEVICE).bfloat16(),
-    )
+    bias = torch.randn(300, device=DEVICE).bfloat16().requires_grad_()
+    class_weight = torch.rand(300, device=DEVICE).bfloat16()
 
     def results():
         out = linear_cross_entropy(x, w, target, bias, class_weight, fp8="tensorwise", chunk_rows=30, **options)

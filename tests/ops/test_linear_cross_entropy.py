@@ -19,10 +19,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def inputs(M=12, H=16, V=50, dtype=torch.float32):
     torch.manual_seed(0)
-    x, w = (
-        torch.randn(M, H, device=DEVICE, dtype=dtype, requires_grad=True),
-        torch.randn(V, H, device=DEVICE, dtype=dtype, requires_grad=True),
-    )
+    x = torch.randn(M, H, device=DEVICE, dtype=dtype, requires_grad=True)
+    w = torch.randn(V, H, device=DEVICE, dtype=dtype, requires_grad=True)
     target = torch.randint(0, V, (M,), device=DEVICE)
     target[::3] = -100
     return x, w, target
@@ -76,10 +74,8 @@ def test_a_frozen_head_with_adapters_makes_nothing_of_its_size(reduction, watch)
     """Neither its sum with the adapters, nor a gradient; four thin products more than the two of
     a frozen head."""
     x, w, target = inputs(M=20, H=16, V=60)
-    xa, wb = (
-        torch.randn(20, 2, device=DEVICE, requires_grad=True),
-        torch.randn(60, 2, device=DEVICE, requires_grad=True),
-    )
+    xa = torch.randn(20, 2, device=DEVICE, requires_grad=True)
+    wb = torch.randn(60, 2, device=DEVICE, requires_grad=True)
     linear_cross_entropy(x, w.detach(), target, xa=xa, wb=wb, reduction=reduction, chunk_rows=5).sum().backward()
     assert watch.largest == max(5 * 60, x.numel()) < w.numel()
     # of logits, which are computed twice where a loss is not reduced, and gradients
@@ -186,10 +182,8 @@ def test_chunks_of_a_frozen_weight_are_as_small_as_is_quick(monkeypatch):
     module = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy")
     monkeypatch.setattr(module, "auto_chunk_rows", lambda *a, **k: asked.append(k.get("frozen", False)) or 4)
     for learns in (False, True):
-        x, w = (
-            torch.randn(9, 16, device=DEVICE, requires_grad=True),
-            torch.randn(30, 16, device=DEVICE, requires_grad=learns),
-        )
+        x = torch.randn(9, 16, device=DEVICE, requires_grad=True)
+        w = torch.randn(30, 16, device=DEVICE, requires_grad=learns)
         linear_cross_entropy(x, w, torch.zeros(9, dtype=torch.int64, device=DEVICE)).backward()
     assert asked == [True, False]
 

@@ -237,11 +237,9 @@ def test_dropout_of_thin_results_beyond_fp16():
 def test_norms_of_rows(N, K, r, w_dtype, dtype):
     """Of rows of which the adapter leaves little or nothing, as exact as by the sum in fp32."""
     torch.manual_seed(0)
-    w, a, b = (
-        torch.randn(N, 2 * K, device=DEVICE).to(w_dtype)[:, ::2],
-        torch.randn(r, K, device=DEVICE).to(dtype),
-        torch.zeros(N, r, device=DEVICE).to(dtype),
-    )
+    w = torch.randn(N, 2 * K, device=DEVICE).to(w_dtype)[:, ::2]
+    a = torch.randn(r, K, device=DEVICE).to(dtype)
+    b = torch.zeros(N, r, device=DEVICE).to(dtype)
     b[3:] = torch.randn(N - 3, r) / 8
     a[0] = w[0]
     for row, left in enumerate((0.0, 2.0**-7, 0.125)):  # numbers of bf16

@@ -72,12 +72,10 @@ def test_layer_norm_statistics_are_fp32_and_do_not_cancel():
 @needs_kernels
 def test_layer_norm_sums_the_weights_gradients_once():
     """dw and db are halves of one tensor: one finishing kernel."""
-    dy, x, w, stats = (
-        torch.randn(4, 8, device=DEVICE),
-        torch.randn(4, 8, device=DEVICE),
-        torch.ones(8, device=DEVICE),
-        torch.ones(4, device=DEVICE),
-    )
+    dy = torch.randn(4, 8, device=DEVICE)
+    x = torch.randn(4, 8, device=DEVICE)
+    w = torch.ones(8, device=DEVICE)
+    stats = torch.ones(4, device=DEVICE)
     for need_dw, need_db in ((True, True), (True, False), (False, True), (False, False)):
         dx, dwb = torch.ops.liger.layer_norm_bwd(dy, x, w, stats, stats, False, need_dw, need_db, torch.float32)
         assert dx.numel() == 0 and dwb.numel() == 8 * (need_dw + need_db)
@@ -243,11 +241,9 @@ def test_relu_squared_of_what_is_not_finite():
 @needs_kernels
 def test_published_launchers_take_a_strided_weight():
     torch.manual_seed(0)
-    x, dy, w = (
-        torch.randn(5, 40, device=DEVICE),
-        torch.randn(5, 40, device=DEVICE),
-        torch.randn(40, 3, device=DEVICE)[:, 1],
-    )
+    x = torch.randn(5, 40, device=DEVICE)
+    dy = torch.randn(5, 40, device=DEVICE)
+    w = torch.randn(40, 3, device=DEVICE)[:, 1]
     y, rows, rstd, block, warps, casting = rms_norm_forward(x, w, 1e-6)
     expected, _, again, *_ = rms_norm_forward(x, w.contiguous(), 1e-6)
     assert torch.equal(y, expected)

@@ -190,11 +190,9 @@ def test_ropes():
     *turned, c, s = qwen2vl_mrope_forward(q, k, cos, sin, [1, 2, 1])
     assert_equal(turned, want)
     assert_equal(qwen2vl_mrope_backward(dq, dk, c, s, [1, 2, 1]), grads)
-    q, k, freqs = (
-        q.transpose(1, 2).contiguous(),
-        k.transpose(1, 2).contiguous(),
-        torch.polar(torch.ones_like(angles[0]), angles[0]),
-    )
+    q = q.transpose(1, 2).contiguous()
+    k = k.transpose(1, 2).contiguous()
+    freqs = torch.polar(torch.ones_like(angles[0]), angles[0])
     want = [
         torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (4, 2))) * freqs[:, :, None]).flatten(-2)
         for t in (q, k)

@@ -82,11 +82,9 @@ def test_kl_is_torchs_of_normalised_probabilities():
 
 def test_kl_with_no_row_that_counts_is_0():
     for dtype in (torch.float32, torch.float16, torch.float64):
-        x, w, p = (
-            randn(5, 8, dtype=dtype).requires_grad_(),
-            randn(30, 8, dtype=dtype, seed=1).requires_grad_(),
-            randn(5, 30, seed=2).softmax(-1),
-        )
+        x = randn(5, 8, dtype=dtype).requires_grad_()
+        w = randn(30, 8, dtype=dtype, seed=1).requires_grad_()
+        p = randn(5, 30, seed=2).softmax(-1)
         for reduction in ("batchmean", "mean", "sum"):
             loss = LigerFusedLinearKLDivLoss(reduction)(x, w, p, torch.full((5,), -100, device=DEVICE))
             assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
@@ -107,12 +105,10 @@ def test_kl_ignores_what_its_rows_hold():
 def test_kl_without_autograd():
     from liger_kernel.ops import fused_linear_kl_div_backward, fused_linear_kl_div_forward
 
-    x, w, p, y = (
-        randn(6, 8).requires_grad_(),
-        randn(30, 8, seed=1).requires_grad_(),
-        randn(6, 30, seed=2).softmax(-1),
-        labels(6, 30),
-    )
+    x = randn(6, 8).requires_grad_()
+    w = randn(30, 8, seed=1).requires_grad_()
+    p = randn(6, 30, seed=2).softmax(-1)
+    y = labels(6, 30)
     loss, *grads = fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, True, 1.0, 1e-10)
     expected = given(x, w, p, y)
     torch.testing.assert_close(loss, expected.detach())
@@ -196,10 +192,8 @@ def test_the_pair_of_cross_entropy_and_total_variation():
 @DTYPES
 def test_extreme_logits_make_no_nan(dtype):
     """Student and teacher are certain of different classes, 32768 apart."""
-    x, w = (
-        torch.eye(4, device=DEVICE, dtype=dtype).mul(128).requires_grad_(),
-        torch.zeros(50, 4, device=DEVICE, dtype=dtype),
-    )
+    x = torch.eye(4, device=DEVICE, dtype=dtype).mul(128).requires_grad_()
+    w = torch.zeros(50, 4, device=DEVICE, dtype=dtype)
     w[torch.arange(4), torch.arange(4)], w[torch.arange(4) + 4, torch.arange(4)] = 128.0, -128.0
     w, opposite, y = w.requires_grad_(), -w.detach(), torch.arange(4, device=DEVICE)
     tx = x.detach()
@@ -289,10 +283,8 @@ def test_one_rank_has_all_classes():
 def test_log_probabilities_are_not_positive_nor_entropies_negative(V):
     """Of the likeliest class, from uncertain to certain; V is no multiple of a block."""
     for scale in (0.0, 1.0, 8.0, 80.0, 1000.0):
-        x, w = (
-            randn(12, 16, dtype=torch.bfloat16, scale=scale).requires_grad_(),
-            randn(V, 16, dtype=torch.bfloat16, seed=1),
-        )
+        x = randn(12, 16, dtype=torch.bfloat16, scale=scale).requires_grad_()
+        w = randn(V, 16, dtype=torch.bfloat16, seed=1)
         y = (x.detach() @ w.t()).float().argmax(-1)
         logp, entropy = ops.linear_logprobs(x, w, y, outputs=("entropy",))
         assert (logp <= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()

@@ -195,11 +195,9 @@ def test_multimodal(model, dtype):
     from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
 
     torch.manual_seed(0)
-    q, k, position_ids = (
-        random(2, 3, 5, 16, dtype=dtype),
-        random(2, 1, 5, 16, dtype=dtype),
-        torch.randint(0, 9, (3, 2, 5), device=DEVICE),
-    )
+    q = random(2, 3, 5, 16, dtype=dtype)
+    k = random(2, 1, 5, 16, dtype=dtype)
+    position_ids = torch.randint(0, 9, (3, 2, 5), device=DEVICE)
     found = embedding(model, [2, 3, 3])
     cos, sin = found(q.float(), position_ids)
     stock = lambda dtype: run(
@@ -314,12 +312,10 @@ def eighths(*shape: int, dtype: torch.dtype) -> Tensor:
 def test_qk_norm_rope_is_the_operators_in_sequence(dtype, casting, offset, layout):
     torch.manual_seed(0)
     angles = torch.randn(2, 3, 5, device=DEVICE)
-    q, k, cos, sin = (
-        eighths(2, 3, 3, 16, dtype=dtype),
-        eighths(2, 1, 3, 16, dtype=dtype),
-        angles.cos().to(dtype),
-        angles.sin().to(dtype),
-    )
+    q = eighths(2, 3, 3, 16, dtype=dtype)
+    k = eighths(2, 1, 3, 16, dtype=dtype)
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
     wq, wk = random(16, dtype=dtype), random(16, dtype=dtype)
     norm = lambda x, w: rms_norm(x, w, eps=1e-6, offset=offset, casting=casting)
     expected = rope(norm(q, wq), norm(k, wk), cos, sin, layout=layout)

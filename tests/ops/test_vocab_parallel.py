@@ -402,10 +402,8 @@ def linear_logprobs_over_ranks(r: Rank) -> None:
 def log_probabilities_are_not_positive_nor_entropies_negative(r: Rank) -> None:
     """Of certain, nearly certain and uncertain rows, slices of -inf among them."""
     for scale in (0.0, 1.0, 8.0, 40.0, 1000.0):
-        x, w = (
-            r.randn(40, 16, dtype=torch.bfloat16, scale=scale),
-            r.own(r.randn(r.V, 16, dtype=torch.bfloat16, seed=1).detach(), 0),
-        )
+        x = r.randn(40, 16, dtype=torch.bfloat16, scale=scale)
+        w = r.own(r.randn(r.V, 16, dtype=torch.bfloat16, seed=1).detach(), 0)
         best = likeliest(x, w, r)
         padding = torch.zeros(w.shape[0], device=r.device, dtype=torch.bfloat16)
         padding[: 5 if r.rank else w.shape[0]] = -math.inf
@@ -452,10 +450,8 @@ def terms_of_dx_add_up(r: Rank) -> None:
 
 @check
 def chunks_without_rows(r: Rank) -> None:
-    x, w = (
-        torch.ones(0, 4, device=r.device, requires_grad=True),
-        torch.ones(r.hi - r.lo, 4, device=r.device, requires_grad=True),
-    )
+    x = torch.ones(0, 4, device=r.device, requires_grad=True)
+    w = torch.ones(r.hi - r.lo, 4, device=r.device, requires_grad=True)
     loss = vocab_parallel_linear_cross_entropy(
         x, w, torch.zeros(0, dtype=torch.int64, device=r.device), r.group, reduction="sum", **r.slices
     )

@@ -259,10 +259,8 @@ def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, 
     ids=str,
 )
 def test_a_cut_model_has_the_peak_of_the_whole_one(changes):
-    config, form = (
-        dataclasses.replace(RUN, **changes, length=65536 if "activation_offloading" in changes else 4096),
-        llama(11),
-    )
+    config = dataclasses.replace(RUN, **changes, length=65536 if "activation_offloading" in changes else 4096)
+    form = llama(11)
     world = 4 if config.fully_sharded else 1
     peak = simulated.simulated(form, config, "bf16", world=world)
     whole = phases_of(form, config, world)

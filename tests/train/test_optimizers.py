@@ -117,12 +117,10 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.inner, self.frozen, self.norm = (
-            nn.Embedding(64, 256),
-            nn.Linear(256, 256),
-            nn.Linear(256, 256),
-            nn.LayerNorm(256),
-        )
+        self.embedding = nn.Embedding(64, 256)
+        self.inner = nn.Linear(256, 256)
+        self.frozen = nn.Linear(256, 256)
+        self.norm = nn.LayerNorm(256)
         self.frozen.requires_grad_(False)
 
     def forward(self, tokens):

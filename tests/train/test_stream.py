@@ -162,10 +162,8 @@ def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, stre
     if chats:
         config = dataclasses.replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS), limit=50)
     written(dataclasses.replace(config, stream=1), tmp_path / "parts")
-    whole, stream = (
-        load(dataclasses.replace(config, stream=0)),
-        streams(dataclasses.replace(config, stream=1), tmp_path / "parts"),
-    )
+    whole = load(dataclasses.replace(config, stream=0))
+    stream = streams(dataclasses.replace(config, stream=1), tmp_path / "parts")
     assert (whole.rows.positions is None) == (stream.rows.positions is None) == (packing == "auto")
     total = len(whole.train)
     assert stream.eval == whole.eval and stream.picks(0, 2 * total + 1, 3) == whole.picks(0, 2 * total + 1, 3)

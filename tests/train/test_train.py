@@ -309,10 +309,8 @@ def test_a_damaged_identity_is_said_and_damaged_numbers_are_no_ones(content, con
     for damaged in (path, tmp_path / "none"):
         with pytest.raises(UserError, match="which says of what data and model the checkpoints are, is damaged"):
             session._identity(damaged)
-    config, whole = (
-        dataclasses.replace(config, out=str(tmp_path)),
-        {"tokens_per_second": 1.0, "peak_memory": 1, "memory_kind": "x"},
-    )
+    config = dataclasses.replace(config, out=str(tmp_path))
+    whole = {"tokens_per_second": 1.0, "peak_memory": 1, "memory_kind": "x"}
     for numbers in (
         content,
         *(json.dumps({"trainer": config.trainer, "losses": [loss], **whole}) for loss in ("x", None, 10**400)),

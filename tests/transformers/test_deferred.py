@@ -251,12 +251,10 @@ class LowRank(nn.Module):
 
     def __init__(self, base: nn.Linear):
         super().__init__()
-        self.base, self.a, self.b, self.dropout = (
-            base,
-            nn.Linear(base.in_features, 2, bias=False),
-            nn.Linear(2, base.out_features),
-            nn.Dropout(0.5),
-        )
+        self.base = base
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x):
         return self.base(x) + self.b(self.a(self.dropout(x)))

@@ -558,11 +558,9 @@ def truth_of(
 def test_losses(options, linear):
     torch.manual_seed(0)
     options = dict(options)
-    x, w, b = (
-        torch.randn(9, 8, device=DEVICE),
-        torch.randn(13, 8, device=DEVICE, requires_grad=True),
-        torch.randn(13, device=DEVICE),
-    )
+    x = torch.randn(9, 8, device=DEVICE)
+    w = torch.randn(13, 8, device=DEVICE, requires_grad=True)
+    b = torch.randn(13, device=DEVICE)
     target = torch.randint(0, 13, (9,), device=DEVICE)
     target[:3] = F.linear(x[:3], w, b).argmax(-1)  # some predictions are right
     target[4] = options.get("ignore_index", -100)
@@ -601,11 +599,9 @@ def test_losses(options, linear):
 
 def test_token_scaling_and_positions_of_arguments():
     torch.manual_seed(0)
-    x, w, target = (
-        torch.randn(9, 8, device=DEVICE),
-        torch.randn(13, 8, device=DEVICE),
-        torch.randint(0, 13, (9,), device=DEVICE),
-    )
+    x = torch.randn(9, 8, device=DEVICE)
+    w = torch.randn(13, 8, device=DEVICE)
+    target = torch.randint(0, 13, (9,), device=DEVICE)
     logp = F.log_softmax(F.linear(x, w), -1).gather(-1, target[:, None])[:, 0]
     out = lnn.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, target)
     torch.testing.assert_close(out, -(logp * logp.exp()).mean())

@@ -495,10 +495,8 @@ def test_norms_with_a_gate(family, weight_dtype):
         )
         return dict(zip(("y", "dx", "dgate", "dw"), (y.detach(), *grads)))
 
-    theirs, ours = (
-        learned(cls.forward, norm, torch.bfloat16),
-        learned(slots.VARIANTS[label](cls.forward), norm, torch.bfloat16),
-    )
+    theirs = learned(cls.forward, norm, torch.bfloat16)
+    ours = learned(slots.VARIANTS[label](cls.forward), norm, torch.bfloat16)
     assert ours["y"].dtype == theirs["y"].dtype and (KERNELS or torch.equal(ours["y"], theirs["y"]))
     assert_as_accurate(ours, theirs, learned(cls.forward, exact, torch.float32))
 

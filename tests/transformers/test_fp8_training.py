@@ -651,10 +651,8 @@ def test_what_happens_between_steps(fast, monkeypatch):
 def test_weights_that_are_sharded_or_quantised(fast):
     """are multiplied as they are, and the report says so."""
     stock = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)).to(DEVICE, torch.bfloat16)
-    model, x = (
-        copy.deepcopy(stock),
-        torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16),
-    )
+    model = copy.deepcopy(stock)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     train_in_fp8(model)
     in_8_bits = model(x)
     assert not torch.equal(in_8_bits, stock(x))

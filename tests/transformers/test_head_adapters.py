@@ -407,11 +407,9 @@ def test_as_accurate_as_stock(adapters, autocast, names):
 
 
 def test_a_second_backward():
-    head, x, target = (
-        lora_head(lora_dropout=0.3),
-        torch.randn(24, 32, device=DEVICE, requires_grad=True),
-        torch.arange(24, device=DEVICE),
-    )
+    head = lora_head(lora_dropout=0.3)
+    x = torch.randn(24, 32, device=DEVICE, requires_grad=True)
+    target = torch.arange(24, device=DEVICE)
     loss = head_cross_entropy(head, x, target)
     leaves = [x, *(p for p in head.parameters() if p.requires_grad)]
     first = torch.autograd.grad(loss, leaves, retain_graph=True)

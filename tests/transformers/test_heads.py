@@ -257,10 +257,8 @@ def test_every_call_is_of_its_moment(adapted):
         rng = random.Random(1000 * adapted + seed)
         kinds = usual + list(CHANGES if adapted else plain)
         drawn = [(rng.choice(kinds), rng.randrange(6)) for _ in range(12)]
-        program, after = (
-            [("call", 0), *drawn[: rng.randrange(2, 9)], ("loss", 0)],
-            [(do, at) for do, at in drawn[8:] if do in CHANGES],
-        )
+        program = [("call", 0), *drawn[: rng.randrange(2, 9)], ("loss", 0)]
+        after = [(do, at) for do, at in drawn[8:] if do in CHANGES]
         found = []
         for model in both(cls=Moments):
             model.program = program

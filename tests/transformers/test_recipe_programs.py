@@ -193,10 +193,8 @@ def test_a_program_sees_the_logits(group):
             program = [(steps(rng), rng.randrange(8), rng.randrange(8)) for _ in range(rng.randrange(1, 7))]
             losses = [rng.randrange(8) for _ in range(rng.randrange(1, 4))]
             torch.manual_seed(seed)
-            head, hidden = (
-                nn.Linear(H, V, bias=seed % 2 == 0, device=DEVICE),
-                torch.randn(B, T, H, device=DEVICE, requires_grad=True),
-            )
+            head = nn.Linear(H, V, bias=seed % 2 == 0, device=DEVICE)
+            hidden = torch.randn(B, T, H, device=DEVICE, requires_grad=True)
             leaves = (hidden, head.weight)
             try:
                 expected = run(program, losses, head(hidden), leaves)

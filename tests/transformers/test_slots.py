@@ -586,12 +586,10 @@ def test_experts_follow_autocast(family, ran):
     eager.set_experts_implementation("eager")
     truth = exact(model)
     _apply_liger_kernel_to_instance(model=model)
-    x, index, weights, dy = (
-        torch.randn(64, 64),
-        torch.rand(64, 4).topk(2).indices,
-        torch.rand(64, 2),
-        torch.randn(64, 64),
-    )
+    x = torch.randn(64, 64)
+    index = torch.rand(64, 4).topk(2).indices
+    weights = torch.rand(64, 2)
+    dy = torch.randn(64, 64)
 
     def learnt(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))

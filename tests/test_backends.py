@@ -150,9 +150,8 @@ def test_what_is_preferred_runs_where_nobody_names_one(monkeypatch):
             return torch.zeros_like(x)
 
     backends.register_op("softmax", backend="zero", preference_rank=1)(Zero)
-    assert (
-        backends.available_impls("softmax")[0] == "zero" and backends.resolve_impl("softmax").autograd_function is Zero
-    )
+    assert backends.available_impls("softmax")[0] == "zero"
+    assert backends.resolve_impl("softmax").autograd_function is Zero
     assert not functional.softmax(torch.ones(2, 3)).any()
     backends.register_op(
         "softmax", backend="zero", preference_rank=1, capability=backends.Capability(modules=["no_such_module"])
@@ -178,15 +177,11 @@ def test_names_of_implementations():
     importlib.import_module("liger_kernel.backends.dispatch")  # a submodule and a function
     assert backends.all_impls("rms_norm") == [TRITON, "torch"]
     assert backends.available_impls("rms_norm")[-1] == "torch"
-    assert (
-        backends.set_backend is backends.set_impl
-        and backends.BackendNotAvailableError is backends.ImplNotAvailableError
-    )
+    assert backends.set_backend is backends.set_impl
+    assert backends.BackendNotAvailableError is backends.ImplNotAvailableError
     assert set(functional.__all__) <= set(backends.all_registered_ops())
-    assert (
-        liger_kernel.available_impls("rms_norm") == backends.available_impls("rms_norm")
-        and liger_kernel.functional is functional
-    )
+    assert liger_kernel.available_impls("rms_norm") == backends.available_impls("rms_norm")
+    assert liger_kernel.functional is functional
     x, w = torch.randn(3, 8), torch.randn(8)
     torch.testing.assert_close(
         backends.dispatch("rms_norm", x, w, 1e-5, 1.0, "gemma", False, None, impl="torch"), _rms(x, w, 1e-5, 1.0)
@@ -236,11 +231,8 @@ def test_sets_of_operators():
 
     from liger_kernel.ops import LIGER_KERNEL_IMPL_ENV, select_impl
 
-    assert (
-        LIGER_KERNEL_IMPL_ENV == "LIGER_KERNEL_IMPL"
-        and select_impl("cuda") is None
-        and select_impl("cuda", "triton") is None
-    )
+    assert LIGER_KERNEL_IMPL_ENV == "LIGER_KERNEL_IMPL" and select_impl("cuda") is None
+    assert select_impl("cuda", "triton") is None
     with pytest.raises(RuntimeError, match=r"must be one of .* got 'cutile'"):
         select_impl("cuda", "cutile")
     info = ImplInfo("mine", ("npu", "xpu"), ("npu",), "my.module")

@@ -99,10 +99,8 @@ def test_only_what_is_asked_for_is_patched(megatron):
     assert type(megatron.torch_norm.WrappedTorchNorm(CONFIG, 8)) is torch.nn.RMSNorm
     apply_liger_kernel_to_megatron()
     assert type(megatron.torch_norm.WrappedTorchNorm(CONFIG, 8)) is LigerMegatronRMSNorm
-    assert (
-        megatron.mlp.bias_swiglu_impl is stock_swiglu
-        and megatron.tensor_parallel.vocab_parallel_cross_entropy is stock_cross_entropy
-    )
+    assert megatron.mlp.bias_swiglu_impl is stock_swiglu
+    assert megatron.tensor_parallel.vocab_parallel_cross_entropy is stock_cross_entropy
 
 
 def test_everything_is_patched_wherever_it_was_imported_once(megatron):
@@ -121,11 +119,8 @@ def test_everything_is_patched_wherever_it_was_imported_once(megatron):
     assert megatron.mine.bias_swiglu_impl is stock_swiglu
     new = megatron.gpt.LNImpl.__new__
     apply_liger_kernel_to_megatron(**everything)
-    assert (
-        patched[0] is megatron.mlp.bias_swiglu_impl
-        and patched[0].fallback_impl is stock_swiglu
-        and megatron.gpt.LNImpl.__new__ is new
-    )
+    assert patched[0] is megatron.mlp.bias_swiglu_impl and patched[0].fallback_impl is stock_swiglu
+    assert megatron.gpt.LNImpl.__new__ is new
 
 
 def test_norms(megatron):

@@ -45,8 +45,5 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nothing_of_a_machine_is_stored(path):
     text = path.read_text()
-    assert (
-        '"stderr"' not in text
-        and "site-packages" not in text
-        and "execution" not in nbformat.read(path, 4).cells[-1].metadata
-    )
+    assert '"stderr"' not in text and "site-packages" not in text
+    assert "execution" not in nbformat.read(path, 4).cells[-1].metadata

@@ -34,11 +34,8 @@ def test_packing(shape):
     packed = pack_weights(w)
     assert packed.dtype == torch.uint8 and packed.shape == (-(-shape[0] // 4), *shape[1:]) and torch.equal(w, before)
     unpacked = unpack_weights(packed)
-    assert (
-        unpacked.dtype == torch.int32
-        and torch.equal(unpacked[: shape[0]], w.int())
-        and unpacked[shape[0] :].eq(-1).all()
-    )
+    assert unpacked.dtype == torch.int32 and torch.equal(unpacked[: shape[0]], w.int())
+    assert unpacked[shape[0] :].eq(-1).all()
 
 
 def test_layout():

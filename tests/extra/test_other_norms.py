@@ -114,11 +114,8 @@ def test_group_norm_is_torchs():
 
 def test_group_norm_module():
     norm, stock = LigerGroupNorm(6, 3, eps=1e-5, bias=True).to(DEVICE), torch.nn.GroupNorm(3, 6).to(DEVICE)
-    assert (
-        not norm.bias.any()
-        and (norm.weight == 1).all()
-        and repr(norm) == "LigerGroupNorm(num_channels=6, num_groups=3, eps=1e-05)"
-    )
+    assert not norm.bias.any() and (norm.weight == 1).all()
+    assert repr(norm) == "LigerGroupNorm(num_channels=6, num_groups=3, eps=1e-05)"
     norm.load_state_dict(stock.state_dict())
     x = torch.randn(2, 6, 7, device=DEVICE)
     torch.testing.assert_close(norm(x), stock(x))

@@ -131,10 +131,8 @@ def test_columns_and_what_is_left_out(tmp_path):
     stays a method that accelerate can unwrap."""
     run = Run(tmp_path, True, max_steps=1, eval_strategy="no")
     model = run.model
-    assert (
-        model.forward.__self__ is model
-        and {"labels", "input_ids", "kwargs"} <= inspect.signature(model.forward).parameters.keys()
-    )
+    assert model.forward.__self__ is model
+    assert {"labels", "input_ids", "kwargs"} <= inspect.signature(model.forward).parameters.keys()
     assert model.train()(**tokens()).logits is None
     assert model.eval()(**tokens()).logits is not None
     assert model.eval()(**tokens(), skip_logits=True).logits is None

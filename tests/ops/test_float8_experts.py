@@ -25,9 +25,8 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def test_an_expert_is_cast_as_a_linear_layer_is(per_output, transposed):
     w = drawn(3, 32, 48)
     q, scale = cast_experts(w.mT.contiguous() if transposed else w, per_output, transposed)
-    assert (
-        scale.shape == ((3, 1, 1) if not per_output else (3, 1, 32) if transposed else (3, 32, 1)) and q.is_contiguous()
-    )
+    assert scale.shape == ((3, 1, 1) if not per_output else (3, 1, 32) if transposed else (3, 32, 1))
+    assert q.is_contiguous()
     q, scale = (q.view(torch.int8).mT, scale.mT) if transposed else (q.view(torch.int8), scale)
     for e in range(3):
         expected, expected_scale = float8.cast(w[e], float8.E4, per_output)
@@ -48,11 +47,8 @@ def test_dense_as_pytorch_makes_it(shape, dtype):
     for scales in ((E, 1, 1), (E, A, 1), (E, 1, B)):
         scale = torch.rand(scales, generator=generator).to(DEVICE)
         found = dense(q, scale, dtype)
-        assert (
-            found.dtype == dtype
-            and torch.equal(found, (q.float() * scale).to(dtype))
-            and torch.equal(found, reference(q, scale, dtype))
-        )
+        assert found.dtype == dtype and torch.equal(found, (q.float() * scale).to(dtype))
+        assert torch.equal(found, reference(q, scale, dtype))
 
 
 @needs_kernels

@@ -102,11 +102,8 @@ def test_two_tensors_cast_together(how, powers_of_2):
                 for mine, alone in zip(found, f8.casts(of, dtype, amax, powers_of_2, rows=rows, columns=columns)):
                     assert (mine is None) == (alone is None)
                     if mine is not None:
-                        assert (
-                            mine.values.shape == alone.values.shape
-                            and mine.values.dtype == alone.values.dtype
-                            and torch.equal(mine.scale, alone.scale)
-                        )
+                        assert mine.values.shape == alone.values.shape and mine.values.dtype == alone.values.dtype
+                        assert torch.equal(mine.scale, alone.scale)
                         torch.testing.assert_close(
                             mine.values.float(), alone.values.float(), rtol=0, atol=0, equal_nan=True
                         )

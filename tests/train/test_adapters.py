@@ -313,8 +313,5 @@ def test_what_runs_ours_is_said_at_the_start(config, capsys):
     assert cli.main(["train", "--config", str(Path(config.out) / "run.json"), *flags.split()]) == 0
     said = capsys.readouterr().out
     assert "adapters: LoRA, rank 4, alpha 8, on q_proj; 512 of " in said
-    assert (
-        "the engine runs 0 of 1 layers" in said
-        and "there are no kernels for torch.float32 on cpu" in said
-        and f"adapters in {config.save}" in said
-    )
+    assert "the engine runs 0 of 1 layers" in said and "there are no kernels for torch.float32 on cpu" in said
+    assert f"adapters in {config.save}" in said

@@ -393,10 +393,8 @@ def test_shares_are_all_rows_once_in_as_many_pieces_on_every_rank():
     for count, world, size in ((8, 1, 8), (8, 2, 2), (7, 3, 2), (1, 3, 4), (10, 4, 1)):
         shares = [share(list(range(count)), rank, world, size) for rank in range(world)]
         assert [row for pieces in shares for piece in pieces for row in piece] == list(range(count))
-        assert (
-            len({len(pieces) for pieces in shares}) == 1
-            and max(len(piece) for pieces in shares for piece in pieces) <= size
-        )
+        assert len({len(pieces) for pieces in shares}) == 1
+        assert max(len(piece) for pieces in shares for piece in pieces) <= size
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.elastic), "fsdp2"])
@@ -696,10 +694,8 @@ def test_a_damaged_checkpoint_is_written_again(base, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="could not be written; the newest checkpoint is that of step 4"):
             loop.train(config)
     loop.train(config)
-    assert (
-        latest(config) == ["step-00000006", "step-00000004", "step-00000002"]
-        and checkpoint.damage(folder / "step-00000006") is None
-    )
+    assert latest(config) == ["step-00000006", "step-00000004", "step-00000002"]
+    assert checkpoint.damage(folder / "step-00000006") is None
     assert sorted(path.name for path in folder.iterdir()) == ["latest", *sorted(latest(config))]
 
 

@@ -145,11 +145,8 @@ def test_passes_over_the_data_are_steps(tmp_path):
 
 def test_ranks_that_share_rows_are_counted():
     config = from_flags(["--parallel", "ulysses-fsdp2", "--sequence-parallel-size", "2"])
-    assert (
-        config.fully_sharded
-        and config.sharing(8) == 2
-        and dataclasses.replace(config, sequence_parallel_size=None).sharing(8) == 8
-    )
+    assert config.fully_sharded and config.sharing(8) == 2
+    assert dataclasses.replace(config, sequence_parallel_size=None).sharing(8) == 8
     assert [TrainConfig(parallel=parallel).sharing(8) for parallel in ("ddp", "fsdp2", "tp")] == [1, 1, 8]
     with pytest.raises(UserError, match="sequence_parallel_size needs parallel ulysses or ulysses-fsdp2, got fsdp2"):
         TrainConfig(parallel="fsdp2", sequence_parallel_size=2)
@@ -659,9 +656,8 @@ def test_a_cache_gives_the_same_data_and_follows_the_file(config, tmp_path):
     again = load(config)
     assert torch.equal(first.rows.ids, again.rows.ids) and torch.equal(first.rows.bounds, again.rows.bounds)
     assert first.tokenizer.encode(TEXT) == again.tokenizer.encode(TEXT)
-    assert (
-        again.tokenizer.chat_template == CHAT_TEMPLATE and again.tokenizer.pad_token_id == first.tokenizer.pad_token_id
-    )
+    assert again.tokenizer.chat_template == CHAT_TEMPLATE
+    assert again.tokenizer.pad_token_id == first.tokenizer.pad_token_id
     write_jsonl(tmp_path / "text.jsonl", [{"text": "something else entirely, " * 50}])
     assert "something" in load(config).tokenizer.decode(load(config).rows.ids)
     assert len(list(folder.parent.iterdir())) == 2
@@ -993,11 +989,8 @@ def test_credentials_leave_no_trace(config, tmp_path, monkeypatch, capfd):
     for where, trace in (traces | {"said": said.encode()}).items():
         for secret in (SECRET, SECRET[::-1], "tokentoken"):
             assert secret.encode() not in trace, where
-    assert (
-        len(sent) > 6
-        and json.loads((tmp_path / "run" / "liger-run.json").read_text())["store"]
-        == "memory://***@bucket/run?token=***"
-    )
+    assert len(sent) > 6
+    assert json.loads((tmp_path / "run" / "liger-run.json").read_text())["store"] == "memory://***@bucket/run?token=***"
 
 
 def test_a_store_without_its_credentials_is_asked_for(config, tmp_path, monkeypatch):
@@ -1143,10 +1136,8 @@ def test_conversations_with_nothing_to_learn_are_counted(tokenizer, capsys):
     ]
     assert len(tokenise(chats, tokenizer, 60)) == 2
     said = capsys.readouterr().err
-    assert (
-        "3 of 9 conversations have no answer: left out" in said
-        and "4 of 9 conversations have no answer within their first 60 tokens" in said
-    )
+    assert "3 of 9 conversations have no answer: left out" in said
+    assert "4 of 9 conversations have no answer within their first 60 tokens" in said
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])

@@ -91,10 +91,8 @@ def test_packing(family):
         torch.testing.assert_close(
             wrapper.scaling["default"] * lhs @ rhs, wrapper.get_delta_weight("default"), rtol=1e-5, atol=1e-6
         )
-        assert (
-            lhs.shape[2] == rhs.shape[1] == 3
-            and (lhs.shape[0], lhs.shape[1], rhs.shape[2]) == wrapper.get_param().shape
-        )
+        assert lhs.shape[2] == rhs.shape[1] == 3
+        assert (lhs.shape[0], lhs.shape[1], rhs.shape[2]) == wrapper.get_param().shape
     assert wrappers(model)
 
 

@@ -153,10 +153,8 @@ def test_signatures_are_the_published_ones():
             *flags,
             "model",
         ]
-    assert (
-        type(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) is dict
-        and liger.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() == families.FAMILIES.keys()
-    )
+    assert type(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) is dict
+    assert liger.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() == families.FAMILIES.keys()
     assert "apply_liger_kernel_to_llama" in dir(liger)
 
 
@@ -395,10 +393,8 @@ def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
 def test_monkey_patch_module():
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
-    assert (
-        MODEL_TYPE_TO_APPLY_LIGER_FN is liger.MODEL_TYPE_TO_APPLY_LIGER_FN
-        and _apply_liger_kernel_to_instance is liger._apply_liger_kernel_to_instance
-    )
+    assert MODEL_TYPE_TO_APPLY_LIGER_FN is liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+    assert _apply_liger_kernel_to_instance is liger._apply_liger_kernel_to_instance
 
 
 def test_modules_need_no_transformers():

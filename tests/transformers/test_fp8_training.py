@@ -325,10 +325,8 @@ def test_what_is_left(fast):
     assert "model.layers.0.self_attn.o_proj" in left and len(left) == 2
     model = llama()
     left = train_in_fp8(model, filter=lambda m, name: "mlp" in name)
-    assert (
-        sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == 3
-        and left["lm_head"] == "the filter leaves it"
-    )
+    assert sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == 3
+    assert left["lm_head"] == "the filter leaves it"
     model = llama(intermediate_size=72)
     left = train_in_fp8(model)
     assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
@@ -667,11 +665,8 @@ def test_weights_that_are_sharded_or_quantised(fast):
         for m in each:
             vars(m.weight).pop("ds_id", None)
         quantise.quantize_(each, quantise.Int8WeightOnlyConfig(version=2))
-    assert (
-        type(model[0]) is LigerFloat8TrainingLinear
-        and torch.equal(model(x), stock(x))
-        and not torch.equal(model(x), in_8_bits)
-    )
+    assert type(model[0]) is LigerFloat8TrainingLinear and torch.equal(model(x), stock(x))
+    assert not torch.equal(model(x), in_8_bits)
 
 
 def test_frozen_parts(fast):
@@ -707,10 +702,8 @@ def test_tied_embeddings(fast):
     assert "lm_head" not in in_fp8(tied), "257 classes are no multiple of 16"
     tied = llama(tie_word_embeddings=True, vocab_size=272)
     patch(tied, fp8="tensorwise", fp8_filter=lambda m, name: True)
-    assert (
-        "lm_head" in in_fp8(tied)
-        and abs(step(tied)[1]["loss"] - step(llama(tie_word_embeddings=True, vocab_size=272))[1]["loss"]) < 0.1
-    )
+    assert "lm_head" in in_fp8(tied)
+    assert abs(step(tied)[1]["loss"] - step(llama(tie_word_embeddings=True, vocab_size=272))[1]["loss"]) < 0.1
 
 
 def adapted(model: nn.Module) -> nn.Module:
@@ -732,11 +725,8 @@ def test_adapters(by, request):
     patch(first, fp8="rowwise")
     first, later = adapted(first), adapted(later)
     patch(later.get_base_model(), fp8="rowwise")
-    assert (
-        in_fp8(first) == in_fp8(later)
-        and len(in_fp8(first)) == LINEARS
-        and all(name.endswith(".base_layer") for name in in_fp8(first))
-    )
+    assert in_fp8(first) == in_fp8(later) and len(in_fp8(first)) == LINEARS
+    assert all(name.endswith(".base_layer") for name in in_fp8(first))
     expected, found = step(first)[1], step(later)[1]
     assert ran is None or ran[: len(ONE_LAYER)] == ONE_LAYER
     assert_bits(found, expected)

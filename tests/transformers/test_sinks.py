@@ -321,9 +321,8 @@ def masks(window: int | None, padding: bool, packed: bool) -> tuple[LazyMask, Te
 )
 def test_masks_are_those_of_transformers(window, padding, packed):
     mask, expected = masks(window, padding, packed)
-    assert (
-        mask.shape == expected.shape and mask.dtype == expected.dtype and "LazyMask" in repr(mask) and mask.made is None
-    )
+    assert mask.shape == expected.shape and mask.dtype == expected.dtype and "LazyMask" in repr(mask)
+    assert mask.made is None
     assert_same_bits({"": mask.dense()}, {"": expected})
     assert mask.dense() is mask.dense()
 
@@ -364,11 +363,8 @@ def test_who_writes_to_a_mask_is_seen(view, inference):
 def test_a_mask_moves_unmade():
     mask, _ = masks(3, True, False)
     moved = mask.to("meta", non_blocking=True)
-    assert (
-        isinstance(moved, LazyMask)
-        and moved.shape == mask.shape
-        and {moved.device, moved.keys.valid.device} == {torch.device("meta")}
-    )
+    assert isinstance(moved, LazyMask) and moved.shape == mask.shape
+    assert {moved.device, moved.keys.valid.device} == {torch.device("meta")}
     assert mask.made is None and mask.to(mask.device) is mask
     assert torch.equal(mask.to(torch.float64), mask.dense().double())
 

@@ -288,13 +288,14 @@ def test_autocast_casts_as_for_sdpa(calls):
     assert far(found, truth) <= 2 * far(stock, truth)
 
 
-def test_compiled_layers(calls, dense_masks):
+@pytest.mark.parametrize("backend", ["eager", *further("aot_eager")])
+def test_compiled_layers(backend, calls, dense_masks):
     packed, alone = batches()
     expected = learnt(packing_model("llama", attends="sdpa", num_hidden_layers=1), alone)
     dense_masks.clear()
     model = packing_model("llama", num_hidden_layers=1)
     for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
+        layer.compile(backend=backend)
     assert_same_learning(learnt(model, packed), expected)
     assert not dense_masks
 
@@ -318,8 +319,9 @@ def compiler():
     torch._dynamo.reset()
 
 
-def test_a_model_compiled_whole_has_the_mask_of_eager_mode(compiler):
-    model, backend = packing_model("llama", patched=True, attends="sdpa", num_hidden_layers=1), compiler("aot_eager")
+@pytest.mark.parametrize("by", ["eager", *further("aot_eager")])
+def test_a_model_compiled_whole_has_the_mask_of_eager_mode(by, compiler):
+    model, backend = packing_model("llama", patched=True, attends="sdpa", num_hidden_layers=1), compiler(by)
     expected = learnt(model, of_length(7))
     model.compile(backend=backend, fullgraph=True)
     assert_same_learning(learnt(model, of_length(7)), expected)

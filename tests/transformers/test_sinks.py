@@ -279,7 +279,7 @@ def test_classes(seen):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", *further("inductor")])
+@pytest.mark.parametrize("backend", ["eager", *further("aot_eager", "inductor")])
 def test_compiled_layers(backend):
     """A mask that nobody makes reaches layers that are compiled one by one."""
     theirs, ours = pair("granite_swa")

@@ -45,8 +45,8 @@ from liger_kernel.ops.recurrent.delta_kernels import _chunks
 from liger_kernel.ops.recurrent.gated_delta_rule import _heads
 from liger_kernel.ops.recurrent.ssd_kernels import _dsteps, _outputs, _readers, _steps, _walk_states, _writers
 
-# heads and states that kernels have registers for; the reference computes others
-MAX_P, MAX_N = 128, 256
+# heads and states that kernels have registers for, in 16 bits and in fp32; the reference computes others
+MAX_P, MAX_N, MAX_N_PRECISE = 128, 256, 128
 
 
 def reference(
@@ -88,6 +88,12 @@ STATE_COLUMNS, HEADS = 64, 16
 
 def _precise(x: Tensor) -> bool:
     return x.dtype == torch.float32
+
+
+def has_kernel(x: Tensor, columns: int) -> bool:
+    """Whether kernels compute the scan of ``x`` with states of so many columns."""
+    most = MAX_N_PRECISE if _precise(x) else MAX_N
+    return use_kernels(x) and x.shape[-1] <= MAX_P and columns <= most
 
 
 def _is_wide(x: Tensor, N: int) -> bool:
@@ -329,7 +335,7 @@ def ssd(
     states again instead of saving them.
 
     In 16 bits, fp32 gradients of dt, A and the bias and states in fp32 come from products of 16-bit
-    operands, too. Kernels have heads of up to 128 values and states of up to 256 columns.
+    operands, too. Kernels have heads of up to 128 values and states of up to 256 columns, 128 in fp32.
     """
     name = "ssd"
     if x.ndim != 4 or not x.is_floating_point():
@@ -362,7 +368,7 @@ def ssd(
         raise ValueError(f"{name}: dt_limit must be two numbers that do not fall, got {dt_limit}")
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(x.device)
-    if P > MAX_P or N > MAX_N or not use_kernels(x) or not x.numel() or not N:
+    if not (has_kernel(x, N) and x.numel() and N):
         how = dict(initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
         return reference(x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, **how)
     given = x, dt, A, B, C, D, dt_bias, initial_state

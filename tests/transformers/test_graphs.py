@@ -15,7 +15,7 @@ from torch import nn
 
 from liger_kernel import graphs
 from liger_kernel.graphs import batches, micro_steps
-from liger_kernel.graphs.recorder import Repeated
+from liger_kernel.graphs.recorder import Repeated, other_leaves
 from liger_kernel.ops.losses.chunks import Kept, counting_at_most
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, restore
 from liger_kernel.transformers.patching.report import patches_report
@@ -164,6 +164,7 @@ def test_one_forward_at_a_time():
 
 def test_checkpointing():
     model = patched()
+    model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
     want = step(model, batch())[1]
@@ -171,6 +172,26 @@ def test_checkpointing():
         assert_same_bits(step(model, batch())[1], want)
     assert recorded(model).replays == 2
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+
+
+def test_other_leaves_of_the_same_memory():
+    model = patched(on=False)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    params = list(model.parameters())
+    loss_of(model).backward()
+    with other_leaves(model, params) as own:
+        assert len(list(model.parameters())) == len(own) and not {*map(id, own)} & {*map(id, params)}
+        grads = torch.autograd.grad(loss_of(model), own)
+    assert all(torch.equal(g, p.grad) for g, p in zip(grads, params))
+    assert [*map(id, model.parameters())] == [*map(id, params)]
+
+
+def test_memory_of_smaller_recordings_is_given_to_a_larger_one():
+    model, replays = patched(), []
+    for T in (64, 64, 128, 128, 64, 64):
+        step(model, batch(T))
+        replays.append((recorded(model).replays, len(recorded(model).steps)))
+    assert replays == [(0, 0), (1, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
 
 
 @pytest.mark.parametrize(

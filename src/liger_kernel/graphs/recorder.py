@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_kernel import _private
+
+
+@contextlib.contextmanager
+def other_leaves(model: nn.Module, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Meanwhile the model has other parameters, on the same memory: the node of autograd that adds up
+    the gradients of a real one may be in somebody's graph, and then it belongs to another stream."""
+    own = {id(p): nn.Parameter(p.detach()) if type(p) is nn.Parameter else p for p in params}
+    for p in params:
+        vars(own[id(p)]).update(vars(p))
+    stores: list[dict[str, Any]] = [m._parameters for m in model.modules()]
+    places = [(store, name, p) for store in stores for name, p in store.items() if id(p) in own]
+    try:
+        for store, name, p in places:
+            store[name] = own[id(p)]
+        yield [own[id(p)] for p in params]
+    finally:
+        for store, name, p in places:
+            store[name] = p
+
+
+_failed: list[torch.cuda.CUDAGraph] = []  # the allocator may ask them for ever
 
 
 class CudaGraphs:
@@ -16,8 +38,13 @@ class CudaGraphs:
     the next. So a recorded forward and its backward must run before another forward."""
 
     def __init__(self, device: torch.device):
-        self.device, self._failed = device, list[torch.cuda.CUDAGraph]()
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.renew()
+
+    def renew(self) -> None:
+        """Memory of its own for what follows: that of graphs that are gone cannot be shared."""
+        self.pool = torch.cuda.graph_pool_handle()
 
     def rehearse(self, run: Callable[[], None]) -> bool:
         """Run it as usual, so that kernels are compiled and libraries loaded: a recording cannot do
@@ -47,12 +74,12 @@ class CudaGraphs:
 
     def _mend(self, graph: torch.cuda.CUDAGraph) -> None:
         """After a failed recording the allocator and the generator wait for its end. The one is told,
-        the other learns it from a recording that does not fail. The graph stays, as the allocator may
-        ask it."""
-        self._failed.append(graph)
+        the other learns it from a recording that does not fail."""
+        _failed.append(graph)
         with contextlib.suppress(Exception):
             _private.end_of_allocating(self.device.index or 0, self.pool)
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        self.stream = torch.cuda.Stream(self.device)
+        self.renew()
         with contextlib.suppress(Exception), torch.cuda.device(self.device):
             nothing = torch.zeros(1, device=self.device)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(self.device)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,17 +34,12 @@ class Snapshot:
         self._modules, self._dicts = modules, [vars(m) for m in modules]
         self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
         config = getattr(model, "config", None)
-        self._places = [
-            (d, name)
-            for m, d in [*zip(modules, self._dicts), *([(None, vars(config))] if hasattr(config, "__dict__") else [])]
-            for name, value in d.items()
-            if _is_plain(value) and (name in _OF_TORCH or not type(m).__module__.startswith("torch.nn."))
-        ]
-        self._before = copy.deepcopy(self._plain())
+        dicts = [*zip(modules, self._dicts), *([(None, vars(config))] if hasattr(config, "__dict__") else [])]
+        seen = lambda m, name: name in _OF_TORCH or not type(m).__module__.startswith("torch.nn.")
+        named = [(d, [n for n, v in d.items() if seen(m, n) and _is_plain(v)]) for m, d in dicts]
+        self._plain = [(itemgetter(*names), d, names) for d, names in named if names]
+        self._before = copy.deepcopy([read(d) for read, d, _ in self._plain])
         self._fixed = self._identities()
-
-    def _plain(self) -> list[Any]:
-        return [d.get(name) for d, name in self._places]
 
     def _identities(self) -> tuple[Any, ...]:
         return (
@@ -58,9 +54,13 @@ class Snapshot:
 
     def change(self) -> str:
         """What has changed since; "" if nothing has."""
-        now = self._plain()
+        try:
+            now = [read(d) for read, d, _ in self._plain]
+        except KeyError as gone:
+            return f"the attribute {gone} of a module"
         if now != self._before:
-            _, name = next(p for p, a, b in zip(self._places, now, self._before) if a != b)
+            names, a, b = next((n, a, b) for (*_, n), a, b in zip(self._plain, now, self._before) if a != b)
+            name = names[0] if len(names) == 1 else next(n for n, x, y in zip(names, a, b) if x != y)
             return f"the attribute {name!r} of a module"
         kinds = "modules", "classes", "parameters", "storage or requires_grad of tensors", "forwards", "hooks", "hooks"
         pairs = zip(kinds, self._identities(), self._fixed)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import traceback
 import warnings
 import weakref
@@ -35,8 +34,6 @@ from liger_kernel.ops._core.operator import leaves
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import counting_at_most
 from liger_kernel.parallel.sharded_head import observed_inside
-
-logger = logging.getLogger(__name__)
 
 MARK = "_liger_recorded"  # of a forward whose steps are replayed
 KEY = "_liger_graphs"  # the attribute of a model that has its ``Graphs``
@@ -101,10 +98,11 @@ class MicroStep:
         finally:
             torch.clear_autocast_cache()  # casts within are made anew by each replay
         self.learns = [o.requires_grad for o in self.outputs]
+        self.leaves = list(self.gradients.params)  # a function that is called again sees the real ones
         if isinstance(recorder, CudaGraphs):
             # what autograd has saved is not needed any more, and gradients are copied after each replay:
             # their memory is free for other recordings
-            self.outputs, self.leaves = [o.detach() for o in self.outputs], []
+            self.outputs = [o.detach() for o in self.outputs]
             self.grads = [g if g is None else unowned(g) for g in self.grads]
 
     def _both(self) -> None:
@@ -183,25 +181,11 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.current.done:
             raise RuntimeError("graphs: the backward of a recorded step runs once; switch graphs off to run it again")
-        ctx.current.done = True
-        return None, None, *ctx.step.gradients_for(upstream)
-
-
-def _ranks() -> int:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if there else 1
-
-
-def _leaves(recorder: CudaGraphs | Repeated, model: Any, params: list[Any]) -> AbstractContextManager[list[Tensor]]:
-    # a function that is called again sees the real ones
-    return nullcontext(params) if isinstance(recorder, Repeated) else other_leaves(model, params)
+        step, ctx.step, ctx.current.done = ctx.step, None, True  # the loss may live on, without its memory
+        return None, None, *step.gradients_for(upstream)
 
 
 Recording = Callable[[Any, Mapping[str, Any]], AbstractContextManager[str]]
-
-
-def as_it_is(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[str]:
-    return nullcontext("")
 
 
 class Graphs:
@@ -210,11 +194,10 @@ class Graphs:
     ``recording(model, given)``: a context around what is recorded, for such inputs; it yields why a
     model that draws random numbers is not, or ""."""
 
-    def __init__(self, pads: Callable[[Any, bool], str] | None = None, recording: Recording = as_it_is):
+    def __init__(self, pads: Callable[[Any, bool], str] | None = None, recording: Recording | None = None):
         self.pads, self.recording = pads, recording
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
-        self._never = ""  # why this model is not recorded at all
         # why rows are not padded, by whether they are packed
         self._exact = {} if pads else dict.fromkeys((False, True), "nobody knows what padding does in it")
         self._changes = 0
@@ -244,24 +227,20 @@ class Graphs:
     def output(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> Any:
         """The output of a replayed step; None if the model has to run."""
         found = self._found(model, forward, given)
-        if isinstance(found, str):
-            self._say(model, found)
-            return None
-        if found is None:
-            return None
-        step, batch = found
-        current = Pass()
-        self._last, self.replays = weakref.ref(current), self.replays + 1
-        return step.replayed(batch, current)
-
-    def _say(self, model: Any, why: str) -> None:
-        self.reasons[why] += 1
-        if self.reasons[why] == 1:
-            warnings.warn(f"graphs: {type(model).__name__} runs as it was: {why}", stacklevel=4)
+        if isinstance(found, tuple):
+            step, batch = found
+            current = Pass()
+            self._last, self.replays = weakref.ref(current), self.replays + 1
+            return step.replayed(batch, current)
+        if found is not None:
+            self.reasons[found] += 1
+            if self.reasons[found] == 1:
+                warnings.warn(f"graphs: {type(model).__name__} runs as it was: {found}", stacklevel=3)
+        return None
 
     def _found(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> tuple[MicroStep, Batch] | str | None:
-        if self._never:
-            return self._never
+        if self._changes >= CHANGES:
+            return self._refused
         if (last := self._last()) is not None and not last.done:
             return "a second forward before the backward of the first"
         if given.get("use_cache"):
@@ -269,24 +248,27 @@ class Graphs:
         if _private.saved_tensors_hooks(True) is not None or torch.is_anomaly_enabled():
             return "hooks for saved tensors, or anomaly detection, see its graph"
         if self._snapshot is None or (change := self._snapshot.change()):
-            if self._snapshot is not None:
-                self._changes += 1
-                logger.info("graphs: %s changed: %s: recorded anew", type(model).__name__, change)
-                if self._changes >= CHANGES:
-                    self._never = f"it changes too often: {change}"
+            self._changes += self._snapshot is not None
             self._forget()
             self._snapshot = Snapshot(model)
-            self._refused = self._never or self._unfit(model)
-            if not self._refused:
+            if self._changes >= CHANGES:
+                self._refused = f"it changes too often: {change}"
+            elif not (why := self._unfit(model)):
                 self._gradients = Gradients([p for p in model.parameters() if p.requires_grad])
+            else:
+                self._refused = why
         if self._gradients is None:
             return self._refused
-        batch = self._batch(model, given, self._gradients.params[0].device)
+        packed, device = is_packed(given), self._gradients.params[0].device
+        if self.pads is not None and packed not in self._exact:
+            self._exact[packed] = self.pads(model, packed)
+        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        batch = batch_of(given, not self._exact[packed], longest, device)
         if isinstance(batch, str):
             return batch
-        key = batch.key, settings(self._gradients.params[0].device.type)
-        if why := self._kinds.get(batch.kind) or self._kinds.get(key):
-            return why
+        key = batch.key, settings(device.type)
+        if refused := self._kinds.get(batch.kind) or self._kinds.get(key):
+            return refused
         if batch.tokens > MOST_TOKENS:
             return f"more than {MOST_TOKENS} tokens in a batch"
         bounds = batch.bounds()
@@ -294,17 +276,17 @@ class Graphs:
             if (step := self.steps.get((key, most))) is not None:
                 self.steps.move_to_end((key, most))
                 return step, batch
-        return self._recorded(model, forward, batch, (key, bounds[0]))
+        place = key, bounds[0]
+        if place in self._asked:
+            return self._recorded(model, forward, batch, place, self._gradients)
+        self._asked[place] = None
+        if len(self._asked) > 4 * MOST:
+            self._asked.popitem(last=False)
+        return None
 
     def _recorded(
-        self, model: Any, forward: Callable, batch: Batch, key: tuple[Any, int]
+        self, model: Any, forward: Callable, batch: Batch, key: Any, gradients: Gradients
     ) -> tuple[MicroStep, Batch] | str | None:
-        if key not in self._asked:
-            self._asked[key] = None
-            if len(self._asked) > 4 * MOST:
-                self._asked.popitem(last=False)
-            return None
-        assert self._gradients is not None
         keeps = getattr(getattr(model, "config", None), "use_cache", False)
         # nobody continues a text from a training step
         call = functools.partial(forward, model, **{"use_cache": False} if keeps else {})
@@ -314,10 +296,11 @@ class Graphs:
         if self.steps and batch.tokens > max(step.tokens for step in self.steps.values()):
             self._drop()  # the largest first: the others fit into its memory
         versions = [b._version for b in model.buffers()]
-        params, known = self._gradients.params, self._rehearsed.get(key)
+        known = self._rehearsed.get(key)
         try:
-            with self.recording(model, batch.tensors) as refused, _leaves(self.recorder, model, params) as own:
-                step = MicroStep(call, batch, key[1], self._gradients, own)
+            around = nullcontext("") if self.recording is None else self.recording(model, batch.tensors)
+            with around as refused, other_leaves(model, gradients.params) as own:
+                step = MicroStep(call, batch, key[1], gradients, own)
                 if known is None:
                     step.rehearse(self.recorder)
                     if step.draws and refused:
@@ -328,7 +311,7 @@ class Graphs:
                 step.record(self.recorder)
             if [b._version for b in model.buffers()] != versions:
                 raise Unfit("its forward changes buffers")
-            if any(o.numel() * o.itemsize > LARGEST for o in step.outputs):
+            if max(o.nbytes for o in step.outputs) > LARGEST:
                 raise Unfit("its output is large")
             if batch.added and not step.can_be_padded:
                 self._exact = dict.fromkeys(self._exact, "its output has another shape than its tokens")
@@ -339,7 +322,7 @@ class Graphs:
             if isinstance(error, torch.OutOfMemoryError):
                 if self.steps:  # without the memory of the others
                     self._drop()
-                    return self._recorded(model, forward, batch, key)
+                    return self._recorded(model, forward, batch, key, gradients)
                 of = key[0]  # a smaller batch may have enough memory
             why = str(error).partition("\n")[0][:200]
             why = why if isinstance(error, Unfit) else f"{type(error).__name__}: {why}"
@@ -350,27 +333,19 @@ class Graphs:
             self.steps.popitem(last=False)
         return step, batch
 
-    def _batch(self, model: Any, given: Mapping[str, Any], device: torch.device) -> Batch | str:
-        packed = is_packed(given)
-        if packed not in self._exact:
-            assert self.pads is not None
-            self._exact[packed] = self.pads(model, packed)
-        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        return batch_of(given, not self._exact[packed], longest, device)
-
     def _unfit(self, model: nn.Module) -> str:
         """Why the model, as it is now, is not recorded."""
         tensors = [*model.parameters(), *model.buffers()]
         devices = {t.device for t in tensors}
         self.recorder = recorder_of(devices.pop()) if len(devices) == 1 else None
-        if _ranks() > 1:
+        world = torch.distributed
+        if world.is_available() and world.is_initialized() and world.get_world_size() > 1:
             return "several processes train it (DDP, FSDP, DeepSpeed, tensor parallelism)"
         if any(is_sharded(t) or hasattr(t, "ds_id") for t in tensors):
             return "its weights are sharded"
         if self.recorder is None:
             return "CUDA graphs need all of its weights on one GPU"
-        params = [p for p in model.parameters() if p.requires_grad]
-        if not params:
+        if not any(p.requires_grad for p in tensors):
             return "nothing of it is trained"
         if any("_hf_hook" in vars(m) for m in model.modules()):
             return "accelerate moves its weights"

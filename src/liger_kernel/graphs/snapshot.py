@@ -58,10 +58,10 @@ class Snapshot:
             now = [read(d) for read, d, _ in self._plain]
         except KeyError as gone:
             return f"the attribute {gone} of a module"
-        if now != self._before:
-            names, a, b = next((n, a, b) for (*_, n), a, b in zip(self._plain, now, self._before) if a != b)
-            name = names[0] if len(names) == 1 else next(n for n, x, y in zip(names, a, b) if x != y)
-            return f"the attribute {name!r} of a module"
+        for (_, _, names), a, b in zip(self._plain, now, self._before) if now != self._before else ():
+            if a != b:
+                changed = names if len(names) == 1 else [n for n, x, y in zip(names, a, b) if x != y]
+                return f"the attribute {changed[0]!r} of a module"
         kinds = "modules", "classes", "parameters", "storage or requires_grad of tensors", "forwards", "hooks", "hooks"
         pairs = zip(kinds, self._identities(), self._fixed)
         return next((kind for kind, a, b in pairs if a != b), "")

@@ -4,6 +4,7 @@ a replay calls the recorded function again, on the same fixed inputs."""
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from typing import Any
 
@@ -231,6 +232,15 @@ def test_a_model_that_cannot_be_recorded(monkeypatch):
     for _ in range(3):
         assert_same_bits(step(model, batch())[1], want)
     assert "3 as it was: it cannot be recorded: " in graphs.report(model)
+
+
+def test_a_model_that_draws_on_the_host(monkeypatch):
+    model = patched()
+    norm, forward = model.model.norm, type(model.model.norm).forward
+    monkeypatch.setattr(type(norm), "forward", lambda self, x: forward(self, x) * random.random())
+    for _ in range(3):
+        step(model, batch())
+    assert "its forward draws random numbers on the host" in graphs.report(model)
 
 
 def test_rows_of_a_model_that_sees_both_sides_are_not_padded():

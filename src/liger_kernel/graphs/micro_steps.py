@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import traceback
 import warnings
 import weakref
@@ -87,7 +88,10 @@ class MicroStep:
         batch.copy_to(self.inputs)
 
     def rehearse(self, recorder: CudaGraphs | Repeated) -> None:
+        before = random.getstate(), recorder.host_draws()
         self.draws = recorder.rehearse(self._both)
+        if before != (random.getstate(), recorder.host_draws()):
+            raise Unfit("its forward draws random numbers on the host")  # such as which layers it leaves out
         self.outputs, self.grads = [], []
 
     def record(self, recorder: CudaGraphs | Repeated) -> None:

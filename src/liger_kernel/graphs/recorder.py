@@ -46,6 +46,9 @@ class CudaGraphs:
         """Memory of its own for what follows: that of graphs that are gone cannot be shared."""
         self.pool = torch.cuda.graph_pool_handle()
 
+    def host_draws(self) -> list[int]:
+        return torch.get_rng_state().tolist()
+
     def rehearse(self, run: Callable[[], None]) -> bool:
         """Run it as usual, so that kernels are compiled and libraries loaded: a recording cannot do
         that. Return whether it draws random numbers, which are given back."""
@@ -102,6 +105,9 @@ def unowned(t: Tensor) -> Tensor:
 
 class Repeated:
     """In place of ``CudaGraphs`` where there is no GPU: a replay calls the function again."""
+
+    def host_draws(self) -> list[int]:
+        return []  # the model is on the host
 
     def rehearse(self, run: Callable[[], None]) -> bool:
         before = torch.get_rng_state()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -193,6 +195,19 @@ def test_memory_of_smaller_recordings_is_given_to_a_larger_one():
         step(model, batch(T))
         replays.append((recorded(model).replays, len(recorded(model).steps)))
     assert replays == [(0, 0), (1, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
+
+
+def test_a_recording_scores_all_tokens_for_trl(monkeypatch):
+    trl, seen = types.ModuleType("trl.trainer.utils"), []
+    trl._use_triton = lambda device: True  # "the host may count labels"
+    monkeypatch.setitem(sys.modules, trl.__name__, trl)
+    model = patched()
+    norm, forward = model.model.norm, type(model.model.norm).forward
+    monkeypatch.setattr(type(norm), "forward", lambda self, x: seen.append(trl._use_triton("cuda")) or forward(self, x))
+    step(model, batch())
+    n = len(seen)  # norms in a forward
+    step(model, batch())
+    assert seen[: 3 * n] == [*[True] * n, *[False] * 2 * n] and trl._use_triton("cuda")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ class PatchOptions:
     fused_logprobs: bool = _switch(
         True, "trainers of TRL compute log-probabilities with our head, which stores no logits", option=None
     )
+    recurrent: bool = _switch(
+        True, "short convolutions and gated delta rules of recurrent layers, and of packed documents each by itself"
+    )
     projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
     fp8: bool | str = _switch(
         False,
@@ -152,7 +155,7 @@ class PatchOptions:
     @property
     def slots(self) -> dict[str, bool]:
         """Slot of recognition -> whether what is found for it is replaced."""
-        same = ("rope", "rms_norm", "layer_norm", "relu_squared", "attention")
+        same = ("rope", "rms_norm", "layer_norm", "relu_squared", "attention", "recurrent")
         return {name: getattr(self, name) for name in same} | {"glu": self.swiglu or self.geglu}
 
     @property

@@ -1,8 +1,9 @@
 """Layers in which the documents of a packed row depend on each other.
 
 Attention ends where positions begin at 0 again. Recurrent layers and convolutions do not read
-positions: what they keep of one document goes on into the next. Which layers do so is seen in a
-tiny model of the same configuration: if the first document of a row changes, the second must not.
+positions: what stock keeps of one document goes on into the next. Which layers do so is seen in a
+tiny model of the same configuration, patched as the model is: if the first document of a row
+changes, the second must not.
 
 ``B`` rows, ``T`` tokens per row.
 """
@@ -25,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from liger_kernel.ops._core.operator import is_recorded, only_pytorch
 from liger_kernel.parallel import unsharded_class
+from liger_kernel.transformers.patching.other_classes import stock_class
+from liger_kernel.transformers.patching.patches import give_methods, methods_of
 from liger_kernel.transformers.recognise.families import undisturbed
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, tiny_of
 
@@ -63,20 +66,30 @@ def joining(model: Any) -> Joining | None:
             warnings.simplefilter("ignore")
             tiny = model_of(tiny_form(), head=unsharded_class(model)).eval()
             _looks[tiny] = None
+            patch_like(tiny, model)
             found = _joining_layers(tiny)
             break
     # Flash Attention reads positions itself
     flash = "flash" in str(getattr(model.config, "_attn_implementation", None))
     for attention in (False,) if flash else (False, True):
-        classes = tuple({type(layer) for layer in found if _attends(layer) is attention})
+        classes = tuple({stock_class(layer) for layer in found if _attends(layer) is attention})
         for name, m in model.named_modules():
             if isinstance(m, classes):
                 return Joining(f"{name} ({unsharded_class(m).__name__})", attention)
     return None
 
 
+def patch_like(tiny: nn.Module, model: nn.Module) -> None:
+    """Let the modules of ``tiny`` run the forwards of ours that modules of their classes run in
+    ``model``."""
+    of_classes = {stock_class(m): own for m in model.modules() if (own := methods_of(m).get("forward"))}
+    for m in tiny.modules():
+        if new := of_classes.get(stock_class(m)):
+            give_methods(m, {"forward": new})
+
+
 def _attends(layer: nn.Module) -> bool:
-    classes = {c for m in layer.modules() for c in type(m).__mro__ if c.__module__.startswith("transformers.models.")}
+    classes = {c for m in layer.modules() for c in stock_class(m).__mro__ if c.__module__.startswith("transformers.models.")}
     return any(_ATTENDS.search(inspect.getsource(c)) for c in classes)
 
 

@@ -23,6 +23,7 @@ from liger_kernel import memory, offloading
 from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
+from liger_kernel.transformers.patching.bounds import bounded
 from liger_kernel.transformers.patching.graphed import graphed
 from liger_kernel.transformers.patching.other_classes import classes_of, recognised, stock_class
 from liger_kernel.transformers.patching.patches import (
@@ -42,6 +43,7 @@ from liger_kernel.transformers.patching.unpad import takes_tokens, unpadded
 from liger_kernel.transformers.recognise.attentions import makers_of
 from liger_kernel.transformers.recognise.families import Family, Rows, configs_of, family, rows_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
+from liger_kernel.transformers.recognise.recurrent import carries
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS
 from liger_kernel.transformers.rewrite import rules
@@ -246,7 +248,8 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
     own = {module.__name__ for module in modules}
     every = _patches([model_type], parts, head, rows)
     found = [p for p in every if not isinstance(p.owner, type) or p.owner.__module__ in own]
-    found = _around_callers(found, [cls for module in modules for cls in _callers_of_layers(module)], parts)
+    callers = [cls for module in modules for cls in _callers_of_layers(module)]
+    found = _around_callers(found, callers, parts, _apart([model_type], parts, rows))
     if parts.get("graphs") and (row := rows(model_type)) is not None:
         heads = [getattr(modules[0], name) for name in row.heads if hasattr(modules[0], name)]
         found = _around_too(found, heads, "graphs", functools.partial(made, graphed))
@@ -266,12 +269,20 @@ def _callers_of_layers(module: types.ModuleType) -> list[type]:
     return [c for c in others if "forward" in vars(c) and "ModuleList" in names(vars(c).get("__init__"))]
 
 
-def _around_callers(found: list[Patch], owners: list[Any], parts: Mapping[str, Any]) -> list[Patch]:
-    """``found``, and patches around the forwards of ``owners``, which call layers."""
-    how = tuple(bool(parts.get(name)) for name in ("activation_offloading", "keep_attention", "unpad"))
+def _apart(model_types: Iterable[str], parts: Mapping[str, Any], rows: Rows) -> bool:
+    """Whether all functions of these types that carry a state know where documents end."""
+    of_all = [row for _, row in rows_of(model_types, rows)] if parts.get("recurrent") else []
+    known = any(SLOT_OF[label] == "recurrent" for row in of_all for label in row.swapped.values())
+    return known and not any(carries(name) for row in of_all for name in row.left_alone)
+
+
+def _around_callers(found: list[Patch], owners: list[Any], parts: Mapping[str, Any], apart: bool) -> list[Patch]:
+    """``found``, and patches around the forwards of ``owners``, which call layers. ``apart``: whether
+    their layers can keep packed documents apart."""
+    how = (apart, *(bool(parts.get(name)) for name in ("activation_offloading", "keep_attention", "unpad")))
     if not any(how):
         return found
-    label = ", ".join(itertools.compress(("offloading", "keeping attention", "no padding"), how))
+    label = ", ".join(itertools.compress(("packed documents", "offloading", "keeping attention", "no padding"), how))
     return _around_too(found, owners, label, lambda forward: made(_around_layers, forward, *how))
 
 
@@ -370,7 +381,7 @@ def instance_patches(
         warn_once(f"unpad: {name} computes padding, too: what calls its layers takes no input_ids or position_ids")
     if parts.get("activation_offloading") and not callers:
         warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
-    found = _around_callers(found, callers, parts)
+    found = _around_callers(found, callers, parts, _apart([model_type, *own], parts, rows))
     if parts.get("graphs"):  # of the model inside of what PEFT has put around it
         found = _around_too(found, trl_head.layers(model)[-1:], "graphs", functools.partial(made, graphed))
     return Patches(found)
@@ -506,10 +517,11 @@ def layers_of(m: nn.Module) -> list[GradientCheckpointingLayer]:
     return [layer for parts in of_each if (layer := next(parts, None)) is not None]
 
 
-def _around_layers(forward: Callable, offloads: bool, keeps: bool, unpads: bool) -> Callable:
-    """Wrap the ``forward`` of a module: offload what its layers save, keep the outputs of
-    attention if they are checkpointed, and leave padding out. It does nothing more for a module
-    that calls no layers."""
+def _around_layers(forward: Callable, apart: bool, offloads: bool, keeps: bool, unpads: bool) -> Callable:
+    """Wrap the ``forward`` of a module: give its layers the bounds of packed documents, offload what
+    they save, keep the outputs of attention if they are checkpointed, and leave padding out. It
+    does nothing more for a module that calls no layers."""
+    forward = bounded(forward) if apart else forward
     inner = _keeping_attention(forward) if keeps else forward
     outer = offloading.offloaded(inner) if offloads else inner
     outer = unpadded(outer) if unpads else outer

@@ -38,6 +38,7 @@ from liger_kernel.parallel.sharded_head import observed_inside
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.recipe import IGNORE
 from liger_kernel.transformers.lazy_mask import visible_keys
+from liger_kernel.transformers.patching.bounds import BOUNDS, GIVES, bounded, gives_bounds
 from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import core, original, warn_once
 from liger_kernel.transformers.recognise.families import undisturbed
@@ -181,7 +182,9 @@ def _packed(forward: Callable, model: Any, given: Mapping[str, Any], packing: Pa
     """The output of ``model`` in the padded shape; None if it has made no mask of the packing."""
     _know_packed_masks(model.config._attn_implementation)
     # as checkpointing does: nobody continues a text from a training step
-    more = {"use_cache": False} if _config(model, "use_cache") else {}
+    more: dict[str, Any] = {"use_cache": False} if _config(model, "use_cache") else {}
+    if hasattr(forward, GIVES):
+        more[BOUNDS] = packing.bounds
     out = forward(model, **packing.arguments(given) | more)
     if not packing.used:
         _reasons[model] = _NO_MASK
@@ -211,6 +214,8 @@ def _packing_of(model: Any, given: Mapping[str, Any]) -> Packing | None:
     n, longest, parts, counting = _look(real, _labels_of_caller(mask.shape))
     if n in (0, mask.numel()):
         return None
+    if parts > 1 and gives_bounds(model):
+        return _say(model, "there is padding between real tokens, at which recurrent layers lose a part of their state")
     if counting:
         return _say(model, "labels count at padding, or after it: set them to -100")
     if model not in _reasons:
@@ -333,11 +338,14 @@ def _difference(model: Any, cls: type) -> str:
                 if hasattr(config, f"output_{name}"):
                     setattr(config, f"output_{name}", False)
             tiny = model_of(config, "sdpa", cls).eval()
-            forward = original(cls, "forward")
+            documents.patch_like(tiny, model)
+            forward, recurrent = original(cls, "forward"), gives_bounds(model)
+            forward = bounded(forward) if recurrent else forward
             place, lengths = torch.arange(12), torch.tensor([[12], [4], [7]])
             ids = torch.randint(3, 200, (3, 12))
             # padding on the right, on the left, and within rows
-            for real in (place < lengths, place >= 12 - lengths, (place < lengths - 2) | (place > 9)):
+            inside = [] if recurrent else [(place < lengths - 2) | (place > 9)]
+            for real in (place < lengths, place >= 12 - lengths, *inside):
                 given = dict(input_ids=ids, attention_mask=real.long(), use_cache=False)
                 n, longest, parts, _ = _look(real, None)
                 padded = forward(tiny, **given)

@@ -197,7 +197,8 @@ def _replacement(name: str, candidate: Any, module: ModuleType, tables: set[str]
     """The label of the first variant that reproduces a class or function of a family; otherwise
     why it stays stock. ``squared``: whether a configuration names a squared ReLU."""
     of_class = isinstance(candidate, type)
-    owner, stock = (candidate, candidate.__dict__.get("forward")) if of_class else (module, candidate)
+    # the function itself: its wrapper may run another package's, which needs a GPU
+    owner, stock = (candidate, candidate.__dict__.get("forward")) if of_class else (module, inspect.unwrap(candidate))
     reasons = []
     # in the order of ``SLOTS``: a norm with a gate is no norm without one
     for slot in SLOTS:

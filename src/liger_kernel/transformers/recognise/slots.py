@@ -26,6 +26,7 @@ from liger_kernel.transformers.recognise.attentions import SinkAttention, has_si
 from liger_kernel.transformers.recognise.experts import EXPERTS, LoadBalancing
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
+from liger_kernel.transformers.recognise.recurrent import CONVOLUTIONS, RULES, CausalConv1d, GatedDeltaRule
 from liger_kernel.transformers.recognise.ropes import (
     COMPLEX_ROPES,
     FLAT_ROPES,
@@ -67,6 +68,10 @@ _GATED_MLP = _module("(MLP|Mlp|FeedForward|FFN|DenseGatedActDense)$")
 _MLP = _module("(MLP|Mlp|FeedForward|FFN)$")
 _ROTARY = _function("^apply_rotary|^apply_rope")
 _Q_K = ("q", "k", "cos", "sin")
+_RULE = (
+    *("query", "key", "value", "g", "beta", "chunk_size"),
+    *("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "kwargs"),
+)
 
 SLOTS = [
     Slot("rms_norm", _NORM, (("x",),), RMS_NORMS),
@@ -88,6 +93,13 @@ SLOTS = [
         (("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"),),
         [SinkAttention()],
     ),
+    Slot(
+        "recurrent",
+        _function(CONVOLUTIONS),
+        (("hidden_states", "weight", "bias", "activation", "kwargs"),),
+        [CausalConv1d()],
+    ),
+    Slot("recurrent", _function(RULES), (_RULE,), [GatedDeltaRule()]),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),
     Slot("rope", _ROTARY, (("tensor", "sin", "cos"),), SIN_FIRST),

@@ -1,0 +1,153 @@
+"""The variants of what carries a state from token to token, short convolutions and gated delta
+rules, and the stand-ins on which they are compared with stock.
+
+A layer passes the bounds of packed documents in the flattened batch on with its other arguments:
+``cu_seq_lens_q`` (documents + 1,), for delta rules ``cu_seqlens``. Stock knows them only with other
+packages. ``patching/bounds.py`` gives them to models that have positions alone.
+
+``B`` rows, ``T`` tokens per row, ``D`` channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.recurrent.causal_conv1d import WIDTHS, causal_conv1d
+from liger_kernel.ops.recurrent.gated_delta_rule import MAX_D, gated_delta_rule
+from liger_kernel.transformers.recognise.variant import StandIns, Variant, plain
+
+# functions that carry a state over a whole row, whether or not a variant is for them
+CONVOLUTIONS, RULES = "^causal_conv1d_fn$", "^(torch_)?chunk_.*delta|chunk_scan$|selective_scan$"
+# Rows up to this length are computed by references where no kernel runs: they go token by token,
+# which takes less time than stock's chunks only here
+SHORT = 80
+
+
+def carries(name: str) -> bool:
+    """Whether a function of this name carries a state over a row."""
+    return re.search(f"{CONVOLUTIONS}|{RULES}", name) is not None
+
+
+def one_row(t: Tensor, bounds: Tensor | None) -> Tensor:
+    """(B, T, ...) as (1, B T, ...), if there are bounds in it."""
+    return t if bounds is None or t.shape[0] == 1 else t.reshape(1, -1, *t.shape[2:])
+
+
+def by_documents(run: Callable[..., Tensor], bounds: Tensor | None, *tensors: Tensor) -> Tensor:
+    """``run`` of each document alone, of tensors (1, T, ...): for functions that know no bounds. The
+    host waits for these."""
+    if bounds is None:
+        return run(*tensors)
+    ends = itertools.pairwise(bounds.tolist())
+    return torch.cat([run(*(t[:, a:b] for t in tensors)) for a, b in ends if a < b], 1)
+
+
+@dataclass(frozen=True)
+class CausalConv1d(Variant):
+    """A convolution of each channel over its last tokens, and an activation."""
+
+    kind, exact = "causal_conv1d", False
+
+    def words(self) -> tuple[str, ...]:
+        return ("silu",)
+
+    def __call__(self, stock: Callable) -> Callable:
+        def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+            bounds, x = kwargs.get("cu_seq_lens_q"), hidden_states.transpose(1, 2)
+            act = "silu" if activation == "swish" else activation
+            fits = (
+                act in (None, "silu")
+                and weight.shape[1] in WIDTHS
+                and all(plain(t) for t in (x, weight, bias) if t is not None)
+                and weight.dtype in (x.dtype, torch.float32)
+                and x.is_floating_point()
+            )
+            row = one_row(x, bounds)
+            if fits and (use_kernels(x) or x.shape[1] <= SHORT or bounds is not None):
+                y, _ = causal_conv1d(row, weight, bias, act=act, cu_seqlens=bounds)
+            else:
+                run = lambda x: stock(x.transpose(1, 2), weight, bias, activation).transpose(1, 2)
+                y = by_documents(run, bounds, row)
+            return y.view(x.shape).transpose(1, 2)
+
+        return causal_conv1d_fn
+
+    def stand_ins(self) -> StandIns:
+        for W, activation in ((4, "silu"), (3, None), (2, "silu")):
+            bias = torch.randn(5) if W < 4 else None
+            of_weights = lambda t: lambda _, dtype: None if t is None else t.to(dtype).requires_grad_()
+            inputs = torch.randn(2, 5, 9), of_weights(torch.randn(5, W)), of_weights(bias)
+            yield dict(activation=activation), inputs
+
+
+@dataclass(frozen=True)
+class GatedDeltaRule(Variant):
+    """Linear attention with a decay and a delta rule, over a row of tokens."""
+
+    kind, exact = "gated_delta_rule", False
+
+    def words(self) -> tuple[str, ...]:
+        return ("chunks",)
+
+    def __call__(self, stock: Callable) -> Callable:
+        def chunk_gated_delta_rule(
+            query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+            use_qk_l2norm_in_kernel=False, **kwargs,
+        ):  # fmt: skip
+            bounds = kwargs.get("cu_seqlens")
+            if bounds is not None and (output_final_state or initial_state is not None):
+                raise ValueError("gated_delta_rule: cu_seqlens: packed documents have no state to continue, set "
+                                 "use_cache=False")  # fmt: skip
+            given = query, key, value, g, beta
+            rows = [one_row(t, bounds) for t in given]
+            if _fits(*given) and (_has_kernel(query, value) or query.shape[1] <= SHORT):
+                state = None if initial_state is None else initial_state.float()
+                how = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=True)
+                how |= dict(initial_state=state, output_final_state=output_final_state, cu_seqlens=bounds)
+                out, final = gated_delta_rule(*rows, **how)
+                return out.view(value.shape), final
+            run = lambda *tensors: stock(
+                *tensors, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel
+            )
+            if bounds is None:
+                return run(*given)
+            return by_documents(lambda *tensors: run(*tensors)[0], bounds, *rows).view(value.shape), None
+
+        return chunk_gated_delta_rule
+
+    def stand_ins(self) -> StandIns:
+        B, D, V = 2, 4, 3
+        for T, groups, norm, state in ((70, 2, True, torch.randn(B, 2, D, V)), (9, 1, False, None)):
+            q, k = torch.randn(2, B, T, 2 // groups, D)
+            q, k = (t if norm else F.normalize(t, dim=-1) for t in (q, k))
+            v, g, beta = torch.randn(B, T, 2, V), -F.softplus(torch.randn(B, T, 2) - 2), torch.rand(B, T, 2)
+            decay = lambda *_, g=g: g.clone().requires_grad_()  # in fp32, whatever the dtype is
+            begin = state if state is not None else lambda *_: None
+            inputs = q, k, v, decay, beta, lambda *_: 64, begin
+            yield dict(output_final_state=True, use_qk_l2norm_in_kernel=norm), inputs
+
+
+def _fits(q: Any, k: Any, v: Any, g: Any, beta: Any) -> bool:
+    given = q, k, v, g, beta
+    return (
+        all(map(plain, given))
+        and q.shape == k.shape
+        and q.dtype == k.dtype == v.dtype
+        and all(t.is_floating_point() for t in given)
+        and q.ndim == v.ndim == 4
+        and v.shape[2] % max(q.shape[2], 1) == 0
+    )
+
+
+def _has_kernel(q: Tensor, v: Tensor) -> bool:
+    narrow = 16 <= q.shape[3] <= MAX_D and 16 <= v.shape[3] <= MAX_D and v.shape[3] % 16 == 0
+    return narrow and use_kernels(q)

@@ -18,15 +18,16 @@ from liger_kernel.transformers.table import summary
 # the first word of a variant's label -> its column
 COLUMN = {"rms_norm": "norms", "layer_norm": "norms", "gated_rms_norm": "norms", "glu": "MLP", "relu_squared": "MLP"}
 COLUMN |= {"moe": "experts", "rope": "rotary", "attention": "attention", "load_balancing": ""}
-COLUMNS = ["head", "norms", "MLP", "experts", "rotary", "attention", "images"]
+COLUMN |= {"causal_conv1d": "recurrent", "gated_delta_rule": "recurrent"}
+COLUMNS = ["head", "norms", "MLP", "experts", "rotary", "attention", "recurrent", "images"]
 # group -> its first paragraph
 GROUPS = {
     "Text": "",
     "Text and images": "",
     "Audio": "Speech and sound, some with images.",
     "Encoders, and encoders with a decoder": "",
-    "Hybrids and recurrent models": "Their recurrent layers, state space layers and convolutions run Transformers' "
-    "code; the marks are for what is around these.",
+    "Hybrids and recurrent models": "“Recurrent” are short convolutions and gated delta rules; what else carries a "
+    "state runs Transformers' code. [Hybrids](guides/hybrids.md) says more.",
 }
 STATE = re.compile(r"_is_stateful = True|ShortConv|LightningAttention")
 # why something stays stock, in the table -> the end of a sentence about one thing, and about several
@@ -36,6 +37,7 @@ REASONS = {
     "": ("computes", "compute", "something that no kernel does"),
 }
 PARTS = {"Experts": "experts", "load_balancing": "balancing loss", "apply_": "rotary embedding", "Norm": "norm"}
+PARTS |= {"_delta_": "delta rule", "_scan": "scan"}
 COLUMN_OF = {
     "norm": "norms",
     "MLP": "MLP",

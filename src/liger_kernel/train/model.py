@@ -214,7 +214,6 @@ def check_packing(config: TrainConfig) -> None:
 
     from liger_kernel.transformers.documents import joining
     from liger_kernel.transformers.patching.select import instance_patches
-    from liger_kernel.transformers.recognise.families import is_family
 
     try:
         model = skeleton(name, config.trust_remote_code)
@@ -224,9 +223,9 @@ def check_packing(config: TrainConfig) -> None:
     verbosity = transformers.logging.get_verbosity()
     # warnings about kernels that the model on the meta device lacks are of no interest
     transformers.logging.set_verbosity_error()
-    if config.kernels == "on" and is_family(model.config.model_type):
-        recurrent = {"recurrent": flags_for(config, model.config.model_type).get("recurrent", True)}
-        instance_patches(model, model.config.model_type, recurrent, None).apply()
+    if config.kernels == "on":
+        recurrent = config.kernel_flags.get("recurrent", True)
+        instance_patches(model, model.config.model_type, {"recurrent": recurrent}, None).apply()
     found = joining(model)
     transformers.logging.set_verbosity(verbosity)
     if found is not None and not found.attention:

@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from liger_kernel.ops._core.operator import is_recorded, only_pytorch
 from liger_kernel.parallel import unsharded_class
-from liger_kernel.transformers.patching.other_classes import stock_class
-from liger_kernel.transformers.patching.patches import give_methods, methods_of
 from liger_kernel.transformers.recognise.families import undisturbed
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, tiny_of
 
@@ -72,7 +70,7 @@ def joining(model: Any) -> Joining | None:
     # Flash Attention reads positions itself
     flash = "flash" in str(getattr(model.config, "_attn_implementation", None))
     for attention in (False,) if flash else (False, True):
-        classes = tuple({stock_class(layer) for layer in found if _attends(layer) is attention})
+        classes = tuple({type(layer) for layer in found if _attends(layer) is attention})
         for name, m in model.named_modules():
             if isinstance(m, classes):
                 return Joining(f"{name} ({unsharded_class(m).__name__})", attention)
@@ -80,16 +78,17 @@ def joining(model: Any) -> Joining | None:
 
 
 def patch_like(tiny: nn.Module, model: nn.Module) -> None:
-    """Let the modules of ``tiny`` run the forwards of ours that modules of their classes run in
-    ``model``."""
-    of_classes = {stock_class(m): own for m in model.modules() if (own := methods_of(m).get("forward"))}
+    """Give modules of ``tiny`` the classes of modules of ``model``, which are of the same name and
+    derived from theirs if these are patched."""
+    name = lambda cls: (cls.__module__, cls.__qualname__)
+    classes = {name(cls): cls for cls in map(unsharded_class, model.modules())}
     for m in tiny.modules():
-        if new := of_classes.get(stock_class(m)):
-            give_methods(m, {"forward": new})
+        if issubclass(cls := classes.get(name(type(m)), object), type(m)):
+            object.__setattr__(m, "__class__", cls)
 
 
 def _attends(layer: nn.Module) -> bool:
-    classes = {c for m in layer.modules() for c in stock_class(m).__mro__ if c.__module__.startswith("transformers.models.")}
+    classes = {c for m in layer.modules() for c in type(m).__mro__ if c.__module__.startswith("transformers.models.")}
     return any(_ATTENDS.search(inspect.getsource(c)) for c in classes)
 
 

@@ -43,7 +43,7 @@ from liger_kernel.transformers.patching.unpad import takes_tokens, unpadded
 from liger_kernel.transformers.recognise.attentions import makers_of
 from liger_kernel.transformers.recognise.families import Family, Rows, configs_of, family, rows_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
-from liger_kernel.transformers.recognise.recurrent import carries
+from liger_kernel.transformers.recognise.recurrences import carries
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS
 from liger_kernel.transformers.rewrite import rules

@@ -26,7 +26,7 @@ from liger_kernel.transformers.recognise.attentions import SinkAttention, has_si
 from liger_kernel.transformers.recognise.experts import EXPERTS, LoadBalancing
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
-from liger_kernel.transformers.recognise.recurrent import CONVOLUTIONS, RULES, CausalConv1d, GatedDeltaRule
+from liger_kernel.transformers.recognise.recurrences import CONVOLUTIONS, RULES, CausalConv1d, GatedDeltaRule
 from liger_kernel.transformers.recognise.ropes import (
     COMPLEX_ROPES,
     FLAT_ROPES,

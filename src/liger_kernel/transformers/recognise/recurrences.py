@@ -64,13 +64,8 @@ class CausalConv1d(Variant):
         def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
             bounds, x = kwargs.get("cu_seq_lens_q"), hidden_states.transpose(1, 2)
             act = "silu" if activation == "swish" else activation
-            fits = (
-                act in (None, "silu")
-                and weight.shape[1] in WIDTHS
-                and all(plain(t) for t in (x, weight, bias) if t is not None)
-                and weight.dtype in (x.dtype, torch.float32)
-                and x.is_floating_point()
-            )
+            fits = act in (None, "silu") and weight.shape[1] in WIDTHS and weight.dtype in (x.dtype, torch.float32)
+            fits = fits and all(plain(t) for t in (x, weight, bias) if t is not None)
             row = one_row(x, bounds)
             if fits and (use_kernels(x) or x.shape[1] <= SHORT or bounds is not None):
                 y, _ = causal_conv1d(row, weight, bias, act=act, cu_seqlens=bounds)
@@ -84,9 +79,8 @@ class CausalConv1d(Variant):
     def stand_ins(self) -> StandIns:
         for W, activation in ((4, "silu"), (3, None), (2, "silu")):
             bias = torch.randn(5) if W < 4 else None
-            of_weights = lambda t: lambda _, dtype: None if t is None else t.to(dtype).requires_grad_()
-            inputs = torch.randn(2, 5, 9), of_weights(torch.randn(5, W)), of_weights(bias)
-            yield dict(activation=activation), inputs
+            of = lambda t: lambda _, dtype: None if t is None else t.to(dtype).requires_grad_()
+            yield dict(activation=activation), (torch.randn(2, 5, 9), of(torch.randn(5, W)), of(bias))
 
 
 @dataclass(frozen=True)
@@ -105,22 +99,19 @@ class GatedDeltaRule(Variant):
         ):  # fmt: skip
             bounds = kwargs.get("cu_seqlens")
             if bounds is not None and (output_final_state or initial_state is not None):
-                raise ValueError("gated_delta_rule: cu_seqlens: packed documents have no state to continue, set "
-                                 "use_cache=False")  # fmt: skip
+                raise ValueError("gated_delta_rule: cu_seqlens must be None with a cache, got bounds of documents")
             given = query, key, value, g, beta
             rows = [one_row(t, bounds) for t in given]
             if _fits(*given) and (_has_kernel(query, value) or query.shape[1] <= SHORT):
                 state = None if initial_state is None else initial_state.float()
-                how = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=True)
-                how |= dict(initial_state=state, output_final_state=output_final_state, cu_seqlens=bounds)
-                out, final = gated_delta_rule(*rows, **how)
+                more = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=True)
+                more |= dict(initial_state=state, output_final_state=output_final_state, cu_seqlens=bounds)
+                out, final = gated_delta_rule(*rows, **more)
                 return out.view(value.shape), final
-            run = lambda *tensors: stock(
-                *tensors, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel
-            )
+            how = chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel
             if bounds is None:
-                return run(*given)
-            return by_documents(lambda *tensors: run(*tensors)[0], bounds, *rows).view(value.shape), None
+                return stock(*given, *how)
+            return by_documents(lambda *tensors: stock(*tensors, *how)[0], bounds, *rows).view(value.shape), None
 
         return chunk_gated_delta_rule
 

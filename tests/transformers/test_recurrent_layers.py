@@ -1,0 +1,178 @@
+"""Models with short convolutions and gated delta rules: as stock, and packed as alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hf_models import DEVICE, assert_same_learning, make, step, stock, tokens
+from peft import LoraConfig, get_peft_model
+from quick import further
+from torch import Tensor
+
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
+from liger_kernel.transformers.patching.report import patches_report
+
+pytestmark = pytest.mark.usefixtures("models_by_references")
+
+CONV = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+FAMILIES = {"qwen3_next": {}, "lfm2": CONV, "olmo_hybrid": {}, "qwen3_5_text": {}}
+MORE = {"qwen3_5_moe_text": {}, "lfm2_moe": {}, "lfm3": CONV, "lara_mini": {}}
+EACH = pytest.mark.parametrize("family", [*FAMILIES, *further(*MORE)])
+ENDS = [0, 5, 6, 14, 17]
+IDS = tokens(1, 17)["input_ids"]
+PLACES = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ENDS)])[None].to(DEVICE)
+INDEX = (PLACES == 0).cumsum(1).int()
+
+
+def model_of(family: str, ours: bool = True, **flags) -> torch.nn.Module:
+    model = make(family, attention="sdpa", **(FAMILIES | MORE)[family])
+    model.config.output_router_logits = False
+    if ours:
+        _apply_liger_kernel_to_instance(model, **flags)
+    return model
+
+
+def learnt(model: torch.nn.Module, *calls: dict) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of these calls, one behind the other, and gradients of their squares."""
+    model.zero_grad()
+    logits = torch.cat([model(**call).logits for call in calls], 1)
+    loss = logits.square().sum()
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), grads | {"loss": loss.detach()}
+
+
+def alone(model: torch.nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    return learnt(model, *(dict(input_ids=IDS[:, a:b]) for a, b in itertools.pairwise(ENDS)))
+
+
+@EACH
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_learns_as_stock(family, checkpointed):
+    batch = tokens()
+    batch["attention_mask"] = (torch.arange(12) >= torch.tensor([[0], [4]])).long().to(DEVICE)
+    found = []
+    for ours in (False, True):
+        model = model_of(family, ours)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        with stock(family):
+            found.append(step(model, batch)[1])
+    assert_same_learning(found[1], found[0])
+    report = str(patches_report(model))
+    assert "causal_conv1d" in report and ("gated_delta_rule" in report) == (not family.startswith("lfm"))
+
+
+@EACH
+def test_a_packed_row_is_its_documents(family):
+    model = model_of(family)
+    want, want_grads = alone(model)
+    found, grads = learnt(model, dict(input_ids=IDS, position_ids=PLACES))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert_same_learning(grads, want_grads, 1e-4)
+
+
+def given_bounds() -> dict:
+    bounds = torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
+    return {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": 8 for t in "qk"} | dict(position_ids=PLACES)
+
+
+def two_rows() -> dict:
+    ids, places = (torch.cat((t, t.flip(0)[:, :17])) for t in (IDS, PLACES))
+    return dict(input_ids=ids, position_ids=places)
+
+
+# how a call says where documents begin
+SAYS = {
+    "bounds": given_bounds,
+    "index": lambda: dict(seq_idx=INDEX, position_ids=PLACES),
+    "mask": lambda: dict(attention_mask=(INDEX.mT == INDEX).tril()[None, None], position_ids=PLACES),
+    "rows": two_rows,
+}
+
+
+@pytest.mark.parametrize("says", SAYS)
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_how_documents_are_known(family, says):
+    model = model_of(family)
+    model.gradient_checkpointing_enable()
+    want, want_grads = alone(model)
+    found, grads = learnt(model, dict(input_ids=IDS) | SAYS[says]())
+    torch.testing.assert_close(found, want.expand_as(found), rtol=1e-5, atol=1e-5)
+    times = len(found)
+    assert_same_learning(grads, {n: times * g for n, g in want_grads.items()}, 1e-4)
+
+
+@EACH
+def test_generates_as_stock(family):
+    """The prompt by our functions, which give a cache its states, and each token by stock's."""
+    ids, mask = tokens(2, 9)["input_ids"], torch.ones(2, 9, dtype=torch.long, device=DEVICE)
+    mask[1, :4] = 0
+    options = dict(max_new_tokens=6, do_sample=False, attention_mask=mask, return_dict_in_generate=True)
+    found = []
+    for ours in (False, True):
+        out = model_of(family, ours).eval().generate(ids, **options, output_logits=True)
+        found.append((out.sequences, torch.stack(out.logits)))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-5)
+    model = model_of(family).eval()
+    with torch.no_grad():  # a prompt in two parts
+        first = model(ids, use_cache=True)
+        cache = {n: v for n, v in first.items() if n in ("cache", "past_key_values")}
+        second = model(tokens(2, 3)["input_ids"], **cache, use_cache=True)
+        whole = model(torch.cat((ids, tokens(2, 3)["input_ids"]), 1), use_cache=False)
+    torch.testing.assert_close(second.logits, whole.logits[:, 9:], rtol=1e-4, atol=1e-5)
+
+
+def test_packed_documents_are_not_continued():
+    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents have no state to continue"):
+        model_of("qwen3_next")(IDS, position_ids=PLACES, use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text"])
+def test_long_rows_on_a_cpu(family, monkeypatch):
+    """Token by token they would take longer than stock's chunks, which then run each document."""
+    monkeypatch.setattr("liger_kernel.transformers.recognise.recurrences.SHORT", 4)
+    model = model_of(family)
+    want, want_grads = alone(model)
+    found, grads = learnt(model, dict(input_ids=IDS, position_ids=PLACES))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert_same_learning(grads, want_grads, 1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "olmo_hybrid"])
+def test_adapters_learn_as_stock(family):
+    found = []
+    for ours in (False, True):
+        model = model_of(family, ours)
+        named = "in_proj_qkvz,out_proj" if family == "qwen3_next" else "q_proj,o_proj"
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=named.split(","), init_lora_weights=False))
+        found.append(step(model)[1])
+    assert_same_learning(found[1], found[0], 1e-5)
+
+
+def test_compiles():
+    """As one graph, and in two if positions have to be looked at."""
+    model = model_of("lfm2").eval()
+    want = alone(model)[0]
+    with torch.no_grad():
+        model.model.compile(backend="eager", fullgraph=True)
+        one = model.model(IDS[:, :5], use_cache=False).last_hidden_state
+        model.model.compile(backend="eager")
+        found = model(IDS, position_ids=PLACES).logits
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.lm_head(one), want[:, :5], rtol=1e-5, atol=1e-5)
+
+
+def test_off_and_restored():
+    model = model_of("qwen3_next", recurrent=False)
+    off = step(model)[1]
+    assert "gated_delta_rule" not in str(patches_report(model, dict(recurrent=False))).partition("stock")[0]
+    restore(model)
+    _apply_liger_kernel_to_instance(model)
+    restore(model)
+    assert_same_learning(step(model)[1], off)
+    assert "gated_delta_rule" not in str(patches_report(model)).partition("stock")[0]

@@ -38,6 +38,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from liger_kernel.transformers.documents import GIVES
 from liger_kernel.transformers.lazy_mask import LazyMask, known, lazy
 from liger_kernel.transformers.recognise.attentions import MAKERS
 from liger_kernel.utils import varlen_lacks
@@ -152,7 +153,10 @@ def use(model: nn.Module) -> str | None:
         sys.modules[type(m).__module__] for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text
     }
     sources = [inspect.getsource(module) for module in modules]
-    if not sources or not all(_by_interface(source) and '"cu_seq_lens' not in source for source in sources):
+    # without our functions, recurrent layers refuse bounds
+    apart = any(hasattr(type(m).forward, GIVES) for m in model.modules())
+    interface = lambda source: _by_interface(source) and (apart or '"cu_seq_lens' not in source)
+    if not sources or not all(map(interface, sources)):
         return f"{text.model_type} has attention of its own"
     if not all(m._supports_sdpa for m in model.modules() if isinstance(m, PreTrainedModel)):
         return f"sdpa does not serve {text.model_type}"

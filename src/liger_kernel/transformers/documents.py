@@ -32,6 +32,8 @@ from liger_kernel.transformers.recognise.tiny import model_of, tiny_config, tiny
 FIRST, SECOND = 5, 7  # tokens of the two documents
 # Part of the largest value that differs by rounding: experts add in another order for other tokens
 NEAR = 2e-5
+# attribute of the forward of a patched model whose layers get the bounds of documents
+GIVES = "_liger_gives_bounds"
 _ATTENDS = re.compile(r"softmax|scaled_dot_product|logsumexp|ALL_ATTENTION_FUNCTIONS")
 
 

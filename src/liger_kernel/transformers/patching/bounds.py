@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel.ops._core.operator import host_can_read, is_recorded, only_pytorch
+from liger_kernel.transformers.documents import GIVES
 from liger_kernel.transformers.patching.patches import methods_of, warn_once
 
 BOUNDS = "cu_seq_lens_q"
 _CACHES = ("past_key_values", "cache", "cache_params")
-GIVES = "_liger_gives_bounds"  # attribute of such a forward
 
 
 def gives_bounds(model: nn.Module) -> bool:

@@ -155,6 +155,8 @@ _CALLED = {
     "moe": "experts",
     "rope": "rope",
     "attention": "attention",
+    "gated_delta_rule": "delta rule",
+    "causal_conv1d": "convolution",
     **dict.fromkeys(HEADS, "head and loss"),
 }
 

@@ -38,7 +38,7 @@ from liger_kernel.parallel.sharded_head import observed_inside
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.recipe import IGNORE
 from liger_kernel.transformers.lazy_mask import visible_keys
-from liger_kernel.transformers.patching.bounds import BOUNDS, GIVES, bounded, gives_bounds
+from liger_kernel.transformers.patching.bounds import BOUNDS, bounded, gives_bounds
 from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import core, original, warn_once
 from liger_kernel.transformers.recognise.families import undisturbed
@@ -183,7 +183,7 @@ def _packed(forward: Callable, model: Any, given: Mapping[str, Any], packing: Pa
     _know_packed_masks(model.config._attn_implementation)
     # as checkpointing does: nobody continues a text from a training step
     more: dict[str, Any] = {"use_cache": False} if _config(model, "use_cache") else {}
-    if hasattr(forward, GIVES):
+    if hasattr(forward, documents.GIVES):
         more[BOUNDS] = packing.bounds
     out = forward(model, **packing.arguments(given) | more)
     if not packing.used:

@@ -3,6 +3,7 @@ arithmetic a step of theirs needs."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, rms_norm_eps=1e-5, num_key_value_heads=8)
@@ -11,6 +12,8 @@ LLAMA3_8B = LLAMA3 | dict(head_dim=128, max_position_embeddings=8192)
 QWEN = dict(rope_theta=1000000.0, max_position_embeddings=32768)
 QWEN3 = QWEN | dict(model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
 QWEN3["max_position_embeddings"] = 40960
+# the heads of gated delta rules
+DELTA = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
 GEMMA = dict(
     model_type="gemma", head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192
 )
@@ -43,6 +46,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _sized(2880, 2880, 24, 64, model_type="gpt_oss", num_key_value_heads=8, head_dim=64)
     | dict(vocab_size=201088, max_position_embeddings=131072)
     | dict(num_local_experts=32, num_experts_per_tok=4, sliding_window=128),
+    "qwen3-next-80b": _sized(2048, 5120, 48, 16, model_type="qwen3_next", num_key_value_heads=2, head_dim=256)
+    | dict(moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512, num_experts_per_tok=10)
+    | DELTA,
+    "qwen3.5-9b": _sized(4096, 12288, 32, 16, model_type="qwen3_5_text", num_key_value_heads=4, head_dim=256)
+    | dict(vocab_size=248320)
+    | DELTA,
+    "lfm2-1.2b": _sized(2048, 12288, 16, 32, model_type="lfm2", num_key_value_heads=8)
+    | dict(vocab_size=65536, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
     "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
     "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
     "gemma-3-1b": _sized(1152, 6912, 26, 4, model_type="gemma3_text", num_key_value_heads=1, head_dim=256)
@@ -69,6 +80,7 @@ def step_flops(values: dict[str, Any], batch: int, seq: int, causal: bool = True
     experts of a token), H V those of the output head (looking up an embedding is free), A heads x
     head size, and C the mean number of tokens attended
     to: T / 2 under a causal mask, W - W^2 / 2T under a sliding window W < T, T without ``causal``.
+    A gated delta rule needs 18 K V for each head, with K x V the size of its state.
     Each multiply-add is 2 in the forward and 4 in the backward.
     """
     import torch
@@ -101,5 +113,8 @@ def token_flops(model: Any, seq: int, causal: bool = True) -> float:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(getattr(config, "sliding_window", None) or seq, seq)
     context = {"sliding_attention": window - window**2 / (2 * seq), "full_attention": seq / 2}
-    attended = sum(context[kind] if causal else seq for kind in kinds)
-    return 6 * (matrices + head.weight.numel()) + 12 * width * attended
+    context |= dict.fromkeys(("linear_attention", "conv"), 0)
+    attended = sum(context[kind] if causal else seq * (context[kind] > 0) for kind in kinds)
+    state = [getattr(config, f"linear_{n}", 0) for n in ("num_value_heads", "key_head_dim", "value_head_dim")]
+    recurrent = 18 * math.prod(state) * list(kinds).count("linear_attention")
+    return 6 * (matrices + head.weight.numel()) + 12 * width * attended + recurrent

@@ -350,7 +350,8 @@ def patch(model: Any, flags: dict[str, Any]) -> None:
 def flops_per_token(model: Any, length: int) -> float | None:
     """FLOPs of training per token, without recomputation; None if linear layers are not
     everything that counts (mixtures of experts, LoRA)."""
-    if any(p.ndim > 2 or not p.requires_grad for p in model.parameters()):
+    # short convolutions, with one channel each, count little
+    if any((p.ndim > 2 and p.shape[1] > 1) or not p.requires_grad for p in model.parameters()):
         return None
     from liger_kernel.model_sizes import token_flops
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from liger_kernel.ops._core.operator import host_can_read, is_recorded, only_pytorch
 from liger_kernel.transformers.documents import GIVES
-from liger_kernel.transformers.patching.patches import methods_of, warn_once
+from liger_kernel.transformers.patching.patches import methods_of
 
 BOUNDS = "cu_seq_lens_q"
 _CACHES = ("past_key_values", "cache", "cache_params")
@@ -95,12 +95,9 @@ def _begins(given: Mapping[str, Any]) -> Tensor | None:
 
 @torch.compiler.disable
 def _of_begins(begins: Tensor) -> Tensor | None:
+    if is_recorded(begins):
+        raise ValueError(f"{BOUNDS} must be given while a CUDA graph is recorded, if there are position_ids or seq_idx")
     if begins.shape[1] < 2 or not host_can_read(begins):
-        if is_recorded(begins):
-            warn_once(
-                "a CUDA graph of a model with recurrent layers: positions cannot be looked at, so each row is one "
-                f"document; give {BOUNDS} if it is not"
-            )
         return None
     at = begins.flatten().nonzero().flatten()
     if len(at) == len(begins):

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.recurrent.causal_conv1d import WIDTHS, causal_conv1d
 from liger_kernel.ops.recurrent.gated_delta_rule import MAX_D, gated_delta_rule
@@ -104,7 +105,9 @@ class GatedDeltaRule(Variant):
             rows = [one_row(t, bounds) for t in given]
             if _fits(*given) and (_has_kernel(query, value) or query.shape[1] <= SHORT):
                 state = None if initial_state is None else initial_state.float()
-                more = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=True)
+                # in a checkpointed layer the level is "off": what is saved lives for its backward alone
+                recompute = torch.compiler.is_compiling() or memory.level() != "off"
+                more = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=recompute)
                 more |= dict(initial_state=state, output_final_state=output_final_state, cu_seqlens=bounds)
                 out, final = gated_delta_rule(*rows, **more)
                 return out.view(value.shape), final

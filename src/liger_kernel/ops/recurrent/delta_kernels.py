@@ -77,7 +77,7 @@ def _tile(
     """A tile of a tensor (rows, groups, WIDTH), zero beyond ``WIDTH`` and from row ``end`` on. By
     TMA, such a row may be another document's: whoever reads it multiplies it by zero."""
     if TMA:
-        found = x.load([row, group, col]).reshape(ROWS, COLS)
+        found = x.load([row, group * WIDTH + col])
     else:
         r = row + tl.arange(0, ROWS)
         c = col + tl.arange(0, COLS)
@@ -89,25 +89,23 @@ def _tile(
 
 
 @jit
-def _whole(
-    x, row, group, end, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+def _state(
+    x, at, col, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """All columns of a tile, zero from row ``end`` on in any case."""
-    found = _tile(x, row, group, 0, end, stride, WIDTH, ROWS, COLS, TMA)
-    if TMA:
-        found = tl.where((row + tl.arange(0, ROWS) < end)[:, None], found, 0.0)
-    return found
+    """Some values of the state before a chunk, or of a gradient."""
+    return _tile(x, at * DK, 0, col, at * DK + DK, DV, DV, ROWS, COLS, TMA)
 
 
 @jit
-def _put(x, row, values, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Store a tile of whole rows of a tensor (rows, 1, WIDTH)."""
+def _put_state(
+    x, at, col, state, DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
     if TMA:
-        x.store([row, 0, 0], values.reshape(ROWS, 1, COLS))
+        x.store([at * DK, col], state)
     else:
-        c = tl.arange(0, COLS)
-        at = x + (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * WIDTH + c[None, :]
-        tl.store(at, values, mask=(c < WIDTH)[None, :])
+        r = tl.arange(0, ROWS)
+        places = x + (at * DK + r).to(tl.int64)[:, None] * DV + (col + tl.arange(0, COLS))[None, :]
+        tl.store(places, state, mask=(r < DK)[:, None])
 
 
 @jit
@@ -247,7 +245,7 @@ def _walk(documents_ptr, HV, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.con
     document, hv, v0 = pid // (HV * slices), pid // slices % HV, pid % slices * BLOCK_V
     at = documents_ptr + 2 * document
     state = (document.to(tl.int64) * HV + hv) * (DK * DV)
-    state = state + tl.arange(0, BLOCK_K)[None, :] * DV + (v0 + tl.arange(0, BLOCK_V))[:, None]
+    state = state + tl.arange(0, BLOCK_K)[:, None] * DV + (v0 + tl.arange(0, BLOCK_V))[None, :]
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), hv, v0, state
 
 
@@ -262,8 +260,8 @@ def _states(
     begin, first, end, stop, hv, v0, state = _walk(documents_ptr, HV, DK, DV, BLOCK_K, BLOCK_V)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
-    known = (tl.arange(0, BLOCK_K) < DK)[None, :]
-    S = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    known = (tl.arange(0, BLOCK_K) < DK)[:, None]
+    S = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if h0_ptr is not None:
         S += tl.load(h0_ptr + state, mask=known, other=0.0).to(tl.float32)
     for n in tl.range(first, stop, num_stages=STAGES):
@@ -277,13 +275,13 @@ def _states(
         beta = tl.load(vec + BETA * C + i)
         last = tl.load(vec + GATE * C + C - 1)
         S16 = S.to(DT)
-        _put(S_ptr, (n * HV + hv) * DV + v0, S16, DK, BLOCK_V, BLOCK_K, TMA)
-        y = tl.trans(v).to(tl.float32) - tl.dot(S16, tl.trans(k), input_precision=PRECISION) * kin[None, :]
-        high, low = _split(y * -beta[None, :], DT)
-        d = _product(high, low, tl.trans(Q), tl.trans(Q_low), y, SPLIT, PRECISION) * beta[None, :]
-        S = tl.dot((d * kout[None, :]).to(DT), k, S * tl.exp2(last), input_precision=PRECISION)
+        _put_state(S_ptr, n * HV + hv, v0, S16, DK, DV, BLOCK_K, BLOCK_V, TMA)
+        y = v.to(tl.float32) - tl.dot(k, S16, input_precision=PRECISION) * kin[:, None]
+        high, low = _split(y * -beta[:, None], DT)
+        d = _product(Q, Q_low, high, low, y, SPLIT, PRECISION) * beta[:, None]
+        S = tl.dot(tl.trans(k), (d * kout[:, None]).to(DT), S * tl.exp2(last), input_precision=PRECISION)
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
-        high, low = _split(tl.trans(d), DT)
+        high, low = _split(d, DT)
         tl.store(d_ptr + out, high, mask=(row + i < end)[:, None])
         if SPLIT:
             tl.store(d_low_ptr + out, low, mask=(row + i < end)[:, None])
@@ -309,14 +307,14 @@ def _outputs(
         end = row + length
         at = n.to(tl.int64) * HV + hv
         q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, False)
-        S = _tile(S_ptr, (n * HV + hv) * DV + v0, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, False)
+        S = _state(S_ptr, n * HV + hv, v0, DK, DV, BLOCK_K, BLOCK_V, False)
         P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, False)
         d = _tile(d_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
         d_low = d
         if SPLIT:
             d_low = _tile(d_low_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
         qin = tl.load(vec_ptr + at * (VECTORS * C) + QIN * C + i)
-        o = tl.dot(q, tl.trans(S), input_precision=PRECISION) * qin[:, None]
+        o = tl.dot(q, S, input_precision=PRECISION) * qin[:, None]
         o = _product(P, P_low, d, d_low, o, SPLIT, PRECISION)
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + (hv * DV + v0 + tl.arange(0, BLOCK_V))[None, :]
         tl.store(o_ptr + out, o.to(o_ptr.dtype.element_ty), mask=(i < length)[:, None])
@@ -336,8 +334,8 @@ def _dstates(
     begin, first, end, stop, hv, v0, state = _walk(documents_ptr, HV, DK, DV, BLOCK_K, BLOCK_V)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
-    known = (tl.arange(0, BLOCK_K) < DK)[None, :]
-    dS = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    known = (tl.arange(0, BLOCK_K) < DK)[:, None]
+    dS = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if dht_ptr is not None:
         dS += tl.load(dht_ptr + state, mask=known, other=0.0).to(tl.float32)
     for m in tl.range(0, stop - first, num_stages=STAGES):
@@ -355,21 +353,22 @@ def _dstates(
         beta = tl.load(vec + BETA * C + i)
         last = tl.load(vec + GATE * C + C - 1)
         dS16 = dS.to(DT)
-        _put(dS_ptr, (n * HV + hv) * DV + v0, dS16, DK, BLOCK_V, BLOCK_K, TMA)
-        dd = tl.dot(dS16, tl.trans(k), input_precision=PRECISION) * kout[None, :]
-        dd = tl.dot(tl.trans(do), P, dd, input_precision=PRECISION)
+        _put_state(dS_ptr, n * HV + hv, v0, dS16, DK, DV, BLOCK_K, BLOCK_V, TMA)
+        dd = tl.dot(k, dS16, input_precision=PRECISION) * kout[:, None]
+        dd = tl.dot(tl.trans(P), do, dd, input_precision=PRECISION)
         if SPLIT:
-            dd = tl.dot(tl.trans(do), P_low, dd, input_precision=PRECISION)
-        high, low = _split(dd * -beta[None, :], DT)
-        x = _product(high, low, Q, Q_low, dd, SPLIT, PRECISION)
-        part = tl.sum(x * tl.trans(d).to(tl.float32), 0) / beta
+            dd = tl.dot(tl.trans(P_low), do, dd, input_precision=PRECISION)
+        high, low = _split(dd * -beta[:, None], DT)
+        x = _product(tl.trans(Q), tl.trans(Q_low), high, low, dd, SPLIT, PRECISION)
+        part = tl.sum(x * d.to(tl.float32), 1) / beta
         tl.store(dbeta_ptr + (at * slices + v0 // BLOCK_V) * C + i, part)
-        z = x * beta[None, :]
+        z = x * beta[:, None]
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
-        tl.store(dv_ptr + out, tl.trans(z.to(DT)), mask=(row + i < end)[:, None])
+        tl.store(dv_ptr + out, z.to(DT), mask=(row + i < end)[:, None])
         dS *= tl.exp2(last)
-        dS = tl.dot((tl.trans(do).to(tl.float32) * qin[None, :]).to(DT), q, dS, input_precision=PRECISION)
-        dS = tl.dot((z * -kin[None, :]).to(DT), k, dS, input_precision=PRECISION)
+        through_o = (do.to(tl.float32) * qin[:, None]).to(DT)
+        dS = tl.dot(tl.trans(q), through_o, dS, input_precision=PRECISION)
+        dS = tl.dot(tl.trans(k), (z * -kin[:, None]).to(DT), dS, input_precision=PRECISION)
     if dh0_ptr is not None:
         tl.store(dh0_ptr + state, dS.to(dh0_ptr.dtype.element_ty), mask=known)
 
@@ -385,13 +384,12 @@ def _of_normalised(dx, x, r, NORM: tl.constexpr):
 
 @jit
 def _queries(
-    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, d_low_ptr, S_ptr, norm_ptr, chunks_ptr, dq_ptr, rows_ptr, N_ptr,
-    sq, sk, sdo, HK, scale,
+    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, S_ptr, norm_ptr, chunks_ptr, dq_ptr, sums_ptr, N_ptr, sq, sk, sdo, HK, M, scale,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dq, the part of dg that comes through q, and for ``_keys``
-    the operand N with the norms of q."""
+    the operand N with the norms of q. ``M`` rows of d are before their low parts."""
     n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -400,56 +398,57 @@ def _queries(
         i = tl.arange(0, C)
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
+        live = i < length
         norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
         rq, rk = tl.load(norms), tl.load(norms + C)
         scale = tl.cast(scale, tl.float32)
-        q = _whole(q_ptr, row, hk, end, sq, DK, C, BLOCK_K, TMA)
-        k = _whole(k_ptr, row, hk, end, sk, DK, C, BLOCK_K, TMA)
+        q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False)
+        k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
         dq = tl.zeros((C, BLOCK_K), tl.float32)
         for h in range(GROUP):
             hv = hk * GROUP + h
             at = n.to(tl.int64) * HV + hv
             G = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + i)
-            N = tl.zeros((C, C), tl.float32)
+            # a product whose sum goes into another product would be spread over other warps: no
+            # loop has two
             from_S = tl.zeros((C, BLOCK_K), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 do = _tile(do_ptr, row, hv, start, end, sdo, DV, C, BLOCK_V, TMA)
-                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
-                S = _tile(S_ptr, (n * HV + hv) * DV + start, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, TMA)
-                N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
-                if SPLIT:
-                    low = _tile(d_low_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
-                    N = tl.dot(do, tl.trans(low), N, input_precision=PRECISION)
-                from_S = tl.dot(do, S, from_S, input_precision=PRECISION)
+                S = _state(S_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
+                from_S = tl.dot(do, tl.trans(S), from_S, input_precision=PRECISION)
             from_S *= (tl.exp2(G) * scale)[:, None]
             dq += from_S
             inner = tl.sum(from_S * q.to(tl.float32), 1) * rq
-            N *= _decays(G, C)
+            N = tl.zeros((C, C), tl.float32)
+            for start in tl.range(0, (1 + SPLIT) * DV, BLOCK_V, num_stages=STAGES):
+                shift = start // DV * M
+                do = _tile(do_ptr, row, hv, start % DV, end, sdo, DV, C, BLOCK_V, TMA)
+                d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
+                N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
+            N = tl.where(live[:, None], N * _decays(G, C), 0.0)
             tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
             W = tl.where(i[:, None] > i[None, :], N * qk, 0.0)
-            tl.store(rows_ptr + at * C + i, inner + tl.sum(W, 1) - tl.sum(W, 0))
-            # a product whose sum goes into another product would be spread over other warps
+            sums = tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0)
+            tl.store(sums_ptr + at * (4 * C) + i, sums)
             high, low = _split(N * rk[None, :], DT)
-            through_k = tl.dot(high, k, input_precision=PRECISION)
+            dq += tl.dot(high, k, input_precision=PRECISION) * scale
             if SPLIT:
-                through_k = tl.dot(low, k, through_k, input_precision=PRECISION)
-            dq += through_k * scale
+                dq += tl.dot(low, k, input_precision=PRECISION) * scale
         dq = _of_normalised(dq, q, rq, NORM)
         col = tl.arange(0, BLOCK_K)
         out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
-        tl.store(dq_ptr + out, dq.to(DT), mask=(i < length)[:, None] & (col < DK)[None, :])
+        tl.store(dq_ptr + out, dq.to(DT), mask=live[:, None] & (col < DK)[None, :])
 
 
 @jit
 def _keys(
-    vec_ptr, q_ptr, k_ptr, z_ptr, d_ptr, d_low_ptr, S_ptr, dS_ptr, norm_ptr, rows_ptr, N_ptr, part_ptr, chunks_ptr,
-    dk_ptr, dg_ptr, dbeta_ptr, sq, sk, HK, scale,
-    GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, C: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    vec_ptr, q_ptr, k_ptr, z_ptr, d_ptr, S_ptr, dS_ptr, norm_ptr, sums_ptr, N_ptr, chunks_ptr, dk_ptr,
+    sq, sk, HK, M, scale,
+    GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and one head of keys: dk, and of each head of values dg and dbeta."""
+    """One chunk and one head of keys: dk, and for ``_gates`` the parts of dg that come through k."""
     n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -459,60 +458,80 @@ def _keys(
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
         live = i < length
-        t = row.to(tl.int64) + i
-        below = i[:, None] > i[None, :]
+        below = (i[:, None] > i[None, :]) & live[:, None]
         norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
         rk = tl.load(norms + C)
         dk = tl.zeros((C, BLOCK_K), tl.float32)
         for h in range(GROUP):
             hv = hk * GROUP + h
             at = n.to(tl.int64) * HV + hv
+            sums = sums_ptr + at * (4 * C) + i
             G = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + i)
             last = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + C - 1)
-            k = _whole(k_ptr, row, hk, end, sk, DK, C, BLOCK_K, TMA)
-            M = tl.zeros((C, C), tl.float32)
-            inner = tl.zeros((C,), tl.float32)
-            outer = tl.zeros((C,), tl.float32)
+            # one product after the other: registers have room for one sum beside dk
+            part = tl.zeros((C, BLOCK_K), tl.float32)
+            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
+                part = tl.dot(d, tl.trans(dS), part, input_precision=PRECISION)
+            part *= tl.exp2(last - G)[:, None]
+            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
+            tl.store(sums + 2 * C, tl.sum(part * k.to(tl.float32), 1) * rk)
+            dk += part
+            part = tl.zeros((C, BLOCK_K), tl.float32)
             carried = tl.zeros((BLOCK_K,), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 z = _tile(z_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
-                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
-                S = _tile(S_ptr, (n * HV + hv) * DV + start, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, TMA)
-                dS = _tile(dS_ptr, (n * HV + hv) * DV + start, 0, 0, ALL, DK, DK, BLOCK_V, BLOCK_K, TMA)
-                M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
-                if SPLIT:
-                    low = _tile(d_low_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
-                    M = tl.dot(z, tl.trans(low), M, input_precision=PRECISION)
-                # each product is added to dk at once: their own sums would not fit into registers
-                part = tl.dot(z, S, input_precision=PRECISION) * -tl.exp2(G)[:, None]
-                inner += tl.sum(part * k.to(tl.float32), 1)
-                dk += part
-                part = tl.dot(d, dS, input_precision=PRECISION)
-                if SPLIT:
-                    part = tl.dot(low, dS, part, input_precision=PRECISION)
-                part *= tl.exp2(last - G)[:, None]
-                outer += tl.sum(part * k.to(tl.float32), 1)
-                dk += part
-                carried += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-            M = tl.where(below, -M * _decays(G, C), 0.0)
-            W = M * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
-            rows = tl.load(rows_ptr + at * C + i) + inner * rk + tl.sum(W, 1) - tl.sum(W, 0)
-            outer *= rk
-            dg = tl.cumsum(rows, 0, reverse=True) + (tl.cumsum(outer, 0) - outer) + tl.sum(carried, 0) * tl.exp2(last)
-            tl.store(dg_ptr + t * HV + hv, dg.to(dg_ptr.dtype.element_ty), mask=live)
-            dbeta = tl.zeros((C,), tl.float32)
-            for slice in tl.static_range(SLICES):
-                dbeta += tl.load(part_ptr + (at * SLICES + slice) * C + i)
-            tl.store(dbeta_ptr + t * HV + hv, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
+                S = _state(S_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
+                dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
+                part = tl.dot(z, tl.trans(S), part, input_precision=PRECISION)
+                carried += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+            part *= -tl.exp2(G)[:, None]
+            inner = tl.sum(part * k.to(tl.float32), 1) * rk
+            dk += part
+            tl.store(sums_ptr + at * (4 * C) + 3 * C, tl.sum(carried, 0) * tl.exp2(last))
+            X = tl.zeros((C, C), tl.float32)
+            for start in tl.range(0, (1 + SPLIT) * DV, BLOCK_V, num_stages=STAGES):
+                shift = start // DV * M
+                z = _tile(z_ptr, row, hv, start % DV, end, HV * DV, DV, C, BLOCK_V, TMA)
+                d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
+                X = tl.dot(z, tl.trans(d), X, input_precision=PRECISION)
+            X = tl.where(below, -X * _decays(G, C), 0.0)
+            W = X * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
+            tl.store(sums + C, tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0))
             # one of the two is zero
-            both = (M * rk[None, :]).to(DT) + tl.trans((M * rk[:, None]).to(DT))
+            both = (X * rk[None, :]).to(DT) + tl.trans((X * rk[:, None]).to(DT))
             dk += tl.dot(both, k, input_precision=PRECISION)
-            q = _whole(q_ptr, row, hk, end, sq, DK, C, BLOCK_K, TMA)
-            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, TMA)
-            # the factor keeps this product apart: one whose sum goes into another product would be
-            # spread over other warps
+            q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False)
+            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, False)
             dk += tl.dot(tl.trans(N), q, input_precision=PRECISION) * tl.cast(scale, tl.float32)
-        dk = _of_normalised(dk, _whole(k_ptr, row, hk, end, sk, DK, C, BLOCK_K, TMA), rk, NORM)
+        dk = _of_normalised(dk, _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False), rk, NORM)
         col = tl.arange(0, BLOCK_K)
-        out = t[:, None] * (HK * DK) + (hk * DK + col)[None, :]
+        out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
         tl.store(dk_ptr + out, dk.to(DT), mask=live[:, None] & (col < DK)[None, :])
+
+
+@jit
+def _gates(
+    sums_ptr, part_ptr, chunks_ptr, dg_ptr, dbeta_ptr, HV, SLICES: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One chunk and some heads of values: dg and dbeta."""
+    n = tl.program_id(0)
+    length = tl.load(chunks_ptr + 2 * n + 1)
+    if length > 0:
+        i = tl.arange(0, C)[None, :]
+        hv = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+        at = n.to(tl.int64) * HV + hv
+        known = hv < HV
+        sums = sums_ptr + at * (4 * C) + i
+        rows = tl.load(sums, mask=known, other=0.0) + tl.load(sums + C, mask=known, other=0.0)
+        outer = tl.load(sums + 2 * C, mask=known, other=0.0)
+        dg = tl.cumsum(rows, 1, reverse=True) + (tl.cumsum(outer, 1) - outer)
+        dg += tl.load(sums_ptr + at * (4 * C) + 3 * C, mask=known, other=0.0)
+        dbeta = tl.zeros((BLOCK, C), tl.float32)
+        for slice in tl.static_range(SLICES):
+            dbeta += tl.load(part_ptr + (at * SLICES + slice) * C + i, mask=known, other=0.0)
+        out = (tl.load(chunks_ptr + 2 * n) + i).to(tl.int64) * HV + hv
+        mask = known & (i < length)
+        tl.store(dg_ptr + out, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+        tl.store(dbeta_ptr + out, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mask)

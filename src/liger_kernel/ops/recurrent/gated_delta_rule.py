@@ -48,7 +48,16 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
 from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, places
-from liger_kernel.ops.recurrent.delta_kernels import _chunks, _dstates, _keys, _outputs, _prepare, _queries, _states
+from liger_kernel.ops.recurrent.delta_kernels import (
+    _chunks,
+    _dstates,
+    _gates,
+    _keys,
+    _outputs,
+    _prepare,
+    _queries,
+    _states,
+)
 
 # heads that kernels have registers for; the reference computes others
 MAX_D = 256
@@ -131,8 +140,10 @@ def _tile(kernel: str, q: Tensor, DV: int) -> dict[str, Any]:
 
 
 def _by_tma(*tensors: Tensor) -> bool:
-    """Whether blocks of these can be loaded by TMA: 16 bits, aligned to 16 bytes."""
-    if launch_config.arch() not in ("sm90", "sm100", "sm103") or _precise(tensors[0]):
+    """Whether blocks of these, the first of which is q, can be loaded by TMA: 16 bits, aligned to
+    16 bytes, and keys that are as wide as a block."""
+    DK = tensors[0].shape[2]
+    if launch_config.arch() not in ("sm90", "sm100", "sm103") or _precise(tensors[0]) or next_power_of_2(DK) != DK:
         return False
     # meta tensors have no address
     at = [2 * t.storage_offset() if intercepted() else t.data_ptr() for t in tensors]
@@ -141,7 +152,7 @@ def _by_tma(*tensors: Tensor) -> bool:
 
 def _blocks(tma: bool, rows: int, columns: int, *tensors: Tensor) -> tuple[Any, ...]:
     """Tensors (rows, groups, columns) for kernels that load blocks of rows and columns."""
-    return tuple(descriptor(t, (rows, 1, columns)) if tma else t for t in tensors)
+    return tuple(descriptor(t.flatten(1), (rows, columns)) if tma else t for t in tensors)
 
 
 def _matrix(t: Tensor) -> Tensor:
@@ -170,7 +181,7 @@ def gated_delta_rule_fwd(
     split = not _precise(q)
     Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
     factors, norms = new(chunks, HV, 5, C, **fp32), new(chunks, HK, 2, C, **fp32)
-    S, d, o = new(chunks, HV, DV, DK), new(1 + split, M, HV, DV), new(M, HV, DV)
+    S, d, o = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV), new(M, HV, DV)
     parts = d[0], d[1] if split else None
     ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)
     group = dict(GROUP=HV // HK, C=C, DK=DK)
@@ -182,7 +193,7 @@ def gated_delta_rule_fwd(
     how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV))
     values, width = how["BLOCK_V"], how["BLOCK_K"]
     (kb,), (vb,) = _blocks(how["TMA"], C, width, k), _blocks(how["TMA"], C, values, v)
-    (Qb,), (Sb,) = _blocks(how["TMA"], C, C, _matrix(Q)), _blocks(how["TMA"], values, width, _matrix(S))
+    (Qb,), (Sb,) = _blocks(how["TMA"], C, C, _matrix(Q)), _blocks(how["TMA"], width, values, _matrix(S))
     grid, ends = (documents * HV * (DV // values),), ht if final else None
     launch(_states, grid, factors, kb, vb, Qb, begins, state, Sb, *parts, ends, sk, sv, HV, **group, **how)
     how = dict(SPLIT=split, DV=DV, **_tile("outputs", q, DV))
@@ -200,47 +211,44 @@ def gated_delta_rule_bwd(
     do, dfinal, q, k, v, g, beta, state, saved, scale, norm, needed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
-    begins, places_of, Q, P, factors, norms, S, parts_of_d = saved
-    d, *d_low = parts_of_d.unbind()
-    (_, HK, DK), (HV, DV), (chunks, *_, C) = q.shape, v.shape[1:], Q.shape
+    begins, places_of, Q, P, factors, norms, S, d = saved
+    (M, HK, DK), (HV, DV), (chunks, *_, C) = q.shape, v.shape[1:], Q.shape
     # without a gradient, only the final state has one
     do = v.new_zeros(v.shape) if do is None else _heads(do)
     dfinal = None if dfinal is None else dfinal.contiguous()
     dense = lambda t: q.new_empty(t.shape, dtype=t.dtype)
     dq, dk, dv, dg, dbeta = (dense(t) for t in (q, k, v, g, beta))
     dstate = dense(state) if needed[5] else q.new_empty(0)
-    split, group = bool(d_low), dict(GROUP=HV // HK, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
+    group = dict(GROUP=HV // HK, SPLIT=len(d) > 1, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
     strides = q.stride(0), k.stride(0), do.stride(0)
-    rows, N = q.new_empty(chunks, HV, C, dtype=torch.float32), q.new_empty(chunks, HV, C, C)
+    sums, N = q.new_empty(chunks, HV, 4, C, dtype=torch.float32), q.new_empty(chunks, HV, C, C)
 
     def blocks(c: dict[str, Any], of_tokens: list[Tensor], of_states: list[Tensor]) -> tuple[Any, ...]:
         tokens = _blocks(group["TMA"], C, c["BLOCK_V"], *of_tokens)
-        return *tokens, *_blocks(group["TMA"], c["BLOCK_V"], c["BLOCK_K"], *map(_matrix, of_states))
+        return *tokens, *_blocks(group["TMA"], c["BLOCK_K"], c["BLOCK_V"], *map(_matrix, of_states))
 
     args: tuple[Any, ...]
-    qk = _blocks(group["TMA"], C, max(16, next_power_of_2(DK)), q, k)
+    all_of_d = d.flatten(0, 1)
     through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
     if needed[0] or through_keys:
         c = _tile("queries", q, DV)
-        dob, db, *low, Sb = blocks(c, [do, d, *d_low], [S])
-        args = *qk, dob, db, *(low or [None]), Sb, norms, places_of, dq, rows, N, *strides, HK, scale
-        launch(_queries, (chunks * HK,), factors, *args, NORM=norm, SPLIT=split, **group, **c)
+        args = q, k, *blocks(c, [do, all_of_d], [S]), norms, places_of, dq, sums, N, *strides, HK, M, scale
+        launch(_queries, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
     dS = torch.empty_like(S) if through_states else S
     c = _tile("dstates", q, DV)
     slices = DV // c["BLOCK_V"]
     parts = q.new_empty(chunks, HV, slices, C, dtype=torch.float32)
     if through_states:
-        dob, db, dSb = blocks(c, [do, d], [dS])
-        QP = _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))
+        dob, db, dSb = blocks(c, [do, d[0]], [dS])
+        qk, QP = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))
         args = *qk, dob, db, *QP, begins, dfinal, dv, parts, dSb, dstate if needed[5] else None, *strides, HV
-        launch(_dstates, ((begins.shape[0] - 1) * HV * slices,), factors, *args, SPLIT=split, **group, **c)
+        launch(_dstates, ((begins.shape[0] - 1) * HV * slices,), factors, *args, **group, **c)
     if through_keys:
         c = _tile("keys", q, DV)
-        zb, db, *low, Sb, dSb = blocks(c, [dv, d, *d_low], [S, dS])
-        (Nb,) = _blocks(group["TMA"], C, C, _matrix(N))
-        args = *qk, zb, db, *(low or [None]), Sb, dSb, norms, rows, Nb, parts, places_of
-        args = *args, dk, dg, dbeta, *strides[:2], HK, scale
-        launch(_keys, (chunks * HK,), factors, *args, NORM=norm, SPLIT=split, SLICES=slices, **group, **c)
+        args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places_of, dk, *strides[:2], HK, M, scale
+        launch(_keys, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
+        grid = chunks, cdiv(HV, 8)
+        launch(_gates, grid, sums, parts, places_of, dg, dbeta, HV, SLICES=slices, C=C, BLOCK=8, num_warps=4)
     found = (t if need else q.new_empty(0, dtype=t.dtype) for t, need in zip((dq, dk, dv, dg, dbeta), needed))
     return *found, dstate
 

@@ -322,13 +322,13 @@ def _outputs(
 
 @jit
 def _dstates(
-    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, dht_ptr, dv_ptr, dbeta_ptr, dS_ptr, dh0_ptr,
+    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, dht_ptr, dv_ptr, part_ptr, dS_ptr, dh0_ptr,
     sq, sk, sdo, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same values, from the last chunk to the first: dv, a part of dbeta, and for each chunk
-    the gradient of the state behind it."""
+    """The same values, from the last chunk to the first: dv, parts of dbeta and of what dg takes
+    from what leaves a chunk, and for each chunk the gradient of the state behind it."""
     DT: tl.constexpr = dv_ptr.dtype.element_ty
     slices: tl.constexpr = DV // BLOCK_V
     begin, first, end, stop, hv, v0, state = _walk(documents_ptr, HV, DK, DV, BLOCK_K, BLOCK_V)
@@ -355,13 +355,15 @@ def _dstates(
         dS16 = dS.to(DT)
         _put_state(dS_ptr, n * HV + hv, v0, dS16, DK, DV, BLOCK_K, BLOCK_V, TMA)
         dd = tl.dot(k, dS16, input_precision=PRECISION) * kout[:, None]
+        outer = tl.sum(dd * d.to(tl.float32), 1)
         dd = tl.dot(tl.trans(P), do, dd, input_precision=PRECISION)
         if SPLIT:
             dd = tl.dot(tl.trans(P_low), do, dd, input_precision=PRECISION)
         high, low = _split(dd * -beta[:, None], DT)
         x = _product(tl.trans(Q), tl.trans(Q_low), high, low, dd, SPLIT, PRECISION)
-        part = tl.sum(x * d.to(tl.float32), 1) / beta
-        tl.store(dbeta_ptr + (at * slices + v0 // BLOCK_V) * C + i, part)
+        part = part_ptr + (at * slices + v0 // BLOCK_V) * (2 * C) + i
+        tl.store(part, tl.sum(x * d.to(tl.float32), 1) / beta)
+        tl.store(part + C, outer)
         z = x * beta[:, None]
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
         tl.store(dv_ptr + out, z.to(DT), mask=(row + i < end)[:, None])
@@ -430,7 +432,7 @@ def _queries(
             tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
             W = tl.where(i[:, None] > i[None, :], N * qk, 0.0)
             sums = tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0)
-            tl.store(sums_ptr + at * (4 * C) + i, sums)
+            tl.store(sums_ptr + at * (3 * C) + i, sums)
             high, low = _split(N * rk[None, :], DT)
             dq += tl.dot(high, k, input_precision=PRECISION) * scale
             if SPLIT:
@@ -465,7 +467,6 @@ def _keys(
         for h in range(GROUP):
             hv = hk * GROUP + h
             at = n.to(tl.int64) * HV + hv
-            sums = sums_ptr + at * (4 * C) + i
             G = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + i)
             last = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + C - 1)
             # one product after the other: registers have room for one sum beside dk
@@ -474,10 +475,7 @@ def _keys(
                 d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
                 dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 part = tl.dot(d, tl.trans(dS), part, input_precision=PRECISION)
-            part *= tl.exp2(last - G)[:, None]
-            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
-            tl.store(sums + 2 * C, tl.sum(part * k.to(tl.float32), 1) * rk)
-            dk += part
+            dk += part * tl.exp2(last - G)[:, None]
             part = tl.zeros((C, BLOCK_K), tl.float32)
             carried = tl.zeros((BLOCK_K,), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
@@ -486,10 +484,11 @@ def _keys(
                 dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 part = tl.dot(z, tl.trans(S), part, input_precision=PRECISION)
                 carried += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+            tl.store(sums_ptr + at * (3 * C) + 2 * C, tl.sum(carried, 0) * tl.exp2(last))
             part *= -tl.exp2(G)[:, None]
+            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
             inner = tl.sum(part * k.to(tl.float32), 1) * rk
             dk += part
-            tl.store(sums_ptr + at * (4 * C) + 3 * C, tl.sum(carried, 0) * tl.exp2(last))
             X = tl.zeros((C, C), tl.float32)
             for start in tl.range(0, (1 + SPLIT) * DV, BLOCK_V, num_stages=STAGES):
                 shift = start // DV * M
@@ -498,7 +497,7 @@ def _keys(
                 X = tl.dot(z, tl.trans(d), X, input_precision=PRECISION)
             X = tl.where(below, -X * _decays(G, C), 0.0)
             W = X * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
-            tl.store(sums + C, tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0))
+            tl.store(sums_ptr + at * (3 * C) + C + i, tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0))
             # one of the two is zero
             both = (X * rk[None, :]).to(DT) + tl.trans((X * rk[:, None]).to(DT))
             dk += tl.dot(both, k, input_precision=PRECISION)
@@ -523,14 +522,16 @@ def _gates(
         hv = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
         at = n.to(tl.int64) * HV + hv
         known = hv < HV
-        sums = sums_ptr + at * (4 * C) + i
+        sums = sums_ptr + at * (3 * C) + i
         rows = tl.load(sums, mask=known, other=0.0) + tl.load(sums + C, mask=known, other=0.0)
-        outer = tl.load(sums + 2 * C, mask=known, other=0.0)
-        dg = tl.cumsum(rows, 1, reverse=True) + (tl.cumsum(outer, 1) - outer)
-        dg += tl.load(sums_ptr + at * (4 * C) + 3 * C, mask=known, other=0.0)
         dbeta = tl.zeros((BLOCK, C), tl.float32)
+        outer = tl.zeros((BLOCK, C), tl.float32)
         for slice in tl.static_range(SLICES):
-            dbeta += tl.load(part_ptr + (at * SLICES + slice) * C + i, mask=known, other=0.0)
+            part = part_ptr + (at * SLICES + slice) * (2 * C) + i
+            dbeta += tl.load(part, mask=known, other=0.0)
+            outer += tl.load(part + C, mask=known, other=0.0)
+        dg = tl.cumsum(rows, 1, reverse=True) + (tl.cumsum(outer, 1) - outer)
+        dg += tl.load(sums_ptr + at * (3 * C) + 2 * C, mask=known, other=0.0)
         out = (tl.load(chunks_ptr + 2 * n) + i).to(tl.int64) * HV + hv
         mask = known & (i < length)
         tl.store(dg_ptr + out, dg.to(dg_ptr.dtype.element_ty), mask=mask)

@@ -221,7 +221,7 @@ def gated_delta_rule_bwd(
     dstate = dense(state) if needed[5] else q.new_empty(0)
     group = dict(GROUP=HV // HK, SPLIT=len(d) > 1, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
     strides = q.stride(0), k.stride(0), do.stride(0)
-    sums, N = q.new_empty(chunks, HV, 4, C, dtype=torch.float32), q.new_empty(chunks, HV, C, C)
+    sums, N = q.new_empty(chunks, HV, 3, C, dtype=torch.float32), q.new_empty(chunks, HV, C, C)
 
     def blocks(c: dict[str, Any], of_tokens: list[Tensor], of_states: list[Tensor]) -> tuple[Any, ...]:
         tokens = _blocks(group["TMA"], C, c["BLOCK_V"], *of_tokens)
@@ -237,7 +237,7 @@ def gated_delta_rule_bwd(
     dS = torch.empty_like(S) if through_states else S
     c = _tile("dstates", q, DV)
     slices = DV // c["BLOCK_V"]
-    parts = q.new_empty(chunks, HV, slices, C, dtype=torch.float32)
+    parts = q.new_empty(chunks, HV, slices, 2, C, dtype=torch.float32)
     if through_states:
         dob, db, dSb = blocks(c, [do, d[0]], [dS])
         qk, QP = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))

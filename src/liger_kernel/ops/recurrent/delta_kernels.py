@@ -404,9 +404,6 @@ def _queries(
         norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
         rq, rk = tl.load(norms), tl.load(norms + C)
         scale = tl.cast(scale, tl.float32)
-        q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False)
-        k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
         dq = tl.zeros((C, BLOCK_K), tl.float32)
         for h in range(GROUP):
             hv = hk * GROUP + h
@@ -420,6 +417,8 @@ def _queries(
                 S = _state(S_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 from_S = tl.dot(do, tl.trans(S), from_S, input_precision=PRECISION)
             from_S *= (tl.exp2(G) * scale)[:, None]
+            # again for each head: registers have no room to keep them
+            q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, TMA)
             dq += from_S
             inner = tl.sum(from_S * q.to(tl.float32), 1) * rq
             N = tl.zeros((C, C), tl.float32)
@@ -430,6 +429,8 @@ def _queries(
                 N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
             N = tl.where(live[:, None], N * _decays(G, C), 0.0)
             tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
+            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA)
+            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
             W = tl.where(i[:, None] > i[None, :], N * qk, 0.0)
             sums = tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0)
             tl.store(sums_ptr + at * (3 * C) + i, sums)
@@ -437,7 +438,7 @@ def _queries(
             dq += tl.dot(high, k, input_precision=PRECISION) * scale
             if SPLIT:
                 dq += tl.dot(low, k, input_precision=PRECISION) * scale
-        dq = _of_normalised(dq, q, rq, NORM)
+        dq = _of_normalised(dq, _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, TMA), rq, NORM)
         col = tl.arange(0, BLOCK_K)
         out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
         tl.store(dq_ptr + out, dq.to(DT), mask=live[:, None] & (col < DK)[None, :])
@@ -445,7 +446,7 @@ def _queries(
 
 @jit
 def _keys(
-    vec_ptr, q_ptr, k_ptr, z_ptr, d_ptr, S_ptr, dS_ptr, norm_ptr, sums_ptr, N_ptr, chunks_ptr, dk_ptr,
+    vec_ptr, q_ptr, k_ptr, k_blocks, z_ptr, d_ptr, S_ptr, dS_ptr, norm_ptr, sums_ptr, N_ptr, chunks_ptr, dk_ptr,
     sq, sk, HK, M, scale,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
@@ -486,7 +487,7 @@ def _keys(
                 carried += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
             tl.store(sums_ptr + at * (3 * C) + 2 * C, tl.sum(carried, 0) * tl.exp2(last))
             part *= -tl.exp2(G)[:, None]
-            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
+            k = _tile(k_blocks, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA)
             inner = tl.sum(part * k.to(tl.float32), 1) * rk
             dk += part
             X = tl.zeros((C, C), tl.float32)
@@ -495,16 +496,17 @@ def _keys(
                 z = _tile(z_ptr, row, hv, start % DV, end, HV * DV, DV, C, BLOCK_V, TMA)
                 d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
                 X = tl.dot(z, tl.trans(d), X, input_precision=PRECISION)
+            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
             X = tl.where(below, -X * _decays(G, C), 0.0)
             W = X * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
             tl.store(sums_ptr + at * (3 * C) + C + i, tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0))
             # one of the two is zero
             both = (X * rk[None, :]).to(DT) + tl.trans((X * rk[:, None]).to(DT))
             dk += tl.dot(both, k, input_precision=PRECISION)
-            q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False)
-            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, False)
+            q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, TMA)
+            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, TMA)
             dk += tl.dot(tl.trans(N), q, input_precision=PRECISION) * tl.cast(scale, tl.float32)
-        dk = _of_normalised(dk, _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False), rk, NORM)
+        dk = _of_normalised(dk, _tile(k_blocks, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA), rk, NORM)
         col = tl.arange(0, BLOCK_K)
         out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
         tl.store(dk_ptr + out, dk.to(DT), mask=live[:, None] & (col < DK)[None, :])

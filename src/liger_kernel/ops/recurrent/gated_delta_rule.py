@@ -232,7 +232,8 @@ def gated_delta_rule_bwd(
     through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
     if needed[0] or through_keys:
         c = _tile("queries", q, DV)
-        args = q, k, *blocks(c, [do, all_of_d], [S]), norms, places_of, dq, sums, N, *strides, HK, M, scale
+        qk = _blocks(group["TMA"], C, c["BLOCK_K"], q, k)
+        args = *qk, *blocks(c, [do, all_of_d], [S]), norms, places_of, dq, sums, N, *strides, HK, M, scale
         launch(_queries, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
     dS = torch.empty_like(S) if through_states else S
     c = _tile("dstates", q, DV)
@@ -245,7 +246,8 @@ def gated_delta_rule_bwd(
         launch(_dstates, ((begins.shape[0] - 1) * HV * slices,), factors, *args, **group, **c)
     if through_keys:
         c = _tile("keys", q, DV)
-        args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places_of, dk, *strides[:2], HK, M, scale
+        (qb, kb), (Nb,) = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(N))
+        args = qb, k, kb, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, Nb, places_of, dk, *strides[:2], HK, M, scale
         launch(_keys, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
         grid = chunks, cdiv(HV, 8)
         launch(_gates, grid, sums, parts, places_of, dg, dbeta, HV, SLICES=slices, C=C, BLOCK=8, num_warps=4)

@@ -189,8 +189,10 @@ def _prepare(
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
     PRECISION: tl.constexpr, SOLVE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and one head of keys: Q, P, and the factors of rows."""
-    n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
+    """One chunk and one head of values: Q, P, and the factors of rows."""
+    HV = HK * GROUP
+    n, hv = tl.program_id(0) // HV, tl.program_id(0) % HV
+    hk = hv // GROUP
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
         DT: tl.constexpr = q_ptr.dtype.element_ty
@@ -207,32 +209,31 @@ def _prepare(
         if NORM:
             rk = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
             rq = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS)
-        norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
+        if hv % GROUP == 0:
+            norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
+            tl.store(norms, rq)
+            tl.store(norms + C, rk)
         scale = tl.cast(scale, tl.float32)
-        tl.store(norms, rq)
-        tl.store(norms + C, rk)
-        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * rk[:, None] * rk[None, :]
+        g = tl.load(g_ptr + t * HV + hv, mask=live, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + t * HV + hv, mask=live, other=0.0).to(tl.float32)
+        # so that e = d / beta
+        beta = tl.where(tl.abs(beta) < TINY, TINY, beta)
+        G = tl.cumsum(g, 0) * LOG2E
+        # the decay behind the last token, as exactly as that of the last token itself
+        end = tl.sum(tl.where(i == C - 1, G, 0.0), 0)
+        at = n.to(tl.int64) * HV + hv
+        vec = vec_ptr + at * (VECTORS * C) + i
+        tl.store(vec + KIN * C, tl.where(live, rk * tl.exp2(G), 0.0))
+        tl.store(vec + KOUT * C, tl.where(live, rk * tl.exp2(end - G), 0.0))
+        tl.store(vec + QIN * C, tl.where(live, rq * scale * tl.exp2(G), 0.0))
+        tl.store(vec + BETA * C, beta)
+        tl.store(vec + GATE * C, G)
+        E = _decays(G, C)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
-        for h in range(GROUP):
-            hv = hk * GROUP + h
-            g = tl.load(g_ptr + t * (HK * GROUP) + hv, mask=live, other=0.0).to(tl.float32)
-            beta = tl.load(beta_ptr + t * (HK * GROUP) + hv, mask=live, other=0.0).to(tl.float32)
-            # so that e = d / beta
-            beta = tl.where(tl.abs(beta) < TINY, TINY, beta)
-            G = tl.cumsum(g, 0) * LOG2E
-            # the decay behind the last token, as exactly as that of the last token itself
-            end = tl.sum(tl.where(i == C - 1, G, 0.0), 0)
-            at = n.to(tl.int64) * (HK * GROUP) + hv
-            vec = vec_ptr + at * (VECTORS * C) + i
-            tl.store(vec + KIN * C, tl.where(live, rk * tl.exp2(G), 0.0))
-            tl.store(vec + KOUT * C, tl.where(live, rk * tl.exp2(end - G), 0.0))
-            tl.store(vec + QIN * C, tl.where(live, rq * scale * tl.exp2(G), 0.0))
-            tl.store(vec + BETA * C, beta)
-            tl.store(vec + GATE * C, G)
-            E = _decays(G, C)
-            _put_square(P_ptr, at, qk * E, SPLIT, C)
-            Q = _lower_solve(tl.where(i[:, None] > i[None, :], kk * E, 0.0), beta, C, SOLVE)
-            _put_square(Q_ptr, at, Q, SPLIT, C)
+        _put_square(P_ptr, at, qk * E, SPLIT, C)
+        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * rk[:, None] * rk[None, :]
+        Q = _lower_solve(tl.where(i[:, None] > i[None, :], kk * E, 0.0), beta, C, SOLVE)
+        _put_square(Q_ptr, at, Q, SPLIT, C)
 
 
 @jit

@@ -187,7 +187,7 @@ def gated_delta_rule_fwd(
     group = dict(GROUP=HV // HK, C=C, DK=DK)
     launch(_chunks, (documents + 1,), begins, places_of, cu_seqlens, length, chunks, M, C=C, BLOCK=128, num_warps=4)
     sq, sk, sv = q.stride(0), k.stride(0), v.stride(0)
-    grid, outs = (chunks * HK,), (Q, P, factors, norms)
+    grid, outs = (chunks * HV,), (Q, P, factors, norms)
     how = dict(NORM=norm, **_tile("prepare", q, DV))
     launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
     how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV))

@@ -162,13 +162,13 @@ def _matrix(t: Tensor) -> Tensor:
 
 @launcher(
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? cu_seqlens, SymInt length, float "
-    "scale, bool norm, bool final, bool keep) -> (Tensor o, Tensor final, Tensor[] saved)"
+    "scale, bool norm, bool output, bool final, bool keep) -> (Tensor o, Tensor final, Tensor[] saved)"
 )
 def gated_delta_rule_fwd(
-    q, k, v, g, beta, state, cu_seqlens, length, scale, norm, final, keep
+    q, k, v, g, beta, state, cu_seqlens, length, scale, norm, output, final, keep
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """o (M, HV, DV) of M tokens in rows of ``length``, and if they are asked for, the final state
-    and what the backward needs."""
+    """Of M tokens in rows of ``length``, as far as they are asked for: o (M, HV, DV), the final
+    state, and what the backward needs."""
     (M, HK, DK), (HV, DV), C = q.shape, v.shape[1:], _chunk(q, v.shape[2])
     if cu_seqlens is None:
         documents = M // length
@@ -181,7 +181,7 @@ def gated_delta_rule_fwd(
     split = not _precise(q)
     Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
     factors, norms = new(chunks, HV, 5, C, **fp32), new(chunks, HK, 2, C, **fp32)
-    S, d, o = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV), new(M, HV, DV)
+    S, d, o = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV), new((M, HV, DV) if output else 0)
     parts = d[0], d[1] if split else None
     ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)
     group = dict(GROUP=HV // HK, C=C, DK=DK)
@@ -198,7 +198,8 @@ def gated_delta_rule_fwd(
     launch(_states, grid, factors, kb, vb, Qb, begins, state, Sb, *parts, ends, sk, sv, HV, **group, **how)
     how = dict(SPLIT=split, DV=DV, **_tile("outputs", q, DV))
     grid = (chunks * HV * (DV // how["BLOCK_V"]),)
-    launch(_outputs, grid, factors, q, P, S, *parts, places_of, o, sq, HV, **group, **how)
+    if output:
+        launch(_outputs, grid, factors, q, P, S, *parts, places_of, o, sq, HV, **group, **how)
     return o, ht, [begins, places_of, Q, P, factors, norms, S, d] if keep else []
 
 
@@ -214,7 +215,7 @@ def gated_delta_rule_bwd(
     begins, places_of, Q, P, factors, norms, S, d = saved
     (M, HK, DK), (HV, DV), (chunks, *_, C) = q.shape, v.shape[1:], Q.shape
     # without a gradient, only the final state has one
-    do = v.new_zeros(v.shape) if do is None else _heads(do)
+    do = v.new_zeros(v.shape) if do is None else do
     dfinal = None if dfinal is None else dfinal.contiguous()
     dense = lambda t: q.new_empty(t.shape, dtype=t.dtype)
     dq, dk, dv, dg, dbeta = (dense(t) for t in (q, k, v, g, beta))
@@ -263,6 +264,28 @@ def _heads(t: Tensor) -> Tensor:
     return t.view(B * length, H, D)
 
 
+def _recomputed(
+    do: Tensor | None, dfinal: Tensor | None, given: tuple, cu_seqlens: Tensor | None, how: tuple, needed: list[bool]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients, with the states of half of the heads at a time."""
+    halves = 2 if given[0].shape[1] % 2 == 0 else 1
+    found: list[Tensor] = []
+    for half in range(halves):
+        of = lambda t: None if t is None else t.narrow(1, half * t.shape[1] // halves, t.shape[1] // halves)  # noqa: B023
+        *some, g, beta, state = map(of, given)
+        some += [None if t is None else t.contiguous() for t in (g, beta, state)]
+        _, _, saved = gated_delta_rule_fwd(*some, cu_seqlens, *how, False, False, True)
+        grads = gated_delta_rule_bwd(of(do), of(dfinal), *some, saved, *how[1:], needed)
+        del saved
+        if halves == 1:
+            return grads
+        found = found or [t.new_empty(w.shape, dtype=t.dtype) if need else t for t, w, need in zip(grads, given, needed)]
+        for whole, part, need in zip(found, grads, needed):
+            if need:
+                of(whole).copy_(part)
+    return tuple(found)
+
+
 class GatedDeltaRuleFunction(torch.autograd.Function):
     """``apply(q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep)``: o and the final
     state. Without ``keep``, a backward computes again what it needs."""
@@ -274,7 +297,7 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         given = [_heads(t) for t in (q, k, v)] + [t.reshape(-1, HV).contiguous() for t in (g, beta)]
         given += [None if t is None else t.contiguous() for t in (state, cu_seqlens)]
         how = v.shape[1], scale, norm
-        o, ht, saved = gated_delta_rule_fwd(*given, *how, final, keep)
+        o, ht, saved = gated_delta_rule_fwd(*given, *how, True, final, keep)
         ctx.save_for_backward(*given, *saved)
         ctx.how, ctx.shapes = how, [t.shape for t in (q, k, v, g, beta)]
         return shaped(o, v.shape), ht if final else None
@@ -285,9 +308,11 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:6])
         q, k, v, g, beta, state, cu_seqlens, *saved = ctx.saved_tensors
         given = q, k, v, g, beta, state
-        if not saved:
-            _, _, saved = gated_delta_rule_fwd(*given, cu_seqlens, *ctx.how, False, True)
-        grads = gated_delta_rule_bwd(do, dfinal, *given, list(saved), *ctx.how[1:], needed)
+        do = None if do is None else _heads(do)
+        if saved:
+            grads = gated_delta_rule_bwd(do, dfinal, *given, list(saved), *ctx.how[1:], needed)
+        else:
+            grads = _recomputed(do, dfinal, given, cu_seqlens, ctx.how, needed)
         shapes = *ctx.shapes, None if state is None else state.shape
         found = [d.view(shape) if need else None for d, shape, need in zip(grads, shapes, needed)]
         return *found, None, None, None, None, None

@@ -3,17 +3,20 @@
 ``_chunks`` says which tokens each chunk has, ``_prepare`` computes Q and P of all chunks at once,
 ``_states`` goes through the chunks of a document with a slice of the state in registers, and
 ``_outputs`` computes o of all chunks at once. In the backward, ``_dstates`` goes back with the
-gradient of the state; ``_queries`` and ``_keys`` compute the other gradients of all chunks at once.
+gradient of the state; ``_queries``, ``_keys`` and ``_gates`` compute the other gradients of all
+chunks at once.
 
 - Norms, decays and the scale of q are factors of rows, which multiply results in fp32: products
   have the raw q and k as operands, and no copy of these exists.
-- States and their gradients lie transposed, values by keys: then each product of the two loops over
-  chunks has as its left side what the product before it left in registers.
-- A program of a kernel of all chunks has one head of keys and every head of values that shares it:
-  nothing is added up in memory, and equal inputs give equal bits.
+- The two loops over chunks have tokens or keys as rows of their sums, and values as columns: rows of
+  a product on Hopper are 64 at least, and of columns a program can have few, so that there are many
+  programs.
+- A program of ``_queries`` and ``_keys`` has one head of keys and every head of values that shares
+  it: nothing is added up in memory, and equal inputs give equal bits.
 - With ``SPLIT``, of 16-bit data, the operands P, Q, y, d and N of products come in two parts, high
-  and low, each with the bits of the dtype. Where keys are nearly equal, sums of d almost cancel,
-  and o, dq, dv and dbeta would have up to 7 times the error of products in fp32.
+  and low, each with the bits of the dtype, but d does not where it meets the gradient of states.
+  Where keys are nearly equal, sums of d almost cancel, and o, dq, dv and dbeta would have up to 7
+  times the error of products in fp32.
 - The diagonal of W cancels and is left out, and what leaves a chunk is a sum over the tokens
   before, so that dg has no difference of large sums.
 """
@@ -146,6 +149,20 @@ def _put_square(ptr, at, x, SPLIT: tl.constexpr, C: tl.constexpr):
 
 
 @jit
+def _fine(a, b, PRECISION: tl.constexpr):
+    """a b of fp32 operands; with "bf16x3", of two parts of each."""
+    if PRECISION == "bf16x3":
+        a, a_low = _split(a, tl.bfloat16)
+        b, b_low = _split(b, tl.bfloat16)
+        total = tl.dot(a, b_low)
+        total = tl.dot(a_low, b, total)
+        found = tl.dot(a, b, total)
+    else:
+        found = tl.dot(a, b, input_precision=PRECISION)
+    return found
+
+
+@jit
 def _lower_solve(L, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + L beta)^-1 L of a strictly lower triangular L: row by row in the blocks of 16 on the
     diagonal, all side by side, then by blocks.
@@ -168,11 +185,11 @@ def _lower_solve(L, beta, C: tl.constexpr, PRECISION: tl.constexpr):
         s = tl.sum(a[:, :, None] * X, 1)
         X = tl.where(r[None, :, None] == n, X - s[:, None, :], X)
     D = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (C, C))
-    Y = tl.dot(D, L, input_precision=PRECISION)
+    Y = _fine(D, L, PRECISION)
     N = tl.where(i[:, None] // 16 > i[None, :] // 16, Y, 0.0) * beta[None, :]
     Q = Y
     for _ in tl.static_range(B - 1):
-        Q = Y - tl.dot(N, Q, input_precision=PRECISION)
+        Q = Y - _fine(N, Q, PRECISION)
     return Q
 
 
@@ -387,12 +404,13 @@ def _of_normalised(dx, x, r, NORM: tl.constexpr):
 
 @jit
 def _queries(
-    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, S_ptr, norm_ptr, chunks_ptr, dq_ptr, sums_ptr, N_ptr, sq, sk, sdo, HK, M, scale,
+    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, S_ptr, norm_ptr, chunks_ptr, dq_ptr, sums_ptr, N_ptr,
+    sq, sk, sdo, HK, tokens, scale,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dq, the part of dg that comes through q, and for ``_keys``
-    the operand N with the norms of q. ``M`` rows of d are before their low parts."""
+    the operand N with the norms of q. ``d_ptr``: ``tokens`` rows, and as many of their low parts."""
     n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -424,7 +442,7 @@ def _queries(
             inner = tl.sum(from_S * q.to(tl.float32), 1) * rq
             N = tl.zeros((C, C), tl.float32)
             for start in tl.range(0, (1 + SPLIT) * DV, BLOCK_V, num_stages=STAGES):
-                shift = start // DV * M
+                shift = start // DV * tokens
                 do = _tile(do_ptr, row, hv, start % DV, end, sdo, DV, C, BLOCK_V, TMA)
                 d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
                 N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
@@ -448,7 +466,7 @@ def _queries(
 @jit
 def _keys(
     vec_ptr, q_ptr, k_ptr, k_blocks, z_ptr, d_ptr, S_ptr, dS_ptr, norm_ptr, sums_ptr, N_ptr, chunks_ptr, dk_ptr,
-    sq, sk, HK, M, scale,
+    sq, sk, HK, tokens, scale,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -491,18 +509,18 @@ def _keys(
             k = _tile(k_blocks, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA)
             inner = tl.sum(part * k.to(tl.float32), 1) * rk
             dk += part
-            X = tl.zeros((C, C), tl.float32)
+            M = tl.zeros((C, C), tl.float32)
             for start in tl.range(0, (1 + SPLIT) * DV, BLOCK_V, num_stages=STAGES):
-                shift = start // DV * M
+                shift = start // DV * tokens
                 z = _tile(z_ptr, row, hv, start % DV, end, HV * DV, DV, C, BLOCK_V, TMA)
                 d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
-                X = tl.dot(z, tl.trans(d), X, input_precision=PRECISION)
+                M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
             k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
-            X = tl.where(below, -X * _decays(G, C), 0.0)
-            W = X * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
+            M = tl.where(below, -M * _decays(G, C), 0.0)
+            W = M * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
             tl.store(sums_ptr + at * (3 * C) + C + i, tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0))
             # one of the two is zero
-            both = (X * rk[None, :]).to(DT) + tl.trans((X * rk[:, None]).to(DT))
+            both = (M * rk[None, :]).to(DT) + tl.trans((M * rk[:, None]).to(DT))
             dk += tl.dot(both, k, input_precision=PRECISION)
             q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, TMA)
             N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, TMA)

@@ -92,8 +92,8 @@ def reference(
     return o.to(given), final
 
 
-# kernel -> values of a program or of a step, warps and stages: H200, 16 and 32 heads of 128, 8192
-# tokens, us (MEASURED.md)
+# kernel -> values of a program or of a step, warps and stages: the fastest of six for 1 x 8192
+# tokens, 16 and 32 heads of 128, on an H200
 TILES = {
     "prepare": (16, 4, 1),
     "states": (32, 4, 3),
@@ -125,9 +125,10 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
     values, warps, stages = (MANY if many else TILES)[kernel]
     if arch == "cpu" or arch.startswith("gfx") or _precise(q):
         values, warps, stages = min(values, 32), 4, 1
-    # other tensor cores than Hopper's take states from the registers of more threads
+    # other tensor cores than Hopper's take states from the registers of more threads, and three
+    # stages would not fit into the shared memory of all
     elif arch != "sm90" and kernel in ("states", "dstates"):
-        warps = 8
+        values, warps, stages = 32, 8, 2
     # values go into slices of one size
     while DV % values:
         values //= 2
@@ -138,7 +139,9 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
             precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     found = dict(PRECISION=precision, BLOCK_K=max(16, next_power_of_2(q.shape[-1])), num_warps=warps, num_stages=stages)
     if kernel == "prepare":
-        return found | dict(SOLVE=solve, SPLIT=not _precise(q))
+        # three programs on each processor instead of two
+        limit = dict(maxnreg=168) if arch == "sm90" and not _precise(q) else dict()
+        return found | dict(SOLVE=solve, SPLIT=not _precise(q)) | limit
     return found | dict(BLOCK_V=values) | (dict() if kernel == "outputs" else dict(STAGES=stages))
 
 

@@ -276,14 +276,16 @@ def _recomputed(
     do: Tensor | None, dfinal: Tensor | None, given: tuple, cu_seqlens: Tensor | None, how: tuple, needed: list[bool]
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients, with the states of half of the heads at a time."""
+    length, scale, norm = how
     halves = 2 if given[0].shape[1] % 2 == 0 else 1
     found: list[Tensor] = []
     for half in range(halves):
         of = lambda t: None if t is None else t.narrow(1, half * t.shape[1] // halves, t.shape[1] // halves)  # noqa: B023
-        *some, g, beta, state = map(of, given)
-        some += [None if t is None else t.contiguous() for t in (g, beta, state)]
-        _, _, saved = gated_delta_rule_fwd(*some, cu_seqlens, *how, False, False, True)
-        grads = gated_delta_rule_bwd(of(do), of(dfinal), *some, saved, *how[1:], needed)
+        q, k, v, *rest = map(of, given)
+        g, beta, state = (None if t is None else t.contiguous() for t in rest)
+        some = q, k, v, g, beta, state
+        _, _, saved = gated_delta_rule_fwd(*some, cu_seqlens, length, scale, norm, False, False, True)
+        grads = gated_delta_rule_bwd(of(do), of(dfinal), *some, saved, scale, norm, needed)
         del saved
         if halves == 1:
             return grads

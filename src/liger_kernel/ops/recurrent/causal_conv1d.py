@@ -13,8 +13,8 @@ with du_t = dy_t after_t act'(u_t), where u is computed again,
 
     d(before x)_s = sum_j w_j du_t,  t = s + (W - 1) - j,      dw_j = sum_t du_t (before x)_s.
 
-So the backward reads each input once from memory. A token is needed by W tokens before or after it,
-which finds it in the cache.
+A program walks over many tokens of a block of channels, with what W tokens share in registers: it
+reads each token once, and W - 1 tokens on either side of its own.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, tl
-from liger_kernel.ops.activations.glu import act_and_slope, act_of
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, tl
+from liger_kernel.ops.activations.glu import act_and_slope
 from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, places
 
 WIDTHS = (2, 3, 4)
+# four channels a thread: the instructions of a walk itself are a third of all with two. By counts of
+# instructions and registers, not measured
+TILES = {
+    "fwd": dict(BLOCK_N=128, UNROLL=8, num_warps=1, rows=64),
+    "bwd": dict(BLOCK_N=128, UNROLL=4, num_warps=1, rows=128),
+}
+CPU = dict(BLOCK_N=32, UNROLL=2, num_warps=1, rows=16)
 
 
 def reference(x, w, bias, *, act, before, after, initial_state, output_final_state, cu_seqlens):
@@ -84,180 +91,237 @@ def _final(x: Tensor, W: int, before: Tensor | None, state: Tensor | None, cu_se
 
 
 @jit
-def _tap(x_ptr, before_ptr, state_ptr, s, first, document, ok, col, D, x_stride, before_stride, W: tl.constexpr):
-    """``before x`` of tokens s, or what the state has in front of their documents."""
-    inside = ok & (s >= first)[:, None]
-    x = tl.load(x_ptr + s[:, None] * x_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    if before_ptr is not None:
-        x *= tl.load(before_ptr + s[:, None] * before_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+def _rows(ptr, stride, at, t, low, high, UNROLL: tl.constexpr):
+    """Rows t, t + 1 ... after ``begin``: 0 unless low <= t < high, and 1 without a tensor. A walk
+    loads so many before it uses the first, since no load passes a store."""
+    begin, col, D = at
+    rows: tl.tuple = ()
+    for i in tl.static_range(UNROLL):
+        if ptr is None:
+            rows += (1.0,)
+        else:
+            mask = (col < D) & (t + i >= low) & (t + i < high)
+            row = ptr + begin * stride + tl.cast(t + i, tl.int64) * stride
+            x = tl.load(row + col, mask=mask, other=0.0)
+            rows += (x if ptr.dtype.element_ty == tl.int64 else x.to(tl.float32),)
+    return rows
+
+
+@jit
+def _store(ptr, at, t, end, values):
+    begin, col, D = at
+    if ptr is not None:
+        row = ptr + begin * D + tl.cast(t, tl.int64) * D
+        tl.store(row + col, values.to(ptr.dtype.element_ty), mask=(col < D) & (t >= 0) & (t < end))
+
+
+@jit
+def _values(source, at, t, low, high, UNROLL: tl.constexpr):
+    """``before x`` of these rows."""
+    xs = _rows(source[0], source[1], at, t, low, high, UNROLL)
+    befores = _rows(source[2], source[3], at, t, low, high, UNROLL)
+    values: tl.tuple = ()
+    for i in tl.static_range(UNROLL):
+        values += (xs[i] * befores[i],)
+    return values
+
+
+@jit
+def _window(source, at, t, first, row, W: tl.constexpr):
+    """``before x`` of the W - 1 tokens in front of token t, of which those in front of ``first`` are
+    the state of its document: without packed ones, of its row."""
+    values = _values(source, at, t - (W - 1), first, t, W - 1)
+    state_ptr, document_ptr = source[4], source[5]
     if state_ptr is not None:
-        at = (document[:, None] * D + col[None, :]) * (W - 1) + (W - 1 + s - first)[:, None]
-        x += tl.load(state_ptr + at, mask=ok & (s < first)[:, None], other=0.0).to(tl.float32)
-    return x
+        begin, col, D = at
+        if document_ptr is not None:
+            row = tl.load(document_ptr + begin + t)
+        inside = values
+        values: tl.tuple = ()
+        for j in tl.static_range(W - 1):
+            place = t - first + j
+            state = state_ptr + (row * D + col) * (W - 1) + place
+            values += (inside[j] + tl.load(state, mask=(col < D) & (place < W - 1), other=0.0).to(tl.float32),)
+    return values
 
 
 @jit
-def _place(first_ptr, document_ptr, t, M, T):
-    """The first token and the document of tokens t."""
-    if first_ptr is None:
-        document = t // T
-        first = document * T
-    else:
-        first = tl.load(first_ptr + t, mask=t < M, other=0)
-        document = tl.load(document_ptr + t, mask=t < M, other=0)
-    return first, document
-
-
-@jit
-def _sum(
-    x_ptr, before_ptr, state_ptr, w_ptr, bias_ptr, t, first, document, ok, col, D, x_stride, before_stride,
-    W: tl.constexpr,
-):  # fmt: skip
-    """u of tokens t."""
-    u = tl.zeros(ok.shape, tl.float32)
-    if bias_ptr is not None:
-        u += tl.load(bias_ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+def _weights(w_ptr, bias_ptr, at, W: tl.constexpr):
+    """w tap by tap, and the bias, whose tap is 1."""
+    col, D = at[1], at[2]
+    weights: tl.tuple = ()
     for j in tl.static_range(W):
-        w = tl.load(w_ptr + col * W + j, mask=col < D, other=0.0).to(tl.float32)
-        s = t - (W - 1) + j
-        u += w[None, :] * _tap(x_ptr, before_ptr, state_ptr, s, first, document, ok, col, D, x_stride, before_stride, W)
-    return u
+        weights += (tl.load(w_ptr + col * W + j, mask=col < D, other=0.0).to(tl.float32),)
+    if bias_ptr is not None:
+        weights += (load_row(bias_ptr, col, D),)
+    return weights
+
+
+@jit
+def _act(taps, weights, x_ptr, ACT: tl.constexpr):
+    """act(u) and its derivative; silu in half the instructions for what is rounded to 16 bits."""
+    u = weights[0] * taps[0]
+    for j in tl.static_range(1, len(weights)):
+        u += weights[j] * taps[j]
+    if ACT is None:
+        return u, 1.0
+    elif x_ptr.dtype.element_ty == tl.float32:
+        return act_and_slope(u, ACT, True)
+    else:
+        s = 1.0 / (1.0 + tl.exp(-u))
+        return u * s, s + u * s * (1.0 - s)
+
+
+@jit
+def _walk(first_ptr, T, D, R, BLOCK_N: tl.constexpr):
+    """Where a program is: of which row; its first token ``begin``, its columns, D; from begin on, how
+    many tokens it has, how many the row; the first token of begin's document."""
+    # columns side by side
+    columns = tl.cdiv(D, BLOCK_N)
+    col = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, parts = tl.program_id(0) // columns, tl.cdiv(T, R)
+    row, done = (part // parts).to(tl.int64), part % parts * R
+    begin, first = row * T + done, -done
+    if first_ptr is not None:
+        first = tl.load(first_ptr + begin) - done
+    return row, (begin, col, D), tl.minimum(R, T - done), T - done, first
 
 
 @jit
 def _fwd(
-    x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, first_ptr, document_ptr, y_ptr,
-    M, T, D, x_stride, before_stride, after_stride,
-    ACT: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, document_ptr, first_ptr, y_ptr,
+    T, D, R, x_stride, before_stride, after_stride,
+    ACT: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # columns side by side: what W - 1 tokens share with the block above is still in the cache
-    columns = tl.cdiv(D, BLOCK_N)
-    t = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok = (t < M)[:, None] & (col < D)[None, :]
-    first, document = _place(first_ptr, document_ptr, t, M, T)
-    y = _sum(x_ptr, before_ptr, state_ptr, w_ptr, bias_ptr, t, first, document, ok, col, D, x_stride, before_stride, W)
-    if ACT is not None:
-        y = act_of(y, ACT, x_ptr.dtype.element_ty == tl.float32)
-    if after_ptr is not None:
-        y *= tl.load(after_ptr + t[:, None] * after_stride + col[None, :], mask=ok, other=0.0).to(tl.float32)
-    tl.store(y_ptr + t[:, None] * D + col[None, :], y.to(y_ptr.dtype.element_ty), mask=ok)
-
-
-@jit
-def _du(
-    dy_ptr, x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, t, first, document, ok, col, D,
-    dy_stride, x_stride, before_stride, after_stride, ACT: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """The gradients of u and of ``after`` for tokens t."""
-    du = tl.load(dy_ptr + t[:, None] * dy_stride + col[None, :], mask=ok, other=0.0).to(tl.float32)
-    dafter = du
-    if after_ptr is not None:
-        du *= tl.load(after_ptr + t[:, None] * after_stride + col[None, :], mask=ok, other=0.0).to(tl.float32)
-    if ACT is not None or after_ptr is not None:
-        u = _sum(
-            x_ptr, before_ptr, state_ptr, w_ptr, bias_ptr, t, first, document, ok, col, D, x_stride, before_stride, W
-        )
-        if ACT is not None:
-            u, slope = act_and_slope(u, ACT, x_ptr.dtype.element_ty == tl.float32)
-            du *= slope
-        dafter *= u
-    return du, dafter
+    """A walk over R tokens, with the last W - 1 values in registers."""
+    row, at, end, _, first = _walk(first_ptr, T, D, R, BLOCK_N)
+    weights = _weights(w_ptr, bias_ptr, at, W)
+    source = (x_ptr, x_stride, before_ptr, before_stride, state_ptr, document_ptr)
+    window = _window(source, at, 0, first, row, W)
+    for t in range(0, end, UNROLL):
+        afters = _rows(after_ptr, after_stride, at, t, 0, end, UNROLL)
+        values = _values(source, at, t, 0, end, UNROLL)
+        firsts = _rows(first_ptr, 1, (at[0], 0, 1), t, 0, end, UNROLL)
+        for i in tl.static_range(UNROLL):
+            s = t + i
+            if first_ptr is not None:
+                begins = (firsts[i] == at[0] + s) & (s < end)
+                if begins:
+                    window = _window(source, at, s, s, row, W)
+            taps = window
+            taps += (values[i], 1.0)
+            _store(y_ptr, at, s, end, _act(taps, weights, x_ptr, ACT)[0] * afters[i])
+            window = taps[1:W]
 
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, first_ptr, document_ptr, dx_ptr, dbefore_ptr,
-    dafter_ptr, dw_ptr, M, T, D, dy_stride, x_stride, before_stride, after_stride,
-    ACT: tl.constexpr, NEED_DW: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, document_ptr, first_ptr, dx_ptr, dbefore_ptr,
+    dafter_ptr, dw_ptr, T, D, R, dy_stride, x_stride, before_stride, after_stride,
+    ACT: tl.constexpr, W: tl.constexpr, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of columns. A program's part of dw and dbias is one row: tap by tap,
-    then the bias."""
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tap = tl.arange(0, TAPS)
-    sums = tl.zeros((TAPS, BLOCK_N), tl.float32)
-    for tile in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
-        t = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        ok = (t < M)[:, None] & (col < D)[None, :]
-        here = t[:, None] * D + col[None, :]
-        first, document = _place(first_ptr, document_ptr, t, M, T)
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for o in tl.static_range(W):
-            # the token that takes this one by weight W - 1 - o; of another document, none
-            _, place = _place(first_ptr, document_ptr, t + o, M, T)
-            reached = ok & ((t + o < M) & (place == document))[:, None]
-            du, dafter = _du(
-                dy_ptr, x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, t + o, first, document, reached, col,
-                D, dy_stride, x_stride, before_stride, after_stride, ACT, W,
-            )  # fmt: skip
-            w = tl.load(w_ptr + col * W + W - 1 - o, mask=col < D, other=0.0).to(tl.float32)
-            total += w[None, :] * du
-            if o == 0:
-                if dafter_ptr is not None:
-                    tl.store(dafter_ptr + here, dafter.to(dafter_ptr.dtype.element_ty), mask=ok)
-                if NEED_DW:
-                    for j in tl.static_range(W):
-                        s = t - (W - 1) + j
-                        x = _tap(
-                            x_ptr, before_ptr, state_ptr, s, first, document, ok, col, D, x_stride, before_stride, W
-                        )
-                        sums += tl.where((tap == j)[:, None], tl.sum(du * x, 0)[None, :], 0.0)
-                    sums += tl.where((tap == W)[:, None], tl.sum(du, 0)[None, :], 0.0)
-        if dbefore_ptr is not None:
-            x = tl.load(x_ptr + t[:, None] * x_stride + col[None, :], mask=ok, other=0.0).to(tl.float32)
-            tl.store(dbefore_ptr + here, (total * x).to(dbefore_ptr.dtype.element_ty), mask=ok)
-        if dx_ptr is not None:
-            if before_ptr is not None:
-                at = before_ptr + t[:, None] * before_stride + col[None, :]
-                total *= tl.load(at, mask=ok, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + here, total.to(dx_ptr.dtype.element_ty), mask=ok)
-    if NEED_DW:
-        at = (tl.program_id(1).to(tl.int64) * (W + 1) + tap)[:, None] * D + col[None, :]
-        tl.store(dw_ptr + at, sums, mask=(tap <= W)[:, None] & (col < D)[None, :])
+    """A walk over R tokens and the W - 1 after them, with the last W - 1 values and the unfinished
+    gradients of as many tokens in registers. A program's part of dw and dbias is a row for each weight."""
+    row, at, end, last, first = _walk(first_ptr, T, D, R, BLOCK_N)
+    last = tl.minimum(last, end + W - 1)
+    weights = _weights(w_ptr, bias_ptr, at, W)
+    source = (x_ptr, x_stride, before_ptr, before_stride, state_ptr, document_ptr)
+    window = _window(source, at, 0, first, row, W)
+    zero = tl.zeros((BLOCK_N,), tl.float32)
+    # index j is of the token that is W - 1 - j before this one
+    unfinished = (zero,) * (W - 1)
+    dw = (zero,) * len(weights)
+    for t in range(0, end + W - 1, UNROLL):
+        dys = _rows(dy_ptr, dy_stride, at, t, 0, last, UNROLL)
+        afters = _rows(after_ptr, after_stride, at, t, 0, last, UNROLL)
+        values = _values(source, at, t, 0, last, UNROLL)
+        firsts = _rows(first_ptr, 1, (at[0], 0, 1), t, 0, last, UNROLL)
+        # of the tokens that are finished, from the cache
+        old_befores = _rows(before_ptr, before_stride, at, t - (W - 1), 0, end, UNROLL)
+        old_xs = _rows(x_ptr if dbefore_ptr is not None else None, x_stride, at, t - (W - 1), 0, end, UNROLL)
+        for i in tl.static_range(UNROLL):
+            s = t + i
+            if first_ptr is not None:
+                begins = (firsts[i] == at[0] + s) & (s < last)
+                if begins:
+                    window = _window(source, at, s, s, row, W)
+            taps = window
+            taps += (values[i], 1.0)
+            y, slope = _act(taps, weights, x_ptr, ACT)
+            du = dys[i] * afters[i] * slope
+            _store(dafter_ptr, at, s, end, dys[i] * y)
+            if dw_ptr is not None:
+                sums = dw
+                dw: tl.tuple = ()
+                for j in tl.static_range(len(weights)):
+                    dw += (tl.where(s < end, sums[j] + du * taps[j], sums[j]),)
+            unfinished += (zero,)
+            grads: tl.tuple = ()
+            for j in tl.static_range(W):
+                # of another document, a token takes nothing from this one
+                takes = s < last
+                if first_ptr is not None:
+                    takes = takes & (firsts[i] <= at[0] + (s - (W - 1) + j))
+                grads += (tl.where(takes, unfinished[j] + weights[j] * du, unfinished[j]),)
+            _store(dx_ptr, at, s - (W - 1), end, grads[0] * old_befores[i])
+            _store(dbefore_ptr, at, s - (W - 1), end, grads[0] * old_xs[i])
+            unfinished = grads[1:]
+            window = taps[1:W]
+    if dw_ptr is not None:
+        part = (tl.program_id(0) // tl.cdiv(D, BLOCK_N)).to(tl.int64) * len(weights)
+        for j in tl.static_range(len(weights)):
+            tl.store(dw_ptr + (part + j) * D + at[1], dw[j], mask=at[1] < D)
 
 
 @jit
 def _bwd_state(
     dy_ptr, x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, cu_ptr, dstate_ptr,
-    M, T, D, dy_stride, x_stride, before_stride, after_stride, ACT: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    M, T, D, dy_stride, x_stride, before_stride, after_stride,
+    ACT: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a document's initial state, which its first W - 1 tokens read."""
     columns = tl.cdiv(D, BLOCK)
-    n = (tl.program_id(0) // columns).to(tl.int64)
+    document = (tl.program_id(0) // columns).to(tl.int64)
     col = tl.program_id(0) % columns * BLOCK + tl.arange(0, BLOCK)
     if cu_ptr is None:
-        first, end = n * T, n * T + T
+        begin, end = document * T, document * T + T
     else:
-        first = tl.maximum(tl.load(cu_ptr + n).to(tl.int64), 0)
-        end = tl.load(cu_ptr + n + 1).to(tl.int64)
-    for p in tl.static_range(W - 1):
-        total = tl.zeros((1, BLOCK), tl.float32)
-        for o in tl.static_range(p + 1):
-            t = first + o + tl.arange(0, 1)
-            ok = (t < tl.minimum(end, M))[:, None] & (col < D)[None, :]
-            du, _ = _du(
-                dy_ptr, x_ptr, w_ptr, bias_ptr, before_ptr, after_ptr, state_ptr, t, t * 0 + first, t * 0 + n, ok, col,
-                D, dy_stride, x_stride, before_stride, after_stride, ACT, W,
-            )  # fmt: skip
-            total += tl.load(w_ptr + col * W + p - o, mask=col < D, other=0.0).to(tl.float32)[None, :] * du
-        at = (n * D + col) * (W - 1) + p
-        tl.store(dstate_ptr + at[None, :], total.to(dstate_ptr.dtype.element_ty), mask=(col < D)[None, :])
+        begin = tl.maximum(tl.load(cu_ptr + document).to(tl.int64), 0)
+        end = tl.minimum(tl.load(cu_ptr + document + 1).to(tl.int64), M)
+    end -= begin
+    at = (begin, col, D)
+    weights = _weights(w_ptr, bias_ptr, at, W)
+    source = (x_ptr, x_stride, before_ptr, before_stride, state_ptr, None)
+    window = _window(source, at, 0, 0, document, W)
+    dys = _rows(dy_ptr, dy_stride, at, 0, 0, end, W - 1)
+    afters = _rows(after_ptr, after_stride, at, 0, 0, end, W - 1)
+    values = _values(source, at, 0, 0, end, W - 1)
+    dus: tl.tuple = ()
+    for t in tl.static_range(W - 1):
+        taps = window
+        taps += (values[t], 1.0)
+        du = dys[t] * afters[t] * _act(taps, weights, x_ptr, ACT)[1]
+        dus += (tl.where(t < end, du, 0.0),)
+        window = taps[1:W]
+        total = tl.zeros((BLOCK,), tl.float32)
+        for o in tl.static_range(t + 1):
+            total += weights[t - o] * dus[o]
+        to = dstate_ptr + (document * D + col) * (W - 1) + t
+        tl.store(to, total.to(dstate_ptr.dtype.element_ty), mask=col < D)
 
 
-def _shape(kernel: str, x: Tensor) -> dict[str, int]:
-    """Tiles of few rows: a program reads W - 1 rows more than it has."""
-    if launch_config.arch() == "cpu":
-        return dict(BLOCK_M=16, BLOCK_N=32, num_warps=1)
-    # by registers, not measured: with 16 values of a thread, variants with states and gates spill
-    return dict(BLOCK_M=16, BLOCK_N=64, num_warps=8 if kernel == "bwd" else 4)
-
-
-def _document_of(x: Tensor, length: int, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if cu_seqlens is None:
-        return None, None
-    document, first = places(1, length, cu_seqlens, x.device)
-    return first.int(), document.int()
+def _shape(kernel: str, x: Tensor, length: int) -> tuple[dict[str, int], int, int, int]:
+    """Constexprs, tokens of a program, programs along the tokens, and all programs."""
+    (M, D), c = x.shape, dict(CPU if launch_config.arch() == "cpu" else TILES[kernel])
+    rows = c.pop("rows")
+    if x.itemsize == 4 and launch_config.arch() != "cpu":
+        # more registers, and sums over many tokens in one order lose what fp32 has
+        c["BLOCK_N"], rows = c["BLOCK_N"] // 2, rows // 4
+    columns = cdiv(D, c["BLOCK_N"])
+    # so few tokens that every processor has programs enough
+    rows = max(min(rows, cdiv(M * columns, 16 * launch_config.processors())), 8)
+    parts = M // length * cdiv(length, rows)
+    return c, rows, parts, parts * columns
 
 
 @launcher(
@@ -266,12 +330,12 @@ def _document_of(x: Tensor, length: int, cu_seqlens: Tensor | None) -> tuple[Ten
 )
 def causal_conv1d_fwd(x, w, bias, before, after, state, cu_seqlens, length, act) -> Tensor:
     """y (M, D) of M tokens in rows of ``length``."""
-    (M, D), c = x.shape, _shape("fwd", x)
+    (M, D), (c, rows, _, programs) = x.shape, _shape("fwd", x, length)
     y = x.new_empty(M, D)
     strides = [0 if t is None else t.stride(0) for t in (x, before, after)]
-    given = x, w, bias, before, after, state, *_document_of(x, length, cu_seqlens)
-    grid = (cdiv(D, c["BLOCK_N"]) * cdiv(M, c["BLOCK_M"]),)
-    launch(_fwd, grid, *given, y, M, length, D, *strides, ACT=act, W=w.shape[1], **c)
+    packed = (None, None) if cu_seqlens is None else places(1, length, cu_seqlens, x.device)
+    given = x, w, bias, before, after, state, *packed
+    launch(_fwd, (programs,), *given, y, length, D, rows, *strides, ACT=act, W=w.shape[1], **c)
     return y
 
 
@@ -284,38 +348,22 @@ def causal_conv1d_bwd(
     dy, x, w, bias, before, after, state, cu_seqlens, length, act, needed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
-    (M, D), W, c = x.shape, w.shape[1], _shape("bwd", x)
+    (M, D), W, (c, rows, parts, programs) = x.shape, w.shape[1], _shape("bwd", x, length)
     given = (x, w, bias, before, after, state)
     new = lambda t, need, *shape: x.new_empty(shape if need else 0, dtype=x.dtype if t is None else t.dtype)
     dx, dbefore, dafter = (new(given[i], needed[i], M, D) for i in (0, 3, 4))
     dstate = new(state, needed[5], *(() if state is None else state.shape))
-    need_dw = needed[1] or needed[2]
-    programs = max(1, min(cdiv(M, c["BLOCK_M"]), cdiv(4 * launch_config.processors(), cdiv(D, c["BLOCK_N"]))))
-    partials = x.new_empty((programs, (W + 1) * D) if need_dw else 0, dtype=torch.float32)
+    taps, need_dw = W + (bias is not None), needed[1] or needed[2]
+    partials = x.new_empty((parts, taps * D) if need_dw else 0, dtype=torch.float32)
     strides = [0 if t is None else t.stride(0) for t in (dy, x, before, after)]
     if any(needed[:5]):
-        wanted = [d if need else None for d, need in zip((dx, dbefore, dafter), (needed[0], *needed[3:5]))]
-        flags = dict(ACT=act, NEED_DW=need_dw, W=W, TAPS=8 if W == 4 else 4)
-        places_of = _document_of(x, length, cu_seqlens)
-        outs = *wanted, partials
-        grid = cdiv(D, c["BLOCK_N"]), programs
-        launch(_bwd, grid, dy, *given, *places_of, *outs, M, length, D, *strides, **flags, **c)
+        packed = (None, None) if cu_seqlens is None else places(1, length, cu_seqlens, x.device)
+        outs = [d if d.numel() else None for d in (dx, dbefore, dafter, partials)]
+        launch(_bwd, (programs,), dy, *given, *packed, *outs, length, D, rows, *strides, ACT=act, W=W, **c)
     if needed[5]:
-        flags = dict(ACT=act, W=W, BLOCK=128, num_warps=4)
-        launch(
-            _bwd_state,
-            (cdiv(D, 128) * state.shape[0],),
-            dy,
-            *given,
-            cu_seqlens,
-            dstate,
-            M,
-            length,
-            D,
-            *strides,
-            **flags,
-        )
-    sums = column_sum(partials, torch.float32).view(W + 1, D) if need_dw else partials.new_empty(W + 1, 0)
+        of_state, grid = dict(BLOCK=128, num_warps=4), (cdiv(D, 128) * state.shape[0],)
+        launch(_bwd_state, grid, dy, *given, cu_seqlens, dstate, M, length, D, *strides, ACT=act, W=W, **of_state)
+    sums = column_sum(partials, torch.float32).view(-1, D) if need_dw else partials
     dw = sums[:W].t().to(w.dtype).contiguous() if needed[1] else new(w, False)
     dbias = sums[W].to(bias.dtype, copy=True) if needed[2] else new(bias, False)
     return dx, dw, dbias, dbefore, dafter, dstate
@@ -366,7 +414,7 @@ def _cost(x: Tensor, w: Tensor, bias: Tensor | None = None, **more: Any) -> Cost
 @op(
     reference=reference,
     cases=[
-        Case("qwen3-next", dict(_tensors(3, 21, 40), act="silu")),
+        Case("qwen3-next", dict(_tensors(3, 21, 24), act="silu")),
         Case("lfm2", dict(_tensors(2, 19, 33, W=3), **_gates(2, 19, 33), bias=T((33,)))),
         Case(
             "states",

@@ -88,6 +88,11 @@ REFUSED = {
             "initial_state must be floating point of shape (1, 4, 16, 16), got torch.float32 (1, 4, 16, 8)",
         ),
     ),
+    "kda": (
+        dict(q=T((1, 4, 2, 16)), k=T((1, 4, 2, 16)), v=T((1, 4, 2, 16)), g=T((1, 4, 2, 16)), beta=T((1, 4, 2))),
+        (dict(v=T((1, 4, 4, 16))), "v must have q's 2 heads, got 4"),
+        (dict(g=T((1, 4, 2))), "g must be floating point of shape (1, 4, 2, 16), got torch.float32 (1, 4, 2)"),
+    ),
     "ssd": (
         dict(x=T((1, 4, 4, 8)), dt=T((1, 4, 4)), A=T((4,)), B=T((1, 4, 2, 16)), C=T((1, 4, 2, 16))),
         (dict(x=T((4, 4, 8))), "x must be floating point of shape (B, T, H, P), got torch.float32 (4, 4, 8)"),

@@ -32,7 +32,11 @@ SHARED = {"sm80": 166912, "sm89": 101376, "sm90": 232448, "sm100": 232448, "gfx9
 SPILLS = 48
 # What kernels may spill that no GPU has measured yet: addresses before a loop; in all variants (fp32, heads of 256
 # columns, sm80, sm100) more
-UNTUNED = {"recurrent.delta_kernels": (128, 2048), "recurrent.ssd_kernels": (384, 2048)}
+UNTUNED = {
+    "recurrent.delta_kernels": (128, 2048),
+    "recurrent.kda_kernels": (256, 4096),
+    "recurrent.ssd_kernels": (384, 2048),
+}
 
 
 def launched_kernels() -> set[str]:

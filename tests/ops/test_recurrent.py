@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from devices import DEVICE, needs_kernels
 from torch import Tensor
 
-from liger_kernel.ops import OPS, causal_conv1d, gated_delta_rule, ssd
+from liger_kernel.ops import OPS, causal_conv1d, gated_delta_rule, kda, ssd
 from liger_kernel.ops._core import operator
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, errors, floors, like, run
 
@@ -20,19 +20,29 @@ delta = importlib.import_module("liger_kernel.ops.recurrent.gated_delta_rule")
 scan = importlib.import_module("liger_kernel.ops.recurrent.ssd")
 
 
-def heads(length: int = 37, HV: int = 2, D: int = 16, dtype: torch.dtype = torch.float32, equal: float = 0.0) -> dict:
-    """Arguments of the gated delta rule; keys that are the more alike the larger ``equal`` is."""
+def heads(
+    length: int = 37, HV: int = 2, D: int = 16, dtype: torch.dtype = torch.float32, equal: float = 0.0,
+    channels: bool = False, strong: float = 0.0,
+) -> dict:  # fmt: skip
+    """Arguments of the gated delta rule, or with ``channels`` of KDA; keys that are the more alike
+    the larger ``equal`` is."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, length, h, D) for h in (1, 1, HV))
+    q, k, v = (torch.randn(1, length, h, D) for h in ((HV, HV, HV) if channels else (1, 1, HV)))
     k = k + equal * torch.randn(1, 1, 1, D)
-    g = -F.softplus(torch.randn(1, length, HV) - 3)
+    g = -F.softplus(torch.randn(1, length, HV, *([D] if channels else [])) - 3)
+    # some channels forget all that they knew
+    g = torch.where(torch.rand(g.shape) < strong, 100 * g, g)
     given = dict(q=q, k=k, v=v, g=g, beta=torch.randn(1, length, HV).sigmoid())
     kept = {"g": torch.float32}
     return {name: t.to(DEVICE, kept.get(name, dtype)).requires_grad_() for name, t in given.items()}
 
 
 def rule(**args):
-    return gated_delta_rule(**args, qk_l2norm=True)
+    return (kda if args["g"].ndim == 4 else gated_delta_rule)(**args, qk_l2norm=True)
+
+
+def kda_heads(**how) -> dict:
+    return heads(HV=1, channels=True, **how)
 
 
 def channels(length: int = 37, W: int = 3) -> dict:
@@ -59,7 +69,9 @@ def softplus_scan(**args):
 
 
 LAYERS = pytest.mark.parametrize(
-    "layer, args", [(rule, heads), (conv, channels), (softplus_scan, scanned)], ids=["delta", "conv", "ssd"]
+    "layer, args",
+    [(rule, heads), (rule, kda_heads), (conv, channels), (softplus_scan, scanned)],
+    ids=["delta", "kda", "conv", "ssd"],
 )
 
 
@@ -127,16 +139,23 @@ def chunked(q, k, v, g, beta, product=torch.matmul, C: int = 64) -> Tensor:
     dtype, group = q.dtype, v.shape[2] // q.shape[2]
     unit = lambda t: F.normalize(t[0].float(), dim=-1, eps=1e-6).repeat_interleave(group, 1)
     q, k, v, g, beta = (t.transpose(0, 1) for t in (unit(q), unit(k), v[0].float(), g[0].float(), beta[0].float()))
+    channels = g.ndim == 3
     S, out = v.new_zeros(v.shape[0], q.shape[-1], v.shape[-1]), []
     for rows in zip(*(t.split(C, 1) for t in (q * q.shape[-1] ** -0.5, k, v, g, beta))):
         Q, K, V, G, b = rows
-        G, b = G.cumsum(1)[..., None], b[..., None]
-        E = (G - G.mT).tril().exp().tril()
-        L = (product(K, K.mT) * E).tril(-1)
+        G, b = G.cumsum(1), b[..., None]
+        G = G if channels else G[..., None]
+        before = torch.ones(G.shape[1], G.shape[1], device=G.device).tril().bool()[..., None]
+        E = torch.where(before, G[:, :, None] - G[:, None], -torch.inf).exp()
+        L, P = (
+            product(a[:, :, None], (K[:, None] * E).mT)[:, :, 0] if channels else product(a, K.mT) * E[..., 0]
+            for a in (K, Q)
+        )
+        L = L.tril(-1)
         y = b * (V - product(G.exp() * K, S))
         d = torch.linalg.solve_triangular(torch.eye(L.shape[1], device=L.device) + b * L, y, upper=False)
-        out.append(product(G.exp() * Q, S) + product(product(Q, K.mT) * E, d))
-        S = G[:, -1:].exp() * S + product(((G[:, -1:] - G).exp() * K).mT, d)
+        out.append(product(G.exp() * Q, S) + product(P, d))
+        S = G[:, -1:].mT.exp() * S + product(((G[:, -1:] - G).exp() * K).mT, d)
     return torch.cat(out, 1).transpose(0, 1)[None].to(dtype)
 
 
@@ -150,11 +169,11 @@ def test_bounds_that_are_none_are_refused_on_a_cpu(layer, args, wrong, monkeypat
 
 
 @needs_kernels
-@pytest.mark.parametrize("equal", [0.0, 4.0])
-def test_chunks_are_as_exact_as_those_of_pytorch(equal, monkeypatch):
+@pytest.mark.parametrize("equal, channels, strong", [(0.0, False, 0.0), (4.0, False, 0.0), (4.0, True, 0.1)])
+def test_chunks_are_as_exact_as_those_of_pytorch(equal, channels, strong, monkeypatch):
     """Of 64 tokens, as on a GPU; the gradient of an fp32 g beside one from products in bf16."""
     monkeypatch.setattr(delta, "_chunk", lambda *_: 64)
-    args = heads(130, D=32, dtype=torch.bfloat16, equal=equal)
+    args = heads(130, 1 if channels else 2, 32, torch.bfloat16, equal, channels, strong)
     truth = run(lambda **a: OPS["gated_delta_rule"].reference(**a, **REST), like(args, torch.float64))
     ours, stock = run(rule, like(args)), run(chunked, like(args))
     in_bf16 = run(lambda **a: chunked(**a, product=Product16.apply), like(args))

@@ -10,6 +10,7 @@ from liger_kernel.ops.recurrent.causal_conv1d import _gates as gates
 from liger_kernel.ops.recurrent.causal_conv1d import _tensors as channels
 from liger_kernel.ops.recurrent.gated_delta_rule import _states_of as states
 from liger_kernel.ops.recurrent.gated_delta_rule import _tensors as heads
+from liger_kernel.ops.recurrent.kda import _tensors as kda_heads
 from liger_kernel.ops.recurrent.ssd import _states_of as ssd_states
 from liger_kernel.ops.recurrent.ssd import _tensors as scanned
 
@@ -34,6 +35,12 @@ def _ssd_torch(x, dt, A, B, C, D, dt_bias, dt_softplus):
     return mamba2_chunk_scan(x, dt, A, B, C, 256, **given).to(x.dtype), None
 
 
+def _kda_torch(q, k, v, g, beta, qk_l2norm):
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+    return chunk_kimi_delta_attention(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)
+
+
 RECURRENT = {
     "causal_conv1d": Measured(
         cases=[
@@ -51,6 +58,15 @@ RECURRENT = {
             timed("qwen3-next-32k", **heads(1, 32768, 16, 32, 128, 128)),
         ],
         rivals={"torch": Passing(_gated_delta_rule_torch, "q k v g beta qk_l2norm")},
+    ),
+    "kda": Measured(
+        cases=[
+            real("kimi-linear", **kda_heads(4, 2048, 32, 128, 128)),
+            real("states", **kda_heads(2, 1024, 32, 128, 128), **states(2, 32, 128, 128)),
+            timed("kimi-linear-8k", **kda_heads(1, 8192, 32, 128, 128)),
+            timed("kimi-linear-32k", **kda_heads(1, 32768, 32, 128, 128)),
+        ],
+        rivals={"torch": Passing(_kda_torch, "q k v g beta qk_l2norm")},
     ),
     "ssd": Measured(
         cases=[

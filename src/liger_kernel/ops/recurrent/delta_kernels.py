@@ -1,4 +1,6 @@
-"""The kernels of ``gated_delta_rule``, whose docstring has the formulas and the letters.
+"""The kernels of ``gated_delta_rule``, whose docstring has the formulas and the letters. Three of
+them serve ``kda``, too: there ``last_ptr`` has the decay of each channel behind a chunk, and q and
+k come as what ``_kda_prepare`` made of them.
 
 ``_chunks`` says which tokens each chunk has, ``_prepare`` computes Q and P of all chunks at once,
 ``_states`` goes through the chunks of a document with a slice of the state in registers, and
@@ -31,6 +33,8 @@ EPS = tl.constexpr(1e-6)
 # the state and of raw q, beta, and the running sum of g in units of log 2
 KIN, KOUT, QIN, BETA, GATE = (tl.constexpr(i) for i in range(5))
 VECTORS = tl.constexpr(5)
+# of ``kda``, the low part of what ``KOUT`` is there
+KOUT_LOW = tl.constexpr(3)
 ALL = tl.constexpr(2147483647)
 
 
@@ -109,6 +113,25 @@ def _put_state(
         r = tl.arange(0, ROWS)
         places = x + (at * DK + r).to(tl.int64)[:, None] * DV + (col + tl.arange(0, COLS))[None, :]
         tl.store(places, state, mask=(r < DK)[:, None])
+
+
+@jit
+def _decayed(
+    x, which, at, SPLIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """Of a chunk and head, the keys before or behind the state or the queries, with their decays."""
+    return _tile(x, (at * (3 + SPLIT) + which) * ROWS, 0, 0, ALL, WIDTH, WIDTH, ROWS, COLS, TMA)
+
+
+@jit
+def _left(vec, last_ptr, at, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The decay of a state behind a chunk, of all its rows or of each."""
+    if last_ptr is None:
+        left = tl.exp2(tl.load(vec + GATE * C + C - 1))
+    else:
+        row = tl.arange(0, BLOCK_K)
+        left = tl.load(last_ptr + at * DK + row, mask=row < DK, other=0.0)[:, None]
+    return left
 
 
 @jit
@@ -269,7 +292,7 @@ def _walk(documents_ptr, HV, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.con
 
 @jit
 def _states(
-    vec_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr, sk, sv, HV,
+    vec_ptr, last_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr, sk, sv, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -285,19 +308,32 @@ def _states(
     for n in tl.range(first, stop, num_stages=STAGES):
         row = begin + (n - first) * C
         at = n.to(tl.int64) * HV + hv
-        k = _tile(k_ptr, row, hv // GROUP, 0, end, sk, DK, C, BLOCK_K, TMA)
+        if last_ptr is None:
+            k = _tile(k_ptr, row, hv // GROUP, 0, end, sk, DK, C, BLOCK_K, TMA)
+            behind = k
+        else:
+            k = _decayed(k_ptr, KIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
+            behind = _decayed(k_ptr, KOUT, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
         v = _tile(v_ptr, row, hv, v0, end, sv, DV, C, BLOCK_V, TMA)
         Q, Q_low = _square(Q_ptr, n * HV + hv, SPLIT, C, TMA)
         vec = vec_ptr + at * (VECTORS * C)
-        kin, kout = tl.load(vec + KIN * C + i), tl.load(vec + KOUT * C + i)
         beta = tl.load(vec + BETA * C + i)
-        last = tl.load(vec + GATE * C + C - 1)
         S16 = S.to(DT)
         _put_state(S_ptr, n * HV + hv, v0, S16, DK, DV, BLOCK_K, BLOCK_V, TMA)
-        y = v.to(tl.float32) - tl.dot(k, S16, input_precision=PRECISION) * kin[:, None]
+        y = tl.dot(k, S16, input_precision=PRECISION)
+        if last_ptr is None:
+            y *= tl.load(vec + KIN * C + i)[:, None]
+        y = v.to(tl.float32) - y
         high, low = _split(y * -beta[:, None], DT)
         d = _product(Q, Q_low, high, low, y, SPLIT, PRECISION) * beta[:, None]
-        S = tl.dot(tl.trans(k), (d * kout[:, None]).to(DT), S * tl.exp2(last), input_precision=PRECISION)
+        added = d
+        if last_ptr is None:
+            added = d * tl.load(vec + KOUT * C + i)[:, None]
+        S *= _left(vec, last_ptr, at, C, DK, BLOCK_K)
+        S = tl.dot(tl.trans(behind), added.to(DT), S, input_precision=PRECISION)
+        if SPLIT and last_ptr is not None:
+            low = _decayed(k_ptr, KOUT_LOW, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
+            S = tl.dot(tl.trans(low), added.to(DT), S, input_precision=PRECISION)
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
         high, low = _split(d, DT)
         tl.store(d_ptr + out, high, mask=(row + i < end)[:, None])
@@ -309,7 +345,7 @@ def _states(
 
 @jit
 def _outputs(
-    vec_ptr, q_ptr, P_ptr, S_ptr, d_ptr, d_low_ptr, chunks_ptr, o_ptr, sq, HV,
+    vec_ptr, q_ptr, P_ptr, S_ptr, d_ptr, d_low_ptr, chunks_ptr, o_ptr, sq, HV, CHANNELS: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -324,15 +360,19 @@ def _outputs(
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
         at = n.to(tl.int64) * HV + hv
-        q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, False)
+        if CHANNELS:
+            q = _decayed(q_ptr, QIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, False)
+        else:
+            q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, False)
         S = _state(S_ptr, n * HV + hv, v0, DK, DV, BLOCK_K, BLOCK_V, False)
         P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, False)
         d = _tile(d_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
         d_low = d
         if SPLIT:
             d_low = _tile(d_low_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
-        qin = tl.load(vec_ptr + at * (VECTORS * C) + QIN * C + i)
-        o = tl.dot(q, S, input_precision=PRECISION) * qin[:, None]
+        o = tl.dot(q, S, input_precision=PRECISION)
+        if not CHANNELS:
+            o *= tl.load(vec_ptr + at * (VECTORS * C) + QIN * C + i)[:, None]
         o = _product(P, P_low, d, d_low, o, SPLIT, PRECISION)
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + (hv * DV + v0 + tl.arange(0, BLOCK_V))[None, :]
         tl.store(o_ptr + out, o.to(o_ptr.dtype.element_ty), mask=(i < length)[:, None])
@@ -340,8 +380,8 @@ def _outputs(
 
 @jit
 def _dstates(
-    vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, dht_ptr, dv_ptr, part_ptr, dS_ptr, dh0_ptr,
-    sq, sk, sdo, HV,
+    vec_ptr, last_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, dht_ptr, dv_ptr, part_ptr, dS_ptr,
+    dh0_ptr, sq, sk, sdo, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -360,19 +400,28 @@ def _dstates(
         n = stop - 1 - m
         row = begin + (n - first) * C
         at = n.to(tl.int64) * HV + hv
-        k = _tile(k_ptr, row, hv // GROUP, 0, end, sk, DK, C, BLOCK_K, TMA)
-        q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, TMA)
+        if last_ptr is None:
+            k = _tile(k_ptr, row, hv // GROUP, 0, end, sk, DK, C, BLOCK_K, TMA)
+            behind = k
+            q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, TMA)
+        else:
+            k = _decayed(k_ptr, KIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
+            behind = _decayed(k_ptr, KOUT, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
+            q = _decayed(q_ptr, QIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
         do = _tile(do_ptr, row, hv, v0, end, sdo, DV, C, BLOCK_V, TMA)
         d = _tile(d_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, TMA)
         P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, TMA)
         Q, Q_low = _square(Q_ptr, n * HV + hv, SPLIT, C, TMA)
         vec = vec_ptr + at * (VECTORS * C)
-        kin, kout, qin = tl.load(vec + KIN * C + i), tl.load(vec + KOUT * C + i), tl.load(vec + QIN * C + i)
         beta = tl.load(vec + BETA * C + i)
-        last = tl.load(vec + GATE * C + C - 1)
         dS16 = dS.to(DT)
         _put_state(dS_ptr, n * HV + hv, v0, dS16, DK, DV, BLOCK_K, BLOCK_V, TMA)
-        dd = tl.dot(k, dS16, input_precision=PRECISION) * kout[:, None]
+        dd = tl.dot(behind, dS16, input_precision=PRECISION)
+        if SPLIT and last_ptr is not None:
+            low = _decayed(k_ptr, KOUT_LOW, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
+            dd = tl.dot(low, dS16, dd, input_precision=PRECISION)
+        if last_ptr is None:
+            dd *= tl.load(vec + KOUT * C + i)[:, None]
         outer = tl.sum(dd * d.to(tl.float32), 1)
         dd = tl.dot(tl.trans(P), do, dd, input_precision=PRECISION)
         if SPLIT:
@@ -385,10 +434,15 @@ def _dstates(
         z = x * beta[:, None]
         out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
         tl.store(dv_ptr + out, z.to(DT), mask=(row + i < end)[:, None])
-        dS *= tl.exp2(last)
-        through_o = (do.to(tl.float32) * qin[:, None]).to(DT)
+        dS *= _left(vec, last_ptr, at, C, DK, BLOCK_K)
+        if last_ptr is None:
+            through_o = (do.to(tl.float32) * tl.load(vec + QIN * C + i)[:, None]).to(DT)
+            erased = z * -tl.load(vec + KIN * C + i)[:, None]
+        else:
+            through_o = do
+            erased = -z
         dS = tl.dot(tl.trans(q), through_o, dS, input_precision=PRECISION)
-        dS = tl.dot(tl.trans(k), (z * -kin[:, None]).to(DT), dS, input_precision=PRECISION)
+        dS = tl.dot(tl.trans(k), erased.to(DT), dS, input_precision=PRECISION)
     if dh0_ptr is not None:
         tl.store(dh0_ptr + state, dS.to(dh0_ptr.dtype.element_ty), mask=known)
 

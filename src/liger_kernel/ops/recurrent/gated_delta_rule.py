@@ -58,14 +58,17 @@ from liger_kernel.ops.recurrent.delta_kernels import (
     _queries,
     _states,
 )
+from liger_kernel.ops.recurrent.kda_kernels import _kda_keys, _kda_prepare, _kda_queries
 
 # heads that kernels have registers for; the reference computes others
 MAX_D = 256
 
 
-def reference(
-    q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm, **how
+def recurrence(
+    q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm
 ):  # fmt: skip
+    """Token by token, with a decay for each head (B, T, HV) or for each of its channels (B, T, HV,
+    DK)."""
     (B, length, HV, DV), DK, given, dtype = v.shape, q.shape[-1], q.dtype, acc(q.dtype)
     q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
     if qk_l2norm:
@@ -79,7 +82,7 @@ def reference(
     for t in range(length if B else 0):
         if cu_seqlens is not None:
             S = torch.where(first[t] == t, states[document[t]], S)
-        S = S * g[:, t, :, None, None].exp()
+        S = S * g[:, t].exp().reshape(*S.shape[:2], -1, 1)
         e = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
         S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * e)[:, :, None]
         out.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
@@ -92,10 +95,19 @@ def reference(
     return o.to(given), final
 
 
+def reference(
+    q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm, **how
+):  # fmt: skip
+    return recurrence(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm)
+
+
 # kernel -> values of a program or of a step, warps and stages: the fastest of six for 1 x 8192
 # tokens, 16 and 32 heads of 128, on an H200
 TILES = {
     "prepare": (16, 4, 1),
+    "kda_prepare": (16, 8, 1),
+    "kda_queries": (64, 8, 2),
+    "kda_keys": (64, 8, 2),
     "states": (32, 4, 3),
     "outputs": (128, 4, 1),
     "dstates": (32, 4, 3),
@@ -138,6 +150,15 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
         if _precise(q):
             precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     found = dict(PRECISION=precision, BLOCK_K=max(16, next_power_of_2(q.shape[-1])), num_warps=warps, num_stages=stages)
+    if kernel.startswith("kda"):
+        # bf16 has its products of unit length in fp16, fp16 has them in fp32; a chunk is halved
+        # until it is one token
+        inner = precision if q.dtype != torch.float16 else "tf32x3" if arch.startswith("sm") else "ieee"
+        columns = max(16, next_power_of_2(q.shape[-1]) // 2)
+        found |= dict(INNER=inner, LEVELS=_chunk(q, DV).bit_length() - 1, BLOCK_K=columns)
+    if kernel == "kda_prepare":
+        del found["PRECISION"]
+        return found | dict(SOLVE=solve, SPLIT=not _precise(q))
     if kernel == "prepare":
         # three programs on each processor instead of two
         limit = dict(maxnreg=168) if arch == "sm90" and not _precise(q) else dict()
@@ -174,8 +195,8 @@ def gated_delta_rule_fwd(
     q, k, v, g, beta, state, cu_seqlens, length, scale, norm, output, final, keep
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Of M tokens in rows of ``length``, as far as they are asked for: o (M, HV, DV), the final
-    state, and what the backward needs."""
-    (M, HK, DK), (HV, DV), C = q.shape, v.shape[1:], _chunk(q, v.shape[2])
+    state, and what the backward needs. g (M, HV), or of ``kda`` (M, HV, DK)."""
+    (M, HK, DK), (HV, DV), C, channels = q.shape, v.shape[1:], _chunk(q, v.shape[2]), g.ndim == 3
     if cu_seqlens is None:
         documents = M // length
         chunks = documents * cdiv(length, C)
@@ -186,7 +207,7 @@ def gated_delta_rule_fwd(
     begins, places_of = new(documents + 1, 2, **integers), new(chunks, 2, **integers)
     split = not _precise(q)
     Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
-    factors, norms = new(chunks, HV, 5, C, **fp32), new(chunks, HK, 2, C, **fp32)
+    factors, norms = new(chunks, HV, 5, C, **fp32), new(chunks, HK, 4 if channels else 2, C, **fp32)
     S, d, o = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV), new((M, HV, DV) if output else 0)
     parts = d[0], d[1] if split else None
     ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)
@@ -194,19 +215,30 @@ def gated_delta_rule_fwd(
     launch(_chunks, (documents + 1,), begins, places_of, cu_seqlens, length, chunks, M, C=C, BLOCK=128, num_warps=4)
     sq, sk, sv = q.stride(0), k.stride(0), v.stride(0)
     grid, outs = (chunks * HV,), (Q, P, factors, norms)
-    how = dict(NORM=norm, **_tile("prepare", q, DV))
-    launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
+    # each channel's decay behind a chunk, and keys and queries with their decays
+    last = new(chunks, HV, DK, **fp32) if channels else None
+    decayed = new(chunks, HV, 3 + split, C, DK) if channels else None
+    if channels:
+        how = dict(NORM=norm, C=C, DK=DK, **_tile("kda_prepare", q, DV))
+        args = new(chunks, HV, C, DK, **fp32), decayed, last, sq, sk, HK, scale
+        launch(_kda_prepare, grid, q, k, g, beta, places_of, *outs, *args, **how)
+    else:
+        how = dict(NORM=norm, **_tile("prepare", q, DV))
+        launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
     how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV, documents * HV))
     values, width = how["BLOCK_V"], how["BLOCK_K"]
-    (kb,), (vb,) = _blocks(how["TMA"], C, width, k), _blocks(how["TMA"], C, values, v)
+    (kb,) = _blocks(how["TMA"], C, width, k if decayed is None else _matrix(decayed))
+    (vb,) = _blocks(how["TMA"], C, values, v)
     (Qb,), (Sb,) = _blocks(how["TMA"], C, C, _matrix(Q)), _blocks(how["TMA"], width, values, _matrix(S))
     grid, ends = (documents * HV * (DV // values),), ht if final else None
-    launch(_states, grid, factors, kb, vb, Qb, begins, state, Sb, *parts, ends, sk, sv, HV, **group, **how)
+    launch(_states, grid, factors, last, kb, vb, Qb, begins, state, Sb, *parts, ends, sk, sv, HV, **group, **how)
     how = dict(SPLIT=split, DV=DV, **_tile("outputs", q, DV))
     grid = (chunks * HV * (DV // how["BLOCK_V"]),)
     if output:
-        launch(_outputs, grid, factors, q, P, S, *parts, places_of, o, sq, HV, **group, **how)
-    return o, ht, [begins, places_of, Q, P, factors, norms, S, d] if keep else []
+        queries = decayed if channels else q
+        launch(_outputs, grid, factors, queries, P, S, *parts, places_of, o, sq, HV, CHANNELS=channels, **group, **how)
+    saved = [begins, places_of, Q, P, factors, norms, S, d, *(t for t in (decayed, last) if t is not None)]
+    return o, ht, saved if keep else []
 
 
 @launcher(
@@ -218,7 +250,7 @@ def gated_delta_rule_bwd(
     do, dfinal, q, k, v, g, beta, state, saved, scale, norm, needed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
-    begins, places_of, Q, P, factors, norms, S, d = saved
+    begins, places_of, Q, P, factors, norms, S, d, *of_channels = saved
     (M, HK, DK), (HV, DV), (chunks, *_, C) = q.shape, v.shape[1:], Q.shape
     # without a gradient, only the final state has one
     do = v.new_zeros(v.shape) if do is None else do
@@ -228,7 +260,11 @@ def gated_delta_rule_bwd(
     dstate = dense(state) if needed[5] else q.new_empty(0)
     group = dict(GROUP=HV // HK, SPLIT=len(d) > 1, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
     strides = q.stride(0), k.stride(0), do.stride(0)
-    sums, N = q.new_empty(chunks, HV, 3, C, dtype=torch.float32), q.new_empty(chunks, HV, C, C)
+    channels, fp32 = g.ndim == 3, dict(dtype=torch.float32)
+    decayed, last = of_channels or (None, None)
+    # of ``kda``, what dg has through q, and running sums of g
+    sums = q.new_empty(2, chunks, HV, C, DK, **fp32) if channels else q.new_empty(chunks, HV, 3, C, **fp32)
+    N = q.new_empty(chunks, HV, C, C, dtype=torch.float32 if channels else q.dtype)
 
     def blocks(c: dict[str, Any], of_tokens: list[Tensor], of_states: list[Tensor]) -> tuple[Any, ...]:
         tokens = _blocks(group["TMA"], C, c["BLOCK_V"], *of_tokens)
@@ -237,7 +273,13 @@ def gated_delta_rule_bwd(
     args: tuple[Any, ...]
     all_of_d = d.flatten(0, 1)
     through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
-    if needed[0] or through_keys:
+    if channels and (needed[0] or through_keys):
+        c = _tile("kda_queries", q, DV)
+        dob, *db, Sb = blocks(c, [do, *d], [S])
+        args = q, k, dob, db[0], db[-1], Sb, norms, places_of, dq, sums[0], N, *strides, HV, scale, sums[1]
+        own = {name: value for name, value in group.items() if name != "GROUP"}
+        launch(_kda_queries, (chunks * HV,), g, *args, NORM=norm, **own, **c)
+    elif needed[0] or through_keys:
         c = _tile("queries", q, DV)
         qk = _blocks(group["TMA"], C, c["BLOCK_K"], q, k)
         args = *qk, *blocks(c, [do, all_of_d], [S]), norms, places_of, dq, sums, N, *strides, HK, M, scale
@@ -250,9 +292,17 @@ def gated_delta_rule_bwd(
     if through_states:
         dob, db, dSb = blocks(c, [do, d[0]], [dS])
         qk, QP = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))
+        if decayed is not None:
+            qk = 2 * _blocks(group["TMA"], C, c["BLOCK_K"], _matrix(decayed))
         args = *qk, dob, db, *QP, begins, dfinal, dv, parts, dSb, dstate if needed[5] else None, *strides, HV
-        launch(_dstates, (documents * HV * slices,), factors, *args, **group, **c)
-    if through_keys:
+        launch(_dstates, (documents * HV * slices,), factors, last, *args, **group, **c)
+    if channels and through_keys:
+        c = _tile("kda_keys", q, DV)
+        zb, *db, Sb, dSb = blocks(c, [dv, *d], [S, dS])
+        args = q, k, zb, db[0], db[-1], Sb, dSb, norms, sums[0], N, parts, places_of, dk, dg, dbeta
+        own = {name: value for name, value in group.items() if name != "GROUP"}
+        launch(_kda_keys, (chunks * HV,), sums[1], *args, *strides[:2], HV, scale, NORM=norm, SLICES=slices, **own, **c)
+    elif through_keys:
         c = _tile("keys", q, DV)
         (qb, kb), (Nb,) = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(N))
         args = qb, k, kb, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, Nb, places_of, dk
@@ -298,14 +348,15 @@ def _recomputed(
 
 
 class GatedDeltaRuleFunction(torch.autograd.Function):
-    """``apply(q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep)``: o and the final
+    """Of ``gated_delta_rule``, and of ``kda`` if g has four dimensions:
+    ``apply(q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep)``: o and the final
     state. Without ``keep``, a backward computes again what it needs."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep):
         ctx.set_materialize_grads(False)
-        HV = v.shape[2]
-        given = [_heads(t) for t in (q, k, v)] + [t.reshape(-1, HV).contiguous() for t in (g, beta)]
+        given = [_heads(t) for t in (q, k, v)]
+        given += [t.reshape(-1, *t.shape[2:]).contiguous() for t in (g, beta)]
         given += [None if t is None else t.contiguous() for t in (state, cu_seqlens)]
         how = v.shape[1], scale, norm
         o, ht, saved = gated_delta_rule_fwd(*given, *how, True, final, keep)
@@ -363,6 +414,46 @@ def _cost(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **more: Any)
     return Cost(given + out, 2 * given + out, gemms=(product * 2, product * 4))
 
 
+def rule(
+    name: str, reference: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, qk_l2norm: bool, recompute: bool,
+    channels: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The operator called ``name``; ``channels``: g has a decay for each channel of the keys."""
+    if q.ndim != 4 or not q.is_floating_point():
+        raise ValueError(f"{name}: q must be floating point of shape (B, T, HK, DK), got {q.dtype} {tuple(q.shape)}")
+    B, length, HK, DK = q.shape
+    if k.shape != q.shape or k.dtype != q.dtype:
+        raise ValueError(
+            f"{name}: k must have q's shape and dtype, {tuple(q.shape)} {q.dtype}, got {tuple(k.shape)} {k.dtype}"
+        )
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.dtype != q.dtype:
+        raise ValueError(
+            f"{name}: v must have shape ({B}, {length}, HV, DV) and dtype {q.dtype}, got {v.dtype} {tuple(v.shape)}"
+        )
+    HV, DV = v.shape[2:]
+    if HV and (not HK or HV % HK):
+        raise ValueError(f"{name}: v must have a multiple of q's {HK} heads, got {HV}")
+    if channels and HV != HK:
+        raise ValueError(f"{name}: v must have q's {HK} heads, got {HV}")
+    documents = checked(name, cu_seqlens, q, "q")
+    heads = B, length, HV
+    shapes = {"g": (*heads, DK) if channels else heads, "beta": heads, "initial_state": (documents, HV, DK, DV)}
+    for (what, shape), t in zip(shapes.items(), (g, beta, initial_state)):
+        if t is not None and (t.shape != shape or not t.is_floating_point()):
+            raise ValueError(f"{name}: {what} must be floating point of shape {shape}, got {t.dtype} {tuple(t.shape)}")
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device)
+    wide = not 16 <= DK <= MAX_D or not 16 <= DV <= MAX_D or DV % 16
+    if wide or not use_kernels(q) or not q.numel():
+        how = dict(initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+        return reference(q, k, v, g, beta, scale=scale, qk_l2norm=qk_l2norm, **how)
+    given = q, k, v, g, beta, initial_state
+    keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    scale = DK**-0.5 if scale is None else scale
+    return GatedDeltaRuleFunction.apply(*given, cu_seqlens, scale, qk_l2norm, output_final_state, keep)
+
+
 @op(
     reference=reference,
     cases=[
@@ -398,33 +489,6 @@ def gated_delta_rule(
     In 16 bits, gradients of an fp32 g and states in fp32 come from products of 16-bit operands,
     too. Kernels have heads of 16 to 256 columns, multiples of 16 for v.
     """
-    name = "gated_delta_rule"
-    if q.ndim != 4 or not q.is_floating_point():
-        raise ValueError(f"{name}: q must be floating point of shape (B, T, HK, DK), got {q.dtype} {tuple(q.shape)}")
-    B, length, HK, DK = q.shape
-    if k.shape != q.shape or k.dtype != q.dtype:
-        raise ValueError(
-            f"{name}: k must have q's shape and dtype, {tuple(q.shape)} {q.dtype}, got {tuple(k.shape)} {k.dtype}"
-        )
-    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.dtype != q.dtype:
-        raise ValueError(
-            f"{name}: v must have shape ({B}, {length}, HV, DV) and dtype {q.dtype}, got {v.dtype} {tuple(v.shape)}"
-        )
-    HV, DV = v.shape[2:]
-    if HV and (not HK or HV % HK):
-        raise ValueError(f"{name}: v must have a multiple of q's {HK} heads, got {HV}")
-    documents = checked(name, cu_seqlens, q, "q")
-    shapes = {"g": (B, length, HV), "beta": (B, length, HV), "initial_state": (documents, HV, DK, DV)}
-    for (what, shape), t in zip(shapes.items(), (g, beta, initial_state)):
-        if t is not None and (t.shape != shape or not t.is_floating_point()):
-            raise ValueError(f"{name}: {what} must be floating point of shape {shape}, got {t.dtype} {tuple(t.shape)}")
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(q.device)
-    wide = not 16 <= DK <= MAX_D or not 16 <= DV <= MAX_D or DV % 16
-    if wide or not use_kernels(q) or not q.numel():
-        how = dict(initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
-        return reference(q, k, v, g, beta, scale=scale, qk_l2norm=qk_l2norm, **how)
-    given = q, k, v, g, beta, initial_state
-    keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    scale = DK**-0.5 if scale is None else scale
-    return GatedDeltaRuleFunction.apply(*given, cu_seqlens, scale, qk_l2norm, output_final_state, keep)
+    how = dict(scale=scale, initial_state=initial_state, output_final_state=output_final_state)
+    how |= dict(cu_seqlens=cu_seqlens, qk_l2norm=qk_l2norm, recompute=recompute)
+    return rule("gated_delta_rule", reference, q, k, v, g, beta, **how)

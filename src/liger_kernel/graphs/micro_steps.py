@@ -227,6 +227,7 @@ class Graphs:
         self.steps.clear()
         if isinstance(self.recorder, CudaGraphs):
             self.recorder.renew()
+            torch.cuda.empty_cache()
 
     def output(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> Any:
         """The output of a replayed step; None if the model has to run."""
@@ -389,7 +390,6 @@ def recorded(forward: Callable, *how: Any) -> Callable:
             if not graphs.steps:
                 raise
             graphs._drop()  # their memory is what a step that runs may lack
-        torch.cuda.empty_cache()
         return forward(self, *args, **kwargs)
 
     vars(call)[MARK] = True

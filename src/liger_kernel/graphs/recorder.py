@@ -85,7 +85,8 @@ class CudaGraphs:
         self.renew()
         with contextlib.suppress(Exception), torch.cuda.device(self.device):
             nothing = torch.zeros(1, device=self.device)
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(self.device)):
+            other, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+            with torch.cuda.graph(other, stream=stream, capture_error_mode="thread_local"):
                 nothing.zero_()
 
 

@@ -18,7 +18,7 @@ from liger_kernel.transformers.table import summary
 # the first word of a variant's label -> its column
 COLUMN = {"rms_norm": "norms", "layer_norm": "norms", "gated_rms_norm": "norms", "glu": "MLP", "relu_squared": "MLP"}
 COLUMN |= {"moe": "experts", "rope": "rotary", "attention": "attention", "load_balancing": ""}
-COLUMN |= {"causal_conv1d": "recurrent", "gated_delta_rule": "recurrent"}
+COLUMN |= {"causal_conv1d": "recurrent", "gated_delta_rule": "recurrent", "ssd": "recurrent"}
 COLUMNS = ["head", "norms", "MLP", "experts", "rotary", "attention", "recurrent", "images"]
 # group -> its first paragraph
 GROUPS = {
@@ -26,8 +26,8 @@ GROUPS = {
     "Text and images": "",
     "Audio": "Speech and sound, some with images.",
     "Encoders, and encoders with a decoder": "",
-    "Hybrids and recurrent models": "“Recurrent” are short convolutions and gated delta rules; what else carries a "
-    "state runs Transformers' code. [Hybrids](guides/hybrids.md) says more.",
+    "Hybrids and recurrent models": "“Recurrent” are short convolutions, gated delta rules and Mamba-2's scan; "
+    "what else carries a state runs Transformers' code. [Hybrids](guides/hybrids.md) says more.",
 }
 STATE = re.compile(r"_is_stateful = True|ShortConv|LightningAttention")
 # why something stays stock, in the table -> the end of a sentence about one thing, and about several

@@ -94,7 +94,8 @@ class PatchOptions:
         True, "trainers of TRL compute log-probabilities with our head, which stores no logits", option=None
     )
     recurrent: bool = _switch(
-        True, "short convolutions and gated delta rules of recurrent layers, and of packed documents each by itself"
+        True,
+        "short convolutions, gated delta rules and scans of recurrent layers, and of packed documents each by itself",
     )
     projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
     fp8: bool | str = _switch(

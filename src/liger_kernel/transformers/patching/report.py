@@ -156,6 +156,7 @@ _CALLED = {
     "rope": "rope",
     "attention": "attention",
     "gated_delta_rule": "delta rule",
+    "ssd": "scan",
     "causal_conv1d": "convolution",
     **dict.fromkeys(HEADS, "head and loss"),
 }

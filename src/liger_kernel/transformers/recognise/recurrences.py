@@ -11,6 +11,7 @@ packages. ``patching/bounds.py`` gives them to models that have positions alone.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.recurrent.causal_conv1d import WIDTHS, causal_conv1d
 from liger_kernel.ops.recurrent.gated_delta_rule import MAX_D, gated_delta_rule
+from liger_kernel.ops.recurrent.ssd import MAX_N, MAX_P, ssd
 from liger_kernel.transformers.recognise.variant import StandIns, Variant, plain
 
 # functions that carry a state over a whole row, whether or not a variant is for them
@@ -105,9 +107,7 @@ class GatedDeltaRule(Variant):
             rows = [one_row(t, bounds) for t in given]
             if _fits(*given) and (_has_kernel(query, value) or query.shape[1] <= SHORT):
                 state = None if initial_state is None else initial_state.float()
-                # in a checkpointed layer the level is "off": what is saved lives for its backward alone
-                recompute = torch.compiler.is_compiling() or memory.level() != "off"
-                more = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=recompute)
+                more = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=_recomputes())
                 more |= dict(initial_state=state, output_final_state=output_final_state, cu_seqlens=bounds)
                 out, final = gated_delta_rule(*rows, **more)
                 return out.view(value.shape), final
@@ -128,6 +128,63 @@ class GatedDeltaRule(Variant):
             begin = state if state is not None else lambda *_: None
             inputs = q, k, v, decay, beta, lambda *_: 64, begin
             yield dict(output_final_state=True, use_qk_l2norm_in_kernel=norm), inputs
+
+
+@dataclass(frozen=True)
+class Scan(Variant):
+    """The scan of Mamba-2, whose output is in fp32."""
+
+    kind, exact = "ssd", False
+
+    def words(self) -> tuple[str, ...]:
+        return ("chunks",)
+
+    def __call__(self, stock: Callable) -> Callable:
+        def mamba2_chunk_scan(
+            hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, initial_states=None, dt_softplus=False,
+            dt_limit=(0.0, math.inf), return_final_states=False, **kwargs,
+        ):  # fmt: skip
+            bounds = kwargs.get("cu_seq_lens_q")
+            if bounds is not None and (return_final_states or initial_states is not None):
+                raise ValueError("ssd: cu_seq_lens_q must be None with a cache, got bounds of documents")
+            given = hidden_states, dt, B, C
+            x, steps, writes, reads = (one_row(t, bounds) for t in given)
+            fits = all(map(plain, given)) and x.dtype == B.dtype == C.dtype and kwargs.get("z") is None
+            narrow = x.shape[3] <= MAX_P and B.shape[3] <= MAX_N
+            if fits and ((narrow and use_kernels(x)) or hidden_states.shape[1] <= SHORT):
+                state = None if initial_states is None else initial_states.float()
+                how = dict(dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, recompute=_recomputes())
+                more = dict(initial_state=state, output_final_state=return_final_states, cu_seqlens=bounds)
+                out, final = ssd(x, steps, A, writes, reads, D, **how, **more)
+                out = out.view(hidden_states.shape).float()
+                return (out, final) if return_final_states else out
+            how = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
+            how |= dict(initial_states=initial_states, return_final_states=return_final_states)
+            run = lambda x, dt, B, C: stock(x, dt, A, B, C, chunk_size, **how)
+            if bounds is None:
+                return run(*given)
+            return by_documents(run, bounds, x, steps, writes, reads).view(hidden_states.shape)
+
+        return mamba2_chunk_scan
+
+    def stand_ins(self) -> StandIns:
+        T, H, P, N = 40, 4, 3, 5
+        for groups, limit, state in ((2, (0.0, math.inf), torch.randn(2, H, P, N)), (1, (0.1, 0.5), None)):
+            B, C = 0.3 * torch.randn(2, 2, T, groups, N)
+            # in fp32, whatever the dtype is: stock rounds steps more often
+            dt = torch.randn(2, T, H) - 2
+            steps = lambda *_, dt=dt: dt.clone().requires_grad_()
+            decay = lambda *_: torch.linspace(-2, -0.1, H).requires_grad_()
+            begin = state if state is not None else lambda *_: None
+            inputs = torch.randn(2, T, H, P), steps, decay, B, C, lambda *_: 16
+            inputs = *inputs, torch.randn(H), torch.randn(H), begin
+            yield dict(dt_softplus=True, dt_limit=limit, return_final_states=True), inputs
+
+
+def _recomputes() -> bool:
+    """Whether the backward computes states again: not in a checkpointed layer, which has level "off",
+    as what it saves lives for its own backward alone."""
+    return torch.compiler.is_compiling() or memory.level() != "off"
 
 
 def _fits(q: Any, k: Any, v: Any, g: Any, beta: Any) -> bool:

@@ -26,7 +26,7 @@ from liger_kernel.transformers.recognise.attentions import SinkAttention, has_si
 from liger_kernel.transformers.recognise.experts import EXPERTS, LoadBalancing
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
-from liger_kernel.transformers.recognise.recurrences import CONVOLUTIONS, RULES, CausalConv1d, GatedDeltaRule
+from liger_kernel.transformers.recognise.recurrences import CONVOLUTIONS, RULES, CausalConv1d, GatedDeltaRule, Scan
 from liger_kernel.transformers.recognise.ropes import (
     COMPLEX_ROPES,
     FLAT_ROPES,
@@ -72,6 +72,10 @@ _RULE = (
     *("query", "key", "value", "g", "beta", "chunk_size"),
     *("initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "kwargs"),
 )
+_SCAN = (
+    *("hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus"),
+    *("dt_limit", "return_final_states", "kwargs"),
+)
 
 SLOTS = [
     Slot("rms_norm", _NORM, (("x",),), RMS_NORMS),
@@ -99,7 +103,7 @@ SLOTS = [
         (("hidden_states", "weight", "bias", "activation", "kwargs"),),
         [CausalConv1d()],
     ),
-    Slot("recurrent", _function(RULES), (_RULE,), [GatedDeltaRule()]),
+    Slot("recurrent", _function(RULES), (_RULE, _SCAN), [GatedDeltaRule(), Scan()]),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),
     Slot("rope", _ROTARY, (("tensor", "sin", "cos"),), SIN_FIRST),

@@ -176,8 +176,8 @@ class Scan(Variant):
             steps = lambda *_, dt=dt: dt.clone().requires_grad_()
             decay = lambda *_: torch.linspace(-2, -0.1, H).requires_grad_()
             begin = state if state is not None else lambda *_: None
-            inputs = torch.randn(2, T, H, P), steps, decay, B, C, lambda *_: 16
-            inputs = *inputs, torch.randn(H), torch.randn(H), begin
+            weights = torch.randn(H), torch.randn(H)
+            inputs = torch.randn(2, T, H, P), steps, decay, B, C, lambda *_: 16, *weights, begin
             yield dict(dt_softplus=True, dt_limit=limit, return_final_states=True), inputs
 
 

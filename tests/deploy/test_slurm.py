@@ -68,7 +68,7 @@ def test_what_has_saved_goes_back_to_the_queue(ends, code, state, again, slurm, 
     assert script.wait(30) == code, script.stdout.read()
     srun, liger, *requeued = (tmp_path / "calls").read_text().splitlines()
     assert srun.startswith("srun --cpus-per-task=64 --kill-on-bad-exit=0 liger train")
-    wanted = "liger train --nproc 0 --nnodes 2 --rdzv-endpoint localhost:22345 --checkpoint-every 100 --config a b.yaml"
+    wanted = "liger train --nproc 0 --nnodes 2 --rdzv-endpoint localhost:22345 --config a b.yaml"
     assert liger == wanted and requeued == ["requeue 12345"] * again
 
 
@@ -78,7 +78,8 @@ def test_a_job_that_is_told_to_stop_continues_from_its_queue(nodes, slurm, tmp_p
         "".join(json.dumps({"text": f"{i} and {i + 1}. " * 40}) + "\n" for i in range(200))
     )
     sizes = "--length 32 --batch 2 --hidden 32 --layers 1 --heads 2 --vocab 300 --steps 200 --device cpu --log-every 1"
-    argv = f"{sizes} --nproc 1 --parallel ddp --eval-fraction 0 --data text.jsonl --out run --timeout 60".split()
+    sizes += " --timeout 60 --checkpoint-every 100"
+    argv = f"{sizes} --nproc 1 --parallel ddp --eval-fraction 0 --data text.jsonl --out run".split()
     lines = tmp_path / "run" / "metrics.jsonl"
     first = slurm(*argv, srun=SRUN_ON_TWO, liger=LIGER)
     end = time.monotonic() + 240

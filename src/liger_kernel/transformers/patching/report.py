@@ -157,6 +157,7 @@ _CALLED = {
     "attention": "attention",
     "gated_delta_rule": "delta rule",
     "ssd": "scan",
+    "by_parts": "scan",
     "causal_conv1d": "convolution",
     **dict.fromkeys(HEADS, "head and loss"),
 }

@@ -25,10 +25,11 @@ from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.recurrent.causal_conv1d import WIDTHS, causal_conv1d
 from liger_kernel.ops.recurrent.gated_delta_rule import MAX_D, gated_delta_rule
-from liger_kernel.ops.recurrent.ssd import MAX_N, MAX_P, ssd
+from liger_kernel.ops.recurrent.ssd import has_kernel, ssd
 from liger_kernel.transformers.recognise.variant import StandIns, Variant, plain
 
 # functions that carry a state over a whole row, whether or not a variant is for them
+COMBINED = "_split_conv1d_scan_combined$"
 CONVOLUTIONS, RULES = "^causal_conv1d_fn$", "^(torch_)?chunk_.*delta|chunk_scan$|selective_scan$"
 # Rows up to this length are computed by references where no kernel runs: they go token by token,
 # which takes less time than stock's chunks only here
@@ -132,9 +133,10 @@ class GatedDeltaRule(Variant):
 
 @dataclass(frozen=True)
 class Scan(Variant):
-    """The scan of Mamba-2, whose output is in fp32."""
+    """The scan of Mamba-2. Its output has the dtype of its input, as that of the package which stock
+    calls if it is installed; stock's own is in fp32."""
 
-    kind, exact = "ssd", False
+    kind, exact, rounds = "ssd", False, True
 
     def words(self) -> tuple[str, ...]:
         return ("chunks",)
@@ -150,13 +152,12 @@ class Scan(Variant):
             given = hidden_states, dt, B, C
             x, steps, writes, reads = (one_row(t, bounds) for t in given)
             fits = all(map(plain, given)) and x.dtype == B.dtype == C.dtype and kwargs.get("z") is None
-            narrow = x.shape[3] <= MAX_P and B.shape[3] <= MAX_N
-            if fits and ((narrow and use_kernels(x)) or hidden_states.shape[1] <= SHORT):
+            if fits and (has_kernel(x, B.shape[3]) or hidden_states.shape[1] <= SHORT):
                 state = None if initial_states is None else initial_states.float()
                 how = dict(dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, recompute=_recomputes())
                 more = dict(initial_state=state, output_final_state=return_final_states, cu_seqlens=bounds)
                 out, final = ssd(x, steps, A, writes, reads, D, **how, **more)
-                out = out.view(hidden_states.shape).float()
+                out = out.view(hidden_states.shape)
                 return (out, final) if return_final_states else out
             how = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
             how |= dict(initial_states=initial_states, return_final_states=return_final_states)
@@ -179,6 +180,26 @@ class Scan(Variant):
             weights = torch.randn(H), torch.randn(H)
             inputs = torch.randn(2, T, H, P), steps, decay, B, C, lambda *_: 16, *weights, begin
             yield dict(dt_softplus=True, dt_limit=limit, return_final_states=True), inputs
+
+
+@dataclass(frozen=True)
+class CombinedScan(Variant):
+    """Convolution, scan, norm and projection in one function, which Transformers has only with
+    another package and which refuses bounds without it: None, so that the layer calls its parts."""
+
+    kind, exact = "by_parts", False
+
+    def words(self) -> tuple[str, ...]:
+        return "convolution", "scan"
+
+    def __call__(self, stock: Callable) -> Callable:
+        def mamba2_split_conv1d_scan_combined(*args, **kwargs):
+            return None
+
+        return mamba2_split_conv1d_scan_combined
+
+    def stand_ins(self) -> StandIns:
+        yield {}, tuple(torch.randn(2, 2) for _ in range(7))
 
 
 def _recomputes() -> bool:

@@ -26,7 +26,15 @@ from liger_kernel.transformers.recognise.attentions import SinkAttention, has_si
 from liger_kernel.transformers.recognise.experts import EXPERTS, LoadBalancing
 from liger_kernel.transformers.recognise.mlps import GLUS, MLPS
 from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NORMS, RMS_NORMS, LayerNorm
-from liger_kernel.transformers.recognise.recurrences import CONVOLUTIONS, RULES, CausalConv1d, GatedDeltaRule, Scan
+from liger_kernel.transformers.recognise.recurrences import (
+    COMBINED,
+    CONVOLUTIONS,
+    RULES,
+    CausalConv1d,
+    CombinedScan,
+    GatedDeltaRule,
+    Scan,
+)
 from liger_kernel.transformers.recognise.ropes import (
     COMPLEX_ROPES,
     FLAT_ROPES,
@@ -76,6 +84,11 @@ _SCAN = (
     *("hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus"),
     *("dt_limit", "return_final_states", "kwargs"),
 )
+_COMBINED = (
+    *("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "chunk_size", "initial_states", "dt_limit"),
+    *("return_final_states", "activation", "rmsnorm_weight", "rmsnorm_eps", "outproj_weight", "outproj_bias"),
+    *("headdim", "ngroups", "norm_before_gate", "kwargs"),
+)
 
 SLOTS = [
     Slot("rms_norm", _NORM, (("x",),), RMS_NORMS),
@@ -104,6 +117,7 @@ SLOTS = [
         [CausalConv1d()],
     ),
     Slot("recurrent", _function(RULES), (_RULE, _SCAN), [GatedDeltaRule(), Scan()]),
+    Slot("recurrent", _function(COMBINED), (_COMBINED,), [CombinedScan()]),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),
     Slot("rope", _ROTARY, (("tensor", "sin", "cos"),), SIN_FIRST),

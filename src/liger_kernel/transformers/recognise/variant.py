@@ -28,6 +28,7 @@ class Variant:
 
     kind: ClassVar[str]  # how its label begins
     results: ClassVar[int | None] = None  # how many of its results are compared with stock's; None: all
+    rounds: ClassVar[bool] = False  # whether its results have the inputs' dtype where stock's are in fp32
     tables: ClassVar[int] = 0  # how many of its last inputs are tables of angles, which are cast like weights
     by_tables: ClassVar[bool] = False  # whether the variants of its slot differ in the form of their tables
 

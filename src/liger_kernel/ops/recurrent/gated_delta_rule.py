@@ -106,6 +106,8 @@ def reference(
 TILES = {
     "prepare": (16, 4, 1),
     "kda_prepare": (16, 8, 1),
+    # by registers and shared memory on sm90, not measured
+    "kda_dstates": (32, 4, 2),
     "kda_queries": (64, 8, 2),
     "kda_keys": (64, 8, 2),
     "states": (32, 4, 3),
@@ -139,7 +141,7 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
         values, warps, stages = min(values, 32), 4, 1
     # other tensor cores than Hopper's take states from the registers of more threads, and three
     # stages would not fit into the shared memory of all
-    elif arch != "sm90" and kernel in ("states", "dstates"):
+    elif arch != "sm90" and kernel.endswith("states"):
         values, warps, stages = 32, 8, 2
     # values go into slices of one size
     while DV % values:
@@ -150,7 +152,7 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
         if _precise(q):
             precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     found = dict(PRECISION=precision, BLOCK_K=max(16, next_power_of_2(q.shape[-1])), num_warps=warps, num_stages=stages)
-    if kernel.startswith("kda"):
+    if kernel.startswith("kda") and kernel != "kda_dstates":
         # bf16 has its products of unit length in fp16, fp16 has them in fp32; a chunk is halved
         # until it is one token
         inner = precision if q.dtype != torch.float16 else "tf32x3" if arch.startswith("sm") else "ieee"
@@ -286,7 +288,7 @@ def gated_delta_rule_bwd(
         launch(_queries, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
     dS = torch.empty_like(S) if through_states else S
     documents = begins.shape[0] - 1
-    c = _tile("dstates", q, DV, documents * HV)
+    c = _tile("kda_dstates" if channels else "dstates", q, DV, documents * HV)
     slices = DV // c["BLOCK_V"]
     parts = q.new_empty(chunks, HV, slices, 2, C, dtype=torch.float32)
     if through_states:

@@ -254,6 +254,8 @@ def _prepare(
             tl.store(norms, rq)
             tl.store(norms + C, rk)
         scale = tl.cast(scale, tl.float32)
+        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * rk[:, None] * rk[None, :]
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
         g = tl.load(g_ptr + t * HV + hv, mask=live, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + t * HV + hv, mask=live, other=0.0).to(tl.float32)
         # so that e = d / beta
@@ -269,9 +271,7 @@ def _prepare(
         tl.store(vec + BETA * C, beta)
         tl.store(vec + GATE * C, G)
         E = _decays(G, C)
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
         _put_square(P_ptr, at, qk * E, SPLIT, C)
-        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * rk[:, None] * rk[None, :]
         Q = _lower_solve(tl.where(i[:, None] > i[None, :], kk * E, 0.0), beta, C, SOLVE)
         _put_square(Q_ptr, at, Q, SPLIT, C)
 

@@ -25,8 +25,9 @@ of Q, so only a correction is rounded. The same Q serves the backward, with dS' 
            + sum_{j<t} <k_j, e^(G_C - G) d dS'^T> + e^G_C <S, dS'>
 
 Memory: the backward needs Q and P, d, and the state before each chunk, 4 C + 2 DV + DK DV / C
-numbers for each token and head of values, or with ``recompute`` nothing but the inputs. Products
-have operands of q's dtype and sums in fp32: in 16 bits, dg and states in fp32 are as exact as that.
+numbers for each token and head of values, or with ``recompute`` nothing but the inputs, until the
+backward makes them for one half of the heads, then for the other. Products have operands of q's
+dtype and sums in fp32: in 16 bits, dg and states in fp32 are as exact as that.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
         return found | dict(SOLVE=solve, SPLIT=not _precise(q))
     if kernel == "prepare":
         # three programs on each processor instead of two
-        limit = dict(maxnreg=168) if arch == "sm90" and not _precise(q) else dict()
+        limit = dict(maxnreg=168) if arch == "sm90" and not _precise(q) and q.shape[-1] <= 128 else dict()
         return found | dict(SOLVE=solve, SPLIT=not _precise(q)) | limit
     return found | dict(BLOCK_V=values) | (dict() if kernel == "outputs" else dict(STAGES=stages))
 

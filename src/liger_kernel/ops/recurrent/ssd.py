@@ -292,9 +292,9 @@ def _cost(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | No
     given, out = nbytes(x, dt, B, C, state, *small), nbytes(x)
     if more.get("output_final_state"):
         out += 4 * x.shape[0] * H * P * N if state is None else state.nbytes
-    # token by token, the state's part by C; what a token adds to a state is such a product, too
+    # token by token, where what a token adds to the state is no product
     product = [(x.numel() // max(P, 1), P, N)]
-    return Cost(given + out, 2 * given + out, gemms=(product * 2, product * 4))
+    return Cost(given + out, 2 * given + out, gemms=(product, product * 2))
 
 
 @op(

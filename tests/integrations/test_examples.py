@@ -62,11 +62,11 @@ def test_files_of_a_change(tmp_path, monkeypatch):
     for name, depth in (("whole", []), ("shallow", ["--depth=1"])):
         git("clone", *depth, f"file://{tmp_path}/first", name, at=tmp_path)
     monkeypatch.setattr(environments, "ROOT", tmp_path / "shallow")
-    assert environments.changed_files() is None
+    assert environments.changed_files(None) is None
     monkeypatch.setattr(environments, "ROOT", clone := tmp_path / "whole")
-    assert environments.changed_files() == {"two"}
+    assert environments.changed_files(None) == {"two"}
     git("checkout", "-b", "change", at=clone)
     commit("three", at=clone), commit("four", at=clone)
     (clone / "five").touch()
-    assert environments.changed_files() == {"three", "four", "five"}
+    assert environments.changed_files(None) == {"three", "four", "five"}
     assert environments.changed_files("HEAD~1") == {"four", "five"}

@@ -34,7 +34,7 @@ def model_of(family: str, ours: bool = True, **flags) -> torch.nn.Module:
     model = make(family, attention="sdpa", **(FAMILIES | MORE)[family])
     model.config.output_router_logits = False
     if ours:
-        _apply_liger_kernel_to_instance(model, **flags)
+        _apply_liger_kernel_to_instance(model, **{"recurrent": True} | flags)
     return model
 
 
@@ -67,7 +67,7 @@ def test_learns_as_stock(family, checkpointed):
         with stock(family):
             found.append(step(model, batch)[1])
     assert_same_learning(found[1], found[0], 1e-5)  # stock's sums of decays are rounded more than ours
-    report = str(patches_report(model))
+    report = str(patches_report(model, dict(recurrent=True)))
     rule = "ssd" if family in STATE_SPACES else "gated_delta_rule"
     assert "causal_conv1d" in report and (rule in report) == (not family.startswith("lfm"))
 
@@ -185,7 +185,7 @@ def test_off_and_restored():
     off = step(model)[1]
     assert "gated_delta_rule" not in str(patches_report(model, dict(recurrent=False))).partition("stock")[0]
     restore(model)
-    _apply_liger_kernel_to_instance(model)
+    _apply_liger_kernel_to_instance(model, recurrent=True)
     restore(model)
     assert_same_learning(step(model)[1], off)
     assert "gated_delta_rule" not in str(patches_report(model)).partition("stock")[0]

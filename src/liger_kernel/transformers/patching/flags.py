@@ -69,10 +69,8 @@ def options_of(model_type: str, given: Mapping[str, Any]) -> PatchOptions:
         implied |= dict.fromkeys(("swiglu", "geglu"), given[of_glu.pop()])
     options = PatchOptions(**dict.fromkeys(SWITCHES, False) | flags_of(model_type) | implied | dict(given))
     # With everything else off, nothing in a model changes
-    slots = any(options.slots[name] for name in options.slots.keys() - OURS)
-    alone = not (options.head or options.fp8 or slots or given.keys() & {"projections", "recurrent"})
-    off = dict.fromkeys(("projections", "recurrent", "fused_logprobs"), False) if alone else {}
-    return dataclasses.replace(options, **off)
+    alone = not (options.head or options.fp8 or any(options.slots.values()) or "projections" in given)
+    return dataclasses.replace(options, projections=False, fused_logprobs=False) if alone else options
 
 
 @functools.cache

@@ -104,7 +104,8 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     given = {name: value for name, value in (given or {}).items() if name in flags_of(model_type)}
     options = options_of(model_type, given)
     # What could be patched: everything, by the values that were given for what is not a slot.
-    everything = PatchOptions().parts | {n: v for n, v in options.parts.items() if n not in options.slots}
+    slots = dict.fromkeys(options.slots, True)
+    everything = PatchOptions().parts | {n: v for n, v in options.parts.items() if n not in slots} | slots
     found = instance_patches(model, model_type, everything | {"projections": True}, options.head or "fused")
     # a forward with two patches may have one of them, which is then another function
     now = [p for p in instance_patches(model, model_type, options.parts, options.head) if p.applied]

@@ -233,12 +233,7 @@ def resources(compiled) -> dict[str, int]:
         # scalar registers spill into lanes of vector registers, not into memory
         spills = 4 * said["vgpr_spill_count"] + said["private_segment_fixed_size"]
         return {"registers": said["vgpr_count"], "spills": spills, "shared": compiled.metadata.shared}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    said = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    said = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _dumped(compiled, "--dump-resource-usage"))}
     return {"registers": said["REG"], "spills": said["STACK"] + said["LOCAL"], "shared": compiled.metadata.shared}
 
 
@@ -248,6 +243,26 @@ def shared_bytes(compiled) -> list[str]:
     ptx = compiled.asm.get("ptx", "")
     made = set(re.findall(r"cvt\.rn\.satfinite\.(?:relu\.)?e[45]m[23]x2\.f32\s+(%rs\d+)", ptx))
     return [r for r in re.findall(r"shr\.u16\s+%rs\d+, (%rs\d+), 8", ptx) if r in made]
+
+
+def _dumped(compiled, what: str) -> str:
+    """What cuobjdump says of a kernel for an NVIDIA GPU."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [knobs.nvidia.cuobjdump.path, what, cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def unset_registers(sass: str) -> list[str]:
+    """Instructions that compute a uniform register from one that nothing has set: ptxas 12.8 loses
+    copies of them when two descriptors of shared memory begin at the same address (MEASURED.md)."""
+    found, known = [], {"URZ"}
+    line = re.compile(r"\*/ +(?:@!?U?P\w+ +)?((?:U|R2UR|S2UR)[A-Z0-9.]*) +(UR\d+)((?:, *UP\d)*), ([^;]*)")
+    for name, to, _, given in line.findall(sass):
+        found += [f"{name} {to}, {given}".strip() for _ in set(re.findall(r"\bUR\d+", given)) - known]
+        known |= {to, f"UR{int(to[2:]) + 1}"} if re.search(r"64|WIDE", name) else {to}
+    return found
 
 
 def known() -> dict[tuple[str, ...], dict]:
@@ -291,6 +306,8 @@ def rows(target: str, variants: str, table: dict[tuple[str, ...], dict]) -> list
                         row["error"] = f"{tensor_memory} columns of tensor memory, of which there are 512"
                     if shared_bytes(compiled):
                         row["error"] = "the second byte of a conversion to FP8 is used alone"
+                    if target == "sm90" and (unset := unset_registers(_dumped(compiled, "-sass"))):
+                        row["error"] = f"a uniform register is read that nothing has set: {unset[0]}"
                 except Exception as error:  # reported with the others rather than one at a time
                     row["error"] = f"{type(error).__name__}: {error}"
             found.append(row)

@@ -128,6 +128,19 @@ def test_every_variant_compiles(target, user_env, tmp_path, request):
         (Path(to) / f"{target}.md").write_text(text)
 
 
+def test_a_register_that_nothing_has_set_is_found():
+    from compile_kernels import unset_registers
+
+    right = """
+        /*0010*/                   S2UR UR17, SR_CTAID.X ;
+        /*0020*/                   ULDC.64 UR6, c[0x0][0x240] ;
+        /*0050*/                   ULEA UR5, UP0, UR17, UR6, 0x3 ;
+        /*0060*/              @!P0 UIADD3.X UR4, UR7, URZ, URZ, UP0, !UPT ;"""
+    assert unset_registers(right) == []
+    wrong = "/*07e0*/ UIADD3 UR18, UP0, UR18, 0x20, URZ ;"
+    assert unset_registers(f"{right}\n{wrong}") == ["UIADD3 UR18, UR18, 0x20, URZ"]
+
+
 def test_no_product_and_sum_share_a_rounding(counted):
     """Where models round a product to bf16 before they add, no compiler may fuse the two."""
     operations = counted["in_bf16"]

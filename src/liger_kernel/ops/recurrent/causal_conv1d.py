@@ -319,8 +319,9 @@ def _shape(kernel: str, x: Tensor, length: int) -> tuple[dict[str, int], int, in
         # more registers, and sums over many tokens in one order lose what fp32 has
         c["BLOCK_N"], rows = c["BLOCK_N"] // 2, rows // 4
     columns = cdiv(D, c["BLOCK_N"])
-    # so few tokens that every processor has programs enough
-    rows = max(min(rows, cdiv(M * columns, 16 * launch_config.processors())), 8)
+    # so few tokens that every processor has programs enough; halves are numbers while M is a symbol
+    while rows > 8 and M * columns < 16 * rows * launch_config.processors():
+        rows //= 2
     parts = M // length * cdiv(length, rows)
     return c, rows, parts, parts * columns
 
@@ -354,7 +355,7 @@ def causal_conv1d_bwd(
     new = lambda t, need, *shape: x.new_empty(shape if need else 0, dtype=x.dtype if t is None else t.dtype)
     dx, dbefore, dafter = (new(given[i], needed[i], M, D) for i in (0, 3, 4))
     dstate = new(state, needed[5], *(() if state is None else state.shape))
-    taps, need_dw = W + (bias is not None), needed[1] or needed[2]
+    taps, need_dw = W + int(bias is not None), needed[1] or needed[2]
     partials = x.new_empty((parts, taps * D) if need_dw else 0, dtype=torch.float32)
     strides = [0 if t is None else t.stride(0) for t in (dy, x, before, after)]
     if any(needed[:5]):

@@ -114,8 +114,8 @@ TILES = {
     "states": (32, 4, 3),
     "outputs": (128, 4, 1),
     "dstates": (32, 4, 3),
-    "queries": (64, 4, 2),
-    "keys": (64, 4, 2),
+    "queries": (64, 4, 3),
+    "keys": (64, 4, 3),
 }
 # the two loops over chunks, if all processors have a program of theirs with as many values (4 x 2048
 # tokens: 275 -> 158 and 341 -> 248 us)
@@ -127,10 +127,13 @@ def _precise(q: Tensor) -> bool:
 
 
 def _chunk(q: Tensor, DV: int) -> int:
-    """Tokens of a chunk: fewer where wide heads or fp32 would not leave registers for 64."""
+    """Tokens of a chunk: fewer where wide heads or fp32 would not leave registers for 64. Of narrow
+    heads, too: products of 64 rows on Hopper have descriptors of shared memory, and ptxas 12.8 may
+    lose those of narrow tiles (``unset_registers`` in tests/compile)."""
     if launch_config.arch() == "cpu":
         return 32
-    return 16 if _precise(q) else 32 if max(q.shape[-1], DV) > 128 else 64
+    widths = q.shape[-1], DV
+    return 16 if _precise(q) else 64 if min(widths) >= 64 and max(widths) <= 128 else 32
 
 
 def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
@@ -185,6 +188,12 @@ def _blocks(tma: bool, rows: int, columns: int, *tensors: Tensor) -> tuple[Any, 
     return tuple(descriptor(t.flatten(1), (rows, columns)) if tma else t for t in tensors)
 
 
+def _dense(t: Tensor) -> Tensor:
+    """(M, H, D) with the heads of a token side by side. Of launchers, since torch.compile does not
+    take strides as numbers."""
+    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+
+
 def _matrix(t: Tensor) -> Tensor:
     """As the rows of one group."""
     return t.view(-1, 1, t.shape[-1])
@@ -199,6 +208,7 @@ def gated_delta_rule_fwd(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Of M tokens in rows of ``length``, as far as they are asked for: o (M, HV, DV), the final
     state, and what the backward needs. g (M, HV), or of ``kda`` (M, HV, DK)."""
+    q, k, v = map(_dense, (q, k, v))
     (M, HK, DK), (HV, DV), C, channels = q.shape, v.shape[1:], _chunk(q, v.shape[2]), g.ndim == 3
     if cu_seqlens is None:
         documents = M // length
@@ -256,7 +266,7 @@ def gated_delta_rule_bwd(
     begins, places_of, Q, P, factors, norms, S, d, *of_channels = saved
     (M, HK, DK), (HV, DV), (chunks, *_, C) = q.shape, v.shape[1:], Q.shape
     # without a gradient, only the final state has one
-    do = v.new_zeros(v.shape) if do is None else do
+    q, k, v, do = map(_dense, (q, k, v, v.new_zeros(v.shape) if do is None else do))
     dfinal = None if dfinal is None else dfinal.contiguous()
     dense = lambda t: q.new_empty(t.shape, dtype=t.dtype)
     dq, dk, dv, dg, dbeta = (dense(t) for t in (q, k, v, g, beta))
@@ -317,14 +327,6 @@ def gated_delta_rule_bwd(
     return *found, dstate
 
 
-def _heads(t: Tensor) -> Tensor:
-    """(B, T, H, D) as (B T, H, D), heads of a token side by side: a view if strides allow it."""
-    B, length, H, D = t.shape
-    if t.stride(3) != 1 or t.stride(2) != D or (B > 1 and t.stride(0) != length * t.stride(1)):
-        t = t.contiguous()
-    return t.view(B * length, H, D)
-
-
 def _recomputed(
     do: Tensor | None, dfinal: Tensor | None, given: tuple, cu_seqlens: Tensor | None, how: tuple, needed: list[bool]
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -353,19 +355,19 @@ def _recomputed(
 class GatedDeltaRuleFunction(torch.autograd.Function):
     """Of ``gated_delta_rule``, and of ``kda`` if g has four dimensions:
     ``apply(q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep)``: o and the final
-    state. Without ``keep``, a backward computes again what it needs."""
+    state, or an empty tensor. Without ``keep``, a backward computes again what it needs."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, state, cu_seqlens, scale, norm, final, keep):
         ctx.set_materialize_grads(False)
-        given = [_heads(t) for t in (q, k, v)]
-        given += [t.reshape(-1, *t.shape[2:]).contiguous() for t in (g, beta)]
+        given = [t.flatten(0, 1) for t in (q, k, v)]
+        given += [t.flatten(0, 1).contiguous() for t in (g, beta)]
         given += [None if t is None else t.contiguous() for t in (state, cu_seqlens)]
         how = v.shape[1], scale, norm
         o, ht, saved = gated_delta_rule_fwd(*given, *how, True, final, keep)
         ctx.save_for_backward(*given, *saved)
-        ctx.how, ctx.shapes = how, [t.shape for t in (q, k, v, g, beta)]
-        return shaped(o, v.shape), ht if final else None
+        ctx.how, ctx.final = how, final
+        return shaped(o, v.shape), ht
 
     @staticmethod
     @once_differentiable
@@ -373,14 +375,14 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:6])
         q, k, v, g, beta, state, cu_seqlens, *saved = ctx.saved_tensors
         given = q, k, v, g, beta, state
-        do = None if do is None else _heads(do)
+        do, dfinal = None if do is None else do.flatten(0, 1), dfinal if ctx.final else None
         if saved:
             grads = gated_delta_rule_bwd(do, dfinal, *given, list(saved), *ctx.how[1:], needed)
         else:
             grads = _recomputed(do, dfinal, given, cu_seqlens, ctx.how, needed)
-        shapes = *ctx.shapes, None if state is None else state.shape
-        found = [d.view(shape) if need else None for d, shape, need in zip(grads, shapes, needed)]
-        return *found, None, None, None, None, None
+        *grads, dstate = grads
+        found = [d.unflatten(0, (-1, ctx.how[0])) if need else None for d, need in zip(grads, needed)]
+        return *found, dstate if needed[5] else None, None, None, None, None, None
 
 
 def _decay(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -454,7 +456,8 @@ def rule(
     given = q, k, v, g, beta, initial_state
     keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     scale = DK**-0.5 if scale is None else scale
-    return GatedDeltaRuleFunction.apply(*given, cu_seqlens, scale, qk_l2norm, output_final_state, keep)
+    o, ht = GatedDeltaRuleFunction.apply(*given, cu_seqlens, scale, qk_l2norm, output_final_state, keep)
+    return o, ht if output_final_state else None
 
 
 @op(
@@ -467,7 +470,7 @@ def rule(
             _tensors(1, 40, 1, 2, 24, 16) | _states_of(6, 2, 24, 16) | dict(cu_seqlens=bounds(0, 0, 1, 34, 34, 37, 40)),
         ),
         Case("recomputed", _tensors(1, 34, 2, 2, 16, 48) | dict(recompute=True, scale=0.3)),
-        Case("one-token", _tensors(3, 1, 1, 1, 32, 16)),
+        Case("one-token", _tensors(16, 1, 1, 1, 32, 16)),
     ],
     cost=_cost,
 )

@@ -42,7 +42,7 @@ from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
 from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, places
 from liger_kernel.ops.recurrent.delta_kernels import _chunks
-from liger_kernel.ops.recurrent.gated_delta_rule import _heads
+from liger_kernel.ops.recurrent.gated_delta_rule import _dense
 from liger_kernel.ops.recurrent.ssd_kernels import _dsteps, _outputs, _readers, _steps, _walk_states, _writers
 
 # heads and states that kernels have registers for, in 16 bits and in fp32; the reference computes others
@@ -102,12 +102,13 @@ def _is_wide(x: Tensor, N: int) -> bool:
 
 def _chunk(x: Tensor, N: int) -> tuple[int, int]:
     """Tokens of a chunk, and of a program: fewer where fp32 or wide heads would not leave registers or
-    shared memory for more."""
+    shared memory for more, or heads or states are narrow (see ``gated_delta_rule``)."""
     if _precise(x):
         return 16, 16
     if launch_config.arch() == "cpu":
         return 32, 16
-    return (32, 32) if _is_wide(x, N) and launch_config.shared_memory() < 160 << 10 else (64, 64)
+    small = _is_wide(x, N) and launch_config.shared_memory() < 160 << 10
+    return (32, 32) if small or min(x.shape[-1], N) < 64 else (64, 64)
 
 
 def _tile(kernel: str, x: Tensor, N: int) -> dict[str, Any]:
@@ -116,9 +117,9 @@ def _tile(kernel: str, x: Tensor, N: int) -> dict[str, Any]:
     arch = launch_config.arch()
     if arch == "cpu" or arch.startswith("gfx") or _precise(x):
         warps, stages = 4, 1
-    precision = "ieee"
-    if arch.startswith("sm") and _precise(x):
-        precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # three products in tf32 would pass twice the error of the token-by-token scan
+    exact = not arch.startswith("sm") or torch.get_float32_matmul_precision() == "highest"
+    precision = "ieee" if exact or not _precise(x) else "tf32"
     P, width = x.shape[-1], max(16, next_power_of_2(N))
     found = dict(
         PRECISION=precision,
@@ -143,6 +144,7 @@ def ssd_fwd(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y (M, H, P) of M tokens in rows of ``length``, and if they are asked for, the final state and
     what the backward needs."""
+    x, B, C = map(_dense, (x, B, C))
     (M, H, P), (groups, N), (chunk, rows) = x.shape, B.shape[1:], _chunk(x, B.shape[2])
     if cu_seqlens is None:
         documents = M // length
@@ -182,7 +184,7 @@ def ssd_bwd(
     begins, places_of, steps, S = saved
     (M, H, P), (groups, N), (chunks, *_, chunk), rows = x.shape, B.shape[1:], steps.shape, _chunk(x, B.shape[2])[1]
     # without a gradient, only the final state has one
-    dy = x.new_zeros(x.shape) if dy is None else _heads(dy)
+    x, B, C, dy = map(_dense, (x, B, C, x.new_zeros(x.shape) if dy is None else dy.flatten(0, 1)))
     fp32, GROUP = dict(dtype=torch.float32), H // groups
     of_dt, parts, wide = needed[1] or needed[2] or needed[6], cdiv(GROUP, HEADS), D is not None and D.ndim == 2
     strides = x.stride(0), B.stride(0), C.stride(0), dy.stride(0)
@@ -231,27 +233,27 @@ def ssd_bwd(
         ddt = all_ddt if needed[1] else ddt
         if needed[2] or needed[6]:
             sums = column_sum(sums, torch.float32)
-            dA, dbias = sums[:H].to(A.dtype) if needed[2] else dA, sums[H:].to(dt_bias.dtype) if needed[6] else dbias
+            dA = sums[:H].to(A.dtype) if needed[2] else dA
+            dbias = sums[H:].to(dt_bias.dtype, copy=True) if needed[6] else dbias
     return dx, ddt, dA, dB, dC, dD, dbias, dstate
 
 
 class SSDFunction(torch.autograd.Function):
     """``apply(x, dt, A, B, C, D, dt_bias, state, cu_seqlens, softplus, low, high, final, keep)``: y and
-    the final state. Without ``keep``, a backward computes again what it needs."""
+    the final state, or an empty tensor. Without ``keep``, a backward computes again what it needs."""
 
     @staticmethod
     def forward(ctx, x, dt, A, B, C, D, dt_bias, state, cu_seqlens, softplus, low, high, final, keep):
         ctx.set_materialize_grads(False)
         dense = lambda t: None if t is None else t.contiguous()
-        x_rows, B_rows, C_rows = (_heads(t) for t in (x, B, C))
+        x_rows, B_rows, C_rows = (t.flatten(0, 1) for t in (x, B, C))
         given = x_rows, rows_of(dt), dense(A), B_rows, C_rows, dense(D), dense(dt_bias), dense(state)
         cu_seqlens = dense(cu_seqlens)
         how = softplus, low, high
         y, end, saved = ssd_fwd(*given, cu_seqlens, x.shape[1], *how, True, final, keep)
         ctx.save_for_backward(*given, cu_seqlens, *saved)
-        ctx.how, ctx.length = how, x.shape[1]
-        ctx.shapes = [None if t is None else t.shape for t in (x, dt, A, B, C, D, dt_bias, state)]
-        return shaped(y, x.shape), end if final else None
+        ctx.how, ctx.length, ctx.final = how, x.shape[1], final
+        return shaped(y, x.shape), end
 
     @staticmethod
     @once_differentiable
@@ -261,9 +263,11 @@ class SSDFunction(torch.autograd.Function):
         given = x, dt, A, B, C, D, dt_bias, state
         if not saved:
             _, _, saved = ssd_fwd(*given, cu_seqlens, ctx.length, *ctx.how, False, False, True)
-        dfinal = None if dfinal is None else dfinal.contiguous()
+        dfinal = dfinal.contiguous() if ctx.final and dfinal is not None else None
         grads = ssd_bwd(dy, dfinal, *given, list(saved), *ctx.how, needed)
-        found = [d.view(shape) if need else None for d, shape, need in zip(grads, ctx.shapes, needed)]
+        # x, dt, B and C have tokens
+        rows = lambda i, d: d.unflatten(0, (-1, ctx.length)) if i in (0, 1, 3, 4) else d
+        found = [rows(i, d) if need else None for i, (d, need) in enumerate(zip(grads, needed))]
         return *found, None, None, None, None, None, None
 
 
@@ -375,4 +379,5 @@ def ssd(
     keep = not recompute and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     # what no fp32 number is beyond
     low, high = max(float(low), -3.4e38), min(float(high), 3.4e38)
-    return SSDFunction.apply(*given, cu_seqlens, dt_softplus, low, high, output_final_state, keep)
+    y, end = SSDFunction.apply(*given, cu_seqlens, dt_softplus, low, high, output_final_state, keep)
+    return y, end if output_final_state else None

@@ -261,9 +261,20 @@ def _readers(
                 else:
                     rows += tl.sum(R, 1)
                 tl.store(out + i, rows)
-            dC = tl.dot(decayed.to(DT), S, dC, input_precision=PRECISION)
+            dC = _added(decayed.to(DT), S, dC, PRECISION, PRECISE)
         dC += tl.dot(dCB.to(DT), B, input_precision=PRECISION)
         _put_shared(dC_ptr, part, M, begin.to(tl.int64) + i, end, group, GROUPS, dC, DN, BLOCK_N)
+
+
+@jit
+def _added(a, b, total, PRECISION: tl.constexpr, PRECISE: tl.constexpr):
+    """total + a b: with ``PRECISE`` a sum of sums of one head each, which rounds less than one sum
+    of all."""
+    if PRECISE:
+        total += tl.dot(a, b, input_precision=PRECISION)
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
 
 
 @jit
@@ -328,7 +339,7 @@ def _writers(
                     dD = dD_ptr + ((n.to(tl.int64) * (CHUNK // ROWS) + r // ROWS) * H + h) * DP + p
                     tl.store(dD, tl.sum(mine * x32, 0), mask=p < DP)
             tl.store(dx_ptr + t[:, None] * (H * DP) + (h * DP + p)[None, :], dx.to(DT), mask=mask)
-            dB = tl.dot((x32 * (dt * last)[:, None]).to(DT), dS, dB, input_precision=PRECISION)
+            dB = _added((x32 * (dt * last)[:, None]).to(DT), dS, dB, PRECISION, PRECISE)
         dB += tl.dot(dBC.to(DT), C, input_precision=PRECISION)
         _put_shared(dB_ptr, part, M, t, end, group, GROUPS, dB, DN, BLOCK_N)
 

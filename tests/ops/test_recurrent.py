@@ -168,6 +168,14 @@ def test_bounds_that_are_none_are_refused_on_a_cpu(layer, args, wrong, monkeypat
         layer(**given, cu_seqlens=torch.tensor(wrong))
 
 
+def test_decays_that_forget_at_once():
+    """Sums of them are large, and what a token adds to them is not to be lost."""
+    args = heads(70, 4, strong=1.0)
+    found = run(rule, like(args))["dg"]
+    truth = run(lambda **a: OPS["gated_delta_rule"].reference(**a, **REST), like(args, torch.float64))["dg"]
+    assert errors(found, truth)["rms"] < 6e-7
+
+
 @needs_kernels
 @pytest.mark.parametrize("equal, channels, strong", [(0.0, False, 0.0), (4.0, False, 0.0), (4.0, True, 0.1)])
 def test_chunks_are_as_exact_as_those_of_pytorch(equal, channels, strong, monkeypatch):

@@ -30,9 +30,10 @@ from liger_kernel.ops._core.tl import jit, tl
 LOG2E = tl.constexpr(1.4426950408889634)
 EPS = tl.constexpr(1e-6)
 # for each chunk and head of values, C numbers each: the factors of rows of raw k before and behind
-# the state and of raw q, beta, and the running sum of g in units of log 2
-KIN, KOUT, QIN, BETA, GATE = (tl.constexpr(i) for i in range(5))
-VECTORS = tl.constexpr(5)
+# the state and of raw q, beta, the running sum of g in units of log 2, and of fp32 data what this sum
+# lost when it was rounded, since decays are e to differences of it
+KIN, KOUT, QIN, BETA, GATE, GATE_LOW = (tl.constexpr(i) for i in range(6))
+VECTORS = tl.constexpr(6)
 # of ``kda``, the low part of what ``KOUT`` is there
 KOUT_LOW = tl.constexpr(3)
 ALL = tl.constexpr(2147483647)
@@ -217,10 +218,23 @@ def _lower_solve(L, beta, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @jit
-def _decays(G, C: tl.constexpr):
+def _decays(G, low, C: tl.constexpr, SPLIT: tl.constexpr):
     """E: the decay between a token and those before it, zero where these are behind it."""
     i = tl.arange(0, C)
-    return tl.exp2(tl.where(i[:, None] >= i[None, :], G[:, None] - G[None, :], -float("inf")))
+    between = G[:, None] - G[None, :]
+    if not SPLIT:
+        between += low[:, None] - low[None, :]
+    return tl.exp2(tl.where(i[:, None] >= i[None, :], between, -float("inf")))
+
+
+@jit
+def _gate(vec, C: tl.constexpr, SPLIT: tl.constexpr):
+    """The running sum of g, and what it lost."""
+    G = tl.load(vec + GATE * C + tl.arange(0, C))
+    low = G
+    if not SPLIT:
+        low = tl.load(vec + GATE_LOW * C + tl.arange(0, C))
+    return G, low
 
 
 @jit
@@ -260,17 +274,27 @@ def _prepare(
         beta = tl.load(beta_ptr + t * HV + hv, mask=live, other=0.0).to(tl.float32)
         # so that e = d / beta
         beta = tl.where(tl.abs(beta) < TINY, TINY, beta)
-        G = tl.cumsum(g, 0) * LOG2E
+        if SPLIT:
+            G = tl.cumsum(g, 0) * LOG2E
+            low = G
+        else:
+            exact = tl.cumsum(g.to(tl.float64), 0) * LOG2E
+            G = exact.to(tl.float32)
+            low = (exact - G.to(tl.float64)).to(tl.float32)
         # the decay behind the last token, as exactly as that of the last token itself
-        end = tl.sum(tl.where(i == C - 1, G, 0.0), 0)
+        behind = tl.sum(tl.where(i == C - 1, G, 0.0), 0) - G
+        if not SPLIT:
+            behind += tl.sum(tl.where(i == C - 1, low, 0.0), 0) - low
         at = n.to(tl.int64) * HV + hv
         vec = vec_ptr + at * (VECTORS * C) + i
         tl.store(vec + KIN * C, tl.where(live, rk * tl.exp2(G), 0.0))
-        tl.store(vec + KOUT * C, tl.where(live, rk * tl.exp2(end - G), 0.0))
+        tl.store(vec + KOUT * C, tl.where(live, rk * tl.exp2(behind), 0.0))
         tl.store(vec + QIN * C, tl.where(live, rq * scale * tl.exp2(G), 0.0))
         tl.store(vec + BETA * C, beta)
         tl.store(vec + GATE * C, G)
-        E = _decays(G, C)
+        if not SPLIT:
+            tl.store(vec + GATE_LOW * C, low)
+        E = _decays(G, low, C, SPLIT)
         _put_square(P_ptr, at, qk * E, SPLIT, C)
         Q = _lower_solve(tl.where(i[:, None] > i[None, :], kk * E, 0.0), beta, C, SOLVE)
         _put_square(Q_ptr, at, Q, SPLIT, C)
@@ -481,7 +505,7 @@ def _queries(
         for h in range(GROUP):
             hv = hk * GROUP + h
             at = n.to(tl.int64) * HV + hv
-            G = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + i)
+            G, low = _gate(vec_ptr + at * (VECTORS * C), C, SPLIT)
             # a product whose sum goes into another product would be spread over other warps: no
             # loop has two
             from_S = tl.zeros((C, BLOCK_K), tl.float32)
@@ -500,7 +524,7 @@ def _queries(
                 do = _tile(do_ptr, row, hv, start % DV, end, sdo, DV, C, BLOCK_V, TMA)
                 d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
                 N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
-            N = tl.where(live[:, None], N * _decays(G, C), 0.0)
+            N = tl.where(live[:, None], N * _decays(G, low, C, SPLIT), 0.0)
             tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
             k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA)
             qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
@@ -541,15 +565,19 @@ def _keys(
         for h in range(GROUP):
             hv = hk * GROUP + h
             at = n.to(tl.int64) * HV + hv
-            G = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + i)
-            last = tl.load(vec_ptr + at * (VECTORS * C) + GATE * C + C - 1)
+            vec = vec_ptr + at * (VECTORS * C)
+            G, low = _gate(vec, C, SPLIT)
+            last = tl.load(vec + GATE * C + C - 1)
+            behind = last - G
+            if not SPLIT:
+                behind += tl.load(vec + GATE_LOW * C + C - 1) - low
             # one product after the other: registers have room for one sum beside dk
             part = tl.zeros((C, BLOCK_K), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
                 dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 part = tl.dot(d, tl.trans(dS), part, input_precision=PRECISION)
-            dk += part * tl.exp2(last - G)[:, None]
+            dk += part * tl.exp2(behind)[:, None]
             part = tl.zeros((C, BLOCK_K), tl.float32)
             carried = tl.zeros((BLOCK_K,), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
@@ -570,7 +598,7 @@ def _keys(
                 d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
                 M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
             k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
-            M = tl.where(below, -M * _decays(G, C), 0.0)
+            M = tl.where(below, -M * _decays(G, low, C, SPLIT), 0.0)
             W = M * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
             tl.store(sums_ptr + at * (3 * C) + C + i, tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0))
             # one of the two is zero
@@ -604,8 +632,9 @@ def _gates(
         for slice in tl.static_range(SLICES):
             part = part_ptr + (at * SLICES + slice) * (2 * C) + i
             dbeta += tl.load(part, mask=known, other=0.0)
-            outer += tl.load(part + C, mask=known, other=0.0)
-        dg = tl.cumsum(rows, 1, reverse=True) + (tl.cumsum(outer, 1) - outer)
+            # of the tokens before: the token's own, taken from a sum, would leave its rounding
+            outer += tl.load(part + C - 1, mask=known & (i > 0), other=0.0)
+        dg = tl.cumsum(rows, 1, reverse=True) + tl.cumsum(outer, 1)
         dg += tl.load(sums_ptr + at * (3 * C) + 2 * C, mask=known, other=0.0)
         out = (tl.load(chunks_ptr + 2 * n) + i).to(tl.int64) * HV + hv
         mask = known & (i < length)

@@ -220,7 +220,7 @@ def gated_delta_rule_fwd(
     begins, places_of = new(documents + 1, 2, **integers), new(chunks, 2, **integers)
     split = not _precise(q)
     Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
-    factors, norms = new(chunks, HV, 5, C, **fp32), new(chunks, HK, 4 if channels else 2, C, **fp32)
+    factors, norms = new(chunks, HV, 6, C, **fp32), new(chunks, HK, 4 if channels else 2, C, **fp32)
     S, d, o = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV), new((M, HV, DV) if output else 0)
     parts = d[0], d[1] if split else None
     ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)

@@ -367,22 +367,25 @@ def _dsteps(
     length = tl.load(chunks_ptr + 2 * n + 1)
     live = (i < length)[:, None] & (h < H)[None, :]
     at = (n * H + h)[None, :]
-    dt = tl.load(steps_ptr + at * ((2 + PRECISE) * CHUNK) + i[:, None], mask=live, other=0.0)
+    steps = steps_ptr + at * ((2 + PRECISE) * CHUNK) + i[:, None]
+    dt = tl.load(steps, mask=live, other=0.0)
     from_rows = rows_ptr + at * ((1 + PRECISE) * CHUNK) + i[:, None]
     rows = tl.load(from_rows, mask=live, other=0.0)
     cols = cols_ptr + at * (3 * CHUNK) + i[:, None]
     if not PRECISE:
         rows -= dt * tl.load(cols, mask=live, other=0.0)
-    through = tl.load(cols + CHUNK, mask=live, other=0.0) * dt
+    # of the tokens before: the token's own, taken from a sum, would leave its rounding
+    earlier = live & (i > 0)[:, None]
+    through = tl.load(cols + CHUNK - 1, mask=earlier, other=0.0) * tl.load(steps - 1, mask=earlier, other=0.0)
     some = (h < H) & (length > 0)
     last = tl.load(steps_ptr + (n * H + h) * ((2 + PRECISE) * CHUNK) + 2 * CHUNK - 1, mask=some, other=0.0)
     carried = tl.zeros((BLOCK_H,), tl.float32)
     for slice in tl.static_range(SLICES):
         carried += tl.load(carried_ptr + (n * H + h) * SLICES + slice, mask=some, other=0.0)
     carried *= _decay(last, PRECISE)
-    da = tl.cumsum(rows, 0, reverse=True) + (tl.cumsum(through, 0) - through) + carried[None, :]
+    da = tl.cumsum(rows, 0, reverse=True) + tl.cumsum(through, 0) + carried[None, :]
     if PRECISE:
-        da += tl.load(from_rows + (CHUNK - 1), mask=live & (i > 0)[:, None], other=0.0)
+        da += tl.load(from_rows + (CHUNK - 1), mask=earlier, other=0.0)
     A = tl.load(A_ptr + h, mask=h < H, other=0.0).to(tl.float32)
     t = tl.load(chunks_ptr + 2 * n, mask=length > 0, other=0).to(tl.int64) + i
     raw = _given_steps(dt_ptr, bias_ptr, t, h, live, sdt, H)

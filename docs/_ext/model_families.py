@@ -18,7 +18,7 @@ from liger_kernel.transformers.table import summary
 # the first word of a variant's label -> its column
 COLUMN = {"rms_norm": "norms", "layer_norm": "norms", "gated_rms_norm": "norms", "glu": "MLP", "relu_squared": "MLP"}
 COLUMN |= {"moe": "experts", "rope": "rotary", "attention": "attention", "load_balancing": ""}
-COLUMN |= {"causal_conv1d": "recurrent", "gated_delta_rule": "recurrent", "ssd": "recurrent", "by_parts": "recurrent"}
+COLUMN |= dict.fromkeys(("causal_conv1d", "gated_delta_rule", "kda", "ssd", "by_parts"), "recurrent")
 COLUMNS = ["head", "norms", "MLP", "experts", "rotary", "attention", "recurrent", "images"]
 # group -> its first paragraph
 GROUPS = {
@@ -26,7 +26,7 @@ GROUPS = {
     "Text and images": "",
     "Audio": "Speech and sound, some with images.",
     "Encoders, and encoders with a decoder": "",
-    "Hybrids and recurrent models": "“Recurrent” are short convolutions, gated delta rules and Mamba-2's scan; "
+    "Hybrids and recurrent models": "“Recurrent” are short convolutions, delta rules and Mamba-2's scan; "
     "what else carries a state runs Transformers' code. [Hybrids](guides/hybrids.md) says more.",
 }
 STATE = re.compile(r"_is_stateful = True|ShortConv|LightningAttention")

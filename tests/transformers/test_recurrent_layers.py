@@ -19,10 +19,11 @@ from liger_kernel.transformers.patching.report import patches_report
 pytestmark = pytest.mark.usefixtures("models_by_references")
 
 CONV = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
-FAMILIES = {"qwen3_next": {}, "lfm2": CONV, "olmo_hybrid": {}, "qwen3_5_text": {}, "nemotron_h": {}}
+FAMILIES = {"qwen3_next": {}, "lfm2": CONV, "olmo_hybrid": {}, "qwen3_5_text": {}, "nemotron_h": {}, "kimi_linear": {}}
+CHANNELS = {"kimi_linear": {}, "bailing_hybrid": {}, "glm5_next": {}}
 STATE_SPACES = {"nemotron_h": {}, "granitemoehybrid": {}, "bamba": {}, "falcon_h1": {}, "zamba2": {}}
-MORE = {"qwen3_5_moe_text": {}, "lfm2_moe": {}, "lfm3": CONV, "lara_mini": {}} | STATE_SPACES
-del MORE["nemotron_h"]
+MORE = {"qwen3_5_moe_text": {}, "lfm2_moe": {}, "lfm3": CONV, "lara_mini": {}, "qwen4_exp": {}}
+MORE |= {n: {} for n in (STATE_SPACES | CHANNELS) if n not in FAMILIES}
 EACH = pytest.mark.parametrize("family", [*FAMILIES, *further(*MORE)])
 ENDS = [0, 5, 6, 14, 17]
 IDS = tokens(1, 17)["input_ids"]
@@ -66,15 +67,18 @@ def test_learns_as_stock(family, checkpointed):
             model.gradient_checkpointing_enable()
         with stock(family):
             found.append(step(model, batch)[1])
-    assert_same_learning(found[1], found[0], 1e-5)  # stock's sums of decays are rounded more than ours
+    # stock's sums of decays are rounded more than ours, and most those of channels (5.7e-5)
+    assert_same_learning(found[1], found[0], 1e-4 if family in CHANNELS else 1e-5)
     report = str(patches_report(model, dict(recurrent=True)))
-    rule = "ssd" if family in STATE_SPACES else "gated_delta_rule"
+    rule = "ssd" if family in STATE_SPACES else "kda" if family in CHANNELS else "gated_delta_rule"
     assert "causal_conv1d" in report and (rule in report) == (not family.startswith("lfm"))
 
 
 def packed_model_of(family):
     if family.startswith("lfm") and "seq_idx" in inspect.signature(Lfm2ShortConv.forward).parameters:
         pytest.skip("this version's LFM2 passes no bounds to its convolutions; a warning says so")
+    if family == "glm5_next":
+        pytest.skip("its attention pools keys of the whole row; a warning says so")
     return model_of(family)
 
 

@@ -25,6 +25,7 @@ from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.recurrent.causal_conv1d import WIDTHS, causal_conv1d
 from liger_kernel.ops.recurrent.gated_delta_rule import MAX_D, gated_delta_rule
+from liger_kernel.ops.recurrent.kda import kda
 from liger_kernel.ops.recurrent.ssd import has_kernel, ssd
 from liger_kernel.transformers.recognise.variant import StandIns, Variant, plain
 
@@ -92,25 +93,30 @@ class GatedDeltaRule(Variant):
     """Linear attention with a decay and a delta rule, over a row of tokens."""
 
     kind, exact = "gated_delta_rule", False
+    operator, of_channels = staticmethod(gated_delta_rule), False
 
     def words(self) -> tuple[str, ...]:
         return ("chunks",)
 
     def __call__(self, stock: Callable) -> Callable:
+        operator, of_channels = self.operator, self.of_channels
+
         def chunk_gated_delta_rule(
             query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
             use_qk_l2norm_in_kernel=False, **kwargs,
         ):  # fmt: skip
-            bounds = kwargs.get("cu_seqlens")
+            # layers with a decay for each head rename the bounds, the others pass all arguments on
+            bounds = kwargs.get("cu_seq_lens_q" if of_channels else "cu_seqlens")
             if bounds is not None and (output_final_state or initial_state is not None):
-                raise ValueError("gated_delta_rule: cu_seqlens must be None with a cache, got bounds of documents")
+                raise ValueError(f"{self.kind}: cu_seqlens must be None with a cache, got bounds of documents")
             given = query, key, value, g, beta
             rows = [one_row(t, bounds) for t in given]
-            if _fits(*given) and (_has_kernel(query, value) or query.shape[1] <= SHORT):
+            fits = _fits(*given) and (query.shape[2] == value.shape[2] or not of_channels)
+            if fits and (_has_kernel(query, value) or query.shape[1] <= SHORT):
                 state = None if initial_state is None else initial_state.float()
                 more = dict(qk_l2norm=use_qk_l2norm_in_kernel, recompute=_recomputes())
                 more |= dict(initial_state=state, output_final_state=output_final_state, cu_seqlens=bounds)
-                out, final = gated_delta_rule(*rows, **more)
+                out, final = operator(*rows, **more)
                 return out.view(value.shape), final
             how = chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel
             if bounds is None:
@@ -122,13 +128,22 @@ class GatedDeltaRule(Variant):
     def stand_ins(self) -> StandIns:
         B, D, V = 2, 4, 3
         for T, groups, norm, state in ((70, 2, True, torch.randn(B, 2, D, V)), (9, 1, False, None)):
+            groups = 1 if self.of_channels else groups
             q, k = torch.randn(2, B, T, 2 // groups, D)
             q, k = (t if norm else F.normalize(t, dim=-1) for t in (q, k))
-            v, g, beta = torch.randn(B, T, 2, V), -F.softplus(torch.randn(B, T, 2) - 2), torch.rand(B, T, 2)
+            v, beta = torch.randn(B, T, 2, V), torch.rand(B, T, 2)
+            g = -F.softplus(torch.randn(B, T, 2, *[D] * self.of_channels) - 2)
             decay = lambda *_, g=g: g.clone().requires_grad_()  # in fp32, whatever the dtype is
             begin = state if state is not None else lambda *_: None
             inputs = q, k, v, decay, beta, lambda *_: 64, begin
             yield dict(output_final_state=True, use_qk_l2norm_in_kernel=norm), inputs
+
+
+@dataclass(frozen=True)
+class KimiDeltaAttention(GatedDeltaRule):
+    """The same with a decay for each channel of the keys."""
+
+    kind, operator, of_channels = "kda", staticmethod(kda), True
 
 
 @dataclass(frozen=True)

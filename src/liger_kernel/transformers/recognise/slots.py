@@ -33,6 +33,7 @@ from liger_kernel.transformers.recognise.recurrences import (
     CausalConv1d,
     CombinedScan,
     GatedDeltaRule,
+    KimiDeltaAttention,
     Scan,
 )
 from liger_kernel.transformers.recognise.ropes import (
@@ -116,7 +117,7 @@ SLOTS = [
         (("hidden_states", "weight", "bias", "activation", "kwargs"),),
         [CausalConv1d()],
     ),
-    Slot("recurrent", _function(RULES), (_RULE, _SCAN), [GatedDeltaRule(), Scan()]),
+    Slot("recurrent", _function(RULES), (_RULE, _SCAN), [GatedDeltaRule(), KimiDeltaAttention(), Scan()]),
     Slot("recurrent", _function(COMBINED), (_COMBINED,), [CombinedScan()]),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),

@@ -25,7 +25,7 @@ _OF_SIZE = {
     "num_global_layers resampler_depth",
     2: "eos_token_id num_hidden_layers num_key_value_heads num_experts_per_tok moe_k moe_topk n_layer "
     "n_layers num_global_key_value_heads encoder_layers decoder_layers altup_num_inputs "
-    "linear_num_key_heads index_n_heads swa_num_key_value_heads depth scale_factor",
+    "linear_num_key_heads linear_num_heads index_n_heads swa_num_key_value_heads depth scale_factor",
     3: "num_channels",
     4: "num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts n_head n_heads "
     "encoder_attention_heads decoder_attention_heads linear_num_value_heads swa_num_attention_heads "
@@ -34,7 +34,7 @@ _OF_SIZE = {
     "laurel_rank index_topk",
     16: "head_dim q_lora_rank kv_lora_rank v_head_dim mamba_d_head query_pre_attn_scalar global_head_dim "
     "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim index_head_dim swa_head_dim "
-    "swa_v_head_dim window_size resampler_head_dim",
+    "swa_v_head_dim linear_head_dim window_size resampler_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
     "shared_intermediate_size base_channels",
     64: "hidden_size n_embd d_model word_embed_proj_dim embed_dim out_hidden_size projection_dim "

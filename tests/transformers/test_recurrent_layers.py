@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hf_models import DEVICE, assert_same_learning, make, step, stock, tokens
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step, stock, tokens
 from peft import LoraConfig, get_peft_model
 from quick import further
 from torch import Tensor
@@ -182,6 +182,18 @@ def test_compiles():
         found = model(IDS, position_ids=PLACES).logits
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.lm_head(one), want[:, :5], rtol=1e-5, atol=1e-5)
+
+
+def test_gated_norms_are_computed_again(monkeypatch):
+    """The projection after a rule saves what its norm computes again, to the same bits."""
+    from liger_kernel.transformers.recognise import norms
+
+    calls, norm, found = [], norms.gated_rms_norm, []
+    monkeypatch.setattr(norms, "gated_rms_norm", lambda *args, **how: (calls.append(args), norm(*args, **how))[1])
+    for level in (False, True):
+        found.append(step(model_of("kimi_linear", rematerialise=level))[1])
+    assert len(calls) == 1 + 2
+    assert_same_bits(*found)
 
 
 def test_off_and_restored():

@@ -348,8 +348,16 @@ def _recomputed(
         found = found or [*map(whole, grads, given, needed)]
         for all_heads, part, need in zip(found, grads, needed):
             if need:
-                of(all_heads).copy_(part)
+                _copy(of(all_heads), part)
     return tuple(found)
+
+
+def _copy(to: Tensor, t: Tensor) -> None:
+    """``to.copy_(t)``, of one dtype. PyTorch copies rows with a stride value by value, so as values
+    of 8 bytes, if rows consist of these."""
+    if t.ndim == 3 and t.shape[2] * t.itemsize % 8 == 0:
+        to, t = to.view(torch.int64), t.view(torch.int64)
+    to.copy_(t)
 
 
 class GatedDeltaRuleFunction(torch.autograd.Function):

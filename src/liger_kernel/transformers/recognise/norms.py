@@ -105,7 +105,8 @@ class GatedRMSNorm(Variant):
             if first == "norm":
                 if gate is None or gate.shape != hidden_states.shape:
                     return stock(self, hidden_states, gate)
-                return gated_rms_norm(hidden_states, gate, self.weight, eps=epsilon, act=act, casting=casting)
+                how = dict(eps=epsilon, act=act, casting=casting)
+                return memory.cheap(gated_rms_norm, hidden_states, gate, self.weight, **how)
             # in fp32 until the weight: these norms round once
             h, gate = hidden_states.float(), gate if gate is None else gate.float()
             norm_first = first == "norm_before_gate" and self.norm_before_gate

@@ -93,6 +93,14 @@ REFUSED = {
         (dict(v=T((1, 4, 4, 16))), "v must have q's 2 heads, got 4"),
         (dict(g=T((1, 4, 2))), "g must be floating point of shape (1, 4, 2, 16), got torch.float32 (1, 4, 2)"),
     ),
+    "log_decay": (
+        dict(a=T((3, 8)), A_log=T((4,)), dt_bias=T((8,))),
+        (dict(a=T((3, 8), dtype=torch.int64)), "a must be floating point of shape (..., N), got torch.int64 (3, 8)"),
+        (dict(A_log=T((3,))), "A_log must be floating point of shape (H,), 8 = H D, got torch.float32 (3,)"),
+        (dict(dt_bias=T((4,))), "dt_bias must be floating point of shape (8,), got torch.float32 (4,)"),
+        (dict(bound=0.5), "bound must be below 0 or None, got 0.5"),
+        (dict(dtype=torch.int32), "dtype must be floating point or None, got torch.int32"),
+    ),
     "ssd": (
         dict(x=T((1, 4, 4, 8)), dt=T((1, 4, 4)), A=T((4,)), B=T((1, 4, 2, 16)), C=T((1, 4, 2, 16))),
         (dict(x=T((4, 4, 8))), "x must be floating point of shape (B, T, H, P), got torch.float32 (4, 4, 8)"),

@@ -18,7 +18,7 @@ from liger_kernel.transformers.table import summary
 # the first word of a variant's label -> its column
 COLUMN = {"rms_norm": "norms", "layer_norm": "norms", "gated_rms_norm": "norms", "glu": "MLP", "relu_squared": "MLP"}
 COLUMN |= {"moe": "experts", "rope": "rotary", "attention": "attention", "load_balancing": ""}
-COLUMN |= dict.fromkeys(("causal_conv1d", "gated_delta_rule", "kda", "ssd", "by_parts"), "recurrent")
+COLUMN |= dict.fromkeys(("causal_conv1d", "gated_delta_rule", "kda", "log_decay", "ssd", "by_parts"), "recurrent")
 COLUMNS = ["head", "norms", "MLP", "experts", "rotary", "attention", "recurrent", "images"]
 # group -> its first paragraph
 GROUPS = {

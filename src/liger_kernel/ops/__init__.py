@@ -90,6 +90,7 @@ from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp as apply_tile
 from liger_kernel.ops.recurrent.causal_conv1d import causal_conv1d as causal_conv1d
 from liger_kernel.ops.recurrent.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from liger_kernel.ops.recurrent.kda import kda as kda
+from liger_kernel.ops.recurrent.log_decay import log_decay as log_decay
 from liger_kernel.ops.recurrent.ssd import ssd as ssd
 from liger_kernel.ops.rotary.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_kernel.ops.rotary.rope import rope as rope

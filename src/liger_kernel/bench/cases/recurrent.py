@@ -11,6 +11,7 @@ from liger_kernel.ops.recurrent.causal_conv1d import _tensors as channels
 from liger_kernel.ops.recurrent.gated_delta_rule import _states_of as states
 from liger_kernel.ops.recurrent.gated_delta_rule import _tensors as heads
 from liger_kernel.ops.recurrent.kda import _tensors as kda_heads
+from liger_kernel.ops.recurrent.log_decay import _tensors as gates_of
 from liger_kernel.ops.recurrent.ssd import _states_of as ssd_states
 from liger_kernel.ops.recurrent.ssd import _tensors as scanned
 
@@ -41,6 +42,10 @@ def _kda_torch(q, k, v, g, beta, qk_l2norm):
     return chunk_kimi_delta_attention(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)
 
 
+def _log_decay_torch(a, A_log, dt_bias):
+    return -A_log.float().exp().repeat_interleave(a.shape[-1] // len(A_log)) * F.softplus(a.float() + dt_bias)
+
+
 RECURRENT = {
     "causal_conv1d": Measured(
         cases=[
@@ -67,6 +72,10 @@ RECURRENT = {
             timed("kimi-linear-32k", **kda_heads(1, 32768, 32, 128, 128)),
         ],
         rivals={"torch": Passing(_kda_torch, "q k v g beta qk_l2norm")},
+    ),
+    "log_decay": Measured(
+        cases=[real("kimi-linear", **gates_of(8192, 4096, H=32)), timed("qwen3-next", **gates_of(8192, 32, H=32))],
+        rivals={"torch": Passing(_log_decay_torch, "a A_log dt_bias")},
     ),
     "ssd": Measured(
         cases=[

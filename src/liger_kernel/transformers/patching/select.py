@@ -47,12 +47,12 @@ from liger_kernel.transformers.recognise.recurrences import carries
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS
 from liger_kernel.transformers.rewrite import rules
-from liger_kernel.transformers.rewrite.rules import MASKS, NORMS, PROJECTIONS
+from liger_kernel.transformers.rewrite.rules import GATES, MASKS, NORMS, PROJECTIONS
 
 # What patches of a forward are called, by the rules that rewrite it: in layers, and in other
 # classes
 _IN_LAYERS = {NORMS: "add_norm", PROJECTIONS: "projections"}
-_IN_OTHERS = {NORMS: "norm_rope", PROJECTIONS: "projections", MASKS: "masks"}
+_IN_OTHERS = {NORMS: "norm_rope", PROJECTIONS: "projections", MASKS: "masks", GATES: "gates"}
 HEADS = ("fused head", "logits head")  # the labels of patches of a head: without logits, and with
 CHEAP = {"rms_norm", "layer_norm", "glu", "relu_squared"}  # one pass over memory recomputes the outputs of these slots
 Parts = frozenset[str]
@@ -132,7 +132,8 @@ def _seeing(
 
 
 def _rules(norms: Any, parts: Mapping[str, Any], head: str | None) -> Parts:
-    return frozenset(itertools.compress((NORMS, PROJECTIONS, MASKS), (norms, parts.get("projections"), head)))
+    wanted = norms, parts.get("projections"), head, parts.get("recurrent")
+    return frozenset(itertools.compress((NORMS, PROJECTIONS, MASKS, GATES), wanted))
 
 
 # -- patches of classes and of functions in Python modules

@@ -19,15 +19,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.recurrent.causal_conv1d import WIDTHS, causal_conv1d
 from liger_kernel.ops.recurrent.gated_delta_rule import MAX_D, gated_delta_rule
 from liger_kernel.ops.recurrent.kda import kda
+from liger_kernel.ops.recurrent.log_decay import log_decay
 from liger_kernel.ops.recurrent.ssd import has_kernel, ssd
-from liger_kernel.transformers.recognise.variant import StandIns, Variant, plain
+from liger_kernel.transformers.recognise.projections import linear
+from liger_kernel.transformers.recognise.variant import (
+    LINEARS,
+    StandIns,
+    Variant,
+    are_numbers,
+    plain,
+    random_linear,
+    random_weight,
+)
 
 # functions that carry a state over a whole row, whether or not a variant is for them
 COMBINED = "_split_conv1d_scan_combined$"
@@ -144,6 +154,65 @@ class KimiDeltaAttention(GatedDeltaRule):
     """The same with a decay for each channel of the keys."""
 
     kind, operator, of_channels = "kda", staticmethod(kda), True
+
+
+@dataclass(frozen=True)
+class ForgetGate(Variant):
+    """The module that computes logarithms of decays from its input, by ``projections``. Attributes
+    that may say more: the lowest value, and whether it counts. ``of_input``: whether the result has
+    the dtype of the input; else it is in fp32."""
+
+    kind, exact = "log_decay", False
+    projections: tuple[str, ...]
+    bound: str = ""
+    switch: str = ""
+    of_input: bool = False
+
+    def words(self) -> tuple[str, ...]:
+        return *self.projections, self.bound, self.switch
+
+    def __call__(self, stock: Callable) -> Callable:
+        names, of_input = self.projections, self.of_input
+
+        def bound_of(module: Any) -> Any:
+            on = self.bound and (not self.switch or getattr(module, self.switch))
+            return getattr(module, self.bound) if on else None
+
+        def forward(self, hidden_states):
+            A_log, dt_bias, bound = self.A_log, self.dt_bias, bound_of(self)
+            known = plain(A_log) and plain(dt_bias) and are_numbers(bound) and (bound is None or bound < 0)
+            if not known or not hidden_states.is_floating_point():
+                return stock(self, hidden_states)
+            a = hidden_states
+            for name in names:
+                a = linear(getattr(self, name), a)
+            how = dict(bound=bound, dtype=a.dtype if of_input else None)
+            g = memory.cheap(log_decay, a, A_log.flatten(), dt_bias, **how)
+            return g.unflatten(-1, (A_log.numel(), -1))
+
+        LINEARS[forward] = frozenset(names), lambda self: None
+        return forward
+
+    def stand_ins(self) -> StandIns:
+        H, D, N = 4, 8, 32
+        for on in (True, False) if self.bound else (True,):
+            attributes: dict[str, Any] = dict(num_heads=H, head_dim=D, dt_bias=random_weight(N))
+            attributes |= dict(A_log=nn.Parameter(torch.linspace(-1, 1, H).view(1, 1, H, 1)))
+            widths = [N, *[D] * (len(self.projections) - 1), N]
+            layers = (random_linear(*pair) for pair in itertools.pairwise(widths))
+            attributes |= dict(zip(self.projections, layers))
+            if self.bound:
+                attributes[self.bound] = -5.0 if on or self.switch else None
+            if self.switch:
+                attributes[self.switch] = on
+            yield attributes, (3 * torch.randn(2, 9, N),)
+
+
+FORGET_GATES = [
+    ForgetGate(("f_a_proj", "f_b_proj")),
+    ForgetGate(("f_a_proj", "f_b_proj"), "safe_gate_lower_bound"),
+    ForgetGate(("f_proj",), "lower_bound", "safe_gate", True),
+]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from liger_kernel.transformers.recognise.norms import GATED_RMS_NORMS, LAYER_NOR
 from liger_kernel.transformers.recognise.recurrences import (
     COMBINED,
     CONVOLUTIONS,
+    FORGET_GATES,
     RULES,
     CausalConv1d,
     CombinedScan,
@@ -118,6 +119,7 @@ SLOTS = [
         [CausalConv1d()],
     ),
     Slot("recurrent", _function(RULES), (_RULE, _SCAN), [GatedDeltaRule(), KimiDeltaAttention(), Scan()]),
+    Slot("recurrent", _module("ForgetGate$"), (("x",),), FORGET_GATES),
     Slot("recurrent", _function(COMBINED), (_COMBINED,), [CombinedScan()]),
     Slot("rope", _ROTARY, ((*_Q_K, "unsqueeze_dim"), (*_Q_K, "position_ids", "unsqueeze_dim")), ROPES),
     Slot("rope", _ROTARY, (("x", "cos", "sin", "unsqueeze_dim"),), ROPES_ALONE),

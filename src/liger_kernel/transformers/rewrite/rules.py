@@ -45,6 +45,14 @@ becomes
     _liger_given = position_ids is not None        # as the first statement
     ...
     mask = informed(create_causal_mask, _liger_given, kwargs)(config=..., position_ids=position_ids)
+
+``GATES``, the decays of a gated delta rule:
+
+    g = -self.A_log.float().exp() * F.softplus(A.float() + self.dt_bias)
+
+becomes
+
+    g = decays(A, self.A_log, self.dt_bias)
 """
 
 from __future__ import annotations
@@ -60,12 +68,14 @@ from itertools import repeat
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils
 
 from liger_kernel import _private, memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFunction, rms_norm_of_sum
+from liger_kernel.ops.recurrent.log_decay import log_decay
 from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
 from liger_kernel.transformers.recognise.attentions import MAKERS
 from liger_kernel.transformers.recognise.experts import experts
@@ -497,12 +507,38 @@ def _answer() -> None:
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
+# -- gates
+
+DECAYS = "_liger_decays"
+_GATE = "g = -self.A_log.float().exp() * F.softplus(A.float() + self.dt_bias)"
+
+
+def decays(a: Any, A_log: Any, dt_bias: Any) -> Any:
+    """What ``_GATE`` computes."""
+    fits = all(map(plain, (a, A_log, dt_bias))) and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not fits or A_log.ndim != 1 or not a.shape[-1:] == A_log.shape == dt_bias.shape:
+        return -A_log.float().exp() * F.softplus(a.float() + dt_bias)
+    return log_decay(a, A_log, dt_bias)
+
+
+def rewrite_gates(tree: ast.FunctionDef) -> bool:
+    """Rewrite the decays of a forward; returns whether there are any."""
+    each_statement(tree.body, _with_decays)
+    return DECAYS in names_in(tree)
+
+
+def _with_decays(block: list[ast.stmt], at: int) -> int:
+    if (found := match(_GATE, block, at)) is not None and ast.unparse(found["F"]) == "F":
+        block[at : at + 1] = build(f"g = {DECAYS}(A, self.A_log, self.dt_bias)", found)
+    return at + 1
+
+
 # -- the rules
 
-NORMS, PROJECTIONS, MASKS = "norms", "projections", "masks"
+NORMS, PROJECTIONS, MASKS, GATES = "norms", "projections", "masks", "gates"
 # what the source that the rules write calls
 _HELPERS: dict[str, Any] = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, LAST: memory.last}
-_HELPERS |= {LINEAR: linear, SHARED: shared_once, EXPERTS: experts, INFORMED: informed}
+_HELPERS |= {LINEAR: linear, SHARED: shared_once, EXPERTS: experts, INFORMED: informed, DECAYS: decays}
 
 # forward, rules -> what they make of it, and those of them that find something
 _FUSED: dict[tuple[Callable, frozenset[str]], tuple[types.FunctionType | None, frozenset[str]]] = {}
@@ -566,11 +602,12 @@ def _rewrite(tree: ast.FunctionDef, parts: frozenset[str], forward: Any) -> tupl
     attributes that are called as linear layers."""
     masks = MASKS in parts and rewrite_masks(tree)
     norms = NORMS in parts and rewrite_norms(tree)
+    gates = GATES in parts and rewrite_gates(tree)
     methods = attributes_of_class(forward) if PROJECTIONS in parts else None
     linears = frozenset() if methods is None else rewrite_linears(tree, methods)
     if norms:
         mark_last(tree.body)  # after the linear layers, which must be found as they are written
-    found = {MASKS: masks, NORMS: norms, PROJECTIONS: bool(linears)}
+    found = {MASKS: masks, NORMS: norms, GATES: gates, PROJECTIONS: bool(linears)}
     return frozenset(part for part, some in found.items() if some), linears
 
 

@@ -149,6 +149,12 @@ def _tensors(*shape: int, H: int) -> dict[str, T]:
     return dict(a=T(shape), A_log=T((H,)), dt_bias=T(shape[-1:]))
 
 
+def _cost(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, dtype: torch.dtype | None = None, **_: object) -> Cost:
+    g, weights = a.numel() * (dtype or acc(a.dtype)).itemsize, nbytes(A_log, dt_bias)
+    flops = 5 * a.numel(), 8 * a.numel()
+    return Cost(nbytes(a) + weights + g, 2 * (nbytes(a) + weights) + g, flops=flops)
+
+
 @op(
     reference=reference,
     cases=[
@@ -157,9 +163,7 @@ def _tensors(*shape: int, H: int) -> dict[str, T]:
         Case("bounded", dict(_tensors(19, 48, H=2), bound=-5.0, dtype=torch.bfloat16)),
         Case("fp32-weights", dict(_tensors(9, 24, H=4), A_log=T((4,), dtype=torch.float32))),
     ],
-    cost=lambda a, A_log, dt_bias, **_: Cost(
-        nbytes(a) + 4 * a.numel(), 2 * nbytes(a) + 4 * a.numel(), flops=(20 * a.numel(), 40 * a.numel())
-    ),
+    cost=_cost,
 )
 def log_decay(
     a: Tensor, A_log: Tensor, dt_bias: Tensor, *, bound: float | None = None, dtype: torch.dtype | None = None

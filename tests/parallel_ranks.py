@@ -984,7 +984,7 @@ def ulysses_refuses() -> None:
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}
     for model_type, more, why in (
-        ("qwen3_next", {}, meeting),
+        ("qwen3_next", {}, f"{meeting}: model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"),
         ("rwkv", {}, meeting),
         ("opt", {}, counts),
         ("roberta", {"is_decoder": True}, counts),
@@ -998,6 +998,9 @@ def ulysses_refuses() -> None:
         refused(functools.partial(parallelize, before, "ulysses"), why)
         assert before.config._attn_implementation == name and before.training
         assert len(before._forward_pre_hooks) == hooks
+    hybrid = make("kimi_linear")
+    _apply_liger_kernel_to_instance(model=hybrid, recurrent=True)
+    refused(lambda: parallelize(hybrid, "ulysses"), "model.layers.0.self_attn (KimiLinearDeltaAttention)")
     refused(lambda: parallelize(nn.Linear(2, 2), "ulysses"), "is no model of Transformers")
     refused(lambda: parallelize(make("llama").to("meta"), "ulysses", mesh=mesh()), "has no weights yet")
     p = parallelize(patched(), "ulysses")
@@ -1508,6 +1511,15 @@ def learns_beside_a_rank_without_tokens() -> None:
     assert_same_learning(trained(model, use_cache=False)[1], truth, TOLERANCE)
 
 
+def learns_beside_recurrent_layers() -> None:
+    for model_type in ("qwen3_next", "kimi_linear"):
+        truth = step(make(model_type), batch())[1]
+        model = make(model_type)
+        spread(model)
+        _apply_liger_kernel_to_instance(model=model, recurrent=True)
+        assert_same_learning(trained(model, use_cache=False)[1], truth, 1e-4)  # stock's decays are rounded more
+
+
 def truth_experts(model_type: str) -> int:
     return next(len(p) for n, p in make(model_type).named_parameters() if n.endswith("experts.gate_up_proj"))
 
@@ -1521,6 +1533,7 @@ if _DISTRIBUTED and importlib.util.find_spec("transformers.distributed.expert_pa
             )
     check(learns_from_own_batches)
     check(learns_beside_a_rank_without_tokens)
+    check(learns_beside_recurrent_layers)
 
 
 # -- ranks ---------------------------------------------------------------------------------

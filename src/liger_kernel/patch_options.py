@@ -95,8 +95,7 @@ class PatchOptions:
     )
     # off until the tests of its kernels have run on a GPU
     recurrent: bool = _switch(
-        False,
-        "short convolutions, delta rules and scans of recurrent layers, and of packed documents each by itself",
+        False, "short convolutions, delta rules and scans of recurrent layers, and of packed documents each by itself"
     )
     projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
     fp8: bool | str = _switch(

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -467,7 +468,10 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
     call = functools.partial(model, input_ids=ids, use_cache=False)
     try:
         with _alone(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            with _hooked(model.get_input_embeddings(), lambda *of: of[2].index_fill(1, places[0, :1], torch.nan)):
+            with contextlib.ExitStack() as hooks:
+                first = lambda *of: of[2].index_fill(1, places[0, :1], torch.nan)
+                hooks.enter_context(_hooked(model.get_input_embeddings(), first))
+                meeting = hooks.enter_context(_meetings(model))
                 apart = call(position_ids=places).logits[:, 1:].isfinite().all()
             placed = [
                 [call(**mask, **more).logits[:, 1:] for more in ({}, {"position_ids": places})]
@@ -486,7 +490,8 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
             name, f"does not run with another attention: {type(error).__name__}: {str(error)[:300]}"
         ) from error
     if not apart or not found:
-        raise _unfit(name, "has layers in which tokens meet without Transformers' attention interface")
+        of = f": {meeting[0]}" if meeting else ""
+        raise _unfit(name, f"has layers in which tokens meet without Transformers' attention interface{of}")
     for source in {sys.modules[type(module).__module__] for module in found}:
         if re.search(r"_attn_implementation (==|!=|in|not in) ", inspect.getsource(source)):
             raise _unfit(name, "asks which attention it has, and computes something else for other names")
@@ -519,6 +524,23 @@ def _alone(model: Any) -> Iterator[None]:
         model.config._attn_implementation = wrapped
         for module, training in modes.items():
             module.training = training
+
+
+@contextlib.contextmanager
+def _meetings(model: nn.Module) -> Iterator[list[str]]:
+    """The modules, innermost first, that make NaN of tokens after the first one."""
+    found: list[str] = []
+    of_tokens = lambda t: isinstance(t, Tensor) and t.is_floating_point() and t.ndim == 3
+    finite = lambda values: all(t[:, 1:].isfinite().all() for t in tree_leaves(values) if of_tokens(t))
+
+    def look(name: str, m: nn.Module, args: Any, given: Any, out: Any) -> None:
+        if finite((args, given)) and not finite(out):
+            found.append(f"{name} ({type(m).__name__})")
+
+    with contextlib.ExitStack() as hooks:
+        for name, m in model.named_modules():
+            hooks.callback(m.register_forward_hook(functools.partial(look, name), with_kwargs=True).remove)
+        yield found
 
 
 @contextlib.contextmanager

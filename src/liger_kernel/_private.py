@@ -85,6 +85,10 @@ cuda_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)
 # Ends what a failed recording of a CUDA graph has begun in the allocator. Without it all that follows
 # would ask that graph whose memory it is. PyTorch without CUDA has none.
 end_of_allocating: Any = getattr(_C, "_cuda_endAllocateToPool", None)
+# What the current stream allocates belongs to a pool of CUDA graphs until the former; and the pool is free
+# when all who have begun have released it. Without them, the run before a recording needs memory of its own.
+begin_allocating: Any = getattr(_C, "_cuda_beginAllocateCurrentStreamToPool", None)
+release_pool: Any = getattr(_C, "_cuda_releasePool", None)
 # A view without a place in the graph that still shares the version of what it is of: as PyTorch makes
 # views above autograd. Without it a saved tensor that is changed in place would not be noticed.
 exclude_dispatch_key = _C._SetExcludeDispatchKeyGuard

@@ -58,6 +58,12 @@ def _tiles(name: str, value: Any) -> bool | int:
     return tiles_of(value)
 
 
+def _when(name: str, value: Any) -> bool | str:
+    if value != "auto" and value not in (None, True, False):
+        raise ValueError(f"{name}: must be True, False or 'auto', got {value!r}")
+    return value if value == "auto" else bool(value)
+
+
 def _as_it_is(name: str, value: Any) -> Any:
     return value  # the three flags of FP8 are checked together, by ``transformers/fp8.py``
 
@@ -133,11 +139,11 @@ class PatchOptions:
     unpad: bool = _request(
         "unpad", "the layers leave padding out: they compute the real tokens of padded batches alone"
     )
-    graphs: bool = _switch(
+    graphs: bool | str = _switch(
         False,
         "training steps are replayed from CUDA graphs, recorded for sizes that come twice: for steps that wait for "
-        "the host",
-        check=_true_or_false,
+        "the host; auto: only if measured ones do",
+        check=_when,
         variants={"graphs": True},
     )
 

@@ -33,10 +33,10 @@ def recorder(monkeypatch) -> None:
         monkeypatch.setattr(micro_steps, "recorder_of", lambda device: Repeated())
 
 
-def patched(model_type: str = "llama", on: bool = True, **more: Any) -> Any:
+def patched(model_type: str = "llama", on: bool | str = True, unpad: bool = False, **more: Any) -> Any:
     model = make(model_type, **{"attention": "sdpa", **more})
     model.config.output_router_logits = False
-    _apply_liger_kernel_to_instance(model, graphs=on)
+    _apply_liger_kernel_to_instance(model, graphs=on, unpad=unpad)
     return model
 
 
@@ -374,3 +374,14 @@ def test_a_bound_of_labels_keeps_those_that_count():
     assert rows is not None and len(rows) == 4 and {1, 3} <= set(rows.tolist())
     with counting_at_most(8):
         assert Kept(target).rows() is None
+
+
+def test_padded_rows_become_one():
+    stock, model = patched(on=False), patched(unpad=True)
+    for i, side in enumerate(["right", "right", "left", "right", "", "right"]):
+        given, items = batch(50 + i, i, side, ignored=3), torch.tensor(80 + i, device=DEVICE)
+        assert_same_learning(*(step(m, given, num_items_in_batch=items)[1] for m in (model, stock)), 1e-5)
+    (recording, *_) = recorded(model).steps.values()
+    assert set(recording.inputs) == {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "num_items_in_batch"}
+    assert recording.inputs["input_ids"].shape == (1, 128)
+    assert recorded(model).replays == 4 and graphs.report(model).count("\n") == 0

@@ -9,7 +9,7 @@ where causality hides all padding, and a bound for the labels that count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Batch:
     tokens: int
     added: int
     counts: int | None
+    row: PackedRow | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -71,6 +72,18 @@ class Batch:
                 into[:, T:] = more if packed else into[:, T - 1 : T] + 1 + more
 
 
+@dataclass
+class PackedRow:
+    """A padded batch as one row of its real tokens: inputs ``given`` to ``run(model's call, **inputs)``,
+    where ``counts`` labels count at most; ``restore`` gives an output of tokens, maybe without the last
+    one, the batch's shape again."""
+
+    given: dict[str, Any]
+    counts: int
+    run: Callable[..., Any]
+    restore: Callable[[Tensor], Tensor]
+
+
 def is_packed(given: Mapping[str, Any]) -> bool:
     return any(given.get(name) is not None for name in _BOUNDS)
 
@@ -83,9 +96,12 @@ def bucket(T: int, longest: int | None = None) -> int:
     return up if longest is None or up <= longest or longest < T else longest
 
 
-def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: torch.device) -> Batch | str:
-    """The batch, or why it has none. ``pads``: tokens may be added on the right. The host waits only
-    for a mask or positions on the GPU, once, as Transformers does."""
+def batch_of(
+    given: Mapping[str, Any], pads: bool, longest: int | None, device: torch.device, row: PackedRow | None = None
+) -> Batch | str:
+    """The batch, or why it has none. ``pads``: tokens may be added on the right; ``row``: ``given``
+    is what it gives. The host waits only for a mask or positions on the GPU, once, as Transformers
+    does."""
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
     for name, value in given.items():
@@ -108,12 +124,12 @@ def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: 
     if packed := is_packed(tensors):
         pads = pads and len(ids) == 1 and "position_ids" in tensors
     labels = [tensors[name] for name in _LABELS if name in tensors and tensors[name].shape == ids.shape]
-    counts: int | None = None
+    counts = None if row is None else row.counts
     if pads and not packed and tensors.keys() & {"attention_mask", "position_ids"}:
         unneeded, counts = _look(tensors.get("attention_mask"), tensors.get("position_ids"), labels)
         if unneeded:
             tensors = {n: t for n, t in tensors.items() if n not in ("attention_mask", "position_ids")}
-    elif labels and all(t.device.type == "cpu" for t in labels):
+    elif counts is None and labels and all(t.device.type == "cpu" for t in labels):
         counts = _look(None, None, labels)[1]
     up = bucket(ids.shape[1], longest) if pads else ids.shape[1]
     shapes = {n: (t.shape[0], up) if pads and t.ndim else tuple(t.shape) for n, t in tensors.items()}
@@ -123,7 +139,7 @@ def batch_of(given: Mapping[str, Any], pads: bool, longest: int | None, device: 
         for name in _LENGTHS:
             if isinstance(longest_document := constants.get(name), int):
                 constants[name] = min(tokens, 1 << (max(longest_document, added) - 1).bit_length())
-    return Batch(tensors, shapes, constants, tokens, added, counts)
+    return Batch(tensors, shapes, constants, tokens, added, counts, row)
 
 
 def _look(mask: Tensor | None, positions: Tensor | None, labels: list[Tensor]) -> tuple[bool, int | None]:

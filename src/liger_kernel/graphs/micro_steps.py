@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
-from liger_kernel.graphs.batches import Batch, batch_of, is_packed
-from liger_kernel.graphs.recorder import CudaGraphs, Repeated, other_leaves, recorder_of, unowned
+from liger_kernel.graphs.batches import Batch, PackedRow, batch_of, is_packed
+from liger_kernel.graphs.recorder import Clock, CudaGraphs, Numbers, Repeated, other_leaves, recorder_of, unowned
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.operator import leaves
 from liger_kernel.ops._core.shards import is_sharded
@@ -42,6 +42,7 @@ MOST = 48  # recordings of a model; the one that was not used for the longest ti
 MOST_TOKENS = 16384  # in a batch; larger ones keep the GPU busy, and padding them costs more than it gives
 CHANGES = 8  # so often a model may change before it runs as it was
 LARGE = 1 << 21  # bytes of a gradient that is copied alone: H200, 2.5 GB of a 1B model: foreach 1.64 ms, alone 1.17
+WAITS = 1.1  # times of the host's time: what the GPU needs in a step in which it waits for the host
 LARGEST = 1 << 26  # bytes of an output, which each step copies
 
 
@@ -118,7 +119,7 @@ class MicroStep:
         self.backward()
 
     def forward(self) -> None:
-        with counting_at_most(self.most):
+        with counting_at_most(self.most), Numbers():
             out = self._call(**self.inputs)
         self.outputs, self.structure = tree_flatten(out)
         if strange := [type(o).__name__ for o in self.outputs if not isinstance(o, Tensor)]:
@@ -142,6 +143,8 @@ class MicroStep:
         found: Any = _Replayed.apply(self, current, *self.gradients.params)
         if batch.added:
             found = [o[:, : o.shape[1] - batch.added] if self._has_tokens(o) else o for o in found]
+        if (row := batch.row) is not None:
+            found = [row.restore(o) if kept.ndim else o for o, kept in zip(found, self.outputs)]
         return tree_unflatten(list(found), self.structure)
 
     def _has_tokens(self, o: Tensor) -> bool:
@@ -192,14 +195,28 @@ class _Replayed(torch.autograd.Function):
 Recording = Callable[[Any, Mapping[str, Any]], AbstractContextManager[str]]
 
 
+Packs = Callable[[Mapping[str, Any]], PackedRow | None]
+
+
 class Graphs:
     """The recorded steps of one model. ``pads(model, packed)`` says why tokens that are added on the
     right might change a loss, as a document of their own if rows are packed; "" if they do not.
     ``recording(model, given)``: a context around what is recorded, for such inputs; it yields why a
-    model that draws random numbers is not, or ""."""
+    model that draws random numbers is not, or "". ``packer(model)`` makes packed rows of padded
+    batches, None if the model does not. ``auto``: recorded are sizes for which the GPU waits for the
+    host."""
 
-    def __init__(self, pads: Callable[[Any, bool], str] | None = None, recording: Recording | None = None):
-        self.pads, self.recording = pads, recording
+    def __init__(
+        self, pads: Callable[[Any, bool], str] | None = None, recording: Recording | None = None,
+        packer: Callable[[Any], Packs | None] | None = None, auto: bool = False,
+    ):  # fmt: skip
+        self.pads, self.recording, self.packer, self.auto = pads, recording, packer, auto
+        # the GPU waits for the host in steps of so many tokens at most, and does not from so many on
+        self._waits, self._busy, self._measured = 0, 1 << 62, list[str]()
+        self._timed: tuple[int, Clock] | None = None
+        self._begun: Clock | None = None
+        self._packs: Packs | None = None
+        self._padded = ""  # why padded batches are not packed
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
         # why rows are not padded, by whether they are packed
@@ -208,7 +225,7 @@ class Graphs:
         self._forget()
 
     def __reduce__(self) -> Any:  # a copy of a model records its own
-        return type(self), (self.pads, self.recording)
+        return type(self), (self.pads, self.recording, self.packer, self.auto)
 
     def _forget(self) -> None:
         self.steps.clear()
@@ -260,15 +277,19 @@ class Graphs:
                 self._refused = f"it changes too often: {change}"
             elif not (why := self._unfit(model)):
                 self._gradients = Gradients([p for p in model.parameters() if p.requires_grad])
+                self._packs = None if self.packer is None else self.packer(model)
             else:
                 self._refused = why
         if self._gradients is None:
             return self._refused
-        packed, device = is_packed(given), self._gradients.params[0].device
-        if self.pads is not None and packed not in self._exact:
-            self._exact[packed] = self.pads(model, packed)
+        device = self._gradients.params[0].device
+        row = None
+        if not (self._packs is None or self._padded or is_packed(given) or self._changed_by_padding(model, True)):
+            row = self._packs(given)
+            given = given if row is None else row.given
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        batch = batch_of(given, not self._exact[packed], longest, device)
+        pads = not self._changed_by_padding(model, is_packed(given))
+        batch = batch_of(given, pads, longest if row is None else None, device, row)
         if isinstance(batch, str):
             return batch
         key = batch.key, settings(device.type)
@@ -283,18 +304,50 @@ class Graphs:
                 return step, batch
         place = key, bounds[0]
         if place in self._asked:
+            if self.auto and not self._waits_for_the_host(batch.tokens):
+                return None
             return self._recorded(model, forward, batch, place, self._gradients)
         self._asked[place] = None
         if len(self._asked) > 4 * MOST:
             self._asked.popitem(last=False)
         return None
 
+    def _changed_by_padding(self, model: Any, packed: bool) -> str:
+        if self.pads is not None and packed not in self._exact:
+            self._exact[packed] = self.pads(model, packed)
+        return self._exact[packed]
+
+    def _waits_for_the_host(self, tokens: int) -> bool:
+        """Whether the GPU does in steps of such a size. If it is not known yet, this step is timed."""
+        if self._timed is not None and (times := self._timed[1].times()) is not None:
+            size, (host, device) = self._timed[0], times
+            if waits := device < WAITS * host:
+                self._waits = max(self._waits, size)
+            else:
+                self._busy = min(self._busy, size)
+            self._measured.append(
+                f"{size} tokens: host {host:.1f} ms, GPU {device:.1f} ms: {'' if waits else 'not '}recorded"
+            )
+        self._timed = None
+        if self._waits < tokens < self._busy and self.recorder is not None:
+            self._begun = self.recorder.clock()
+            self._timed = tokens, self._begun
+        return tokens <= self._waits
+
+    def after_forward(self) -> None:
+        """Let the clock of this step, if it has one, stop after its backward."""
+        if self._begun is not None and self._gradients is not None:
+            self._begun.stop_after(self._gradients.params)
+        self._begun = None
+
     def _recorded(
         self, model: Any, forward: Callable, batch: Batch, key: Any, gradients: Gradients
     ) -> tuple[MicroStep, Batch] | str | None:
         keeps = getattr(getattr(model, "config", None), "use_cache", False)
         # nobody continues a text from a training step
-        call = functools.partial(forward, model, **{"use_cache": False} if keeps else {})
+        call: Callable[..., Any] = functools.partial(forward, model, **{"use_cache": False} if keeps else {})
+        if batch.row is not None:
+            call = functools.partial(batch.row.run, call)
         if keeps:
             batch.constants.pop("use_cache", None)
         assert self.recorder is not None
@@ -318,6 +371,8 @@ class Graphs:
                 raise Unfit("its forward changes buffers")
             if max(o.nbytes for o in step.outputs) > LARGEST:
                 raise Unfit("its output is large")
+            if batch.row is not None and not step.can_be_padded:
+                raise Unfit("its output has another shape than its tokens")
             if batch.added and not step.can_be_padded:
                 self._exact = dict.fromkeys(self._exact, "its output has another shape than its tokens")
                 return None
@@ -331,6 +386,9 @@ class Graphs:
                 of = key[0]  # a smaller batch may have enough memory
             why = str(error).partition("\n")[0][:200]
             why = why if isinstance(error, Unfit) else f"{type(error).__name__}: {why}"
+            if batch.row is not None and not isinstance(error, torch.OutOfMemoryError):
+                self._padded = why
+                return None
             self._kinds[of] = f"it cannot be recorded: {why}"
             return self._kinds[of]
         self.steps[key] = step
@@ -365,6 +423,8 @@ class Graphs:
         lines = [f"graphs: {len(self.steps)} recorded, {self.replays} steps replayed"]
         lines += [f"  {n} as it was: {why}" for why, n in self.reasons.most_common()]
         lines += [f"  rows are not padded: {why}" for why in sorted(set(self._exact.values()) - {""})]
+        lines += [f"  padded rows are not packed: {self._padded}"] if self._padded else []
+        lines += [f"  {text}" for text in self._measured]
         return "\n".join(lines)
 
 
@@ -385,12 +445,14 @@ def recorded(forward: Callable, *how: Any) -> Callable:
         if out is not None:
             return out
         try:
-            return forward(self, *args, **kwargs)
+            out = forward(self, *args, **kwargs)
         except torch.OutOfMemoryError:
             if not graphs.steps:
                 raise
             graphs._drop()  # their memory is what a step that runs may lack
-        return forward(self, *args, **kwargs)
+            out = forward(self, *args, **kwargs)
+        graphs.after_forward()
+        return out
 
     vars(call)[MARK] = True
     return call

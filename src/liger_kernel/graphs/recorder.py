@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from liger_kernel import _private
 
@@ -30,6 +33,73 @@ def other_leaves(model: nn.Module, params: list[nn.Parameter]) -> Iterator[list[
             store[name] = p
 
 
+class Numbers(TorchFunctionMode):
+    """Meanwhile ``torch.tensor`` of a number is filled on its device: a recording cannot copy it from the
+    host, as Transformers' masks of some releases do."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.tensor and kwargs.keys() <= {"dtype", "device"} and isinstance(args[0], int | float):
+            return torch.full((), args[0], **kwargs)
+        return function(*args, **kwargs)
+
+
+class Clock:
+    """Times a step that is not recorded: on the host until its last kernel is started, and on the GPU, which
+    has nothing else to do."""
+
+    def __init__(self, device: torch.device):
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        self._begin.record(torch.cuda.current_stream(device))
+        self._started, self._host = time.perf_counter(), 0.0
+
+    def stop_after(self, params: list[nn.Parameter]) -> None:
+        """Stop when the gradients of ``params`` are there."""
+        self._hook = torch.autograd.graph.register_multi_grad_hook(params, lambda grads: self._stop(), mode="all")
+
+    def _stop(self) -> None:
+        if not self._host:
+            self._end.record()
+            self._host = time.perf_counter() - self._started
+
+    def times(self) -> tuple[float, float] | None:
+        """Of host and GPU, in ms; None if it was not stopped. The host waits for the step's end."""
+        self._hook.remove()
+        if not self._host:
+            return None
+        self._end.synchronize()
+        return self._host * 1e3, self._begin.elapsed_time(self._end)
+
+
+class _Pool:
+    """Memory that recordings share, and that stays while there are none yet."""
+
+    def __init__(self, device: torch.device):
+        self.id, self.used = torch.cuda.graph_pool_handle(), False
+        self._index, self._held = device.index or 0, False
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """What the current stream allocates is a part of it."""
+        if _private.begin_allocating is None:
+            yield
+            return
+        _private.begin_allocating(self._index, self.id)
+        try:
+            yield
+        finally:
+            _private.end_of_allocating(self._index, self.id)
+            if self._held:  # once is enough
+                _private.release_pool(self._index, self.id)
+            self._held = self.used = True
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # as at the end of the process
+            if self._held:
+                _private.release_pool(self._index, self.id)
+
+
 _failed: list[torch.cuda.CUDAGraph] = []  # the allocator may ask them for ever
 
 
@@ -40,32 +110,55 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self._needs = 0  # bytes of what was last tried in memory of its own
         self.renew()
 
     def renew(self) -> None:
         """Memory of its own for what follows: that of graphs that are gone cannot be shared."""
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = _Pool(self.device)
 
     def host_draws(self) -> list[int]:
         return torch.get_rng_state().tolist()
 
+    def clock(self) -> Clock:
+        return Clock(self.device)
+
     def rehearse(self, run: Callable[[], None]) -> bool:
         """Run it as usual, so that kernels are compiled and libraries loaded: a recording cannot do
-        that. Return whether it draws random numbers, which are given back."""
+        that. Return whether it draws random numbers, which are given back. It runs in the memory of
+        recordings, or there would be twice as much."""
         before, current = torch.cuda.get_rng_state(self.device), torch.cuda.current_stream(self.device)
+        torch.cuda.empty_cache()  # of steps that ran before
+        alone, reserved = not self.pool.used, torch.cuda.memory_reserved(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream), self.pool.allocating():
             run()
         current.wait_stream(self.stream)
         draws = not torch.equal(before, torch.cuda.get_rng_state(self.device))
         torch.cuda.set_rng_state(before, self.device)
+        if alone and _private.begin_allocating is not None:
+            self._needs = torch.cuda.memory_reserved(self.device) - reserved
+            self.renew()
         return draws
+
+    def _reserve(self) -> None:
+        """Make the memory of the largest recording, which is the first one, a single block: pieces that
+        fit into its tensors would not fit into those of smaller recordings."""
+        torch.cuda.empty_cache()
+        if not self._needs or "max_split_size" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            return  # such blocks are not divided
+        out_of_memory = contextlib.suppress(torch.OutOfMemoryError)
+        with out_of_memory, torch.cuda.stream(self.stream), self.pool.allocating():
+            torch.empty(self._needs, dtype=torch.uint8, device=self.device)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record ``run``, and return what replays it."""
+        if not self.pool.used:
+            self._reserve()
+        self.pool.used = True
         graph = torch.cuda.CUDAGraph()
         # threads of data loaders may allocate pinned memory meanwhile
-        recording = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(graph, self.pool.id, self.stream, capture_error_mode="thread_local")
         try:
             with torch.cuda.device(self.device), recording:
                 run()
@@ -80,7 +173,7 @@ class CudaGraphs:
         the other learns it from a recording that does not fail."""
         _failed.append(graph)
         with contextlib.suppress(Exception):
-            _private.end_of_allocating(self.device.index or 0, self.pool)
+            _private.end_of_allocating(self.device.index or 0, self.pool.id)
         self.stream = torch.cuda.Stream(self.device)
         self.renew()
         with contextlib.suppress(Exception), torch.cuda.device(self.device):
@@ -106,6 +199,9 @@ def unowned(t: Tensor) -> Tensor:
 
 class Repeated:
     """In place of ``CudaGraphs`` where there is no GPU: a replay calls the function again."""
+
+    def clock(self) -> Any:
+        raise NotImplementedError("there is no GPU that waits for a host")
 
     def host_draws(self) -> list[int]:
         return []  # the model is on the host

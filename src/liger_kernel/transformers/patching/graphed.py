@@ -12,21 +12,68 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel.graphs.batches import IGNORE
-from liger_kernel.graphs.micro_steps import recorded
+from liger_kernel.graphs.batches import IGNORE, PackedRow
+from liger_kernel.graphs.micro_steps import Packs, Unfit, recorded
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import original
-from liger_kernel.transformers.patching.unpad import unknown_code
+from liger_kernel.transformers.patching.unpad import Row, bodies, given_row, packing_for, unknown_code
 from liger_kernel.transformers.recognise.families import undisturbed
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_of
 
 
-def graphed(forward: Callable) -> Callable:
-    """Wrap the ``forward`` of a model with its loss."""
-    return recorded(forward, changed_by_padding, _recording)
+def graphed(forward: Callable, when: bool | str) -> Callable:
+    """Wrap the ``forward`` of a model with its loss. ``when``: "auto" for steps in which the GPU waits for
+    the host."""
+    return recorded(forward, changed_by_padding, _recording, _packer, when == "auto")
+
+
+def _packer(model: Any) -> Packs | None:
+    """What makes rows of padded batches, if the layers of ``model`` leave padding out."""
+    found = bodies(model)
+    return functools.partial(_packed_row, found[0]) if len(found) == 1 else None
+
+
+_OF_TOKENS = {"input_ids", "attention_mask", "position_ids", "labels", "shift_labels"}
+
+
+def _packed_row(body: Any, given: Mapping[str, Any]) -> PackedRow | None:
+    """The real tokens of a padded batch in one row, as ``unpad`` makes it inside of the model; None if
+    there is no padding, or it stays."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    others = (value for name, value in given.items() if name not in _OF_TOKENS)
+    if type(ids) is not Tensor or type(mask) is not Tensor or any(isinstance(t, Tensor) and t.ndim for t in others):
+        return None
+    if (packing := packing_for(body, given)) is None:
+        return None
+    row = packing.arguments(dict(input_ids=ids, position_ids=given.get("position_ids")))
+    del row["attention_mask"]
+    for name in ("labels", "shift_labels"):
+        if (labels := given.get(name)) is None:
+            continue
+        labels = labels.to(packing.real.device, non_blocking=True)
+        if name == "labels":  # nobody says the first token of a text, least of all the text before it
+            labels = labels.masked_fill(packing.real & ~F.pad(packing.real, (1, -1)), IGNORE)
+        row[name] = packing.pack(labels)
+    row |= dict(cu_seq_lens_q=packing.bounds, max_length_q=ids.shape[1])
+    T = ids.shape[1]
+
+    def restore(o: Tensor) -> Tensor:  # without the last token of all, if the model leaves it out
+        return packing.pad(o)[:, : T - len(packing.index) + o.shape[1]]
+
+    return PackedRow({**given, **row, "attention_mask": None}, packing.counts, _on_row, restore)
+
+
+def _on_row(call: Callable, *, cu_seq_lens_q: Tensor, max_length_q: int, **inputs: Any) -> Any:
+    row = Row(inputs["input_ids"], cu_seq_lens_q, max_length_q)
+    with given_row(row):
+        out = call(**inputs)
+    if not row.used:
+        raise Unfit("its attention does not know where rows end")
+    return out
 
 
 @contextlib.contextmanager
@@ -49,7 +96,8 @@ def _recording(model: Any, given: Mapping[str, Any]) -> Iterator[str]:
         before.append((model.config, "_attn_implementation", model.config._attn_implementation))
         model.config._attn_implementation = attention.CAUSAL
     try:
-        yield why
+        with given_row(None):
+            yield why
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)

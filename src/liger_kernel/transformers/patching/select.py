@@ -253,7 +253,7 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
     found = _around_callers(found, callers, parts, _apart([model_type], parts, rows))
     if parts.get("graphs") and (row := rows(model_type)) is not None:
         heads = [getattr(modules[0], name) for name in row.heads if hasattr(modules[0], name)]
-        found = _around_too(found, heads, "graphs", functools.partial(made, graphed))
+        found = _around_too(found, heads, "graphs", _graphs(parts["graphs"]))
     if request := parts.get("fp8"):
         for cls in (c for module in modules for c in _classes(module, PreTrainedModel)):
             new = made(fp8.converting, original(cls, "__init__"), request)
@@ -285,6 +285,10 @@ def _around_callers(found: list[Patch], owners: list[Any], parts: Mapping[str, A
         return found
     label = ", ".join(itertools.compress(("packed documents", "offloading", "keeping attention", "no padding"), how))
     return _around_too(found, owners, label, lambda forward: made(_around_layers, forward, *how))
+
+
+def _graphs(when: bool | str) -> Callable[[Any], Callable]:
+    return lambda forward: made(graphed, forward, when)
 
 
 def _around_too(found: list[Patch], owners: list[Any], label: str, around: Callable[[Any], Callable]) -> list[Patch]:
@@ -384,7 +388,7 @@ def instance_patches(
         warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
     found = _around_callers(found, callers, parts, _apart([model_type, *own], parts, rows))
     if parts.get("graphs"):  # of the model inside of what PEFT has put around it
-        found = _around_too(found, trl_head.layers(model)[-1:], "graphs", functools.partial(made, graphed))
+        found = _around_too(found, trl_head.layers(model)[-1:], "graphs", _graphs(parts["graphs"]))
     return Patches(found)
 
 
@@ -527,7 +531,7 @@ def _around_layers(forward: Callable, apart: bool, offloads: bool, keeps: bool, 
     outer = offloading.offloaded(inner) if offloads else inner
     outer = unpadded(outer) if unpads else outer
 
-    @functools.wraps(forward)
+    @functools.wraps(outer)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Classes are patched before their modules exist, so only the call knows whether it has
         # layers.

@@ -16,6 +16,8 @@ configuration; everything else runs as it was, and a warning says why.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
 import re
@@ -23,14 +25,14 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_kernel.ops._core.operator import host_can_read
@@ -52,22 +54,23 @@ _KNOWING: set[Callable] = set()  # functions in Transformers' interfaces that kn
 class Packing:
     """Where the ``n`` real tokens of a padded batch are. ``real``: (B, T) bool, on the host or on
     the model's device; ``longest``: the most tokens of a row; ``whole``: no row has padding
-    between real tokens."""
+    between real tokens; ``counts``: labels that count, at most."""
 
-    def __init__(self, real: Tensor, n: int, longest: int, whole: bool, device: torch.device):
+    def __init__(self, real: Tensor, n: int, longest: int, whole: bool, device: torch.device, counts: int = 0):
         order = torch.argsort(real.flatten().logical_not(), stable=True)  # unlike ``nonzero``, it does not wait
         bounds = F.pad(real.sum(1).cumsum(0), (1, 0)).int()
         self.real, self.index, self.bounds = (_moved(t, device) for t in (real, order[:n], bounds))
-        self.longest, self.whole, self.used = longest, whole, False
+        self.longest, self.whole, self.used, self.counts = longest, whole, False, counts
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (1, N, ...)"""
         return x.flatten(0, 1).index_select(0, self.index.to(x.device))[None]
 
     def pad(self, x: Tensor) -> Tensor:
-        """(1, N, ...) -> (B, T, ...)"""
+        """(1, N, ...) -> (B, T, ...); 0 at the last tokens if ``x`` lacks them."""
         flat = x.new_zeros(self.real.numel(), *x.shape[2:])
-        return flat.index_copy(0, self.index.to(x.device), x[0]).view(*self.real.shape, *x.shape[2:])
+        index = self.index[: x.shape[1]].to(x.device)
+        return flat.index_copy(0, index, x[0]).view(*self.real.shape, *x.shape[2:])
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the model gets instead of the padded arguments ``given``."""
@@ -77,6 +80,31 @@ class Packing:
         setattr(mask, _PACKING, self)
         tokens = {n: self.pack(t) for n in _TOKENS if (t := given.get(n)) is not None}
         return {**given, **tokens, "position_ids": positions, "attention_mask": mask}
+
+    def mask_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """With what Transformers makes the mask of attention that does not know bounds."""
+        B, T = self.real.shape
+        return arguments | dict(batch_size=B, q_length=T, kv_length=T, attention_mask=self.real)
+
+
+class Row(Packing):
+    """A row (1, N) that its caller has packed, with ``bounds`` on the device; bounds at its end are of
+    empty documents. The host need not know how many tokens are real."""
+
+    def __init__(self, tokens: Tensor, bounds: Tensor, longest: int):
+        self.real, self.bounds, self.longest = torch.ones_like(tokens, dtype=torch.bool), bounds, longest
+        self.index, self.whole, self.used = torch.arange(tokens.shape[1], device=tokens.device), True, False
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x
+
+    def pad(self, x: Tensor) -> Tensor:
+        return x
+
+    def mask_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        document = torch.bucketize(self.index, self.bounds[1:], out_int32=True, right=True)[None]
+        within = and_masks(arguments["mask_function"], packed_sequence_mask_function(document))
+        return super().mask_arguments(arguments) | dict(mask_function=within)
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -89,8 +117,8 @@ class PackedMask:
     an attention layer needs it."""
 
     def __init__(self, packing: Packing, make: Callable, arguments: dict[str, Any]):
-        (B, T), n = packing.real.shape, len(packing.index)
-        arguments |= dict(batch_size=B, q_length=T, kv_length=T, attention_mask=packing.real)
+        (_, T), n = packing.real.shape, len(packing.index)
+        arguments |= Packing.mask_arguments(packing, arguments)
         arguments["allow_is_causal_skip"] = False  # there is padding, and to look for it the host would wait
         if "cache_position" in arguments:  # before transformers 5
             arguments["cache_position"] = torch.arange(T, device=packing.real.device)
@@ -101,7 +129,7 @@ class PackedMask:
 
     @functools.cached_property
     def padded(self) -> Any:
-        return self.make(**self.arguments)
+        return self.make(**self.packing.mask_arguments(self.arguments))
 
     def attend(
         self, attend: Callable, by_bounds: bool, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **more: Any
@@ -153,7 +181,7 @@ def _know_packed_masks(name: str) -> None:
 
 # -- the forward of a model's body
 
-_TOKENS = ("input_ids", "inputs_embeds")
+_TOKENS, _LABELS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
 _NO_MASK = "it does not make masks of attention_mask by Transformers' functions"
 
 
@@ -171,11 +199,46 @@ def unpadded(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args)) | kwargs
-        packing = None if torch.compiler.is_compiling() else _packing_of(self, given)
-        out = None if packing is None else _packed(forward, self, given, packing)
+        packing = None if torch.compiler.is_compiling() else _given.get() or _packing_of(self, given)
+        out = _packed(forward, self, given, packing) if isinstance(packing, Packing) else None
         return forward(self, *args, **kwargs) if out is None else out
 
+    vars(call)[_UNPADS] = True
     return call
+
+
+# -- for recorded steps, in which the host cannot look at a mask
+
+_UNPADS = "_liger_unpads"  # of a forward that leaves padding out
+# the row that a model's body gets; a text if padding stays
+_given: contextvars.ContextVar[Row | str | None] = contextvars.ContextVar("row", default=None)
+
+
+def bodies(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that leave padding out."""
+    found = (m for m in model.modules() if hasattr(vars(m).get("forward", type(m).forward), _UNPADS))
+    return [m for m in found if any(isinstance(child, nn.ModuleList) for child in m.children())]
+
+
+@contextlib.contextmanager
+def given_row(row: Row | None) -> Iterator[None]:
+    """Meanwhile the body of a model gets this ``row``; None: padded batches stay as they are."""
+    token = _given.set(row or "padding stays")
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def packing_for(body: Any, given: Mapping[str, Any]) -> Packing | None:
+    """Where the real tokens of a batch for the model around ``body``, which nothing observes, are; None
+    if padding stays. The host waits once, if the mask is on the GPU."""
+    tokens = {name: value for name, value in given.items() if name not in _LABELS}
+    labels = next((t for name in _LABELS if (t := given.get(name)) is not None), None)
+    if gives_bounds(body):
+        return None  # recurrent layers read on the host where documents end
+    packing = _packing_of(body, tokens, labels, observed=False)
+    return packing if packing is not None and packing.whole else None
 
 
 def _packed(forward: Callable, model: Any, given: Mapping[str, Any], packing: Packing) -> Any:
@@ -195,8 +258,11 @@ def _packed(forward: Callable, model: Any, given: Mapping[str, Any], packing: Pa
     return out
 
 
-def _packing_of(model: Any, given: Mapping[str, Any]) -> Packing | None:
-    """Where the real tokens of this batch are; None if the model has to run as it was."""
+def _packing_of(
+    model: Any, given: Mapping[str, Any], labels: Tensor | None = None, observed: bool = True
+) -> Packing | None:
+    """Where the real tokens of this batch are; None if the model has to run as it was. ``labels``: a
+    caller's, if there are none; ``observed``: it may be."""
     mask = given.get("attention_mask")
     # not in generation, nor where the caller has packed
     if mask is None or any(given.get(n) is not None for n in ("past_key_values", "cache", "cu_seq_lens_q")):
@@ -208,10 +274,13 @@ def _packing_of(model: Any, given: Mapping[str, Any]) -> Packing | None:
         return _say(model, "attention_mask is not of its tokens (B, T)")
     if not mask.numel() or not host_can_read(mask):
         return None
-    if why := _reasons.get(model) or _reason_of_call(model, given):
+    why = _reasons.get(model) or _reason_of_call(model, given)
+    if not why and observed and observed_inside(model):  # they may see how many tokens there are, or have a
+        why = "hooks see what its layers compute"  # value for each row
+    if why:
         return _say(model, why)
     real = mask != 0
-    n, longest, parts, counting = _look(real, _labels_of_caller(mask.shape))
+    n, longest, parts, counting, counts = _look(real, _labels_of_caller(mask.shape) if labels is None else labels)
     if n in (0, mask.numel()):
         return None
     if parts > 1 and gives_bounds(model):
@@ -222,7 +291,7 @@ def _packing_of(model: Any, given: Mapping[str, Any]) -> Packing | None:
         _reasons[model] = _reason_of(model)
     if why := _reasons[model]:
         return _say(model, why)
-    return Packing(real, n, longest, parts < 2, tokens.device)
+    return Packing(real, n, longest, parts < 2, tokens.device, counts)
 
 
 def _say(model: Any, why: str) -> None:
@@ -232,15 +301,17 @@ def _say(model: Any, why: str) -> None:
 
 def _look(real: Tensor, labels: Tensor | None) -> list[int]:
     """The number of real tokens, the most of a row, the most parts that padding divides a row in,
-    and how many labels may be compared with what a model says at padding. The host waits once."""
+    how many labels may be compared with what a model says at padding, and how many count. The host
+    waits once."""
     begins = real & ~F.pad(real, (1, -1))
-    counting = real.new_zeros((), dtype=torch.long)
+    counting = counted = real.new_zeros((), dtype=torch.long)
     if labels is not None:
         counts = (labels != IGNORE).to(real.device)
         # causal models compare a label with the token before it, others with its own
         counting = (counts & ~real).sum() + (counts[:, 1:] & ~real[:, :-1]).sum()
+        counted = counts.sum()
     lengths = real.sum(1)
-    return torch.stack((lengths.sum(), lengths.max(), begins.sum(1).max(), counting)).tolist()
+    return torch.stack((lengths.sum(), lengths.max(), begins.sum(1).max(), counting, counted)).tolist()
 
 
 def _labels_of_caller(shape: torch.Size) -> Tensor | None:
@@ -249,7 +320,7 @@ def _labels_of_caller(shape: torch.Size) -> Tensor | None:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        for name in ("labels", "shift_labels"):
+        for name in _LABELS:
             if name in code.co_varnames or name in code.co_cellvars:
                 value = frame.f_locals.get(name)
                 if isinstance(value, Tensor) and value.shape == shape:
@@ -289,8 +360,6 @@ def _reason_of_call(model: Any, given: Mapping[str, Any]) -> str:
         # a number, such as that of items in the batch, has no rows
         if name not in known and any(isinstance(t, Tensor) and t.ndim for t in tree_leaves(value)):
             return f"it is given {name}"
-    if observed_inside(model):  # they may see how many tokens there are, or have a value for each row
-        return "hooks see what its layers compute"
     return ""
 
 
@@ -347,7 +416,7 @@ def _difference(model: Any, cls: type) -> str:
             inside = [] if recurrent else [(place < lengths - 2) | (place > 9)]
             for real in (place < lengths, place >= 12 - lengths, *inside):
                 given = dict(input_ids=ids, attention_mask=real.long(), use_cache=False)
-                n, longest, parts, _ = _look(real, None)
+                n, longest, parts, *_ = _look(real, None)
                 padded = forward(tiny, **given)
                 packed = _packed(forward, tiny, given, Packing(real, n, longest, parts < 2, real.device))
                 if packed is None:

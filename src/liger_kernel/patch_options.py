@@ -142,7 +142,7 @@ class PatchOptions:
     graphs: bool | str = _switch(
         False,
         "training steps are replayed from CUDA graphs, recorded for sizes that come twice: for steps that wait for "
-        "the host; auto: only if measured ones do",
+        "the host; auto, and liger train: sizes whose measured step does",
         check=_when,
         variants={"graphs": True},
     )

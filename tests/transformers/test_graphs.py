@@ -9,16 +9,18 @@ import sys
 import types
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step, tokens
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import graphs
 from liger_kernel.graphs import batches, micro_steps
-from liger_kernel.graphs.recorder import Repeated, other_leaves
+from liger_kernel.graphs.recorder import Numbers, Repeated, other_leaves
 from liger_kernel.ops.losses.chunks import Kept, counting_at_most
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, restore
 from liger_kernel.transformers.patching.report import patches_report
@@ -106,6 +108,24 @@ def test_dropout_draws_anew():
         losses[-1].backward()
         losses.append(loss_of(model))
     assert len({x.item() for x in losses}) == 5 and recorded(model).replays == 4
+
+
+def test_a_recording_copies_no_numbers_from_the_host():
+    make = lambda: [torch.tensor(x, device=DEVICE) for x in (0.5, 3, True, [1, 2])] + [torch.tensor(2, dtype=torch.half)]
+    with Numbers(), Made() as made:
+        found = make()
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, make(), strict=True))
+    assert made.names == ["full", "full", "full", "lift_fresh", "full"]
+
+
+class Made(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 CHANGES = {
@@ -376,6 +396,23 @@ def test_a_bound_of_labels_keeps_those_that_count():
         assert Kept(target).rows() is None
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="times are given")
+def test_sizes_whose_steps_wait_for_the_host_are_recorded(monkeypatch):
+    times, clocks = iter([(10.0, 10.9), (10.0, 11.1)]), []
+    monkeypatch.setattr(Repeated, "clock", lambda self: clocks.append(Mock(times=lambda: next(times))) or clocks[-1])
+    model = patched(on="auto")
+    for T in (64, 64, 64, 128, 128, 128, 192, 192, 192, 64):
+        step(model, batch(T))
+    assert len(clocks) == 2 and all(clock.stop_after.call_count == 1 for clock in clocks)
+    assert graphs.report(model).split("\n") == [
+        "graphs: 1 recorded, 2 steps replayed",
+        "  128 tokens: host 10.0 ms, GPU 10.9 ms: recorded",
+        "  256 tokens: host 10.0 ms, GPU 11.1 ms: not recorded",
+    ]
+    with pytest.raises(ValueError, match="graphs: must be True, False or 'auto', got 'always'"):
+        patched(on="always")
+
+
 def test_padded_rows_become_one():
     stock, model = patched(on=False), patched(unpad=True)
     for i, side in enumerate(["right", "right", "left", "right", "", "right"]):
@@ -383,5 +420,5 @@ def test_padded_rows_become_one():
         assert_same_learning(*(step(m, given, num_items_in_batch=items)[1] for m in (model, stock)), 1e-5)
     (recording, *_) = recorded(model).steps.values()
     assert set(recording.inputs) == {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "num_items_in_batch"}
-    assert recording.inputs["input_ids"].shape == (1, 128)
+    assert recording.inputs["input_ids"].shape == (1, 64)
     assert recorded(model).replays == 4 and graphs.report(model).count("\n") == 0

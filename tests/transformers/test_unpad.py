@@ -34,6 +34,9 @@ MODELS = {
     "deepseek_v3": {},
     "olmo_hybrid": {},
 }
+# of gradients' largest values. Those of diffllama's lambdas, sums over all that attention gives, cancel: in
+# fp32 stock is 2.1e-5 from fp64, and so are we
+TOLERANCES = {"diffllama": 4.2e-5}
 
 
 def batch(side: str = "right") -> dict:
@@ -93,7 +96,8 @@ def test_every_family_is_right_or_says_why_it_computes_padding(model_type, packe
     except Exception as error:
         pytest.skip(f"stock, with sdpa and without images: {error}")
     texts = said(lambda: ours.append(model_of(model_type).eval()))
-    texts += said(lambda: [assert_same_learning(step(ours[0], batch(side))[1], want, 1e-5) for want, side in both])
+    within = TOLERANCES.get(model_type, 1e-5)
+    texts += said(lambda: [assert_same_learning(step(ours[0], batch(side))[1], want, within) for want, side in both])
     assert bool(texts) != ((3, T, 24) in packed)
 
 

@@ -256,7 +256,7 @@ class Graphs:
             return step.replayed(batch, current)
         if found is not None:
             self.reasons[found] += 1
-            if self.reasons[found] == 1:
+            if self.reasons[found] == 1 and not self.auto:
                 warnings.warn(f"graphs: {type(model).__name__} runs as it was: {found}", stacklevel=3)
         return None
 

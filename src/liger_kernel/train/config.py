@@ -493,7 +493,8 @@ class TrainConfig(_Kernels):
         del flags["kernels"]
         if self.fp8_filter:
             flags["fp8_filter"] = in_commas(self.fp8_filter)
-        return flags | ({"tiled_mlp": True} if self.tiled_mlp == 0 else {})
+        flags |= {"tiled_mlp": True} if self.tiled_mlp == 0 else {}
+        return flags | ({"graphs": "auto"} if self.graphs else {})
 
     def shown(self) -> dict[str, Any]:
         """Names and values without credentials, which may be written or reported."""

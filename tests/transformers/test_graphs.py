@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import graphs
 from liger_kernel.graphs import batches, micro_steps
-from liger_kernel.graphs.recorder import Numbers, Repeated, other_leaves
+from liger_kernel.graphs.recorder import FilledNumbers, Repeated, other_leaves
 from liger_kernel.ops.losses.chunks import Kept, counting_at_most
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, restore
 from liger_kernel.transformers.patching.report import patches_report
@@ -111,8 +111,10 @@ def test_dropout_draws_anew():
 
 
 def test_a_recording_copies_no_numbers_from_the_host():
-    make = lambda: [torch.tensor(x, device=DEVICE) for x in (0.5, 3, True, [1, 2])] + [torch.tensor(2, dtype=torch.half)]
-    with Numbers(), Made() as made:
+    make = lambda: (
+        [torch.tensor(x, device=DEVICE) for x in (0.5, 3, True, [1, 2])] + [torch.tensor(2, dtype=torch.half)]
+    )
+    with FilledNumbers(), Made() as made:
         found = make()
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, make(), strict=True))
     assert made.names == ["full", "full", "full", "lift_fresh", "full"]
@@ -417,7 +419,10 @@ def test_padded_rows_become_one():
     stock, model = patched(on=False), patched(unpad=True)
     for i, side in enumerate(["right", "right", "left", "right", "", "right"]):
         given, items = batch(50 + i, i, side, ignored=3), torch.tensor(80 + i, device=DEVICE)
-        assert_same_learning(*(step(m, given, num_items_in_batch=items)[1] for m in (model, stock)), 1e-5)
+        found = [step(m, given, num_items_in_batch=items, skip_logits=False) for m in (model, stock)]
+        real = given.get("attention_mask", given["input_ids"]) != 0
+        torch.testing.assert_close(*(out.logits[real] for out, _ in found), atol=1e-5, rtol=1e-5)
+        assert_same_learning(*(learnt for _, learnt in found), 1e-5)
     (recording, *_) = recorded(model).steps.values()
     assert set(recording.inputs) == {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "num_items_in_batch"}
     assert recording.inputs["input_ids"].shape == (1, 64)

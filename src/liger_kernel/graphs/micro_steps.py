@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
 from liger_kernel.graphs.batches import Batch, PackedRow, batch_of, is_packed
-from liger_kernel.graphs.recorder import Clock, CudaGraphs, Numbers, Repeated, other_leaves, recorder_of, unowned
+from liger_kernel.graphs.recorder import Clock, CudaGraphs, FilledNumbers, Repeated, other_leaves, recorder_of, unowned
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.operator import leaves
 from liger_kernel.ops._core.shards import is_sharded
@@ -119,7 +119,7 @@ class MicroStep:
         self.backward()
 
     def forward(self) -> None:
-        with counting_at_most(self.most), Numbers():
+        with counting_at_most(self.most), FilledNumbers():
             out = self._call(**self.inputs)
         self.outputs, self.structure = tree_flatten(out)
         if strange := [type(o).__name__ for o in self.outputs if not isinstance(o, Tensor)]:
@@ -207,9 +207,12 @@ class Graphs:
     host."""
 
     def __init__(
-        self, pads: Callable[[Any, bool], str] | None = None, recording: Recording | None = None,
-        packer: Callable[[Any], Packs | None] | None = None, auto: bool = False,
-    ):  # fmt: skip
+        self,
+        pads: Callable[[Any, bool], str] | None = None,
+        recording: Recording | None = None,
+        packer: Callable[[Any], Packs | None] | None = None,
+        auto: bool = False,
+    ):
         self.pads, self.recording, self.packer, self.auto = pads, recording, packer, auto
         # the GPU waits for the host in steps of so many tokens at most, and does not from so many on
         self._waits, self._busy, self._measured = 0, 1 << 62, list[str]()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from liger_kernel import _private
 
@@ -33,7 +34,7 @@ def other_leaves(model: nn.Module, params: list[nn.Parameter]) -> Iterator[list[
             store[name] = p
 
 
-class Numbers(TorchFunctionMode):
+class FilledNumbers(TorchFunctionMode):
     """Meanwhile ``torch.tensor`` of a number is filled on its device: a recording cannot copy it from the
     host, as Transformers' masks of some releases do."""
 
@@ -53,6 +54,7 @@ class Clock:
         torch.cuda.synchronize(device)
         self._begin.record(torch.cuda.current_stream(device))
         self._started, self._host = time.perf_counter(), 0.0
+        self._hook: RemovableHandle | None = None
 
     def stop_after(self, params: list[nn.Parameter]) -> None:
         """Stop when the gradients of ``params`` are there."""
@@ -65,7 +67,8 @@ class Clock:
 
     def times(self) -> tuple[float, float] | None:
         """Of host and GPU, in ms; None if it was not stopped. The host waits for the step's end."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         if not self._host:
             return None
         self._end.synchronize()

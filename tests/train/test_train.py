@@ -157,6 +157,8 @@ def test_ranks_that_share_rows_are_counted():
 def test_only_kernels_named_are_passed_on():
     assert TrainConfig().kernel_flags == {}
     assert from_flags(["--no-rope", "--rms-norm"]).kernel_flags == {"rope": False, "rms_norm": True}
+    assert from_flags(["--graphs"]).kernel_flags == {"graphs": "auto"}
+    assert from_flags(["--no-graphs"]).kernel_flags == {"graphs": False}
 
 
 @pytest.mark.parametrize(

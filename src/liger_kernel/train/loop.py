@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from liger_kernel import graphs
 from liger_kernel.train import adamw, adapters, folder, preview
 from liger_kernel.train.checkpoint import NUMBERS, Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
@@ -94,6 +95,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
             samples.show()
             if config.lora and (problem := preview.unmoved(metrics["losses"])):
                 note(problem)
+            if config.graphs:
+                note(graphs.report(model))
             write(Path(config.out) / "metrics.json", as_json(metrics, indent=1) + "\n")
         if "problem" in metrics:
             raise OSError(metrics["problem"])

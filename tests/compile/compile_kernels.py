@@ -258,7 +258,7 @@ def unset_registers(sass: str) -> list[str]:
     """Instructions that compute a uniform register from one that nothing has set: ptxas 12.8 loses
     copies of them when two descriptors of shared memory begin at the same address (MEASURED.md)."""
     found, known = [], {"URZ"}
-    line = re.compile(r"\*/ +(?:@!?U?P\w+ +)?((?:U|R2UR|S2UR)[A-Z0-9.]*) +(UR\d+)((?:, *UP\d)*), ([^;]*)")
+    line = re.compile(r"\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9.]*) +(UR\d+)((?:, *UP\d)*), ([^;]*)")
     for name, to, _, given in line.findall(sass):
         found += [f"{name} {to}, {given}".strip() for _ in set(re.findall(r"\bUR\d+", given)) - known]
         known |= {to, f"UR{int(to[2:]) + 1}"} if re.search(r"64|WIDE", name) else {to}

@@ -28,7 +28,7 @@ from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.patch_options import SWITCHES
 from liger_kernel.train.adamw import KINDS, check, require
 from liger_kernel.train.files import export
-from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of
+from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, mistaken, one_of
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for wrong, message in refused(a):
         if wrong:
             raise UserError(message)
-    try:
+    with mistaken("", ValueError, ImportError):
         how = "fsdp2" if a.parallel == "ep" else a.parallel or "none"
         check(a.optimizer, how, a.optimizer_in_backward, a.optimizer_on_cpu)
         require(a.optimizer)
-    except (ValueError, ImportError) as error:
-        raise UserError(str(error)) from error
     holds("liger_kernel", a.upstream_path, "--upstream-path", UPSTREAM)
     outputs(a.json, a.csv)
     return a

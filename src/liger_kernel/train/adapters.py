@@ -21,6 +21,7 @@ from torch import nn
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
 from liger_kernel.train.hub import skeleton
+from liger_kernel.train.mistakes import mistaken
 from liger_kernel.train.redact import in_a_line
 
 # the file that makes a folder one of adapters
@@ -130,10 +131,8 @@ def adapted(model: Any, config: TrainConfig) -> Any:
         use_dora=config.dora,
         use_rslora=config.rslora,
     )
-    try:
+    with mistaken("lora: ", ValueError):
         return peft.get_peft_model(model, form)
-    except ValueError as error:
-        raise UserError(f"lora: {in_a_line(error)}") from error
 
 
 def restored(model: Any, folder: str) -> Any:

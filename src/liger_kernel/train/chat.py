@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig
-from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, note
-from liger_kernel.train.trained import add_flags, attempted, base_of, load_model, load_tokenizer
+from liger_kernel.train.mistakes import Parser, UserError, at_least, existing, mistaken, note
+from liger_kernel.train.trained import add_flags, base_of, load_model, load_tokenizer
 
 Turns = list[dict[str, str]]
 NEW = "/new"
@@ -45,7 +45,8 @@ def models(a: argparse.Namespace) -> Iterator[tuple[str, Any, Any, Any]]:
         tokenizer = load_tokenizer(name, base, a.trust_remote_code)
         model = load_model(base or name, a.trust_remote_code, device, a.quantize)
         if base:
-            model = attempted(f"load the adapters {name}", lambda: adapters.restored(model, name).eval())
+            with mistaken(f"cannot load the adapters {name}: "):
+                model = adapters.restored(model, name).eval()
         return model, tokenizer
 
     base = base_of(a.model, a.base)
@@ -61,9 +62,9 @@ def answer(model: Any, tokenizer: Any, turns: Turns, most: int) -> str:
     """The next turn, which is printed while it is made."""
     from transformers import TextStreamer
 
-    template = tokenizer.apply_chat_template
-    prompt = lambda: template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    tokens = attempted("make a prompt by the chat template", prompt).to(model.device)
+    with mistaken("cannot make a prompt by the chat template: "):
+        how = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        tokens = tokenizer.apply_chat_template(turns, **how).to(model.device)
     given = {name: tokens[name] for name in ("input_ids", "attention_mask")}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     made = model.generate(**given, streamer=streamer, pad_token_id=tokenizer.pad_token_id, max_new_tokens=most)

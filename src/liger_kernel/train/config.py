@@ -22,7 +22,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check, either
 from liger_kernel.train.files import write
-from liger_kernel.train.mistakes import Parser, regular, similar_file, unique
+from liger_kernel.train.mistakes import Parser, mistaken, regular, similar_file, unique
 from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
@@ -385,10 +385,8 @@ class TrainConfig(_Kernels):
         return f"{name} {getattr(self, name)}" if isinstance(getattr(self, name), str) else name
 
     def _check_optimizer(self) -> None:
-        try:
+        with mistaken("", ValueError):
             check(self.optimizer, self.parallel, self.optimizer_in_backward, self.optimizer_on_cpu)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         kind = KINDS[self.optimizer]
         if kind.by == "torchao" and self.fully_sharded and self.trainer != "torch":
             raise UserError(

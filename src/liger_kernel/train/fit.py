@@ -28,7 +28,7 @@ from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.model_sizes import MODELS
 from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags, by_group, read_values
 from liger_kernel.train.hub import configuration
-from liger_kernel.train.mistakes import Parser, one_of
+from liger_kernel.train.mistakes import Parser, mistaken, one_of
 from liger_kernel.train.redact import in_a_line
 
 # torch and transformers are imported by what uses them: help and mistakes in flags answer before
@@ -120,16 +120,12 @@ class Estimates:
 
         key = dataclasses.astuple(config)
         if key not in self._known:
-            try:
+            # a model's own code may need values where there are only shapes
+            with mistaken(f"a step of {self.form.model_type} cannot be simulated: "):
                 precision = precision_of(config, gpu=True)
                 self._known[key] = simulated(
                     self.form, config, precision, world=self.world, arch=self.arch, cpu_memory=self.cpu_memory
                 )
-            except UserError:
-                raise
-            # a model's own code may need values where there are only shapes
-            except Exception as error:
-                raise UserError(f"a step of {self.form.model_type} cannot be simulated: {in_a_line(error)}") from error
         return self._known[key]
 
     def total(self, config: TrainConfig) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.nearest import did_you_mean
-from liger_kernel.train.mistakes import UserError, existing, one_of, regular_in, similar_file
+from liger_kernel.train.mistakes import UserError, existing, mistaken, one_of, regular_in, similar_file
 from liger_kernel.train.redact import in_a_line
 
 # seconds that the hub has to answer
@@ -67,16 +67,6 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
         ) from error
 
 
-def why(error: Exception) -> str:
-    """Why transformers could not load something, in a line."""
-    if "trust_remote_code" in str(error):
-        return (
-            "it comes with Python code of its own, which runs on this machine, with your rights, only if you give "
-            "--trust-remote-code"
-        )
-    return in_a_line(error)
-
-
 def skeleton(name: str | None, trust_remote_code: bool) -> Any:
     """The model ``name`` without weights, or a Llama of one layer: its modules and their names."""
     import torch
@@ -84,15 +74,12 @@ def skeleton(name: str | None, trust_remote_code: bool) -> Any:
 
     if name:
         on_hub(name)
-    try:
+    with mistaken(f"cannot build the model{f' {name}' if name else ''}: "):
         form = transformers.LlamaConfig(num_hidden_layers=1)
         if name:
             form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(form, trust_remote_code=trust_remote_code)
-    # transformers and a model's own code raise errors of many kinds
-    except Exception as error:
-        raise UserError(f"cannot build the model{f' {name}' if name else ''}: {why(error)}") from error
 
 
 def configuration(name: str, trust_remote_code: bool = False) -> Any:
@@ -102,7 +89,7 @@ def configuration(name: str, trust_remote_code: bool = False) -> Any:
 
     if name in MODELS:
         return config_of(MODELS[name])
-    try:
+    with mistaken(f"cannot read the configuration of {name}: "):
         if Path(name).suffix == ".json":
             values = json.loads(existing(name).read_text(encoding="utf-8"))
             if not isinstance(values, dict) or "model_type" not in values:
@@ -111,8 +98,3 @@ def configuration(name: str, trust_remote_code: bool = False) -> Any:
             return transformers.AutoConfig.for_model(**values)
         on_hub(name, MODELS)
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except UserError:
-        raise
-    # transformers checks values with exceptions of several kinds
-    except Exception as error:
-        raise UserError(f"cannot read the configuration of {name}: {why(error)}") from error

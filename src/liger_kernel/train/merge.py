@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig
-from liger_kernel.train.hub import why
-from liger_kernel.train.mistakes import Parser, UserError, writable
-from liger_kernel.train.trained import add_flags, attempted, base_of, load_model, load_tokenizer
+from liger_kernel.train.mistakes import Parser, UserError, mistaken, why, writable
+from liger_kernel.train.trained import add_flags, base_of, load_model, load_tokenizer
 
 # the logits of these tokens are compared
 TEXT = "Is 17 a prime number? Yes: no number but 1 and itself divides it.\ndef area(a, b): return a * b\n" * 2
@@ -55,7 +54,8 @@ def main(argv: list[str]) -> int:
     tokenizer = load_tokenizer(a.adapters, base, a.trust_remote_code)
     api = huggingface_hub.HfApi()
     if a.push:  # before the work
-        attempted(f"push to {a.push}", api.whoami)
+        with mistaken(f"cannot push to {a.push}: "):
+            api.whoami()
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"].to(device)
     model, plain, adapted = merge(model, a.adapters, ids)
     with replacing(a.out) as aside:
@@ -67,12 +67,9 @@ def main(argv: list[str]) -> int:
         card.write_merged(Path(aside), Path(a.adapters), a.push or Path(a.out).absolute().name)
     print(f"model in {a.out}")
     if a.push:
-
-        def push() -> Any:
+        with mistaken(f"cannot push {a.out}, which is complete, to {a.push}: "):
             api.create_repo(a.push, private=True)
-            return api.upload_folder(repo_id=a.push, folder_path=a.out)
-
-        print(f"pushed: {attempted(f'push {a.out}, which is complete, to {a.push}', push)}")
+            print(f"pushed: {api.upload_folder(repo_id=a.push, folder_path=a.out)}")
     for program in ("liger chat", "vllm serve"):
         print(f"  next: {program} {shlex.quote(a.out)}")
     return 0
@@ -95,12 +92,14 @@ def merge(model: Any, folder: str, ids: Any) -> tuple[Any, Any, Any]:
     """The merged model; logits of the base, and with its adapters."""
     from liger_kernel.train import adapters
 
-    model = attempted(f"load the adapters {folder}", lambda: adapters.restored(model, folder).eval())
+    with mistaken(f"cannot load the adapters {folder}: "):
+        model = adapters.restored(model, folder).eval()
     adapted = logits(model, ids)
     with model.disable_adapter():
         plain = logits(model, ids)
     # adapters that are no matrices, as prompts, have no such method
-    return attempted(f"merge {folder}", lambda: model.merge_and_unload(safe_merge=True)), plain, adapted
+    with mistaken(f"cannot merge {folder}: "):
+        return model.merge_and_unload(safe_merge=True), plain, adapted
 
 
 def logits(model: Any, ids: Any) -> Any:

@@ -4,19 +4,20 @@ checks of files before work begins."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import re
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from liger_kernel.nearest import ALIAS, did_you_mean, flag_form, meant, nearest, no_such
 from liger_kernel.train.files import special
-from liger_kernel.train.redact import redacted
+from liger_kernel.train.redact import in_a_line, redacted
 
 
 class UserError(ValueError):
@@ -25,6 +26,30 @@ class UserError(ValueError):
 
     def __init__(self, text: object = ""):
         super().__init__(redacted(str(text)))
+
+
+def why(error: BaseException, most: int | None = 300) -> str:
+    """What other packages say of an error, in a line."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it comes with Python code of its own, which runs on this machine, with your rights, only if you give "
+            "--trust-remote-code"
+        )
+    return in_a_line(error, most)
+
+
+@contextlib.contextmanager
+def mistaken(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """An error inside, of these kinds, is a ``UserError`` whose text begins with ``what``. Without
+    kinds, of any: transformers, PEFT and the hub raise many."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if kinds and not isinstance(error, kinds):
+            raise
+        raise UserError(what + why(error, None if kinds else 300)) from error
 
 
 def sentence(error: BaseException) -> str | None:

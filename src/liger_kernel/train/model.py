@@ -22,8 +22,8 @@ from liger_kernel.parallel import Parallel, layers_of, parallelize
 from liger_kernel.train import adapters
 from liger_kernel.train.config import ULYSSES, TrainConfig, UserError
 from liger_kernel.train.data import packs
-from liger_kernel.train.hub import on_hub, skeleton, why
-from liger_kernel.train.mistakes import note
+from liger_kernel.train.hub import on_hub, skeleton
+from liger_kernel.train.mistakes import mistaken, note, why
 from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.token_rows import TokenRows
 from liger_kernel.utils import varlen_lacks
@@ -46,12 +46,9 @@ def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
             torch.empty(0, device=device)
     # there is no such device, or this PyTorch is not built for it
     except (RuntimeError, AssertionError) as error:
-        why = (
-            "it must be cpu, cuda or cuda:N"
-            if "device type at start" in str(error)
-            else str(error).partition(". ")[0][:200]
-        )
-        raise UserError(f"cannot use device {name!r}: {why}{did_you_mean(name, ('cpu', 'cuda'))}") from error
+        wrong = str(error).partition(". ")[0][:200]
+        wrong = "it must be cpu, cuda or cuda:N" if "device type at start" in wrong else wrong
+        raise UserError(f"cannot use device {name!r}: {wrong}{did_you_mean(name, ('cpu', 'cuda'))}") from error
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(f"device is {name}, but PyTorch sees {gpus or 'no'} GPU{'s' * (gpus > 1)} here")
@@ -106,10 +103,11 @@ def dtype_of(config: TrainConfig, precision: str) -> torch.dtype:
     return torch.float32 if precision == "fp32" or (precision == "bf16-mixed" and not config.lora) else torch.bfloat16
 
 
-def attention_of(config: TrainConfig) -> dict[str, str]:
-    """The argument that names attention. For ``auto`` there is none: transformers takes sdpa, or
-    what it has for models that sdpa does not serve."""
-    return {} if config.attention == "auto" else {"attn_implementation": config.attention}
+def options_of(config: TrainConfig, precision: str) -> dict[str, Any]:
+    """How transformers makes the model. With attention ``auto`` it takes sdpa, or what it has for
+    models without it."""
+    attention = {} if config.attention == "auto" else {"attn_implementation": config.attention}
+    return attention | {"dtype": dtype_of(config, precision), "trust_remote_code": config.trust_remote_code}
 
 
 def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.device, precision: str) -> Any:
@@ -117,11 +115,7 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     quantised if ``config`` says so."""
     import transformers
 
-    options: dict[str, Any] = {
-        "dtype": dtype_of(config, precision),
-        "trust_remote_code": config.trust_remote_code,
-        **attention_of(config),
-    }
+    options = options_of(config, precision)
     quantization = adapters.quantization(config, precision)
     # where quantised weights are loaded is where they stay
     quantized: dict[str, Any] = {"device_map": {"": device}} | (
@@ -171,10 +165,8 @@ def quantize_fp8(model: Any) -> None:
     ``UserError`` if the GPU has no FP8 arithmetic."""
     from liger_kernel.transformers import quantize_base
 
-    try:
+    with mistaken("", ValueError):
         quantize_base(model, "fp8")
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def attend(config: TrainConfig, rows: TokenRows, model: Any, device: torch.device, precision: str) -> str:
@@ -246,10 +238,8 @@ def recompute(model: Any, what: str) -> None:
         p.requires_grad for p in model.get_input_embeddings().parameters()
     ):
         model.enable_input_require_grads()
-    try:
+    with mistaken("gradient_checkpointing: ", ValueError):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    except ValueError as error:
-        raise UserError(f"gradient_checkpointing: {error}") from error
 
 
 _MULTIPLIES = (
@@ -277,12 +267,10 @@ def mesh_of(config: TrainConfig, device: torch.device, world: int) -> DeviceMesh
 def split(model: Any, config: TrainConfig, precision: str, mesh: DeviceMesh | None, **options: Any) -> Parallel:
     """The model over the ranks of a run. ``options`` go to ``parallelize``."""
     half = torch.bfloat16 if precision == "bf16-mixed" else None
-    try:
+    with mistaken("", ValueError):
         return parallelize(
             model, config.parallel, mesh=mesh, param_dtype=half, cpu_offload=config.optimizer_on_cpu, **options
         )
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -326,7 +314,7 @@ def patch(model: Any, flags: dict[str, Any]) -> None:
     from liger_kernel.transformers.recognise.families import family
 
     model_type = model.config.model_type
-    try:
+    with mistaken("", ValueError):
         if family(model_type) is None:
             print(
                 f"no kernels for {model_type}: training it as Hugging Face ships "
@@ -343,8 +331,6 @@ def patch(model: Any, flags: dict[str, Any]) -> None:
                 f"{', '.join(known)}"
             )
         _apply_liger_kernel_to_instance(model, **flags)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def flops_per_token(model: Any, length: int) -> float | None:

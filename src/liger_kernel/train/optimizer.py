@@ -11,6 +11,7 @@ from torch import Tensor
 from liger_kernel.parallel import by_sharding, in_blocks
 from liger_kernel.train import adamw
 from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.mistakes import mistaken
 
 
 def optimizer_of(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
@@ -36,10 +37,8 @@ def optimizer_of(parameters: Iterable[Tensor], config: TrainConfig) -> torch.opt
 def require(config: TrainConfig) -> None:
     """``UserError`` if what the config's optimizer needs is not installed: better known before
     data and model are loaded."""
-    try:
+    with mistaken("", ImportError):
         adamw.require(config.optimizer)
-    except ImportError as error:
-        raise UserError(str(error)) from error
     if adamw.KINDS[config.optimizer].by == "torchao":
         import torchao.optim  # noqa: F401  # from here on, torch.load(weights_only=True) reads its moments
 

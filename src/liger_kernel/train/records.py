@@ -35,8 +35,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.adamw import either
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.hub import on_hub
-from liger_kernel.train.mistakes import existing, unique
-from liger_kernel.train.redact import in_a_line
+from liger_kernel.train.mistakes import existing, mistaken, unique
 
 # a place between two records: how many are before it, the number of the file, how many of that file
 # are before it
@@ -242,12 +241,9 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
             "install datasets"
         ) from error
     on_hub(name, also=("stdlib",), kind="dataset")
-    try:
+    with mistaken(f"cannot load the dataset {name!r}: "):
         data = datasets.load_dataset(name, split=split, streaming=stream)
         return data.skip(skip) if skip else data
-    # the network, the hub and formats of datasets raise errors of many kinds
-    except Exception as error:
-        raise UserError(f"cannot load the dataset {name!r}: {in_a_line(error)}") from error
 
 
 class Example(NamedTuple):

@@ -56,7 +56,7 @@ from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, followed, heads_of, local
-from liger_kernel.train.model import attention_of, dtype_of, flags_for, patch, quantize_fp8, recompute
+from liger_kernel.train.model import flags_for, options_of, patch, quantize_fp8, recompute
 from liger_kernel.transformers.recognise import projections
 
 # PyTorch's allocator hands out multiples of so many bytes
@@ -223,12 +223,7 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     import transformers
 
     with torch.device("meta"):
-        options = {
-            "dtype": dtype_of(config, precision),
-            "trust_remote_code": config.trust_remote_code,
-            **attention_of(config),
-        }
-        model: Any = transformers.AutoModelForCausalLM.from_config(form, **options).train()
+        model: Any = transformers.AutoModelForCausalLM.from_config(form, **options_of(config, precision)).train()
         if config.kernels == "on":
             patch(model, flags_for(config, form.model_type))
         if config.lora:

@@ -19,8 +19,8 @@ import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import COUNT, fresh, read_object, write
-from liger_kernel.train.hub import on_hub, why
-from liger_kernel.train.mistakes import note, regular_in
+from liger_kernel.train.hub import on_hub
+from liger_kernel.train.mistakes import mistaken, note, regular_in
 from liger_kernel.train.records import BEGIN, Example, Place, characters, example, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.token_rows import IGNORE, TokenFile, TokenRows, Tokens, together
@@ -347,11 +347,8 @@ def loaded(source: str | Path, trust_remote_code: bool = False) -> Any:
     import transformers
 
     regular_in(source)
-    try:
+    with mistaken(f"cannot load the tokenizer {str(source)!r}: "):
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    # transformers, or for a damaged file the package tokenizers, raise errors of many kinds
-    except Exception as error:
-        raise UserError(f"cannot load the tokenizer {str(source)!r}: {why(error)}") from error
 
 
 def complete(tokenizer: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from liger_kernel.train.config import TrainConfig
-from liger_kernel.train.hub import on_hub, why
-from liger_kernel.train.mistakes import Parser, UserError
+from liger_kernel.train.hub import on_hub
+from liger_kernel.train.mistakes import Parser, UserError, mistaken
 
 QUANTIZE = ("nf4", "int8")  # forms of a base that can be made dense again
 
@@ -35,7 +34,8 @@ def base_of(folder: str, base: str | None = None) -> str | None:
         if base:
             raise UserError(f"{folder} holds no adapters: leave out --base")
         return None
-    found = base or attempted(f"read {path / adapters.SAVED}", lambda: adapters.base_of(folder))
+    with mistaken(f"cannot read {path / adapters.SAVED}: "):
+        found = base or adapters.base_of(folder)
     if not found:
         raise UserError(f"the base of {folder} had random weights, which are in no file: train adapters over a --model")
     return found
@@ -64,17 +64,6 @@ def load_model(name: str, trusted: bool, device: Any, quantize: str | None = Non
     if quantize:
         adapters.check(config, device)
         options |= {"quantization_config": adapters.quantization(config, "bf16"), "device_map": {"": device}}
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = attempted(f"load the model {name}", lambda: load(name, **options))
+    with mistaken(f"cannot load the model {name}: "):
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     return (model if getattr(model, "is_quantized", False) else model.to(device)).eval()
-
-
-def attempted(what: str, do: Callable[[], Any]) -> Any:
-    """What ``do`` returns; ``UserError`` for an error of transformers, PEFT or the hub, which raise
-    many kinds."""
-    try:
-        return do()
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"cannot {what}: {why(error)}") from error

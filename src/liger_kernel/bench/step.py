@@ -23,12 +23,12 @@ from typing import Any
 from liger_kernel.bench import own_rows, profile
 from liger_kernel.bench.arguments import outputs
 from liger_kernel.bench.results import Row, parts_of, write_csv
-from liger_kernel.bench.tables import aligned, text_table
+from liger_kernel.bench.tables import text_table
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.patch_options import SWITCHES
 from liger_kernel.train.adamw import KINDS, check, require
 from liger_kernel.train.files import export
-from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, mistaken, one_of
+from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, holds, mistaken, one_of
 
 
 @dataclass(frozen=True)
@@ -105,56 +105,96 @@ def parser_of() -> Parser:
     several = "several, comma-separated, are measured one after the other until one does not fit"
     add("--batch", default="4", help=f"rows per step and GPU (default: 4); {several}")
     add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
-    variants = f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}"
-    add("--against", default="stock,ours", help=variants)
+    add(
+        "--against",
+        default="stock,ours",
+        help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}",
+    )
     add("--layers", type=int, metavar="N", help="the number of layers to keep of the model (default: all)")
     flag("--compile", help="each variant also under torch.compile")
-    how = "an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without it)"
-    add("--attention", metavar="NAME", help=how)
-    where = f"where the published package is: pip install --no-deps --target DIR {UPSTREAM}"
-    add("--upstream-path", metavar="DIR", help=where)
+    add(
+        "--attention",
+        metavar="NAME",
+        help="an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without it)",
+    )
+    add(
+        "--upstream-path",
+        metavar="DIR",
+        help=f"where the published package is: pip install --no-deps --target DIR {UPSTREAM}",
+    )
     what = "random tokens (default); real: the sources of Python's library through a BPE trained on them; or rows of "
     own = "your own, as in `liger train`: then --model is a folder or an id, and the other flags are those of its runs"
     add("--data", metavar="random|real|FILE", default="random", help=what + own)
-    padded = "the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)"
-    add("--lengths", type=int, default=0, metavar="M", help=padded)
+    add(
+        "--lengths",
+        type=int,
+        default=0,
+        metavar="M",
+        help="the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)",
+    )
     add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
-    names = "(default: sgd); those with 8bit or bf16 in their names are torchao's, as in liger train"
-    add("--optimizer", choices=("sgd", *KINDS), default="sgd", help=names)
+    add(
+        "--optimizer",
+        choices=("sgd", *KINDS),
+        default="sgd",
+        help="(default: sgd); those with 8bit or bf16 in their names are torchao's, as in liger train",
+    )
     flag(
         "--optimizer-in-backward", help="step each parameter when the backward has its gradient, and free the gradient"
     )
-    place = "keep weights and moments in the CPU's memory, and step there (adamw with --parallel fsdp2)"
-    flag("--optimizer-on-cpu", help=place)
+    flag(
+        "--optimizer-on-cpu",
+        help="keep weights and moments in the CPU's memory, and step there (adamw with --parallel fsdp2)",
+    )
     flag("--checkpointing", help="recompute the layers in the backward")
-    tiles = "the tiles of the MLPs of variants with tiled_mlp (default: tiled_mlp=True, at most 16)"
-    add("--tiled-mlp", type=int, metavar="N", help=tiles)
-    casts = "run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True"
-    flag("--autocast", "--amp", help=casts)
-    rank = "train adapters of that rank on all linear layers but the head, and on experts (needs peft)"
-    add("--lora", type=int, default=0, metavar="R", help=rank)
+    add(
+        "--tiled-mlp",
+        type=int,
+        metavar="N",
+        help="the tiles of the MLPs of variants with tiled_mlp (default: tiled_mlp=True, at most 16)",
+    )
+    flag(
+        "--autocast",
+        "--amp",
+        help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True",
+    )
+    add(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="R",
+        help="train adapters of that rank on all linear layers but the head, and on experts (needs peft)",
+    )
     layers = "put adapters only on these layers, comma-separated; those of an MLP also mean experts"
     add("--lora-targets", metavar="NAMES", help=f"{layers}: {', '.join(LINEARS)}")
     add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
     flag("--dora", help="train DoRA adapters, with a magnitude for each output")
     frozen = "the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and "
     add("--quantize", choices=("nf4", "int8", *FP8_STORAGES), help=f"{frozen}fp8_rowwise by ours alone")
-    trained = "train linear layers but the head in FP8; ours:bf16 is ours without it, ours:head also with the head"
-    add("--fp8", choices=RECIPES, help=trained)
-    add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
-    share = (
-        "how the processes share the model (default: ddp if there are several); ep: each has a part of the experts, "
-        "and all else is as with fsdp2, by Transformers 5.23; with ulysses they share the rows of a step, stock "
-        "models by our code"
+    add(
+        "--fp8",
+        choices=RECIPES,
+        help="train linear layers but the head in FP8; ours:bf16 is ours without it, ours:head also with the head",
     )
-    add("--parallel", choices=("ddp", "fsdp2", "ep", *SHARED_ROWS), help=share)
+    add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
+    add(
+        "--parallel",
+        choices=("ddp", "fsdp2", "ep", *SHARED_ROWS),
+        help="how the processes share the model (default: ddp if there are several); ep: each has a part of the experts, "
+        "and all else is as with fsdp2, by Transformers 5.23; with ulysses they share the rows of a step, stock "
+        "models by our code",
+    )
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")
     flag("--largest-batch", help="search for the largest batch that fits (GPU only)")
     flag("--largest-seq", help="search for the longest rows of which the batch fits (GPU only)")
     flag("--profile", help="measure the time of each kind of work")
-    rate = "what MFU is relative to (default: the rate of a large matrix product, measured now)"
-    add("--peak-tflops", type=float, metavar="X", help=rate)
+    add(
+        "--peak-tflops",
+        type=float,
+        metavar="X",
+        help="what MFU is relative to (default: the rate of a large matrix product, measured now)",
+    )
     add("--json", metavar="FILE", help="write rows as they come")
     add("--csv", metavar="FILE", help="write rows as a table")
     flag("--smoke", help="train a tiny model for a few steps, to see that everything works")

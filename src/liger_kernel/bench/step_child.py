@@ -18,7 +18,6 @@ import gc
 import importlib.util
 import itertools
 import json
-import re
 import statistics
 import time
 import traceback
@@ -47,29 +46,12 @@ def load(path: str | Path) -> ModuleType:
 HERE = Path(__file__).parent
 models = load(HERE / "step_model.py")
 adamw = load(HERE.parent / "train" / "adamw.py")
+PeakMemory = load(HERE.parent / "train" / "measure.py").PeakMemory
 
 BATCHES = 4  # distinct batches, which steps use in turn
 IGNORE = -100
 SHARED_ROWS = ("ulysses", "ulysses-fsdp2")  # all ranks compute the same rows
 GPU = torch.cuda.is_available()
-
-# -- memory in GB: that of PyTorch's allocator on a GPU, or without a GPU that of the whole process
-
-
-def peak() -> float:
-    if GPU:
-        return torch.cuda.max_memory_allocated() / 1e9
-    with contextlib.suppress(OSError):
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-        return int(found[1]) * 1024 / 1e9 if found else 0.0
-    return 0.0
-
-
-def reset_peak() -> None:
-    if GPU:
-        return torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # some containers forbid it: then the peak includes the start-up
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def synchronize() -> None:
@@ -220,9 +202,9 @@ class Training:
         for _ in range(spec["warmup"]):
             self.step(data)
         synchronize()
-        reset_peak()
+        memory = PeakMemory(self.device)
         times = self.times(data)
-        peaks = [peak(), torch.cuda.max_memory_reserved() / 1e9 if GPU else 0.0]
+        peaks = [memory.read() / 1e9, torch.cuda.max_memory_reserved() / 1e9 if GPU else 0.0]
         first = torch.stack(self.losses[:BATCHES]).float()
         if spec["parallel"]:
             highest = torch.tensor(peaks, device=self.device)
@@ -261,12 +243,14 @@ class Training:
             profile.export_chrome_trace(self.spec["trace"])
 
     def trial(self, batch: int) -> float:
-        """The peak of two steps: only the second one has the optimizer's state from its start."""
+        """The peak of two steps, in GB: only the second one has the optimizer's state from its
+        start."""
+        memory = PeakMemory(self.device)
         data = [next(batches(self.spec, batch, self.share, self.device))]
         self.step(data)
         self.step(data)
         synchronize()
-        return peak()
+        return memory.read() / 1e9
 
 
 def measure(spec: dict[str, Any], found: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from liger_kernel.bench.results import (
     write_csv,
 )
 from liger_kernel.train.files import export
-from liger_kernel.train.mistakes import Parser, UserError
+from liger_kernel.train.mistakes import Parser, UserError, aligned
 
 LONGEST = 60  # most characters of a cell
 
@@ -145,14 +145,6 @@ def text_table(rows: Iterable[Row]) -> str:
     columns, lines = cells(rows)
     words = {i for i, column in enumerate(columns) if column.left}
     return aligned([[column.name for column in columns], *lines], words)
-
-
-def aligned(lines: list[list[str]], words: set[int]) -> str:
-    """Lines of cells in columns; those of ``words`` begin on the left."""
-    # a failure has no cells after it
-    widths = [max(len(cell) for cell in column if not cell.startswith("failed:")) for column in zip(*lines)]
-    shown = lambda cell, i: cell.ljust(widths[i]) if i in words else cell.rjust(widths[i])
-    return "\n".join("  ".join(shown(cell, i) for i, cell in enumerate(line)).rstrip() for line in lines)
 
 
 def markdown_table(rows: Iterable[Row]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from liger_kernel.deploy.job import API, Job
 from liger_kernel.deploy.manifests import PREEMPTED, Object, labels, objects, trainer
 from liger_kernel.deploy.render import dump
-from liger_kernel.train.mistakes import UserError
+from liger_kernel.train.mistakes import UserError, aligned
 
 # a queue and its quota are there for other jobs, too
 SHARED_KINDS = ("ResourceFlavor", "ClusterQueue", "LocalQueue")
@@ -72,10 +72,8 @@ class Cluster:
         state = _state(json.loads(found).get("status", {}))
         print(f"{run['kind']} {self.job.name}: {state}")
         pods = json.loads(self._read("get", "pods", "--selector", self.selector, "--output=json") or '{"items": []}')
-        rows = [("pod", "restarts", "node", "state"), *sorted(map(_pod, pods["items"]))]
-        widths = [max(map(len, column)) for column in list(zip(*rows))[:3]]
-        for *cells, last in rows if pods["items"] else []:
-            print(*(f"{cell:<{width}}" for cell, width in zip(cells, widths)), last, sep="  ")
+        if pods["items"]:
+            print(aligned([["pod", "restarts", "node", "state"], *sorted(map(_pod, pods["items"]))], {0, 1, 2, 3}))
         if any(pod["status"].get("phase") == "Running" for pod in pods["items"]):
             # pods that still compile kernels have no log yet, which is no error here
             print(self._read("logs", *self._of_trainer(), "--tail=1", quiet=True) or "", end="")
@@ -102,12 +100,12 @@ def _state(status: dict[str, Any]) -> str:
     return f"{newest['type']}{restarts}" + (f": {newest['message']}" if newest.get("message") else "")
 
 
-def _pod(pod: Object) -> tuple[str, str, str, str]:
+def _pod(pod: Object) -> list[str]:
     """Its name, restarts, node and state."""
     of_trainer = pod["status"].get("containerStatuses") or []
     restarts = sum(status.get("restartCount", 0) for status in of_trainer)
     state = next(_reasons(pod["status"]), pod["status"].get("phase", "Unknown"))
-    return pod["metadata"]["name"], str(restarts), pod["spec"].get("nodeName") or "-", state
+    return [pod["metadata"]["name"], str(restarts), pod["spec"].get("nodeName") or "-", state]
 
 
 def _reasons(status: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import html
-import io
 import json
 import os
 import stat
@@ -167,16 +166,8 @@ def report(run: Path, scores: dict[str, Any]) -> str:
 
 
 def _svg(points: list[tuple[int, float]], name: str) -> str:
-    import matplotlib
+    from liger_kernel.train.card import curve
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
-    axes.plot(*zip(*points), gid=name.replace(" ", "-"))
-    axes.set(xlabel="step", ylabel=name)
-    axes.grid(alpha=0.3)
-    text = io.StringIO()
-    figure.savefig(text, format="svg")
-    plt.close(figure)
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    steps, values = zip(*points)
+    text = curve(steps, values, name, "svg").decode()
+    return text[text.index("<svg") :]

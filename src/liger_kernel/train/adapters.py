@@ -164,15 +164,11 @@ def base_of(folder: str) -> str | None:
     return json.loads((Path(folder) / SAVED).read_text(encoding="utf-8")).get("base_model_name_or_path") or None
 
 
-def described(config: TrainConfig, model: Any) -> str:
-    """Describe the adapters of a model in one line."""
-    trained, of_all = model.get_nb_trainable_parameters()
+def described(config: TrainConfig) -> str:
+    """The adapters in one line."""
     kind = ("rank-stabilised " if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     base = f", base in {config.quantize}" if config.quantize else ""
-    return (
-        f"{kind}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}{base}; {trained:,} of "
-        f"{of_all:,} parameters are trained"
-    )
+    return f"{kind}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}{base}"
 
 
 def identity(config: TrainConfig, model: Any) -> dict[str, Any]:

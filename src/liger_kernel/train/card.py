@@ -6,13 +6,16 @@ from __future__ import annotations
 import io
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from liger_kernel.train.adapters import described
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.files import write
 from liger_kernel.train.mistakes import note
 from liger_kernel.train.redact import in_a_line, redacted
+from liger_kernel.train.summary import rows_of
 from liger_kernel.train.trained import QUANTIZE
 
 CARD, PICTURE = "README.md", "loss.png"
@@ -72,14 +75,11 @@ def _write_trained(config: TrainConfig, folder: Path, metrics: dict[str, Any]) -
     from huggingface_hub import ModelCardData
 
     old = _text(folder)
-    losses, ranks = metrics["losses"], metrics["ranks"]
+    losses = metrics["losses"]
     if not losses or (old and MARK not in old and FORM not in old):
         return
     # somebody's picture stays, too
     draws = MARK in old or not (folder / PICTURE).exists()
-    rows = config.global_batch or config.batch * config.accumulate * (ranks // config.sharing(ranks))
-    lora = f"{'DoRA' if config.dora else 'LoRA'}, rank {config.lora}, alpha {config.alpha:g}, on {config.lora_targets}"
-    stored = f", base in {config.quantize}" if config.quantize else ""
     # our own trainer has every step, the others have means of the steps of a line
     every = 1 if config.trainer == "torch" else config.log_every
     steps = metrics.get("steps", config.steps)
@@ -95,9 +95,9 @@ def _write_trained(config: TrainConfig, folder: Path, metrics: dict[str, Any]) -
         base=_public(config.model or "random weights"),
         source=_public(config.data),
         config=config,
-        rows=rows,
+        rows=rows_of(config, metrics["ranks"]),
         steps=steps,
-        trained=f"{lora}{stored}" if config.lora else "all weights",
+        trained=described(config) if config.lora else "all weights",
         first=losses[0],
         last=losses[-1],
         evaluated="".join(f", {e['loss']:.4f} on rows kept back" for e in metrics["evaluations"][-1:]),
@@ -130,11 +130,18 @@ def _public(name: str) -> str:
 def _draw(steps: list[int], losses: list[float], path: Path) -> str:
     """Draw the losses, and return what shows them; nothing without matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        write(path, curve(steps, losses, "loss", "png"))
     except ImportError:
         return ""
-    figure, picture = Figure(figsize=(7, 3), layout="constrained"), io.BytesIO()
-    figure.subplots(subplot_kw={"xlabel": "step", "ylabel": "loss"}).plot(steps, losses)
-    figure.savefig(picture, format="png", dpi=120)
-    write(path, picture.getvalue())
     return f"\n![loss of each step]({PICTURE})\n"
+
+
+def curve(steps: Sequence[int], values: Sequence[float], name: str, form: str) -> bytes:
+    """A picture of values over steps."""
+    from matplotlib.figure import Figure
+
+    figure, picture = Figure(figsize=(7, 3), layout="constrained"), io.BytesIO()
+    axes = figure.subplots(subplot_kw={"xlabel": "step", "ylabel": name})
+    axes.plot(steps, values, gid=name.replace(" ", "-"))
+    figure.savefig(picture, format=form, dpi=120)
+    return picture.getvalue()

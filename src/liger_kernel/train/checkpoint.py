@@ -179,7 +179,7 @@ class Checkpoints:
         self._path = self.folder / f"step-{state['step']:08d}"
         error = self.ranks.agreed(self._begin(state) if self.ranks.first else None)
         if error is None:
-            error = _written(self._path / f"rank-{self.ranks.rank}.json", generators())
+            error = _problem(lambda: write(self._path / f"rank-{self.ranks.rank}.json", json.dumps(generators())))
         # ranks agree before DCP's own collectives, in which they would wait for one that failed
         if self.ranks.any(error is not None):
             self._failed(error or "another rank could not write")
@@ -244,10 +244,8 @@ class Checkpoints:
             self._path.name,
             *(name for name in kept if name != self._path.name and (self.folder / name).is_dir()),
         ][: self.keep]
-        try:
-            write(self.folder / LATEST, "\n".join(names) + "\n")
-        except OSError as error:
-            return str(error)
+        if problem := _problem(lambda: write(self.folder / LATEST, "\n".join(names) + "\n")):
+            return problem
         self._kept = names
         for old in present(self.folder):
             if old not in names and (old in before or unfinished(self.folder / old)):
@@ -256,12 +254,10 @@ class Checkpoints:
 
     def _begin(self, state: dict[str, Any]) -> str | None:
         """Make the folder of a save and state.json; why that failed."""
-        try:
-            # what is there is damaged or was never finished, else the run had gone on from it
-            fresh(self._path)
-        except OSError as error:
-            return str(error)
-        return _written(self._path / "state.json", state | {"ranks": self.ranks.world})
+        # what is there is damaged or was never finished, else the run had gone on from it
+        return _problem(lambda: fresh(self._path)) or _problem(
+            lambda: write(self._path / "state.json", json.dumps(state | {"ranks": self.ranks.world}))
+        )
 
     def _failed(self, why: str) -> None:
         self.failures += 1
@@ -273,10 +269,10 @@ class Checkpoints:
             shutil.rmtree(self._path, ignore_errors=True)
 
 
-def _written(path: Path, values: dict[str, Any]) -> str | None:
-    """Write JSON; why that failed."""
+def _problem(work: Callable[[], Any]) -> str | None:
+    """Why it cannot be done, on a full disk."""
     try:
-        write(path, json.dumps(values))
+        work()
     except OSError as error:
         return str(error)
     return None
@@ -380,7 +376,8 @@ def damage(path: Path) -> str | None:
     says; None if nothing is."""
     try:
         files = _files(path)
-        state = _state(path)
+        step = step_of(path)
+        state = read_object(path / "state.json", **STATE | {"step": range(step, step + 1)})
         sums = _sums(path, state["ranks"], files)
         if wrong := _differing(path, sums):
             return f"{wrong} is not what was written"
@@ -413,14 +410,6 @@ STATE: dict[str, Any] = dict.fromkeys(NUMBERS, COUNT) | dict.fromkeys(("ranks", 
 STATE |= {"identity": dict, "data": {"parts": (NoneType, [PART, ...])}}
 # of a tensor in tensors.json; a chunk is its offsets and sizes, its file, where it begins there, and its length
 TENSOR = {"size": [COUNT, ...], "chunks": [[[COUNT, ...], [COUNT, ...], str, COUNT, range(1, 1 << 53)], ...]}
-
-
-def _state(path: Path) -> dict[str, Any]:
-    """What state.json holds; ``ValueError`` if a run could not go on from it."""
-    state = read_object(path / "state.json", **STATE)
-    if state["step"] != step_of(path):
-        raise ValueError(f"state.json is of step {state['step']}")
-    return state
 
 
 def _misplaced(path: Path, files: dict[str, int]) -> str | None:

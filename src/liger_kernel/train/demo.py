@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -281,62 +282,37 @@ def plot(report: dict[str, Any], runs: dict[str, Any], path: Path) -> str:
     """Write the picture and return the text for the last line, which says so if there is no
     picture."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return "no plot (matplotlib is missing: pip install matplotlib); "
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    ink, quiet, colours = "#24292f", "#8c959f", {"stock": "#b6bec8", "ours": "#0a7d6c"}
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": ink, "axes.edgecolor": quiet})
-    plt.rcParams.update(dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), quiet))
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    title: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
-    figure, (curve, memory, speeds) = plt.subplots(1, 3, figsize=(11, 3.8), width_ratios=(2.2, 1, 1), dpi=160)
-    figure.set_layout_engine("constrained", wspace=0.06)
-
-    steps = range(1, len(runs["stock"]["losses"]) + 1)
-    curve.plot(
-        steps, runs["stock"]["losses"], color=colours["stock"], linewidth=6, solid_capstyle="round", label="stock"
-    )
-    curve.plot(steps, runs["ours"]["losses"], color=colours["ours"], linewidth=1.8, label="ours")
+    figure, colours = Figure(figsize=(11, 3.8), dpi=160, layout="constrained"), ("#b6bec8", "#0a7d6c")
+    curve, memory, speeds = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
+    for (name, run), colour, width in zip(runs.items(), colours, (6, 1.8)):
+        curve.plot(range(1, len(run["losses"]) + 1), run["losses"], color=colour, linewidth=width, label=name)
     verdict = "Loss: the same curve" if report["agree"] else "Loss: NOT the same curve"
-    curve.set_title(f"{verdict} (differs by {report['largest_loss_difference']:.0e} at most)", **title)
+    curve.set_title(f"{verdict} (differs by {report['largest_loss_difference']:.0e} at most)")
     curve.set_xlabel("step")
-    curve.legend(frameon=False, labelcolor=ink)
+    curve.legend()
 
-    rate = report["tokens_per_second"]
-    saved = f"Peak memory: {report['peak_memory']['ratio']:.2f}x"
-    bars: list[Any] = [(memory, "peak_memory", _gb, saved)]
-    if rate["clear"]:
-        bars.append((speeds, "tokens_per_second", lambda x: f"{x:,.0f}", f"Tokens/s: {rate['ratio']:.2f}x"))
-        low, high = rate["quartiles"]
-        speeds.set_xlabel(f"{low:.2f}x to {high:.2f}x, half of {rate['pairs']} pairs", fontsize=8)
-    else:
-        speeds.set_title("Tokens/s: unclear", **title)
-        speeds.axis("off")
-    for axes, name, show, heading in bars:
+    def bars(axes: Any, name: str, show: Callable[[float], str], title: str) -> None:
         values = [report[name][run] for run in RUNS]
-        drawn = axes.bar(list(RUNS), values, width=0.62, color=[colours[run] for run in RUNS])
-        axes.bar_label(drawn, [show(value) for value in values], padding=4, color=ink)
-        axes.set_title(heading, **title)
-        axes.set_ylim(0, 1.15 * max(values))
-        axes.set_yticks([])
-        axes.spines["left"].set_visible(False)
-        axes.tick_params(axis="x", length=0, labelcolor=ink)
-    start = [run["memory_before_training"] for run in runs.values()]
-    memory.bar(list(RUNS), start, width=0.62, color="white", alpha=0.35)
-    # in a smaller bar there is no room for the words
-    if start[0] > 0.15 * report["peak_memory"]["stock"]:
-        memory.text(0, start[0] / 2, "before\ntraining", ha="center", va="center", fontsize=8, color=ink)
-    run = runs["ours"]
-    note = (
-        f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}; "
-        f"memory: {run['memory_kind']}"
-    )
-    figure.supxlabel(note, fontsize=8, color=quiet, x=0.01, ha="left")
+        axes.bar_label(axes.bar(list(RUNS), values, color=colours), [show(value) for value in values])
+        axes.set(title=f"{title}: {report[name]['ratio']:.2f}x", ylim=(0, 1.15 * max(values)), yticks=[])
+
+    bars(memory, "peak_memory", _gb, "Peak memory")
+    memory.bar(list(RUNS), [run["memory_before_training"] for run in runs.values()], color="white", alpha=0.35)
+    memory.set_xlabel("lighter: before training")
+    rate, run = report["tokens_per_second"], runs["ours"]
+    if rate["clear"]:
+        bars(speeds, "tokens_per_second", "{:,.0f}".format, "Tokens/s")
+        low, high = rate["quartiles"]
+        speeds.set_xlabel(f"{low:.2f}x to {high:.2f}x, half of {rate['pairs']} pairs")
+    else:
+        speeds.set_title("Tokens/s: unclear")
+        speeds.axis("off")
+    what = f"{run['model']}, {run['parameters'] / 1e6:.0f} M parameters, {run['precision']}, on {run['device']}"
+    figure.supxlabel(f"{what}; memory: {run['memory_kind']}", fontsize=8)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     write(path, picture.getvalue())
-    plt.close(figure)
     return f"{path}, "

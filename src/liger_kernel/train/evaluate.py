@@ -10,8 +10,8 @@ import torch
 
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.data import load
-from liger_kernel.train.model import attend, build, check_packing, device_and_precision
-from liger_kernel.train.token_rows import Data, on
+from liger_kernel.train.model import attend, build, check_packing, device_and_precision, mixed
+from liger_kernel.train.token_rows import on
 
 
 @torch.no_grad()
@@ -21,23 +21,14 @@ def evaluate(config: TrainConfig) -> dict[str, Any]:
     device, precision = device_and_precision(config)
     check_packing(config)
     with contextlib.closing(load(config)) as data:
-        return _evaluated(config, data, device, precision)
-
-
-def _evaluated(config: TrainConfig, data: Data, device: torch.device, precision: str) -> dict[str, Any]:
-    if not data.eval:
-        raise UserError("there are no rows to evaluate on: eval_fraction is 0")
-    model = build(config, data.tokenizer, device, precision).eval()
-    data.check(model.config.get_text_config().vocab_size)
-    attend(config, data.rows, model, device, precision)
-    total, tokens = 0.0, data.rows.count(data.eval)[1]
-    for batch in data.eval_batches(config.batch):
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
-            total += float(model(**on(device, batch), use_cache=False, num_items_in_batch=1).loss)
-    loss = total / max(1, tokens)
-    return {
-        "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "tokens": tokens,
-        "rows": len(data.eval),
-    }
+        if not data.eval:
+            raise UserError("there are no rows to evaluate on: eval_fraction is 0")
+        model = build(config, data.tokenizer, device, precision).eval()
+        data.check(model.config.get_text_config().vocab_size)
+        attend(config, data.rows, model, device, precision)
+        total, (_, tokens) = 0.0, data.rows.count(data.eval)
+        for batch in data.batches(data.eval, 0, 1, config.batch):
+            with mixed(device, precision):
+                total += float(model(**on(device, batch), use_cache=False, num_items_in_batch=1).loss)
+        loss, rows = total / max(1, tokens), len(data.eval)
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens, "rows": rows}

@@ -28,7 +28,7 @@ from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.model_sizes import MODELS
 from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags, by_group, read_values
 from liger_kernel.train.hub import configuration
-from liger_kernel.train.mistakes import Parser, mistaken, one_of
+from liger_kernel.train.mistakes import Parser, aligned, mistaken, one_of
 from liger_kernel.train.redact import in_a_line
 
 # torch and transformers are imported by what uses them: help and mistakes in flags answer before
@@ -342,17 +342,13 @@ def _gb(size: float) -> str:
 
 def _shown(found: dict[str, Any], config: TrainConfig, available: float, gpu: str) -> str:
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in found["parts"].items() if size >= 5e6)
+    fits = {True: "yes", False: "no"}
     lines = [
-        ("", "peak GB", "saves GB", "fits", "costs"),
-        ("as given", _gb(found["peak"]), "", _yes(found["fits"]), ""),
+        ["", "peak GB", "saves GB", "fits", "costs"],
+        ["as given", _gb(found["peak"]), "", fits[found["fits"]], ""],
+        *([s["flags"], _gb(s["peak"]), _gb(s["saves"]), fits[s["fits"]], s["costs"]] for s in found["switches"]),
     ]
-    lines += [(s["flags"], _gb(s["peak"]), _gb(s["saves"]), _yes(s["fits"]), s["costs"]) for s in found["switches"]]
-    widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    text = [f"{config.model}, {config.batch} x {config.length} tokens, on {gpu}", ""]
-    text += [
-        "  ".join((f"{a:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line, widths[1:])), last)).rstrip()
-        for a, *line, last in lines
-    ]
+    text = [f"{config.model}, {config.batch} x {config.length} tokens, on {gpu}", "", aligned(lines, {0, 4})]
     text += ["", f"as given, the peak is in '{found['phase']}': {parts} GB{_of_cpu(found['cpu'])}"]
     best = found["recommended"]
     if best is None:
@@ -371,10 +367,6 @@ def _shown(found: dict[str, Any], config: TrainConfig, available: float, gpu: st
 
 def _of_cpu(needs: dict[str, int]) -> str:
     return "".join(f", and {_gb(size)} GB of the CPU's memory for {what}" for what, size in needs.items())
-
-
-def _yes(fits: bool) -> str:
-    return "yes" if fits else "no"
 
 
 def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = False) -> dict[str, Any]:

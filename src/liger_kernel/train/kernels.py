@@ -3,13 +3,13 @@ are counted."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.model import flags_for
@@ -23,19 +23,20 @@ class Compilations:
 
     def __init__(self) -> None:
         self.count = 0
-        if importlib.util.find_spec("triton"):
-            from triton import knobs
-
-            knobs.compilation.listener = self._compiled
+        self._tell(self._compiled)
 
     def _compiled(self, *, cache_hit: bool, **_: Any) -> None:
         self.count += not cache_hit
 
     def close(self) -> None:
+        self._tell(None)
+
+    @staticmethod
+    def _tell(listener: Any) -> None:
         if importlib.util.find_spec("triton"):
             from triton import knobs
 
-            knobs.compilation.listener = None
+            knobs.compilation.listener = listener
 
 
 def training_launches(config: TrainConfig, model_config: Any, precision: str) -> list[Any]:
@@ -60,8 +61,15 @@ def compile_ahead(config: TrainConfig, model_config: Any, precision: str, ranks:
     that share a cache take turns, the other ranks wait."""
     if local_rank() == 0:
         try:
-            with _alone():
-                compiled, needed = _compile(config, model_config, precision)
+            # these need Triton
+            from triton import knobs
+
+            from liger_kernel.compile.ahead import compile_launches
+
+            folder = Path(knobs.cache.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / "liger-warmup.lock"):
+                compiled, needed = compile_launches(training_launches(config, model_config, precision))
             if ranks.first:
                 print(
                     f"kernels: {needed} needed, {compiled} compiled, {needed - compiled} found in the cache", flush=True
@@ -81,19 +89,3 @@ def use_cache() -> None:
     the user has one of his own. Before the first kernel."""
     if importlib.util.find_spec("triton") and "TRITON_CACHE_MANAGER" not in os.environ:
         os.environ["TRITON_CACHE_MANAGER"] = "liger_kernel.compile.cache:LigerTritonFileCacheManager"
-
-
-def _compile(config: TrainConfig, model_config: Any, precision: str) -> tuple[int, int]:
-    # needs Triton
-    from liger_kernel.compile.ahead import compile_launches
-
-    return compile_launches(training_launches(config, model_config, precision))
-
-
-def _alone() -> contextlib.AbstractContextManager:
-    from filelock import FileLock
-    from triton import knobs
-
-    folder = Path(knobs.cache.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / "liger-warmup.lock")

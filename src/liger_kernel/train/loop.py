@@ -42,6 +42,7 @@ from liger_kernel.train.ranks import DelayedReduce, Preempted, Ranks, Stop, join
 from liger_kernel.train.session import Observers, Session, not_to_resume, refuse_nonfinite, refuse_other, seed_all
 from liger_kernel.train.store import stored
 from liger_kernel.train.summary import summary
+from liger_kernel.train.token_rows import on
 
 # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will
 # not mend the weights
@@ -257,7 +258,7 @@ class _Run(Session):
         started = time.perf_counter()
         picks, batches = self._batches()
         tokens, targets = self.data.rows.count(picks)
-        batches = [self._to_device(batch) for batch in batches]
+        batches = [on(self.device, batch) for batch in batches]
         self.waits.append(time.perf_counter() - started)
         lr = learning_rate(self.config, self.step)
         adamw.set_lr(self.optimizer, lr)
@@ -313,7 +314,7 @@ class _Run(Session):
         if self.in_backward:
             self.in_backward.on = False
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            self._gradients([self._to_device(batch)], 1.0)
+            self._gradients([on(self.device, batch)], 1.0)
         self._update(keep=True)
         if self.in_backward:
             self.in_backward.on = True
@@ -330,7 +331,7 @@ class _Run(Session):
         for start in range(0, len(data.eval), together):
             picks = data.eval[start : start + together]
             for batch in data.batches(picks, parallel.data_rank, parallel.data_ranks, self.config.batch):
-                total += self._loss(self._to_device(batch), 1)
+                total += self._loss(on(self.device, batch), 1)
             self.observers.watch.progress()
         self.parallel.model.train()
         loss = float(parallel.total(total)) / max(1, data.rows.count(data.eval)[1])
@@ -375,7 +376,7 @@ class _Run(Session):
         if evaluation is not None:
             lines[-1]["eval_loss"] = evaluation
         self._refuse_nonfinite(lines)
-        rate, times = self.unlogged / seconds, sorted(self.timer.read())
+        rate, times = self.unlogged / seconds, self.timer.read()
         self.memory.pause()
         if timed:
             self.rates.append(rate)
@@ -387,8 +388,7 @@ class _Run(Session):
             **lines[-1],
             "tokens_per_second": rate,
             "mfu": rate * self.flops / peak / self.ranks.world if self.flops and peak else None,
-            "step_seconds_p50": _percentile(times, 0.5),
-            "step_seconds_p95": _percentile(times, 0.95),
+            **_percentiles(times),
             "data_wait_seconds": statistics.mean(self.waits),
             "memory": self.memory.read(),
             "nonfinite_steps": self.nonfinite,
@@ -424,13 +424,12 @@ class _Run(Session):
 
     def _metrics(self) -> dict[str, Any]:
         lines = list(self.lines.read()) if self.lines else []
-        times, newest = sorted(self.times), self.checkpoints.step
+        newest = self.checkpoints.step
         metrics = self.metrics(self.memory, lines) | {
             # the median of the stretches between log lines, which other programs disturb less than
             # the mean
             "tokens_per_second": statistics.median(self.rates or [0.0]),
-            "step_seconds_p50": _percentile(times, 0.5),
-            "step_seconds_p95": _percentile(times, 0.95),
+            **_percentiles(self.times),
             "seconds": self.seconds,
             # one number for each stretch
             "rates": self.rates,
@@ -459,8 +458,8 @@ class _Run(Session):
                 raise not_to_resume(self.checkpoints.folder)
             refuse_other(path, read_object(path / "state.json")["identity"], self.identity)
             state = self.checkpoints.load(path, self.parallel.module, self.optimizer)
-        self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]
-        self.nonfinite, self.skips = state["nonfinite"], state["skips"]
+        for name in NUMBERS:
+            setattr(self, name, state[name])
         self.data.seek(self.position, state.get("data", {}))
         self.rows = self.config.global_batch or state["global_batch"]
         if state["ranks"] != self.ranks.world:
@@ -469,18 +468,12 @@ class _Run(Session):
             by = f"written by {state['ranks']} ranks; {self.ranks.world} now"
             print(f"resuming after step {self.step} from {path} ({by})", flush=True)
 
-    def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        pinned = lambda t: t.pin_memory() if self.device.type == "cuda" else t
-        return {
-            name: pinned(value).to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
-
     def _clock(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
-def _percentile(ordered: list[float], part: float) -> float | None:
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
+def _percentiles(times: list[float]) -> dict[str, float | None]:
+    at = lambda part: sorted(times)[int(part * len(times))] if times else None
+    return {"step_seconds_p50": at(0.5), "step_seconds_p95": at(0.95)}

@@ -1,5 +1,5 @@
 """The cost of a run: time of steps, peak memory, fraction of the GPU's peak; and the device on
-which it ran."""
+which it ran. ``bench/step_child.py`` loads this file by its path: it imports nothing of ours."""
 
 from __future__ import annotations
 

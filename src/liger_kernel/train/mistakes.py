@@ -127,6 +127,14 @@ def note(text: object) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def aligned(lines: list[list[str]], words: set[int]) -> str:
+    """Lines of cells in columns; those of ``words`` begin on the left."""
+    # a failure has no cells after it
+    widths = [max(len(cell) for cell in column if not cell.startswith("failed:")) for column in zip(*lines)]
+    shown = lambda cell, i: cell.ljust(widths[i]) if i in words else cell.rjust(widths[i])
+    return "\n".join("  ".join(shown(cell, i) for i, cell in enumerate(line)).rstrip() for line in lines)
+
+
 def one_of(kind: str, name: str, names: Iterable[str]) -> str:
     """``name``, which is one of ``names``; else ``UserError`` with the nearest of them."""
     names = list(names)

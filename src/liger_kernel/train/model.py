@@ -68,6 +68,11 @@ def precision_of(config: TrainConfig, gpu: bool) -> str:
     return "bf16-mixed" if config.lora and precision == "bf16" else precision
 
 
+def mixed(device: torch.device, precision: str) -> torch.autocast:
+    """Arithmetic in bf16, if weights are in fp32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed")
+
+
 def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: str) -> Any:
     """The model on its device, in training mode, patched if ``config.kernels`` says so; the weights
     are the same in both cases.

@@ -14,7 +14,7 @@ import torch
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.measure import PeakMemory, StepClock, as_clock, peak_flops
 from liger_kernel.train.mistakes import note
-from liger_kernel.train.model import flops_per_token
+from liger_kernel.train.model import flops_per_token, mixed
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.session import Session
 from liger_kernel.train.summary import gb, rows_of
@@ -78,7 +78,7 @@ def _batch(data: Data, picks: list[int], model: Any, device: torch.device, preci
     memory, clock = PeakMemory(device), StepClock(device)
     for _ in range(2):
         clock.start()
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+        with mixed(device, precision):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
         clock.stop()
@@ -105,7 +105,6 @@ class Samples:
 
     def _answers(self) -> list[str]:
         model, data = self._session.model, self._session.data
-        mixed = self._session.precision == "bf16-mixed"
         found = []
         try:
             form = copy.deepcopy(model.generation_config)
@@ -116,7 +115,7 @@ class Samples:
             model.eval()
             for prompt, _ in self._questions:
                 ids = prompt[None].long().to(next(model.parameters()).device)
-                with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed):
+                with torch.no_grad(), mixed(ids.device, self._session.precision):
                     whole = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=form)
                 found.append(data.tokenizer.decode(whole[0, len(prompt) :], skip_special_tokens=True))
         # what only informs must not end a run

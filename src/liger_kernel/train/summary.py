@@ -27,9 +27,12 @@ def summary(
         if ends
         else "; the tokenizer has no end token: texts are joined without one, and an answer does not learn to end"
     )
+    trained, total = parameters(model)
+    part = "all of them trained" if trained == total else f"{trained:,} of them trained ({trained / max(1, total):.2%})"
+    counted = f"{trained:,} of {total:,} parameters"
     lines = [
-        f"model: {_model(config, model)}",
-        *([f"adapters: {adapters.described(config, model)}"] if config.lora else []),
+        f"model: {config.model or 'random weights'} ({model.config.model_type}), {total:,} parameters, {part}",
+        *([f"adapters: {adapters.described(config)}; {counted} are trained"] if config.lora else []),
         *kernels(config, model),
         f"attention: {attention}",
         f"data: {_data(config, data, world)}{no_end}",
@@ -47,12 +50,6 @@ def parameters(model: Any) -> tuple[int, int]:
         return model.get_nb_trainable_parameters()
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
-
-
-def _model(config: TrainConfig, model: Any) -> str:
-    trained, total = parameters(model)
-    part = "all of them trained" if trained == total else f"{trained:,} of them trained ({trained / max(1, total):.2%})"
-    return f"{config.model or 'random weights'} ({model.config.model_type}), {total:,} parameters, {part}"
 
 
 def kernels(config: TrainConfig, model: Any) -> list[str]:

@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -328,13 +328,11 @@ class Data:
             batches.append(batch)
         return batches
 
-    def eval_batches(self, size: int) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(self.eval), size):
-            yield self.rows.batch(self.eval[start : start + size], self.pad)
-
 
 def on(device: torch.device, batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    """The batch there. The host does not wait for its way to a GPU."""
+    moved = lambda t: (t.pin_memory() if device.type == "cuda" else t).to(device, non_blocking=True)
+    return {name: moved(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def share(picks: list[int], rank: int, world: int, size: int) -> list[list[int]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.train.config import TrainConfig
+import pytest
+
+from liger_kernel.train.config import TrainConfig, UserError
 
 TEXT = "def add(a, b):\n    return a + b\n\n"
 MODEL: dict[str, Any] = dict(hidden=32, heads=2, kv_heads=1, layers=1)
@@ -40,3 +42,9 @@ def forget_the_newest(config: TrainConfig) -> None:
     newest.unlink() if newest.is_file() else shutil.rmtree(newest)
     if config.save:
         shutil.rmtree(config.save)
+
+
+def refused(said: str, call: Callable[..., Any], /, *given: Any, **named: Any) -> None:
+    """The call is a mistake of the user's, whose text matches ``said``."""
+    with pytest.raises(UserError, match=said):
+        call(*given, **named)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -11,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ pytest.importorskip("yaml")
 
 import yaml
 from hostile_jobs import FIELDS, hostile
+from small_runs import refused
 
 import liger_kernel
 from liger_kernel import cli
@@ -77,8 +78,7 @@ def test_a_job_saves_its_model_or_is_warned_of(form, lines, warning, tmp_path, c
 
 def test_what_is_rendered_replaces_only_what_was(tmp_path):
     (tmp_path / "run.yaml").write_text("mine")  # such as the job's own file
-    with pytest.raises(UserError, match=r"run.yaml is not as liger deploy has written it"):
-        write(render(job(), "yaml"), tmp_path)
+    refused(r"run.yaml is not as liger deploy has written it", write, render(job(), "yaml"), tmp_path)
     assert (tmp_path / "run.yaml").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
     (tmp_path / "run.yaml").unlink()
     for changes in ({}, dict(nodes=3), dict(nodes=3)):
@@ -86,15 +86,13 @@ def test_what_is_rendered_replaces_only_what_was(tmp_path):
     values = tmp_path / "values.yaml"
     values.write_text(values.read_text() + "# mine\n")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"values.yaml is not as liger deploy has written it"):
-        write(render(job(nodes=4), "helm"), tmp_path)
+    refused(r"values.yaml is not as liger deploy has written it", write, render(job(nodes=4), "helm"), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links are those of POSIX")
 def test_nothing_is_written_outside_its_folder_or_through_a_link(tmp_path):
-    with pytest.raises(UserError, match="is not below"):
-        write({"base/../../x.yaml": ""}, tmp_path / "k")
+    refused("is not below", write, {"base/../../x.yaml": ""}, tmp_path / "k")
     assert not list(tmp_path.rglob("*.yaml"))
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "k").mkdir(exist_ok=True)
@@ -179,15 +177,13 @@ def test_a_wrong_value_is_refused_with_its_path(changes, path, got):
     ],
 )
 def test_fields_that_do_not_fit_each_other_are_refused(changes, text):
-    with pytest.raises(UserError, match=text):
-        job(**changes)
+    refused(text, job, **changes)
 
 
 def test_a_job_without_jsonschema_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     _validator.cache_clear()
-    with pytest.raises(UserError, match="pip install jsonschema"):
-        job()
+    refused("pip install jsonschema", job)
 
 
 TOKEN = "hf_" + "a" * 34
@@ -210,8 +206,7 @@ TOKEN = "hf_" + "a" * 34
     ],
 )
 def test_credentials_are_for_secrets(changes, where):
-    with pytest.raises(UserError, match=f"{where} holds credentials, which would be readable in the manifests"):
-        job(**changes)
+    refused(f"{where} holds credentials, which would be readable in the manifests", job, **changes)
 
 
 def test_what_only_resembles_a_credential_is_accepted():
@@ -257,8 +252,7 @@ def test_a_folder_that_another_may_have_made_is_refused(make, user, reason, temp
     make(temporary)
     if user is not None:
         monkeypatch.setattr(os, "geteuid", lambda: user)
-    with pytest.raises(UserError, match=f"{reason}.*: remove it, or set TMPDIR"):
-        steps.once("s3://b/data", lambda folder: pytest.fail("fetched"))
+    refused(f"{reason}.*: remove it, or set TMPDIR", steps.once, "s3://b/data", lambda folder: pytest.fail("fetched"))
 
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -275,7 +269,7 @@ def test_a_field_has_its_form_or_is_refused(name):
         assert list(yaml.load_all(text, LOADER)) == objects(made), value
         assert len(text) < 200_000
     for made in {made.name: made for _, made in accepted}.values():
-        for file in render(dataclasses.replace(made, overlay="plain", efa=0, role=None), "kustomize"):
+        for file in render(replace(made, overlay="plain", efa=0, role=None), "kustomize"):
             assert re.fullmatch(r"(base|overlays/\w+)/[a-z0-9.-]+\.yaml", file), file
     assert accepted or not isinstance(getattr(job(), name), dict | list)
 
@@ -290,8 +284,7 @@ def test_mistakes_in_a_file_are_named(tmp_path):
         ({"train": None}, "train must be given"),
     ):
         path.write_text(json.dumps(good | change))
-        with pytest.raises(UserError, match=text):
-            Job.load(path)
+        refused(text, Job.load, path)
     path.write_text(json.dumps(good))
     assert Job.load(path).train.store == "s3://b/run"
 
@@ -376,9 +369,9 @@ def test_pods_train_what_liger_train_would(tmp_path):
     assert path.read_text() == train_json(made)
     places = dict(out="/shared/runs/a", cache="/shared/data", save="/shared/runs/a/model")
     metrics = dict(metrics_port=9400, metrics_host="0.0.0.0")
-    assert TrainConfig.load(path) == dataclasses.replace(made.train, nproc=None, **places, **metrics)
+    assert TrainConfig.load(path) == replace(made.train, nproc=None, **places, **metrics)
     path.write_text(render(made, "train")["train.json"])
-    assert TrainConfig.load(path) == dataclasses.replace(made.train, save="runs/a/model")
+    assert TrainConfig.load(path) == replace(made.train, save="runs/a/model")
 
 
 EXTRAS = dict(
@@ -416,8 +409,7 @@ def test_a_chart_names_what_it_makes_after_its_release():
     templates = {name: text for name, text in files.items() if name.startswith("templates/")}
     assert len(templates) == 6 and not any("jobname" in text or "spacename" in text for text in templates.values())
     assert "jobname" in files["Chart.yaml"] and "{{ .Release.Name }}" in files["values.yaml"]
-    with pytest.raises(UserError, match="a chart makes no queues"):
-        render(job(queue="team", cluster_queue="gpus"), "helm")
+    refused("a chart makes no queues", render, job(queue="team", cluster_queue="gpus"), "helm")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Adapters over a frozen base: what is trained and saved, a resume of the same bits whoever
 trains, and mistakes that are named before anything is loaded."""
 
-import dataclasses
 import importlib.util
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 import peft
 import transformers
 from accelerate.utils import extract_model_from_parallel
-from small_runs import TEXT, forget_the_newest, saved, small_run
+from small_runs import TEXT, forget_the_newest, refused, saved, small_run
 
 from liger_kernel import cli
 from liger_kernel.nn.float8 import LigerFloat8Experts
@@ -53,7 +53,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def config(base, tmp_path):
-    return dataclasses.replace(base, out=str(tmp_path / "run"), save=str(tmp_path / "saved"))
+    return replace(base, out=str(tmp_path / "run"), save=str(tmp_path / "saved"))
 
 
 def stored(config):
@@ -90,7 +90,7 @@ def stored(config):
 def test_a_run(trainer, changes, config, monkeypatch, capfd):
     """Adapters alone are trained and stored; a resumed run has the bits of one left alone; PEFT
     reads what was saved; other adapters are refused."""
-    config = dataclasses.replace(config, trainer=trainer, **changes)
+    config = replace(config, trainer=trainer, **changes)
     built, build = [], loop.build
     monkeypatch.setattr(loop, "build", lambda *args: built.append(build(*args)) or built[-1])
     expected = loop.train(config)
@@ -134,33 +134,30 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
         (dict(lora_targets="v_proj"), "lora_targets .* there, v_proj here"),
         (dict(quantize=None) if config.quantize else dict(dora=not config.dora), "(quantize|dora) .* there, .* here"),
     ):
-        with pytest.raises(UserError, match=f"is of other adapters: {message}"):
-            loop.train(dataclasses.replace(config, steps=6, **changed))
+        refused(f"is of other adapters: {message}", loop.train, replace(config, steps=6, **changed))
     other = Path(config.out).parent / "other"
     shutil.copytree(config.model, other)
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(config.model)).save_pretrained(other)
-    with pytest.raises(UserError, match="is of another model: digest of base"):
-        loop.train(dataclasses.replace(config, model=str(other), steps=6))
+    refused("is of another model: digest of base", loop.train, replace(config, model=str(other), steps=6))
 
 
 def test_a_base_from_random_weights_is_made_again(config):
-    config = dataclasses.replace(config, model=None, tokenizer=config.model, hidden=32, heads=2, kv_heads=1, layers=1)
+    config = replace(config, model=None, tokenizer=config.model, hidden=32, heads=2, kv_heads=1, layers=1)
     expected = loop.train(config)
     whole = saved(config)
     forget_the_newest(config)
     assert loop.train(config)["losses"] == expected["losses"] and saved(config) == whole
     # a saved adapter is evaluated on the base that it is of, which is made again, too
-    scores = evaluate(dataclasses.replace(config, model=config.save))
+    scores = evaluate(replace(config, model=config.save))
     assert scores["loss"] == pytest.approx(expected["evaluations"][-1]["loss"], rel=1e-5)
-    with pytest.raises(UserError, match="holds adapters, not a model"):
-        loop.train(dataclasses.replace(config, model=config.save))
+    refused("holds adapters, not a model", loop.train, replace(config, model=config.save))
 
 
 def test_adapters_that_lie_beside_their_model_are_no_part_of_it(config, tmp_path):
     """As users put them there; a run saves to a folder of its own."""
     shutil.copytree(config.model, tmp_path / "beside")
-    config = dataclasses.replace(config, model=str(tmp_path / "beside"), eval_fraction=0.0)
+    config = replace(config, model=str(tmp_path / "beside"), eval_fraction=0.0)
     expected = loop.train(config)
     whole = saved(config)
     for path in Path(config.save).glob("adapter_*"):
@@ -225,7 +222,7 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(missing, changes, mess
         monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setattr(loop, "load", None)
     with pytest.raises(UserError, match=message) as error:
-        loop.train(dataclasses.replace(config, **changes))
+        loop.train(replace(config, **changes))
     assert "\n" not in str(error.value) and not Path(config.out).exists()
 
 
@@ -235,7 +232,7 @@ def test_a_device_without_kernels_of_bitsandbytes_is_refused(config, monkeypatch
 
     monkeypatch.setattr(bitsandbytes, "supported_torch_devices", {"cuda"})
     with pytest.raises(UserError, match=r"quantize nf4 needs a device .* \(cuda\); this run uses cpu"):
-        adapters.check(dataclasses.replace(config, quantize="nf4"), CPU)
+        adapters.check(replace(config, quantize="nf4"), CPU)
 
 
 @needs("bitsandbytes")
@@ -246,18 +243,17 @@ def test_a_model_that_is_quantised_already(config, tmp_path):
         tmp_path / "four"
     )
     transformers.AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "four")
-    config = dataclasses.replace(config, model=str(tmp_path / "four"), steps=1, checkpoint_every=0, eval_fraction=0.0)
+    config = replace(config, model=str(tmp_path / "four"), steps=1, checkpoint_every=0, eval_fraction=0.0)
     assert len(loop.train(config)["losses"]) == 1
-    with pytest.raises(UserError, match="is quantised already: leave out --quantize"):
-        loop.train(dataclasses.replace(config, quantize="nf4"))
+    refused("is quantised already: leave out --quantize", loop.train, replace(config, quantize="nf4"))
     with pytest.raises(UserError, match="is quantised, so it cannot be trained as a whole: give --lora"):
-        loop.train(dataclasses.replace(config, lora=0, lora_dropout=0.0))
+        loop.train(replace(config, lora=0, lora_dropout=0.0))
 
 
 def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
     import liger_kernel.transformers as patches
 
-    eight = dataclasses.replace(config, quantize="fp8", steps=1, checkpoint_every=0, eval_fraction=0.0)
+    eight = replace(config, quantize="fp8", steps=1, checkpoint_every=0, eval_fraction=0.0)
     asked = []
     monkeypatch.setattr(
         patches, "quantize_base", lambda model, how: asked.append((type(model).__name__, how)), raising=False
@@ -269,8 +265,7 @@ def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
         raise ValueError("quantize_base: this GPU does not compute in FP8")
 
     monkeypatch.setattr(patches, "quantize_base", cannot)
-    with pytest.raises(UserError, match="does not compute in FP8"):
-        loop.train(eight)
+    refused("does not compute in FP8", loop.train, eight)
 
 
 def test_experts_in_fp8_have_adapters(config, tmp_path):
@@ -291,9 +286,7 @@ def test_experts_in_fp8_have_adapters(config, tmp_path):
     )
     tokenizer.save_pretrained(tmp_path / "moe")
     experts = dict(model=str(tmp_path / "moe"), lora_targets="all-linear", lora_dropout=0.0, quantize="fp8")
-    run = dataclasses.replace(
-        config, **experts, steps=2, checkpoint_every=0, eval_fraction=0.0, save=str(tmp_path / "tuned")
-    )
+    run = replace(config, **experts, steps=2, checkpoint_every=0, eval_fraction=0.0, save=str(tmp_path / "tuned"))
     model = build(run, tokenizer, CPU, "fp32")
     made = [m for name, m in model.named_modules() if isinstance(m, LigerFloat8Experts)]
     assert len(made) == 2 and any(

@@ -2,11 +2,11 @@
 `liger bench step` on rows of the user's."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,11 +21,11 @@ import huggingface_hub
 import peft
 import transformers
 from hf_models import served_by_kernels_or_references
-from small_runs import STEPS, write_jsonl
+from small_runs import STEPS, refused, write_jsonl
 
 from liger_kernel import cli
 from liger_kernel.train import card, demo, merge
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.tokenise import train_bpe
 
 WORDS = ["red", "green", "blue", "one", "two", "three"]
@@ -189,8 +189,7 @@ def test_a_merge_that_is_not_right_writes_nothing(here, tmp_path, capsys, monkey
     assert capsys.readouterr().err.endswith("That is more than rounding, so nothing is written\n")
     base, adapted = torch.ones(8), torch.full((8,), 1.001)
     assert merge.compared(base, adapted, adapted * 1.001, torch.bfloat16)
-    with pytest.raises(UserError, match="more than rounding"):
-        merge.compared(base, adapted, adapted * float("nan"), torch.bfloat16)
+    refused("more than rounding", merge.compared, base, adapted, adapted * float("nan"), torch.bfloat16)
 
 
 def test_a_push_that_is_refused_leaves_the_model(here, tmp_path, capsys, monkeypatch):
@@ -203,8 +202,7 @@ def test_a_push_that_is_refused_leaves_the_model(here, tmp_path, capsys, monkeyp
 def test_a_base_that_cannot_be_made_dense_is_refused_by_name():
     model = SimpleNamespace(is_quantized=True, dtype=torch.bfloat16)
     model.dequantize = mock.Mock(side_effect=NotImplementedError("gptq has no implementation"))
-    with pytest.raises(UserError, match=r"base is quantised for good \(gptq .*: give --base the same model in 16 bits"):
-        merge.dense(model, "base")
+    refused(r"base is quantised for good \(gptq .*: give --base the same model in 16 bits", merge.dense, model, "base")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -228,7 +226,7 @@ def test_bench_step_on_own_rows(here, tmp_path, capsys, monkeypatch):
             (out / name).mkdir(exist_ok=True)
             more = dict(memory_before_training=0, parameters=1, device="x", memory_kind="y", model="llama")
             (out / name / "metrics.json").write_text(json.dumps(run | more))
-            dataclasses.replace(config, kernels="off").save_to(out / f"{name}.json")
+            replace(config, kernels="off").save_to(out / f"{name}.json")
         return codes
 
     monkeypatch.setattr(demo, "_trained", trained)

@@ -2,11 +2,11 @@
 what a run that does not fit says."""
 
 import csv
-import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import transformers
 from estimates import NOT_ESTIMATED, Measured, measured
 from quick import further
-from small_runs import small_run
+from small_runs import refused, small_run
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from liger_kernel import cli, memory
@@ -58,10 +58,7 @@ def reason(file: str, row: Row) -> str | None:
 # the latest measurement of each step
 LATEST = list(
     {
-        dataclasses.replace(step, gb=0.0): step
-        for file, row in rows()
-        if reason(file, row) is None
-        for step in [measured(row)]
+        replace(step, gb=0.0): step for file, row in rows() if reason(file, row) is None for step in [measured(row)]
     }.values()
 )
 ALL = list(dict.fromkeys(measured(row) for file, row in rows() if reason(file, row) is None))
@@ -103,7 +100,7 @@ def estimates(once) -> Callable[[Measured], float]:
     def estimated(step: Measured) -> float:
         if step.precision == "bf16-mixed" or dict(step.run).get("lora"):
             pytest.importorskip("peft")
-        key = hashlib.sha1(repr(dataclasses.replace(step, gb=0.0)).encode()).hexdigest()
+        key = hashlib.sha1(repr(replace(step, gb=0.0)).encode()).hexdigest()
         return once(f"estimate-{key}", lambda: step.estimate().total / 1e9)
 
     return estimated
@@ -141,9 +138,7 @@ def test_most_estimates_are_within_a_hundredth(estimates):
 def test_a_step_in_fp8_needs_what_one_in_bf16_does(fp8):
     run = TrainConfig(model="llama-3-8b-4layers", batch=4, length=2048)
     bf16, ours = (
-        simulated.simulated(
-            config_of(MODELS[run.model]), dataclasses.replace(run, **changes), "bf16", optimizer="sgd"
-        ).total
+        simulated.simulated(config_of(MODELS[run.model]), replace(run, **changes), "bf16", optimizer="sgd").total
         for changes in ({}, fp8)
     )
     assert ours <= (1.002 if fp8["fp8"] == "rowwise_with_gw_hp" else 1.0) * bf16
@@ -155,7 +150,7 @@ def test_experts_in_fp8_take_half():
     run = TrainConfig(model="qwen3-30b-a3b", batch=1, length=512, lora=4, lora_targets="q_proj,down_proj")
     form = config_of(MODELS[run.model] | dict(num_hidden_layers=2, num_experts=32))
     bf16, fp8 = (
-        simulated.simulated(form, dataclasses.replace(run, quantize=how), "bf16-mixed", optimizer="sgd").parts
+        simulated.simulated(form, replace(run, quantize=how), "bf16-mixed", optimizer="sgd").parts
         for how in (None, "fp8")
     )
     experts = 2 * form.num_experts * 3 * form.hidden_size * form.moe_intermediate_size
@@ -259,7 +254,7 @@ def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, 
     ids=str,
 )
 def test_a_cut_model_has_the_peak_of_the_whole_one(changes):
-    config = dataclasses.replace(RUN, **changes, length=65536 if "activation_offloading" in changes else 4096)
+    config = replace(RUN, **changes, length=65536 if "activation_offloading" in changes else 4096)
     form = llama(11)
     world = 4 if config.fully_sharded else 1
     peak = simulated.simulated(form, config, "bf16", world=world)
@@ -288,7 +283,7 @@ def test_parts_of_ranks_are_those_of_the_shapes():
     with torch.device("meta"):
         size = 2 * sum(p.numel() for p in transformers.LlamaForCausalLM(form).parameters())
     sharded, copies, on_cpu = (
-        phases_of(form, dataclasses.replace(RUN, **changes), 4)["optimizer"]
+        phases_of(form, replace(RUN, **changes), 4)["optimizer"]
         for changes in (dict(parallel="fsdp2"), dict(parallel="ddp"), dict(parallel="fsdp2", optimizer_on_cpu=True))
     )
     rounding = 512 * 100
@@ -317,9 +312,7 @@ def test_rows_that_ranks_share(flags, measured):
 
 
 def test_more_ranks_need_less():
-    peak = lambda world, **changes: (
-        simulated.simulated(llama(2), dataclasses.replace(RUN, **changes), "bf16", world=world).total
-    )
+    peak = lambda world, **changes: simulated.simulated(llama(2), replace(RUN, **changes), "bf16", world=world).total
     assert peak(8, parallel="fsdp2") < peak(2, parallel="fsdp2") < peak(2, parallel="ddp") == peak(8, parallel="ddp")
     assert (
         peak(2, parallel="ulysses") < peak(2, parallel="ddp") <= peak(2, parallel="ulysses", sequence_parallel_size=1)
@@ -334,10 +327,7 @@ def test_switches_need_less():
         dict(gradient_checkpointing="full", activation_offloading=True),
         dict(gradient_checkpointing="full", activation_offloading=True, tiled_mlp=0),
     )
-    peaks = [
-        simulated.simulated(llama(), dataclasses.replace(RUN, length=32768, **changes), "bf16").total
-        for changes in ladder
-    ]
+    peaks = [simulated.simulated(llama(), replace(RUN, length=32768, **changes), "bf16").total for changes in ladder]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
 
 
@@ -347,7 +337,7 @@ OFFLOADED = dict(gradient_checkpointing="full", activation_offloading=True)
 def test_memory_of_the_cpu():
     """Every layer's input, and on the CPU beside them AdamW's weights, gradients and moments;
     what there is no room for stays on the GPU, a layer at a time."""
-    run, form = dataclasses.replace(RUN, length=262144, **OFFLOADED), llama(24)
+    run, form = replace(RUN, length=262144, **OFFLOADED), llama(24)
     of = lambda **how: simulated.simulated(form, run, "bf16", **how)
     assert simulated.simulated(form, RUN, "bf16").cpu == {}
     everything, of_a_layer = of(), 4 * 262144 * 512 * 2
@@ -361,7 +351,7 @@ def test_memory_of_the_cpu():
     nothing = of(cpu_memory=0)
     assert nothing.total - less.total == copies - 11 * of_a_layer and not nothing.cpu
 
-    on_cpu = simulated.simulated(form, dataclasses.replace(run, parallel="fsdp2", optimizer_on_cpu=True), "bf16").cpu
+    on_cpu = simulated.simulated(form, replace(run, parallel="fsdp2", optimizer_on_cpu=True), "bf16").cpu
     weights = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(form).parameters())
     assert on_cpu["weights, gradients and moments"] == pytest.approx(4 * 2 * weights, rel=1e-3)
     assert on_cpu["activations"] == copies
@@ -403,7 +393,7 @@ def test_less_memory_of_the_cpu(model, capsys):
 
 def test_more_of_a_run_needs_more():
     peak = lambda precision="bf16", optimizer=None, **changes: (
-        simulated.simulated(llama(2), dataclasses.replace(RUN, **changes), precision, optimizer=optimizer).total
+        simulated.simulated(llama(2), replace(RUN, **changes), precision, optimizer=optimizer).total
     )
     assert peak() < peak(accumulate=2) and peak() < peak(batch=8) and peak() < peak("bf16-mixed") < peak("fp32")
     assert peak(optimizer="sgd") < peak(trainer="hf", optimizer="adamw-8bit") < peak()
@@ -428,10 +418,9 @@ def test_what_is_replaced_comes_back():
         torch.distributed.is_initialized(),
     )
     before = replaced()
-    with pytest.raises(UserError, match="bitsandbytes"):
-        simulated.simulated(llama(1), dataclasses.replace(RUN, lora=2, quantize="int8"), "bf16-mixed")
+    refused("bitsandbytes", simulated.simulated, llama(1), replace(RUN, lora=2, quantize="int8"), "bf16-mixed")
     simulated.simulated(llama(1), RUN, "bf16")
-    simulated.simulated(llama(1), dataclasses.replace(RUN, parallel="fsdp2"), "bf16", world=2)
+    simulated.simulated(llama(1), replace(RUN, parallel="fsdp2"), "bf16", world=2)
     assert before == replaced()
 
 
@@ -486,7 +475,7 @@ def test_json_agrees_with_the_estimates(model, capsys):
     assert found["fits"]
     best = found["recommended"]
     assert best["command"].startswith("liger train --model ") and "--gradient-checkpointing full" in best["command"]
-    longest = [of.total(dataclasses.replace(run, length=int(best["longest_row"] * more))) for more in (1, 1.03)]
+    longest = [of.total(replace(run, length=int(best["longest_row"] * more))) for more in (1, 1.03)]
     assert longest[0] <= found["memory"] < longest[1]
     assert all(each["saves"] > 0 and each["peak"] + each["saves"] == found["peak"] for each in found["switches"])
 

@@ -2,7 +2,6 @@
 through no link."""
 
 import contextlib
-import dataclasses
 import errno
 import importlib.util
 import json
@@ -10,6 +9,7 @@ import os
 import shutil
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 import small_runs
-from small_runs import small_run
+from small_runs import refused, small_run
 
 from liger_kernel.train import data as data_module
 from liger_kernel.train import files, folder, loop, ranks, store
@@ -85,8 +85,7 @@ OTHERS = {
 def test_a_folder_of_something_else_is_no_folder_of_a_run(names, config):
     made(config.out, names)
     before = content(config.out)
-    with pytest.raises(UserError, match=rf"{config.out}.* holds .*, which .*: (move it, or )?give another --out$"):
-        loop.train(config)
+    refused(rf"{config.out}.* holds .*, which .*: (move it, or )?give another --out$", loop.train, config)
     assert content(config.out) == before
 
 
@@ -104,7 +103,7 @@ def test_a_model_is_not_saved_over_something_else(names, config, tmp_path):
     made(tmp_path / "there", names)
     before = content(tmp_path / "there")
     with pytest.raises(UserError, match=r"there holds .*, which this run has not saved: give another --save$"):
-        loop.train(dataclasses.replace(config, save=str(tmp_path / "there")))
+        loop.train(replace(config, save=str(tmp_path / "there")))
     assert content(tmp_path / "there") == before and not Path(config.out).exists()
 
 
@@ -114,7 +113,7 @@ def test_what_no_run_writes_may_lie_beside_it(config, tmp_path):
     (Path(config.out) / "mine.json").write_text('{"steps": 2}')  # a config
     shutil.copy(config.data, Path(config.out) / "text.jsonl")
     made(tmp_path / "saved", [".gitattributes", "upload.log", "older/model.safetensors"])
-    loop.train(dataclasses.replace(config, data=f"{config.out}/text.jsonl", save=str(tmp_path / "saved"), cache=None))
+    loop.train(replace(config, data=f"{config.out}/text.jsonl", save=str(tmp_path / "saved"), cache=None))
     assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
@@ -128,24 +127,22 @@ def test_a_start_that_was_killed_before_its_record_begins_again(config):
 def test_a_run_replaces_the_model_that_it_has_saved(config, tmp_path, monkeypatch):
     """That of another run stays, whatever folder the run is started from."""
     monkeypatch.chdir(tmp_path)
-    config = dataclasses.replace(config, save="tuned")
+    config = replace(config, save="tuned")
     loop.train(config)
     first = content("tuned")
-    loop.train(dataclasses.replace(config, seed=1, save=str(tmp_path / "tuned")))
+    loop.train(replace(config, seed=1, save=str(tmp_path / "tuned")))
     assert content("tuned") != first
-    with pytest.raises(UserError, match=r"tuned holds .*, which this run has not saved"):
-        loop.train(dataclasses.replace(config, out=f"{config.out}-2"))
+    refused(r"tuned holds .*, which this run has not saved", loop.train, replace(config, out=f"{config.out}-2"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     made("tuned", OTHERS["a model"])
-    with pytest.raises(UserError, match=r"tuned holds config\.json, which this run has not saved"):
-        loop.train(config)
+    refused(r"tuned holds config\.json, which this run has not saved", loop.train, config)
 
 
 def test_a_model_may_be_saved_into_the_folder_of_its_run(config):
-    config = dataclasses.replace(config, save=config.out)
+    config = replace(config, save=config.out)
     loop.train(config)
-    loop.train(dataclasses.replace(config, steps=3))
+    loop.train(replace(config, steps=3))
     assert json.loads((Path(config.out) / "config.json").read_text())["model_type"] == "llama"
 
 
@@ -160,15 +157,14 @@ def test_the_launcher_writes_nothing_to_the_folder(config, monkeypatch):
     )
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(Asked):
-        ranks.launch_elastic(dataclasses.replace(config, nproc=1))
+        ranks.launch_elastic(replace(config, nproc=1))
     assert not Path(config.out).exists()
 
 
 def test_data_are_not_prepared_over_something_else(config, tmp_path):
     made(tmp_path / "rows", OTHERS["a model"])
     before = content(tmp_path / "rows")
-    with pytest.raises(UserError, match=r"rows holds config\.json, which is not of prepared rows"):
-        data_module.prepare(config, tmp_path / "rows")
+    refused(r"rows holds config\.json, which is not of prepared rows", data_module.prepare, config, tmp_path / "rows")
     assert content(tmp_path / "rows") == before
 
 
@@ -178,7 +174,7 @@ def records(config):
 
 def test_starts_that_begin_anew_leave_what_was_there(config):
     first = loop.train(config)
-    second = loop.train(dataclasses.replace(config, lr=1e-4))
+    second = loop.train(replace(config, lr=1e-4))
     out = Path(config.out)
     assert {name: found["lr"] for name, found in records(config).items()} == {
         "liger-run.json": 1e-4,
@@ -191,22 +187,22 @@ def test_starts_that_begin_anew_leave_what_was_there(config):
         == json.loads((out / "metrics.json").read_text())
     )
     assert len((out / "metrics-1.jsonl").read_text().splitlines()) == 2
-    loop.train(dataclasses.replace(config, lr=1e-4))  # the same run once more
+    loop.train(replace(config, lr=1e-4))  # the same run once more
     assert len(records(config)) == 2 and not list(out.glob("metrics-2*"))
-    loop.train(dataclasses.replace(config, steps=3))
+    loop.train(replace(config, steps=3))
     assert {name: found["steps"] for name, found in records(config).items()} == {
         "liger-run.json": 3,
         "liger-run-1.json": 2,
         "liger-run-2.json": 2,
     }
-    assert TrainConfig.load(out / "liger-run.json") == dataclasses.replace(config, steps=3)
+    assert TrainConfig.load(out / "liger-run.json") == replace(config, steps=3)
 
 
 @trainers
 def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config):
-    config = dataclasses.replace(config, trainer=trainer, checkpoint_every=1)
+    config = replace(config, trainer=trainer, checkpoint_every=1)
     loop.train(config)
-    loop.train(dataclasses.replace(config, steps=4))
+    loop.train(replace(config, steps=4))
     assert {name: found["steps"] for name, found in records(config).items()} == {
         "liger-run.json": 4,
         "liger-run-1.json": 2,
@@ -230,7 +226,7 @@ def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path,
             tokenizer.save_pretrained(name),
         )
     (tmp_path / "other.jsonl").write_text((json.dumps({"text": TEXT[::-1]}) + "\n") * 4)
-    config = dataclasses.replace(config, model=models[0], trainer=trainer, checkpoint_every=1)
+    config = replace(config, model=models[0], trainer=trainer, checkpoint_every=1)
     loop.train(config)
     kept = lambda: {
         name: text for name, text in content(config.out).items() if Path(name).name.startswith(("liger-run", "metrics"))
@@ -249,18 +245,17 @@ def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path,
             patch.setattr(
                 "socket.create_server", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EADDRINUSE, "in use"))
             )
-            with pytest.raises(UserError, match=said):
-                loop.train(dataclasses.replace(config, **changes))
+            refused(said, loop.train, replace(config, **changes))
         assert kept() == before, said
     assert len(before) >= 2
-    loop.train(dataclasses.replace(config, steps=3))
+    loop.train(replace(config, steps=3))
 
 
 def test_a_damaged_record_does_not_stop_its_run(config):
-    config = dataclasses.replace(config, checkpoint_every=1)
+    config = replace(config, checkpoint_every=1)
     loop.train(config)
     (Path(config.out) / "liger-run.json").write_bytes(b"\0")
-    assert len(loop.train(dataclasses.replace(config, steps=3))["losses"]) == 3
+    assert len(loop.train(replace(config, steps=3))["losses"]) == 3
 
 
 NAMES = ["lock", "metrics.jsonl", "checkpoints", "checkpoints/latest", "checkpoints/step-00000003", "cache/0123"]
@@ -270,7 +265,7 @@ NAMES += ["tensorboard", "wandb-id"]
 @links
 @pytest.mark.parametrize("name", NAMES)
 def test_links_in_the_folder_of_a_run_are_refused(name, config, tmp_path):
-    loop.train(dataclasses.replace(config, steps=1, checkpoint_every=1, cache=None))
+    loop.train(replace(config, steps=1, checkpoint_every=1, cache=None))
     there = made(tmp_path / "elsewhere", ["mine"])
     path = Path(config.out) / name
     shutil.rmtree(path, ignore_errors=True), path.unlink(missing_ok=True)
@@ -280,7 +275,7 @@ def test_links_in_the_folder_of_a_run_are_refused(name, config, tmp_path):
     )
     before = content(there)
     with pytest.raises(UserError, match=rf"{path} is a link, which no run has made: remove it, or give another --out$"):
-        loop.train(dataclasses.replace(config, checkpoint_every=1))
+        loop.train(replace(config, checkpoint_every=1))
     assert content(there) == before
 
 
@@ -290,8 +285,7 @@ def test_pipes_and_folders_in_the_place_of_files_are_refused(kind, name, config)
     path = Path(config.out) / name
     path.parent.mkdir(parents=True)
     path.mkdir() if kind == "folder" else os.mkfifo(path)
-    with pytest.raises(UserError, match=rf"{path} is a {kind}.*, which no run has made"):
-        loop.train(config)
+    refused(rf"{path} is a {kind}.*, which no run has made", loop.train, config)
 
 
 @links
@@ -316,7 +310,7 @@ def test_nothing_is_written_through_a_link_that_comes_later(config, tmp_path, mo
 
     monkeypatch.setattr(loop._Run, "_step", after)
     with pytest.raises(OSError, match="the last checkpoint could not be written"):
-        loop.train(dataclasses.replace(config, checkpoint_every=2))
+        loop.train(replace(config, checkpoint_every=2))
     assert mine.read_text() == "mine" and not (out / "metrics.json").is_symlink()
 
 
@@ -348,8 +342,7 @@ def test_a_lock_that_is_a_file_elsewhere_is_not_written_to(config, tmp_path):
     (tmp_path / "mine").write_text(json.dumps({"pid": 1, "mine": True}))
     Path(config.out).mkdir()
     os.link(tmp_path / "mine", Path(config.out) / "lock")
-    with pytest.raises(UserError, match="lock is a file elsewhere, too: remove it"):
-        loop.train(config)
+    refused("lock is a file elsewhere, too: remove it", loop.train, config)
     assert "mine" in (tmp_path / "mine").read_text()
 
 
@@ -364,8 +357,7 @@ def test_a_folder_may_be_a_link_of_ones_own(config, tmp_path, monkeypatch):
     real = os.lstat
     fake = lambda path: os.stat_result([*real(path)[:4], mine + 2, *real(path)[5:10]])
     monkeypatch.setattr(os, "lstat", fake)
-    with pytest.raises(UserError, match=rf"cannot write to .*: it is a link, which user {mine + 2} has made"):
-        writable(folder=config.out)
+    refused(rf"cannot write to .*: it is a link, which user {mine + 2} has made", writable, folder=config.out)
 
 
 def test_a_file_is_written_whole_or_stays(tmp_path, monkeypatch):

@@ -1,12 +1,12 @@
 """Runs in FP8: what is said at their start, resumes of the same bits whoever trains, and
 mistakes that are named."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("transformers")
-from small_runs import TEXT, forget_the_newest, saved, small_run
+from small_runs import TEXT, forget_the_newest, refused, saved, small_run
 
 pytest.importorskip("accelerate")
 
@@ -40,9 +40,7 @@ def test_recipes_are_those_of_the_operator():
 def test_a_run(trainer, precision, config, capfd):
     """learns in FP8, says which layers it leaves, and resumes with the same bits; its model is
     an ordinary one."""
-    config = dataclasses.replace(
-        config, trainer=trainer, precision=precision, fp8_filter="o_proj, gate_proj", accumulate=2
-    )
+    config = replace(config, trainer=trainer, precision=precision, fp8_filter="o_proj, gate_proj", accumulate=2)
     expected = loop.train(config)
     said = capfd.readouterr().out
     assert "projections: the engine runs 5 of 8 layers with adapters, quantised weights or FP8" in said
@@ -53,7 +51,7 @@ def test_a_run(trainer, precision, config, capfd):
     forget_the_newest(config)
     again = loop.train(config)
     assert again["losses"] == expected["losses"][-len(again["losses"]) :] and saved(config) == whole
-    stock = loop.train(dataclasses.replace(config, fp8=None, fp8_filter=None, out=f"{config.out}-stock", save=None))
+    stock = loop.train(replace(config, fp8=None, fp8_filter=None, out=f"{config.out}-stock", save=None))
     assert stock["losses"] != expected["losses"]
     assert expected["losses"] == pytest.approx(stock["losses"], rel=2e-2)
 
@@ -84,12 +82,10 @@ def test_flags():
 
 
 def test_what_cannot_be_is_said(config, monkeypatch):
-    with pytest.raises(UserError, match=r"has no linear layer 'oproj'; did you mean o_proj\?"):
-        loop.train(dataclasses.replace(config, fp8_filter="oproj"))
+    refused(r"has no linear layer 'oproj'; did you mean o_proj\?", loop.train, replace(config, fp8_filter="oproj"))
     monkeypatch.setattr(float8, "lacking", lambda *_: "FP8 needs an NVIDIA GPU")
     monkeypatch.setattr(loop, "load", None)  # before anything is loaded
-    with pytest.raises(UserError, match="fp8 tensorwise: FP8 needs an NVIDIA GPU"):
-        loop.train(config)
+    refused("fp8 tensorwise: FP8 needs an NVIDIA GPU", loop.train, config)
 
 
 def test_a_family_without_kernels(config, capsys):

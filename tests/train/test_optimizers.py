@@ -4,14 +4,14 @@ the CPU."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from quick import further
-from small_runs import forget_the_newest, saved, small_run
+from small_runs import forget_the_newest, refused, saved, small_run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -201,7 +201,7 @@ def config(tmp_path):
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone(changes, config):
     from liger_kernel.train import loop
 
-    config = dataclasses.replace(config, **changes)
+    config = replace(config, **changes)
     losses = loop.train(config)["losses"]
     expected = saved(config)
     forget_the_newest(config)
@@ -209,7 +209,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone(changes, con
     assert saved(config) == expected
     with pytest.raises(UserError, match=r"is of another optimizer: moments .* there, .* here"):
         loop.train(
-            dataclasses.replace(
+            replace(
                 config,
                 optimizer="adamw" if "8bit" in config.optimizer else "adamw-8bit",
                 optimizer_on_cpu=False,
@@ -221,9 +221,9 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone(changes, con
 def test_runs_step_in_the_backward_with_the_same_bits(config):
     from liger_kernel.train import loop
 
-    config = dataclasses.replace(config, checkpoint_every=0)
+    config = replace(config, checkpoint_every=0)
     plain = loop.train(config)
-    other = dataclasses.replace(config, optimizer_in_backward=True, out=f"{config.out}-2", save=f"{config.save}-2")
+    other = replace(config, optimizer_in_backward=True, out=f"{config.out}-2", save=f"{config.save}-2")
     found = loop.train(other)
     assert found["losses"] == plain["losses"]
     # added in another order
@@ -234,9 +234,9 @@ def test_runs_step_in_the_backward_with_the_same_bits(config):
 def test_offloaded_runs_clip_and_have_the_same_bits(config):
     from liger_kernel.train import loop
 
-    config = dataclasses.replace(config, checkpoint_every=0, parallel="fsdp2", grad_clip=0.5, accumulate=2)
+    config = replace(config, checkpoint_every=0, parallel="fsdp2", grad_clip=0.5, accumulate=2)
     plain = loop.train(config)
-    other = dataclasses.replace(config, optimizer_on_cpu=True, out=f"{config.out}-2", save=f"{config.save}-2")
+    other = replace(config, optimizer_on_cpu=True, out=f"{config.out}-2", save=f"{config.save}-2")
     assert loop.train(other)["losses"] == plain["losses"] and saved(other) == saved(config)
 
 
@@ -254,7 +254,7 @@ def test_steps_without_finite_gradients_change_nothing(optimizer, config, monkey
 
     before = []
     monkeypatch.setattr(Parallel, "clip_grad_norm_", poisoned)
-    loop.train(dataclasses.replace(config, optimizer=optimizer, nonfinite="skip", checkpoint_every=0))
+    loop.train(replace(config, optimizer=optimizer, nonfinite="skip", checkpoint_every=0))
     assert [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(before)] == [False, False, True]
 
 
@@ -262,7 +262,7 @@ def test_a_step_in_the_backward_has_one_backward(config):
     from liger_kernel.train import loop
 
     with pytest.raises(UserError, match=r"optimizer_in_backward needs at most .* 2 rows in a step, got global_batch 4"):
-        loop.train(dataclasses.replace(config, optimizer_in_backward=True, global_batch=4))
+        loop.train(replace(config, optimizer_in_backward=True, global_batch=4))
 
 
 def test_what_a_checkpoint_holds_shares_memory_with_the_moment():
@@ -314,8 +314,7 @@ ON_CPU = dict(optimizer_on_cpu=True, parallel="fsdp2")
     ],
 )
 def test_what_does_not_combine_is_said(changes, message):
-    with pytest.raises(UserError, match=message):
-        TrainConfig(**changes)
+    refused(message, TrainConfig, **changes)
 
 
 def test_offload_is_fsdp2s():
@@ -326,10 +325,8 @@ def test_offload_is_fsdp2s():
 def test_what_is_missing_is_said_before_the_data_are_read(config, monkeypatch):
     from liger_kernel.train import loop
 
-    config = dataclasses.replace(config, optimizer="adamw-8bit", data="/nowhere.jsonl")
+    config = replace(config, optimizer="adamw-8bit", data="/nowhere.jsonl")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"adamw-8bit needs a C\+\+ compiler, .*no-such-compiler was not found"):
-        loop.train(config)
+    refused(r"adamw-8bit needs a C\+\+ compiler, .*no-such-compiler was not found", loop.train, config)
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="optimizer adamw-8bit needs torchao: pip install torchao"):
-        loop.train(config)
+    refused("optimizer adamw-8bit needs torchao: pip install torchao", loop.train, config)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,13 @@ pytest.importorskip("transformers")
 
 import safetensors.torch
 from processes import forkserver
-from small_runs import small_run
+from small_runs import refused, small_run
 
 from liger_kernel.train import data as data_module
 from liger_kernel.train import loop
 from liger_kernel.train import records as records_module
 from liger_kernel.train import stream as stream_module
-from liger_kernel.train.config import TrainConfig, UserError
+from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.data import load
 from liger_kernel.train.records import BEGIN, Records
 from liger_kernel.train.stream import Stream, StreamPart, Writer, described, path_of
@@ -158,12 +159,12 @@ def test_parts_hold_what_all_of_it_holds(config, tmp_path, streams):
 @pytest.mark.parametrize("packing", ["auto", "documents"])
 @pytest.mark.parametrize("chats", [False, True])
 def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, streams):
-    config = dataclasses.replace(config, packing=packing, length=80, limit=9)
+    config = replace(config, packing=packing, length=80, limit=9)
     if chats:
-        config = dataclasses.replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS), limit=50)
-    written(dataclasses.replace(config, stream=1), tmp_path / "parts")
-    whole = load(dataclasses.replace(config, stream=0))
-    stream = streams(dataclasses.replace(config, stream=1), tmp_path / "parts")
+        config = replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS), limit=50)
+    written(replace(config, stream=1), tmp_path / "parts")
+    whole = load(replace(config, stream=0))
+    stream = streams(replace(config, stream=1), tmp_path / "parts")
     assert (whole.rows.positions is None) == (stream.rows.positions is None) == (packing == "auto")
     total = len(whole.train)
     assert stream.eval == whole.eval and stream.picks(0, 2 * total + 1, 3) == whole.picks(0, 2 * total + 1, 3)
@@ -175,7 +176,7 @@ def test_a_stream_of_one_part_is_the_data(chats, packing, config, tmp_path, stre
 
 def test_a_stream_is_evaluated_on_other_data(config, tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": "xy" * 40}])
-    with contextlib.closing(load(dataclasses.replace(config, eval_data=other))) as data:
+    with contextlib.closing(load(replace(config, eval_data=other))) as data:
         data.check(257)
         assert len(data.eval) == 3 and data.tokenizer.decode(ids(data, data.eval)[0]) == "xy" * 12
         assert data.rows.count(data.eval) == (72, 69) and not set(data.picks(0, 50, 0)) & set(data.eval)
@@ -190,8 +191,7 @@ def test_training_begins_before_the_rest_is_read(config, tmp_path, streams):
     data = streams(config, tmp_path / "parts")
     first = data.picks(0, len(data.train), seed=0)
     assert len(ids(data, first)) > 30
-    with pytest.raises(UserError, match=r"text\.jsonl:23: not valid JSON"):
-        data.picks(0, 10_000, seed=0)
+    refused(r"text\.jsonl:23: not valid JSON", data.picks, 0, 10_000, seed=0)
 
 
 def test_a_part_that_is_wanted_comes_before_those_before_it(config, tmp_path):
@@ -213,8 +213,7 @@ def test_a_part_that_is_wanted_comes_before_those_before_it(config, tmp_path):
 def test_data_that_has_changed_is_noticed(config, tmp_path):
     writer = Writer(config, tmp_path / "parts")
     writer.request = {"wanted": 0, "parts": [[1, [3, 0, 3], False, "x"]]}
-    with pytest.raises(UserError, match="has changed"):
-        writer.run()
+    refused("has changed", writer.run)
 
 
 def test_a_part_without_rows_is_passed_over(config, tmp_path, streams):
@@ -265,27 +264,24 @@ def test_records_are_read_from_any_place(tmp_path, monkeypatch):
 def test_a_run_goes_on_where_its_parts_are_gone(config, tmp_path):
     """To the bit, as the checkpoint knows where parts begin; by the tokenizer that the first
     part trains."""
-    config = dataclasses.replace(
-        config, tokenizer=None, vocab=258, steps=8, batch=12, checkpoint_every=4, schedule="constant"
-    )
+    config = replace(config, tokenizer=None, vocab=258, steps=8, batch=12, checkpoint_every=4, schedule="constant")
     whole = loop.train(config)
     assert whole["losses"][-1] < 0.9 * whole["losses"][0] and whole["evaluations"]
-    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"), cache=str(tmp_path / "first"))
-    loop.train(dataclasses.replace(stopped, steps=4))
+    stopped = replace(config, out=str(tmp_path / "stopped"), cache=str(tmp_path / "first"))
+    loop.train(replace(stopped, steps=4))
     state = json.loads((tmp_path / "stopped" / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert StreamPart(*state["data"]["parts"][0]).rows == state["identity"]["rows of part 0"]
     assert len(state["data"]["parts"]) > 1
-    resumed = loop.train(dataclasses.replace(stopped, cache=str(tmp_path / "second")))
+    resumed = loop.train(replace(stopped, cache=str(tmp_path / "second")))
     assert resumed["losses"] == whole["losses"]
     assert (tmp_path / "second").is_dir()
-    with pytest.raises(UserError, match=r"of other data: .*rows of part 0"):
-        loop.train(dataclasses.replace(stopped, stream=config.stream / 3, steps=9))
+    refused(r"of other data: .*rows of part 0", loop.train, replace(stopped, stream=config.stream / 3, steps=9))
 
 
 def test_a_part_that_has_changed_ends_the_run(config, tmp_path):
     """Its tokens, not their number or sum, and whether it is tokenised again or found tokenised."""
-    config = dataclasses.replace(config, steps=8, batch=12, checkpoint_every=4, schedule="constant", eval_fraction=0)
-    loop.train(dataclasses.replace(config, steps=4))
+    config = replace(config, steps=8, batch=12, checkpoint_every=4, schedule="constant", eval_fraction=0)
+    loop.train(replace(config, steps=4))
     lines = Path(config.data).read_text().splitlines()
     records = [line for line in lines if line]
     records[3], records[4] = records[4], records[3]  # the second part begins with the fourth
@@ -293,9 +289,8 @@ def test_a_part_that_has_changed_ends_the_run(config, tmp_path):
     for cached in (False, True):
         changes = dict(data=other, cache=str(tmp_path / f"other-{cached}"))
         if cached:
-            loop.train(dataclasses.replace(config, out=str(tmp_path / "made"), checkpoint_every=0, **changes))
-        with pytest.raises(UserError, match="the data has changed: part 1 had"):
-            loop.train(dataclasses.replace(config, **changes))
+            loop.train(replace(config, out=str(tmp_path / "made"), checkpoint_every=0, **changes))
+        refused("the data has changed: part 1 had", loop.train, replace(config, **changes))
 
 
 def test_transformers_trainer_learns_the_same(config, monkeypatch):
@@ -303,10 +298,10 @@ def test_transformers_trainer_learns_the_same(config, monkeypatch):
     pytest.importorskip("accelerate")
     opened = []
     load = safetensors.torch.load_file
-    config = dataclasses.replace(config, steps=6, batch=12, eval_fraction=0.0, schedule="constant")
+    config = replace(config, steps=6, batch=12, eval_fraction=0.0, schedule="constant")
     ours = loop.train(config)
     monkeypatch.setattr(safetensors.torch, "load_file", lambda path: opened.append(path) or load(path))
-    theirs = loop.train(dataclasses.replace(config, trainer="hf", out=f"{config.out}-hf", steps=12))
+    theirs = loop.train(replace(config, trainer="hf", out=f"{config.out}-hf", steps=12))
     assert len(opened) == len(set(opened)) == 4
     assert theirs["losses"][:6] == pytest.approx(ours["losses"], rel=2e-4)
 
@@ -314,7 +309,7 @@ def test_transformers_trainer_learns_the_same(config, monkeypatch):
 def test_a_writer_that_dies_is_missed_and_one_without_a_reader_ends(config, tmp_path, user_env):
     """Its reader is killed: no process is left behind, and the next run takes over."""
     lines = [{"text": f"{i:010d}" * (SIZE // 10)} for i in range(20_000)]
-    config = dataclasses.replace(config, data=write_jsonl(tmp_path / "long.jsonl", lines))
+    config = replace(config, data=write_jsonl(tmp_path / "long.jsonl", lines))
     code = f"""
 import time
 from liger_kernel.train.config import TrainConfig
@@ -337,7 +332,6 @@ time.sleep(1000)
     try:
         assert described(data.wait(3)).rows == described(path_of(Path(folder), 1)).rows
         data._writer.kill()
-        with pytest.raises(UserError, match=r"ended with exit code -9: .*part-006666.safetensors is missing"):
-            data.wait(6666)
+        refused(r"ended with exit code -9: .*part-006666.safetensors is missing", data.wait, 6666)
     finally:
         data.close()

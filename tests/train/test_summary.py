@@ -1,8 +1,8 @@
 """What a run says before its first step."""
 
-import dataclasses
 import re
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def config(tmp_path):
 
 
 def test_a_run_begins_with_a_summary_and_says_how_long_it_takes(config, capsys):
-    loop.train(dataclasses.replace(config, rope=False))
+    loop.train(replace(config, rope=False))
     out = capsys.readouterr().out
     said = dict(line.split(": ", 1) for line in out.splitlines() if re.match(r"[a-z]+: ", line))
     assert re.fullmatch(r"random weights \(llama\), [\d,]+ parameters, all of them trained", said["model"])
@@ -47,13 +47,13 @@ def test_a_run_begins_with_a_summary_and_says_how_long_it_takes(config, capsys):
 
 
 def test_a_run_without_kernels_says_so(config, capsys):
-    loop.train(dataclasses.replace(config, kernels="off", steps=1))
+    loop.train(replace(config, kernels="off", steps=1))
     assert "patched: nothing (--kernels off)" in capsys.readouterr().out
 
 
 def test_adapters_are_counted(config, capsys):
     pytest.importorskip("peft")
-    loop.train(dataclasses.replace(config, lora=2, steps=1))
+    loop.train(replace(config, lora=2, steps=1))
     out = capsys.readouterr().out
     assert re.search(r"model: random weights \(llama\), [\d,]+ parameters, 2,816 of them trained \(\d+\.\d\d%\)", out)
     assert "projections: the engine runs " in out

@@ -115,7 +115,8 @@ def parser_of() -> Parser:
     add(
         "--attention",
         metavar="NAME",
-        help="an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without it)",
+        help="an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without "
+        "it)",
     )
     add(
         "--upstream-path",
@@ -180,9 +181,9 @@ def parser_of() -> Parser:
     add(
         "--parallel",
         choices=("ddp", "fsdp2", "ep", *SHARED_ROWS),
-        help="how the processes share the model (default: ddp if there are several); ep: each has a part of the experts, "
-        "and all else is as with fsdp2, by Transformers 5.23; with ulysses they share the rows of a step, stock "
-        "models by our code",
+        help="how the processes share the model (default: ddp if there are several); ep: each has a part of the "
+        "experts, and all else is as with fsdp2, by Transformers 5.23; with ulysses they share the rows of a step, "
+        "stock models by our code",
     )
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")

@@ -343,12 +343,11 @@ class TrainConfig(_Kernels):
                     most = f" and at most {MANY}" if limit.startswith("at least") and value > MANY else ""
                     raise UserError(f"{name} must be {limit}{most}, got {value!s:.80}")
         for field in dataclasses.fields(self):
-            _check_text(field.name, getattr(self, field.name))
-            choices = field.metadata["choices"]
-            if choices and getattr(self, field.name) not in (*choices, field.default):
-                value = getattr(self, field.name)
+            name, value, choices = field.name, getattr(self, field.name), field.metadata["choices"]
+            _check_text(name, value)
+            if choices and value not in (*choices, field.default):
                 raise UserError(
-                    f"{field.name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}"
+                    f"{name} must be one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}"
                 )
         for name, offered in OFFERED[self.trainer].items():
             if getattr(self, name) not in offered:
@@ -519,9 +518,8 @@ class TrainConfig(_Kernels):
         """Write YAML (``.yaml``, ``.yml``) or JSON (all other names), without credentials."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = self.shown()
-        as_yaml = lambda: _yaml().safe_dump(values, sort_keys=False)
-        write(path, as_yaml() if _is_yaml(path) else json.dumps(values, indent=2) + "\n")
+        values, yaml = self.shown(), _is_yaml(path)
+        write(path, _yaml().safe_dump(values, sort_keys=False) if yaml else json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> TrainConfig:

@@ -80,9 +80,9 @@ def record(config: TrainConfig, ranks: Ranks, step: int) -> None:
         return
     out = Path(config.out)
     # what the run has saved it may replace, from whatever folder it is started
-    values = dataclasses.replace(config, save=config.save and str(Path(config.save).absolute())).shown()
+    config = dataclasses.replace(config, save=config.save and str(Path(config.save).absolute()))
     before = next(_records(out), None)
-    if before == values:
+    if before == config.shown():
         return
     if before is not None:
         numbers = [re.fullmatch(r"(?:liger-run|metrics)-(\d+)\.jsonl?", name) for name in _entries(out)]
@@ -91,7 +91,7 @@ def record(config: TrainConfig, ranks: Ranks, step: int) -> None:
         for kind in ("json", "jsonl") if step == 0 else ():
             if (out / f"metrics.{kind}").is_file():
                 os.replace(out / f"metrics.{kind}", out / f"metrics-{number}.{kind}")
-    write(out / RECORD, json.dumps(values, indent=2) + "\n")
+    config.save_to(out / RECORD)
 
 
 def _records(out: Path) -> Iterator[dict[str, Any]]:

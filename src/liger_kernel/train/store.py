@@ -51,12 +51,15 @@ class Store:
         # checkpoints that could not be copied at the first attempt
         self.failures = 0
 
+    def _at(self, name: str = "") -> str:
+        return f"{self.root}/checkpoints/{name}".rstrip("/")
+
     def names(self, say: bool = False) -> list[str]:
         """The checkpoints that its ``latest`` names, newest first."""
         return self._names(LATEST, say)
 
     def _names(self, file: str, say: bool = False) -> list[str]:
-        path, where = f"{self.root}/checkpoints/{file}", f"{self.uri}/checkpoints/{file}"
+        path, where = self._at(file), f"{self.uri}/checkpoints/{file}"
         try:
             if not self._regular(path):
                 raise OSError(f"{where} is no regular file")
@@ -77,7 +80,7 @@ class Store:
         """The checkpoints of which there is anything, newest first."""
         try:
             self.fs.invalidate_cache()
-            paths = self.fs.ls(f"{self.root}/checkpoints", detail=False)
+            paths = self.fs.ls(self._at(), detail=False)
         except FileNotFoundError:
             return []
         names = {path.rstrip("/").rpartition("/")[2] for path in paths}
@@ -86,7 +89,7 @@ class Store:
     def probe(self) -> None:
         """Write to it and remove what was written, before there is anything to lose.
         ``UserError`` where that cannot be."""
-        probe = f"{self.root}/checkpoints/{PROBE}"
+        probe = self._at(PROBE)
         try:
             _folders(self.fs, probe)
             self.fs.pipe_file(probe, b"")
@@ -135,7 +138,7 @@ class Store:
         left there."""
         new, target = fresh(self.out / "checkpoints" / f"fetching-{name}"), self.out / "checkpoints" / name
         try:
-            for path in self.fs.ls(f"{self.root}/checkpoints/{name}", detail=False):
+            for path in self.fs.ls(self._at(name), detail=False):
                 file = path.rpartition("/")[2]
                 if not self._regular(path):
                     raise UserError(f"{file} is no regular file")
@@ -168,18 +171,18 @@ class Store:
             raise RuntimeError(f"another run writes there; its newest checkpoint is {there[0] if there else None}")
         unfinished = self._names(UPLOADING)
         new = [name for name in wanted if name not in there or name in self.damaged]
-        _folders(self.fs, f"{self.root}/checkpoints/{UPLOADING}")
-        self.fs.pipe_file(f"{self.root}/checkpoints/{UPLOADING}", "".join(f"{name}\n" for name in new).encode())
+        _folders(self.fs, self._at(UPLOADING))
+        self.fs.pipe_file(self._at(UPLOADING), "".join(f"{name}\n" for name in new).encode())
         for name in new:
             for path in sorted(path for path in (folder / name).iterdir() if path.is_file() and not path.is_symlink()):
                 self._put(path, f"checkpoints/{name}/{path.name}")
         if (self.out / "metrics.jsonl").is_file():
             self._put(self.out / "metrics.jsonl", "metrics.jsonl")
-        self.fs.pipe_file(f"{self.root}/checkpoints/{LATEST}", "".join(f"{name}\n" for name in wanted).encode())
-        self.fs.pipe_file(f"{self.root}/checkpoints/{UPLOADING}", b"")
+        self.fs.pipe_file(self._at(LATEST), "".join(f"{name}\n" for name in wanted).encode())
+        self.fs.pipe_file(self._at(UPLOADING), b"")
         try:
             for name in {*there, *unfinished}.intersection(self._present()).difference(wanted):
-                self.fs.rm(f"{self.root}/checkpoints/{name}", recursive=True)
+                self.fs.rm(self._at(name), recursive=True)
         # the new checkpoint is complete there all the same
         except Exception as error:
             note(f"older checkpoints remain in {self.uri}: {in_a_line(error)}")

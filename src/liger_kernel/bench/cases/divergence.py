@@ -7,8 +7,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from liger_kernel.bench.cases.losses import small
 from liger_kernel.bench.measured import Measured, Passing, real, timed
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.losses.cross_entropy import targets
@@ -28,10 +28,6 @@ def _jsd_torch(log_q, log_p, beta, reduction):
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     kl = functools.partial(F.kl_div, log_m, reduction=reduction, log_target=True)
     return beta * kl(log_p) + (1 - beta) * kl(log_q)
-
-
-def _small(*shape: int, dtype: torch.dtype) -> Tensor:
-    return 0.02 * torch.randn(*shape, dtype=dtype)
 
 
 def _linear_divergence_upstream(functional, *tensors, kind, beta, ignore_index, temperature, accum_dtype):
@@ -119,16 +115,16 @@ DIVERGENCES = {
         cases=[
             real(
                 "llama3",
-                **heads(1024, 2048, 4096, 128256, _small),
+                **heads(1024, 2048, 4096, 128256, small),
                 target=targets(1024, 128256, 17),
                 weight_hard=0.5,
                 weight_soft=0.5,
             ),
-            timed("llama3-jsd", **heads(4096, 2048, 4096, 128256, _small)),
-            timed("llama3-forward-kl", **heads(4096, 2048, 4096, 128256, _small), kind="forward_kl"),
+            timed("llama3-jsd", **heads(4096, 2048, 4096, 128256, small)),
+            timed("llama3-forward-kl", **heads(4096, 2048, 4096, 128256, small), kind="forward_kl"),
             timed(
                 "llama3-hard",
-                **heads(4096, 2048, 4096, 128256, _small),
+                **heads(4096, 2048, 4096, 128256, small),
                 target=targets(4096, 128256, 17),
                 weight_hard=0.5,
                 weight_soft=0.5,
@@ -136,14 +132,14 @@ DIVERGENCES = {
             timed(
                 "llama3-topk",
                 x=T((4096, 2048)),
-                w=T((128256, 2048), _small),
+                w=T((128256, 2048), small),
                 **topk(4096, 128256, 64),
                 kind="forward_kl",
             ),
             timed(
                 "llama3-probs",
                 x=T((4096, 2048)),
-                w=T((128256, 2048), _small),
+                w=T((128256, 2048), small),
                 teacher_probs=T((4096, 128256), probs, grad=False),
                 kind="forward_kl",
             ),

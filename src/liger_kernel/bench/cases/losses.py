@@ -17,13 +17,13 @@ PUBLISHED = f"{PYTORCHS} lse_square_scale=z_loss softcap=softcap"
 HOW = "compact chunk_rows fp32_logits dw_into"
 
 
-def _small(*shape: int, dtype: torch.dtype) -> Tensor:
+def small(*shape: int, dtype: torch.dtype) -> Tensor:
     return 0.02 * torch.randn(*shape, dtype=dtype)
 
 
 def head(M: int, H: int, V: int, every: int = 17) -> dict[str, T]:
     """Hidden states, an output head, and labels of which one in ``every`` is ignored."""
-    return dict(x=T((M, H)), w=T((V, H), _small), target=targets(M, V, every))
+    return dict(x=T((M, H)), w=T((V, H), small), target=targets(M, V, every))
 
 
 def _logits(M: int, V: int) -> dict[str, T]:
@@ -124,6 +124,6 @@ LOSSES = {
         rivals={"torch": Passing(_cross_entropy_torch, f"logits target {PYTORCHS}", "group")},
     ),
     "vocab_parallel_linear_cross_entropy": Measured(
-        cases=[real("llama3-8b-tp8", x=T((4096, 4096)), w=T((16032, 4096), _small), target=targets(4096, 16032))]
+        cases=[real("llama3-8b-tp8", x=T((4096, 4096)), w=T((16032, 4096), small), target=targets(4096, 16032))]
     ),
 }

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     asking = commands.add_parser("status", help="the state of the run and its pods, and its last line")
     reading = commands.add_parser("logs", help="what the trainer prints on all nodes")
     deleting = commands.add_parser("delete", help="stop the run, which saves a checkpoint, and delete its objects")
-    for command in (rendering, submitting, asking, reading, deleting):
+    for command in commands.choices.values():
         command.add_argument("job", help="YAML or JSON file of a job")
     for command in (submitting, asking, reading, deleting):
         command.add_argument("--context", help="the context of kubectl's configuration to use")

@@ -130,6 +130,10 @@ def _lines(path: Path, most: int) -> Iterator[str]:
             yield _decoded(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, f"{path}:{number}")
 
 
+def _whole(path: Path) -> str:
+    return _decoded(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
+
+
 def _decoded(content: bytes, where: str) -> str:
     try:
         return content.decode()
@@ -168,7 +172,7 @@ def _json(path: Path, skip: int, most: int) -> Iterable[dict[str, Any]]:
         array = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not array:
         return _jsonl(path, skip, most)
-    records = _parsed(_decoded(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path)), str(path))
+    records = _parsed(_whole(path), str(path))
     return (_object(record, f"{path}, record {number}") for number, record in enumerate(records[skip:], skip + 1))
 
 
@@ -200,7 +204,7 @@ def _txt(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
             f"{path} is one text, longer than {most // 10**6} MB: cut it into files; --max-record-mb raises the limit"
         )
     if not skip:
-        yield {"text": _decoded(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path))}
+        yield {"text": _whole(path)}
 
 
 def _parquet(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:

@@ -176,25 +176,20 @@ def seed_all(*numbers: int) -> None:
     np.random.seed(_seed(*numbers) % 2**32)
 
 
-class Observers:
+class Observers(contextlib.ExitStack):
     """The watch over progress, the endpoint and the reports of a rank, open while it trains."""
 
     def __init__(self, session: Session):
+        super().__init__()
         config, ranks = session.config, session.ranks
         port = config.metrics_port and config.metrics_port + local_rank()
         self.endpoint = Endpoint(config.metrics_host, port, ranks.rank) if port else None
         self.reports = Reports(config, config.shown()) if ranks.first else None
-        self.watch = Watch(Path(config.out), ranks.rank, config.timeout)
-
-    def __enter__(self) -> Observers:
-        self.watch.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.watch.__exit__(*error)
-        for each in (self.endpoint, self.reports):
+        for each in (self.reports, self.endpoint):
             if each:
-                each.close()
+                self.callback(each.close)
+        # it ends before they are closed, which may take longer than a step
+        self.watch = self.enter_context(Watch(Path(config.out), ranks.rank, config.timeout))
 
     def progress(self) -> None:
         self.watch.progress()

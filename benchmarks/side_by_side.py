@@ -115,7 +115,7 @@ def one_step(child: Any, training: Any, batch: int) -> dict[str, Any]:
     short = training.spec | {"seq": min(seq, 4096)}
     training.step([next(child.batches(short, 1, training.share, training.device))])
     data = [next(child.batches(training.spec, batch, training.share, training.device))]
-    child.reset_peak()
+    memory = child.PeakMemory(training.device)
     child.synchronize()
     begun = time.perf_counter()
     training.step(data)
@@ -126,7 +126,7 @@ def one_step(child: Any, training: Any, batch: int) -> dict[str, Any]:
         "tokens_per_s": batch * seq * training.shares / seconds,
         "step_ms": 1e3 * seconds,
         "spread": 0.0,
-        "peak_allocated_gb": child.peak(),
+        "peak_allocated_gb": memory.read() / 1e9,
         "peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if child.GPU else None,
         "losses": torch.stack(training.losses[1:]).tolist(),
         "gradient": None if training.gradient is None else training.gradient.item(),

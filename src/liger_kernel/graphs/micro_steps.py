@@ -425,7 +425,8 @@ class Graphs:
     def __str__(self) -> str:
         lines = [f"graphs: {len(self.steps)} recorded, {self.replays} steps replayed"]
         lines += [f"  {n} as it was: {why}" for why, n in self.reasons.most_common()]
-        lines += [f"  rows are not padded: {why}" for why in sorted(set(self._exact.values()) - {""})]
+        reasons = {why: packed for packed, why in sorted(self._exact.items(), reverse=True) if why}
+        lines += [f"  {'packed ' * packed}rows are not padded: {why}" for why, packed in reasons.items()]
         lines += [f"  padded rows are not packed: {self._padded}"] if self._padded else []
         lines += [f"  {text}" for text in self._measured]
         return "\n".join(lines)

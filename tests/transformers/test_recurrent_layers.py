@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 
 import pytest
@@ -11,7 +10,6 @@ from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step
 from peft import LoraConfig, get_peft_model
 from quick import further
 from torch import Tensor
-from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
 from liger_kernel.transformers.patching.report import patches_report
@@ -22,7 +20,7 @@ CONV = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
 FAMILIES = {"qwen3_next": {}, "lfm2": CONV, "olmo_hybrid": {}, "qwen3_5_text": {}, "nemotron_h": {}, "kimi_linear": {}}
 CHANNELS = {"kimi_linear": {}, "bailing_hybrid": {}, "glm5_next": {}}
 STATE_SPACES = {"nemotron_h": {}, "granitemoehybrid": {}, "bamba": {}, "falcon_h1": {}, "zamba2": {}}
-MORE = {"qwen3_5_moe_text": {}, "lfm2_moe": {}, "lfm3": CONV, "lara_mini": {}, "qwen4_exp": {}}
+MORE = {"qwen3_5_moe_text": {}, "lfm2_moe": {}, "lfm3": CONV, "lara_mini": {}, "qwen4_exp": {}, "inkling2_text": {}}
 MORE |= {n: {} for n in (STATE_SPACES | CHANNELS) if n not in FAMILIES}
 EACH = pytest.mark.parametrize("family", [*FAMILIES, *further(*MORE)])
 ENDS = [0, 5, 6, 14, 17]
@@ -32,7 +30,8 @@ INDEX = (PLACES == 0).cumsum(1).int()
 
 
 def model_of(family: str, ours: bool = True, **flags) -> torch.nn.Module:
-    model = make(family, attention="sdpa", **(FAMILIES | MORE)[family])
+    attention = "eager" if family.startswith("inkling") else "sdpa"
+    model = make(family, attention=attention, **(FAMILIES | MORE)[family])
     model.config.output_router_logits = False
     if ours:
         _apply_liger_kernel_to_instance(model, **{"recurrent": True} | flags)
@@ -71,12 +70,10 @@ def test_learns_as_stock(family, checkpointed):
     assert_same_learning(found[1], found[0], 1e-4 if family in CHANNELS else 1e-5)
     report = str(patches_report(model, dict(recurrent=True)))
     rule = "ssd" if family in STATE_SPACES else "kda" if family in CHANNELS else "gated_delta_rule"
-    assert "causal_conv1d" in report and (rule in report) == (not family.startswith("lfm"))
+    assert "causal_conv1d" in report and (rule in report) == (not family.startswith(("lfm", "inkling")))
 
 
 def packed_model_of(family):
-    if family.startswith("lfm") and "seq_idx" in inspect.signature(Lfm2ShortConv.forward).parameters:
-        pytest.skip("this version's LFM2 passes no bounds to its convolutions; a warning says so")
     if family == "glm5_next":
         pytest.skip("its attention pools keys of the whole row; a warning says so")
     return model_of(family)

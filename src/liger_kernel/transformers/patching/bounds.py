@@ -15,8 +15,10 @@ bounds gives them, so that it does not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,8 +29,9 @@ from torch import Tensor, nn
 from liger_kernel.ops._core.operator import host_can_read, is_recorded, only_pytorch
 from liger_kernel.transformers.documents import GIVES
 from liger_kernel.transformers.patching.patches import methods_of
+from liger_kernel.transformers.recognise.recurrences import KNOWN
 
-BOUNDS = "cu_seq_lens_q"
+BOUNDS, INDEX = "cu_seq_lens_q", "seq_idx"
 _CACHES = ("past_key_values", "cache", "cache_params")
 
 
@@ -43,6 +46,7 @@ def bounded(forward: Callable) -> Callable:
     names = list(inspect.signature(forward).parameters)[1:]
     if not {"input_ids", "position_ids"} <= {*names}:
         return forward
+    reads_index = _names_index(forward)
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,10 +63,30 @@ def bounded(forward: Callable) -> Callable:
             # as checkpointing does, where the configuration wants a cache
             more = {BOUNDS: bounds} | ({"use_cache": False} if "use_cache" in names else {})
             kwargs |= {name: value for name, value in more.items() if name not in names[: len(args)]}
+            if reads_index:
+                kwargs[INDEX] = _numbered(given, bounds)
         return forward(self, *args, **kwargs)
 
     vars(call)[GIVES] = True
     return call
+
+
+def _names_index(forward: Callable) -> bool:
+    """Whether the file of ``forward`` has layers that read ``seq_idx``, and maybe no bounds."""
+    with contextlib.suppress(OSError, TypeError):
+        return INDEX in inspect.getsource(sys.modules[forward.__module__])
+    return False
+
+
+def _numbered(given: Mapping[str, Any], bounds: Tensor) -> Tensor:
+    """The document (B, T) of each token, of which the bounds are known."""
+    index = given.get(INDEX)
+    if index is None:
+        tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None)
+        at = torch.arange(tokens.shape[:2].numel(), device=bounds.device)
+        index = (torch.searchsorted(bounds, at, right=True) - 1).int().view(tokens.shape[:2])
+    setattr(index, KNOWN, bounds)
+    return index
 
 
 def bounds_of(given: Mapping[str, Any]) -> Tensor | None:
@@ -73,7 +97,7 @@ def bounds_of(given: Mapping[str, Any]) -> Tensor | None:
 
 def _begins(given: Mapping[str, Any]) -> Tensor | None:
     """Whether a token (B, T) begins a document, as far as the batch says it."""
-    index, positions, mask = (given.get(name) for name in ("seq_idx", "position_ids", "attention_mask"))
+    index, positions, mask = (given.get(name) for name in (INDEX, "position_ids", "attention_mask"))
     if isinstance(index, Tensor) and index.ndim == 2:
         changes = index.diff(dim=-1) != 0
     elif isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == mask.shape[3] > 1:

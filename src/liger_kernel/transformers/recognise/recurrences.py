@@ -52,6 +52,19 @@ def carries(name: str) -> bool:
     return re.search(f"{CONVOLUTIONS}|{RULES}", name) is not None
 
 
+# attribute of a ``seq_idx``: its bounds, if they are known
+KNOWN = "_liger_bounds"
+
+
+def bounds_of_index(index: Tensor) -> Tensor:
+    """The bounds of the documents that ``seq_idx`` (B, T) numbers. The host waits for those that are
+    not known."""
+    if (found := getattr(index, KNOWN, None)) is not None:
+        return found
+    begins = F.pad(index.diff(dim=-1) != 0, (1, 0), value=True)
+    return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=index.numel()).int()
+
+
 def one_row(t: Tensor, bounds: Tensor | None) -> Tensor:
     """(B, T, ...) as (1, B T, ...), if there are bounds in it."""
     return t if bounds is None or t.shape[0] == 1 else t.reshape(1, -1, *t.shape[2:])
@@ -77,7 +90,9 @@ class CausalConv1d(Variant):
 
     def __call__(self, stock: Callable) -> Callable:
         def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
-            bounds, x = kwargs.get("cu_seq_lens_q"), hidden_states.transpose(1, 2)
+            bounds, index, x = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"), hidden_states.transpose(1, 2)
+            if bounds is None and index is not None:  # all that Inkling passes on, and LFM2 in Transformers 5.17
+                bounds = bounds_of_index(index)
             act = "silu" if activation == "swish" else activation
             fits = act in (None, "silu") and weight.shape[1] in WIDTHS and weight.dtype in (x.dtype, torch.float32)
             fits = fits and all(plain(t) for t in (x, weight, bias) if t is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from liger_kernel.transformers.recognise.tiny import VOCAB, tiny_model, with_ima
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = DEVICE == "cuda" or os.environ.get("LIGER_TEST_INTERPRETED") == "1"  # whether they serve whole models
+TOLERANCE = 1e-5 if KERNELS else 2e-6
 
 
 @contextlib.contextmanager
@@ -100,9 +101,7 @@ def step(model: nn.Module, batch: dict[str, Any] | None = None, **kwargs: Any) -
     return out, {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_learning(
-    ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float = 1e-5 if KERNELS else 2e-6
-) -> None:
+def assert_same_learning(ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
     """Loss and gradients equal to fp32 rounding: each to ``tolerance`` of its largest value, or of
     1/1000 of the largest gradient of all.
 
@@ -115,6 +114,17 @@ def assert_same_learning(
         assert error <= tolerance * max(g.abs().max().item(), floor), (
             f"{name}: error {error:.1e}, largest value {g.abs().max().item():.1e}"
         )
+
+
+def assert_learns_the_same(
+    model: nn.Module, patch: Callable[[nn.Module], Any], tolerance: float = TOLERANCE, **kwargs: Any
+) -> Any:
+    """A step of ``model`` learns the same before and after ``patch`` of it. Returns its output."""
+    expected = step(model, **kwargs)[1]
+    patch(model)
+    out, learned = step(model, **kwargs)
+    assert_same_learning(learned, expected, tolerance)
+    return out
 
 
 def assert_same_bits(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:

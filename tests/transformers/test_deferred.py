@@ -1,7 +1,5 @@
 """The recipe for logits, the heads it can hold, and the contract of a patched ``forward``."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -15,15 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+import transformers
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from torch import nn
+from transformers import LlamaForCausalLM
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
-
-from liger_kernel.nn import LigerCrossEntropyLoss, liger_cross_entropy  # noqa: E402
-from liger_kernel.ops import (  # noqa: E402
+from liger_kernel.nn import LigerCrossEntropyLoss, liger_cross_entropy
+from liger_kernel.ops import (
     cross_entropy,
     fused_ce_tvd,
     logit_divergence,
@@ -31,12 +27,12 @@ from liger_kernel.ops import (  # noqa: E402
     sparsemax,
     vocab_parallel_cross_entropy,
 )
-from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss  # noqa: E402
-from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
-from liger_kernel.transformers.head import forward as head_forward  # noqa: E402
-from liger_kernel.transformers.head.recipe import DeferredLogits, LossOptions, LossRequest  # noqa: E402
-from liger_kernel.transformers.head.stand_in import Call, StandIn, deferred, place_of_head, standing, this_thread  # noqa: E402
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss
+from liger_kernel.transformers import class_patches, instance_patches, restore
+from liger_kernel.transformers.head import forward as head_forward
+from liger_kernel.transformers.head.recipe import DeferredLogits, LossOptions, LossRequest
+from liger_kernel.transformers.head.stand_in import Call, StandIn, deferred, place_of_head, standing, this_thread
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
 
@@ -167,15 +163,8 @@ def test_a_recipe_is_its_logits(name, computed):
 
 def test_what_is_known_without_computing(computed):
     x, logits, _ = recipe()
-    assert (x.shape, x.dtype, x.device, x.ndim, x.dim(), len(x), x.size(0)) == (
-        logits.shape,
-        logits.dtype,
-        logits.device,
-        3,
-        3,
-        B,
-        B,
-    )
+    known = lambda t: (t.shape, t.dtype, t.device, t.ndim, t.dim(), len(t), t.size(0))
+    assert known(x) == known(logits)
     assert x.to(torch.float64).dtype == torch.float64 and x.to(x.device) is x and (x / 2).shape == logits.shape
     assert x.requires_grad
     with torch.no_grad():
@@ -241,9 +230,6 @@ def test_options_of_the_loss():
     torch.testing.assert_close(found, cross_entropy(z, TARGET, **options))
     assert loss.computed and torch.equal(loss.predicted_tokens, z.argmax(-1).where(TARGET >= 0, -1))
     torch.testing.assert_close(loss.token_accuracy, (z.argmax(-1) == TARGET)[TARGET >= 0].float().mean())
-
-
-# -- heads ---------------------------------------------------------------------------------
 
 
 class LowRank(nn.Module):
@@ -314,12 +300,13 @@ def test_heads_of_models_are_found_wherever_they_are():
     assert place_of_head(nn.Linear(1, 1)) is None
 
 
-def test_frozen_trunk_still_trains_its_head():
+@pytest.mark.parametrize("frozen", ["the head", "the rest"])
+def test_what_is_frozen_gets_no_gradient(frozen):
     model = make("llama", num_hidden_layers=1)
     for name, p in model.named_parameters():
-        p.requires_grad_("lm_head" in name)
+        p.requires_grad_(("lm_head" in name) == (frozen == "the rest"))
     expected = step(model)[1]
-    assert expected.keys() == {"loss", "lm_head.weight"}
+    assert frozen == "the head" or expected.keys() == {"loss", "lm_head.weight"}
     assert_same_learning(step(patched(model))[1], expected)
 
 
@@ -340,16 +327,11 @@ def test_ignored_tokens_stay_out_of_the_head(kwargs, monkeypatch):
     assert rows == [(batch["labels"][:, 1:] != -100).sum()]
 
 
-def test_a_loss_that_counts_unforeseen_tokens_is_nan_not_wrong():
-    model, batch = patched(make("llama", num_hidden_layers=1)), tokens(ignored=6)
-    kept = head_forward._kept_early
-    head_forward._kept_early = lambda given, head: kept(
-        {"labels": given["labels"].index_fill(1, torch.tensor([8], device=DEVICE), -100)}, head
-    )
-    try:
-        assert model(**batch).loss.isnan()
-    finally:
-        head_forward._kept_early = kept
+def test_a_loss_that_counts_unforeseen_tokens_is_nan_not_wrong(monkeypatch):
+    model, batch, kept = patched(make("llama", num_hidden_layers=1)), tokens(ignored=6), head_forward._kept_early
+    fewer = lambda given: {"labels": given["labels"].index_fill(1, torch.tensor([8], device=DEVICE), -100)}
+    monkeypatch.setattr(head_forward, "_kept_early", lambda given, head: kept(fewer(given), head))
+    assert model(**batch).loss.isnan()
 
 
 def test_the_gradient_of_the_head_is_scaled_in_the_forward(monkeypatch):
@@ -363,16 +345,6 @@ def test_the_gradient_of_the_head_is_scaled_in_the_forward(monkeypatch):
     expected = step(model, batch, num_items_in_batch=49)[1]
     assert_same_learning(step(patched(model), batch, num_items_in_batch=49)[1], expected)
     assert seen == [pytest.approx(1, abs=2e-7)]
-
-
-def test_frozen_head_gets_no_gradient():
-    model = make("llama", num_hidden_layers=1)
-    model.lm_head.weight.requires_grad_(False)
-    expected = step(model)[1]
-    assert_same_learning(step(patched(model))[1], expected)
-
-
-# -- the contract of forward ---------------------------------------------------------------
 
 
 def test_when_logits_are_left_out(computed):
@@ -395,27 +367,22 @@ def test_when_logits_are_left_out(computed):
 @pytest.mark.parametrize("skip", [True, False])
 def test_loss_arguments(training, skip):
     model = make("llama", num_hidden_layers=1).train(training)
-    ours = patched(copy.deepcopy(model))
-    batch = tokens()
-    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    cases = [
+    ours, batch = patched(copy.deepcopy(model)), tokens()
+    for case in (
         dict(num_items_in_batch=7),
         dict(num_items_in_batch=torch.tensor(11)),
         dict(num_items_in_batch=torch.tensor([5.0])),
-        dict(shift_labels=shifted.contiguous()),
+        dict(shift_labels=F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()),
         dict(labels=batch["input_ids"], ignore_index=int(batch["labels"][0, -1])),
-    ]
-    for case in cases:
-        case = batch | case
-        torch.testing.assert_close(ours(**case, skip_logits=skip).loss, model(**case).loss, rtol=2e-6, atol=1e-6)
+    ):
+        found, expected = ours(**batch | case, skip_logits=skip).loss, model(**batch | case).loss
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
 def test_shift_labels_alone_and_not_contiguous():
-    model = make("llama", num_hidden_layers=1)
-    batch = tokens()
+    model, batch = make("llama", num_hidden_layers=1), tokens()
     expected = step(model, batch)[1]
-    wide = torch.full((2, 24), -100, device=DEVICE)
-    wide[:, ::2] = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    wide = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].repeat_interleave(2, 1)
     out, learned = step(patched(model), {"input_ids": batch["input_ids"], "shift_labels": wide[:, ::2]})
     assert out.logits is None
     assert_same_learning(learned, expected)
@@ -424,16 +391,13 @@ def test_shift_labels_alone_and_not_contiguous():
 def test_positional_arguments_and_tuples():
     model = make("llama", num_hidden_layers=1)
     ids, labels = tokens().values()
-    expected = model(ids, None, None, None, None, labels, return_dict=False, use_cache=False)
-    ours = patched(model)
-    out = ours(ids, None, None, None, None, labels, return_dict=False, use_cache=False)
-    torch.testing.assert_close(out, expected[:1])
-    out = ours(ids, None, None, None, None, labels, return_dict=False, use_cache=False, skip_logits=False)
-    torch.testing.assert_close(out, expected)
-    out = ours(
-        ids, labels=labels, return_dict=False, use_cache=False, return_token_accuracy=True, return_predicted_tokens=True
-    )
-    assert [o.shape for o in out] == [(), (), (24,)]
+    call = lambda **more: model(ids, None, None, None, None, labels, return_dict=False, use_cache=False, **more)
+    expected = call()
+    patched(model)
+    torch.testing.assert_close(call(), expected[:1])
+    torch.testing.assert_close(call(skip_logits=False), expected)
+    asked = dict(return_token_accuracy=True, return_predicted_tokens=True)
+    assert [o.shape for o in model(ids, labels=labels, return_dict=False, use_cache=False, **asked)] == [(), (), (24,)]
 
 
 def test_positional_arguments_of_a_replaced_forward():
@@ -614,10 +578,8 @@ def test_cross_entropy_head_keeps_logits():
 
 def test_signature_says_what_it_takes():
     model = make("llama", num_hidden_layers=1)
-    stock = inspect.signature(model.forward)
-    ours = inspect.signature(patched(model).forward)
-    names = [*stock.parameters][:-1]
-    assert [*ours.parameters] == [*names, "skip_logits", [*stock.parameters][-1]]
+    stock = [*inspect.signature(model.forward).parameters]
+    assert [*inspect.signature(patched(model).forward).parameters] == [*stock[:-1], "skip_logits", stock[-1]]
     assert model.forward.__self__ is model and model.forward.__func__.__name__ == model.forward.__name__ == "forward"
 
 
@@ -663,21 +625,28 @@ def test_the_head_is_back_after_an_exception():
     assert model.lm_head is head
 
 
+def assert_called(out, labels, loss, logits):
+    """A call with labels trains; one without has logits that are real."""
+    if labels:
+        assert out.logits is None
+        torch.testing.assert_close(out.loss.detach(), loss.detach())
+    else:
+        assert type(out.logits) is torch.Tensor
+        torch.testing.assert_close(out.logits, logits)
+
+
 @pytest.mark.parametrize("labels", [False, True])
 def test_a_model_called_in_another_thread(labels):
-    """While it trains in this one: for logits, which are real, or to train, too."""
-    model = make("llama", num_hidden_layers=1)
+    """While it trains in this one: for logits, or to train, too."""
+    model, given = make("llama", num_hidden_layers=1), tokens() if labels else {"input_ids": tokens()["input_ids"]}
     expected, logits = model(**tokens()).loss, model(tokens()["input_ids"]).logits
-    head, stock = model.lm_head, model.loss_function
-    entered, done = (threading.Event() for _ in range(2)), threading.Event()
-    entered, found = dict(zip(("one", "two"), entered)), {}
+    head, stock, found = model.lm_head, model.loss_function, {}
+    done, entered = threading.Event(), {"one": threading.Event(), "two": threading.Event()}
 
     def loss(**kwargs):
         entered[name := threading.current_thread().name].set()
-        if name == "one":
-            (entered["two"] if labels else done).wait(30)  # until another call is in the middle of its own
-        else:
-            done.wait(30)
+        # until another call is in the middle of its own
+        (entered["two"] if labels and name == "one" else done).wait(30)
         return stock(**kwargs)
 
     def one():
@@ -686,7 +655,7 @@ def test_a_model_called_in_another_thread(labels):
 
     def two():
         entered["one"].wait(30)
-        found["two"] = model(**(tokens() if labels else {"input_ids": tokens()["input_ids"]}))
+        found["two"] = model(**given)
         if not labels:
             done.set()
 
@@ -697,13 +666,8 @@ def test_a_model_called_in_another_thread(labels):
         t.start()
     for t in threads:
         t.join()
-    assert found["one"].logits is None
-    torch.testing.assert_close(found["one"].loss, expected)
-    if labels:
-        assert found["two"].logits is None
-        torch.testing.assert_close(found["two"].loss, expected)
-    else:
-        torch.testing.assert_close(found["two"].logits, logits)
+    assert_called(found["one"], True, expected, logits)
+    assert_called(found["two"], labels, expected, logits)
     assert model.lm_head is head and not standing
 
 
@@ -722,12 +686,7 @@ def test_a_model_called_in_its_own_loss(labels):
     patched(model).train()
     model.loss_function = loss
     assert_same_learning(step(model)[1], expected)
-    if labels:
-        assert seen[0].logits is None
-        torch.testing.assert_close(seen[0].loss.detach(), expected["loss"])
-    else:
-        assert type(seen[0].logits) is torch.Tensor
-        torch.testing.assert_close(seen[0].logits, logits)
+    assert_called(seen[0], labels, expected["loss"], logits)
     assert model.lm_head is head and not standing
 
 
@@ -831,29 +790,22 @@ def test_a_default_device_does_not_matter():
         assert_same_learning(step(model, batch)[1], expected)
 
 
-def test_compiles_without_graph_breaks():
+@pytest.mark.parametrize("looks", [False, True])
+def test_compiles_without_graph_breaks(looks):
+    """Also with a loss that looks at logits."""
     torch._dynamo.reset()
     model = make("llama", num_hidden_layers=1)
+    if looks:
+        model.loss_function = lambda logits, labels, **_: (
+            F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + logits.square().mean()
+        )
     expected = step(model)[1]
-    instance_patches(model, "llama", dict(rope=True, rms_norm=True, glu=True), "fused").apply()
+    instance_patches(model, "llama", {} if looks else dict(rope=True, rms_norm=True, glu=True), "fused").apply()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for kwargs in ({"num_items_in_batch": torch.tensor(18, device=DEVICE)}, {"return_token_accuracy": True}):
+    given = {"num_items_in_batch": torch.tensor(18, device=DEVICE)}, {"return_token_accuracy": True}
+    for kwargs in [{}] if looks else given:
         out, learned = step(compiled, **kwargs)
-        learned = {n.removeprefix("_orig_mod."): g for n, g in learned.items()}
-        assert out.logits is None and (out.token_accuracy is not None) == ("return_token_accuracy" in kwargs)
-        assert_same_learning(learned, expected)
-    compiled.eval()
-    assert compiled(**tokens(), use_cache=False).logits is not None
-    torch._dynamo.reset()
-
-
-def test_a_loss_that_looks_at_logits_compiles_without_graph_breaks():
-    torch._dynamo.reset()
-    model = make("llama", num_hidden_layers=1)
-    model.loss_function = lambda logits, labels, **_: (
-        F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + logits.square().mean()
-    )
-    expected = step(model)[1]
-    learned = step(torch.compile(patched(model), backend="aot_eager", fullgraph=True))[1]
-    assert_same_learning({n.removeprefix("_orig_mod."): g for n, g in learned.items()}, expected)
+        assert (out.logits is None or looks) and (out.token_accuracy is not None) == ("return_token_accuracy" in kwargs)
+        assert_same_learning({n.removeprefix("_orig_mod."): g for n, g in learned.items()}, expected)
+    assert looks or compiled.eval()(**tokens(), use_cache=False).logits is not None
     torch._dynamo.reset()

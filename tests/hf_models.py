@@ -73,6 +73,11 @@ def make(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **m
     return model.to(DEVICE, dtype)
 
 
+def checkpointed(model: nn.Module, reentrant: bool = False) -> nn.Module:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model
+
+
 def tokens(batch: int = 2, length: int = 12, seed: int = 1, ignored: int = 3) -> dict[str, Tensor]:
     """Tokens and labels, the first ``ignored`` of each sequence ignored."""
     ids = torch.randint(3, VOCAB - 3, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)

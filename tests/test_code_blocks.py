@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs" / "_ext"))
 
-import command_line  # noqa: E402  found by the line above
+import command_line
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()

@@ -5,8 +5,6 @@ Megatron-core itself is no dependency; what its own code computes is written out
 matters.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import ModuleType, SimpleNamespace

@@ -656,7 +656,7 @@ def test_kept_attention_under_compile(compiled):
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import (  # noqa: E402
+from hf_models import (
     assert_same_bits,
     assert_untouched,
     everything_of,
@@ -668,10 +668,10 @@ from hf_models import (  # noqa: E402
     tokens,
 )
 
-import liger_kernel.transformers as ours  # noqa: E402
-from liger_kernel.transformers import restore  # noqa: E402
-from liger_kernel.transformers.patching.patches import is_patched  # noqa: E402
-from liger_kernel.transformers.recognise import experts  # noqa: E402
+import liger_kernel.transformers as ours
+from liger_kernel.transformers import restore
+from liger_kernel.transformers.patching.patches import is_patched
+from liger_kernel.transformers.recognise import experts
 
 # plain; norms of heads; four norms; packed gate and up; experts
 FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "mixtral"]

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs" / "_ext"))
 
-import command_line  # noqa: E402  found by the line above
-import surface  # noqa: E402  found by the line above
+import command_line
+import surface
 
 pytest.importorskip("transformers")
 PAGES = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.rst")}

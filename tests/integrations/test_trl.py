@@ -24,12 +24,12 @@ from torch import nn
 trl = pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: make setup")
 
-import tokenizers  # noqa: E402
-from packaging.version import Version  # noqa: E402
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+import tokenizers
+from packaging.version import Version
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from liger_kernel.transformers.head.recipe import DeferredLogits  # noqa: E402
-from liger_kernel.transformers.patching.patches import is_patched  # noqa: E402
+from liger_kernel.transformers.head.recipe import DeferredLogits
+from liger_kernel.transformers.patching.patches import is_patched
 
 datasets.disable_progress_bars()
 VERSION = Version(trl.__version__)

@@ -13,15 +13,15 @@ import torch
 pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
 peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
 
-import adapters  # noqa: E402
-from adapters import EVERY, Gradients, assert_rounds_as  # noqa: E402
-from hf_models import DEVICE, assert_same_learning, forget_training, make  # noqa: E402
-from test_trl import FUSED, MEANS, assert_same, reward, rows, taught  # noqa: E402
-from torch import nn  # noqa: E402
-from transformers import BitsAndBytesConfig, LlamaForCausalLM  # noqa: E402
+import adapters
+from adapters import EVERY, Gradients, assert_rounds_as
+from hf_models import DEVICE, assert_same_learning, forget_training, make
+from test_trl import FUSED, MEANS, assert_same, reward, rows, taught
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.transformers import restore  # noqa: E402
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.transformers import restore
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 FORWARD = [3, 1, 3]  # q, k, v; o; gate, up, down

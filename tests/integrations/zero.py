@@ -16,11 +16,11 @@ os.environ |= {
     "DS_ACCELERATOR": "cpu",
 }
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-from hf_models import make, tokens  # noqa: E402
+import deepspeed
+import torch
+from hf_models import make, tokens
 
-import liger_kernel.transformers as liger  # noqa: E402
+import liger_kernel.transformers as liger
 
 deepspeed.init_distributed(dist_backend="gloo")
 model = make("llama")

@@ -1,8 +1,6 @@
 """200 steps of adapters on real text, under autocast: the engine's losses differ from stock's as
 two stock runs of different rounding do."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import sysconfig
@@ -11,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-import adapters  # noqa: E402
-from hf_models import DEVICE, make  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import adapters
+from hf_models import DEVICE, make
+from torch import Tensor, nn
 
-import liger_kernel.transformers as ours  # noqa: E402
-from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.transformers import projections_report  # noqa: E402
+import liger_kernel.transformers as ours
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.transformers import projections_report
 
 STEPS, ROWS, LENGTH = 200, 4, 64
 

@@ -1,7 +1,5 @@
 """``liger_kernel.apply``: one line for any model, and what it says about it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys
@@ -9,13 +7,12 @@ import types
 
 import pytest
 import torch
+import transformers
 from hf_models import DEVICE, make
 from torch import nn
 
 import liger_kernel
 import liger_kernel.transformers as liger
-
-transformers = pytest.importorskip("transformers")
 
 
 class Norm(nn.Module):

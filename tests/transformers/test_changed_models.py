@@ -1,8 +1,6 @@
 """Models that are changed after they were patched: what stock would do at the time of a call, a
 patched model does."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -14,19 +12,16 @@ import weakref
 
 import pytest
 import torch
+from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens
+from processes import start_ranks
+from quick import further
 from torch import nn
+from transformers.models.llama import modeling_llama
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens  # noqa: E402
-from processes import start_ranks  # noqa: E402
-from quick import further  # noqa: E402
-from transformers.models.llama import modeling_llama  # noqa: E402
-
-import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel.transformers.patching import patches as patching  # noqa: E402
-from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
-from liger_kernel.transformers.recognise import families  # noqa: E402
+import liger_kernel.transformers as liger
+from liger_kernel.transformers.patching import patches as patching
+from liger_kernel.transformers.patching.report import patches_report
+from liger_kernel.transformers.recognise import families
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
 
@@ -34,9 +29,6 @@ pytestmark = pytest.mark.usefixtures("models_by_references")
 def patched(model: nn.Module, **flags) -> nn.Module:
     liger._apply_liger_kernel_to_instance(model=model, **flags)
     return model
-
-
-# -- what a call sees ------------------------------------------------------------------------
 
 
 def doubled(function):
@@ -142,9 +134,6 @@ def test_what_was_replaced_before_stays(name, live, monkeypatch):
     assert_same_learning(learned, expected)
 
 
-# -- life and copies ---------------------------------------------------------------------------
-
-
 def frees(rank: int) -> None:
     gc.disable()
     for use in ("stock", "instance", "class"):
@@ -228,9 +217,6 @@ def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
     assert marked == str(not absent)
 
 
-# -- torch.func ----------------------------------------------------------------------------------
-
-
 def test_functional_transforms():
     """``torch.func`` sees through a patched model, be it called, differentiated forwards or
     backwards, or vectorised over batches or weights."""
@@ -257,9 +243,6 @@ def test_functional_transforms():
     expected = results(model)
     torch.testing.assert_close(results(patched(model)), expected, rtol=1e-4, atol=1e-6)
     assert step(model)[0].logits is None
-
-
-# -- what is said ----------------------------------------------------------------------------------
 
 
 def test_unknown_flags_are_said_once(monkeypatch):

@@ -1,7 +1,5 @@
 """The class that a patched module gets: what other packages, copies and pickles see of it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -9,17 +7,14 @@ import types
 
 import pytest
 import torch
+from hf_models import DEVICE, assert_same_learning, assert_untouched, make, snapshot, step, tokens
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
+from transformers.models.llama import modeling_llama
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import DEVICE, assert_same_learning, assert_untouched, make, snapshot, step, tokens  # noqa: E402
-from transformers.models.llama import modeling_llama  # noqa: E402
-
-import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel.transformers.patching.patches import is_ours, is_patched  # noqa: E402
+import liger_kernel.transformers as liger
+from liger_kernel.transformers.patching.patches import is_ours, is_patched
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
 

@@ -1,23 +1,18 @@
 """Patched and stock models that train for a while stay together, as far as their dtype lets
 stock stay with fp64."""
 
-from __future__ import annotations
-
 import copy
 from statistics import median
 
 import pytest
 import torch
+from hf_models import batch_of, make, served_by_kernels_or_references, stock
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import batch_of, make, served_by_kernels_or_references, stock  # noqa: E402
-
-from liger_kernel.testing import assert_as_accurate, errors, floors  # noqa: E402
-from liger_kernel.transformers import instance_patches, table  # noqa: E402
-from liger_kernel.transformers.patching import flags  # noqa: E402
-from liger_kernel.transformers.recognise import families  # noqa: E402
-from liger_kernel.transformers.recognise.families import Family  # noqa: E402
+from liger_kernel.testing import assert_as_accurate, errors, floors
+from liger_kernel.transformers import instance_patches, table
+from liger_kernel.transformers.patching import flags
+from liger_kernel.transformers.recognise import families
+from liger_kernel.transformers.recognise.families import Family
 
 STEPS = 32
 # every family that the published package trains in its tests of convergence, and more: those it has

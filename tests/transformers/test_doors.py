@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import (  # noqa: E402
+from hf_models import (
     DEVICE,
     assert_same_bits,
     assert_same_learning,
@@ -35,18 +35,18 @@ from hf_models import (  # noqa: E402
     step,
     tokens,
 )
-from transformers.models.llama import modeling_llama  # noqa: E402
+from transformers.models.llama import modeling_llama
 
-import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel import nn as lnn  # noqa: E402
-from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.transformers import functional  # noqa: E402
-from liger_kernel.transformers.patching import patches as patching  # noqa: E402
-from liger_kernel.transformers.patching.patches import is_patched, original  # noqa: E402
-from liger_kernel.transformers.patching.select import _named_as  # noqa: E402
-from liger_kernel.transformers.recognise import families, ropes, slots  # noqa: E402
-from liger_kernel.transformers.recognise.families import infer  # noqa: E402
-from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
+import liger_kernel.transformers as liger
+from liger_kernel import nn as lnn
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.transformers import functional
+from liger_kernel.transformers.patching import patches as patching
+from liger_kernel.transformers.patching.patches import is_patched, original
+from liger_kernel.transformers.patching.select import _named_as
+from liger_kernel.transformers.recognise import families, ropes, slots
+from liger_kernel.transformers.recognise.families import infer
+from liger_kernel.transformers.recognise.tiny import tiny_config
 
 LLAMA_FLAGS = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True)
 

@@ -1,8 +1,6 @@
 """Experts that are stored in FP8, beside the same experts with the weights that FP8 has left,
 made dense."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -12,20 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", minversion="0.17")
 pytest.importorskip("transformers.integrations.moe", reason="this version has one implementation of experts")
 
-from adapters import drawn  # noqa: E402
-from hf_models import DEVICE, assert_same_learning, make, recognised, step, tokens  # noqa: E402
+from adapters import drawn
+from hf_models import DEVICE, assert_same_learning, make, recognised, step, tokens
 
-import liger_kernel.transformers as ours  # noqa: E402
-from liger_kernel.nn import float8 as stored  # noqa: E402
-from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.ops.projections import float8  # noqa: E402
-from liger_kernel.transformers import projections_report, quantize_base, restore  # noqa: E402
-from liger_kernel.transformers.recognise import experts  # noqa: E402
-from liger_kernel.transformers.recognise.projections import Fallback  # noqa: E402
+import liger_kernel.transformers as ours
+from liger_kernel.nn import float8 as stored
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.projections import float8
+from liger_kernel.transformers import projections_report, quantize_base, restore
+from liger_kernel.transformers.recognise import experts
+from liger_kernel.transformers.recognise.projections import Fallback
 
 needs_kernels = pytest.mark.skipif(
     not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
@@ -123,9 +120,6 @@ def saved_sizes():
         yield sizes
 
 
-# -- by the engine -------------------------------------------------------------------------
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("family", "recipe"), [("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")]
@@ -210,9 +204,6 @@ def test_adapters_are_switched(ran):
     assert ran == ["alone adapted_moe"]
 
 
-# -- by others -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_stock_code_reads_dense_weights(family, implementation):
@@ -283,9 +274,6 @@ def test_under_torch_compile_peft_sums():
             torch.compile(block(model), backend="eager")(x), block(dense)(x), rtol=1e-4, atol=1e-5
         )
     assert all(len(made) == 1 for made in experts_of(model).parametrizations.values())
-
-
-# -- what is kept --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8"), ("gpt_oss", "fp8_rowwise")])
@@ -363,9 +351,6 @@ def test_wrong_weights_are_refused():
         stored.store_experts(of, "down_proj", "int4")
     with pytest.raises(ValueError, match=r"store_experts: no must be a floating point parameter \(E, N, K\), got none"):
         stored.store_experts(of, "no", "fp8")
-
-
-# -- what quantize_base leaves -------------------------------------------------------------
 
 
 def reasons(model: nn.Module, **more) -> dict[str, str]:

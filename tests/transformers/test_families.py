@@ -16,7 +16,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import (  # noqa: E402
+from hf_models import (
     DEVICE,
     KERNELS,
     SMOKE,
@@ -32,19 +32,19 @@ from hf_models import (  # noqa: E402
     tokens,
 )
 
-import liger_kernel.transformers as transformers_of_ours  # noqa: E402
-from liger_kernel.patch_options import HEADS  # noqa: E402
-from liger_kernel.testing import assert_as_accurate  # noqa: E402
-from liger_kernel.transformers import class_patches, instance_patches, restore, table  # noqa: E402
-from liger_kernel.transformers.head.forward import fused  # noqa: E402
-from liger_kernel.transformers.patching import patches as patching  # noqa: E402
-from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN  # noqa: E402
-from liger_kernel.transformers.patching.flags import flags_of  # noqa: E402
-from liger_kernel.transformers.patching.patches import _STOCK, is_ours  # noqa: E402
-from liger_kernel.transformers.recognise import activations, families, slots  # noqa: E402
-from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
-from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, infer, tables_of  # noqa: E402  # noqa: E402
-from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
+import liger_kernel.transformers as transformers_of_ours
+from liger_kernel.patch_options import HEADS
+from liger_kernel.testing import assert_as_accurate
+from liger_kernel.transformers import class_patches, instance_patches, restore, table
+from liger_kernel.transformers.head.forward import fused
+from liger_kernel.transformers.patching import patches as patching
+from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN
+from liger_kernel.transformers.patching.flags import flags_of
+from liger_kernel.transformers.patching.patches import _STOCK, is_ours
+from liger_kernel.transformers.recognise import activations, families, slots
+from liger_kernel.transformers.recognise.compare import recognise, references
+from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, infer, tables_of
+from liger_kernel.transformers.recognise.tiny import tiny_config
 
 EVERY = sorted(t for t, row in families.FAMILIES.items() if row.heads)
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]

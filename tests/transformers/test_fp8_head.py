@@ -1,22 +1,17 @@
 """Patched models whose head multiplies in FP8 where the loss is computed."""
 
-from __future__ import annotations
-
 import types
 
 import pytest
 import torch
+from hf_models import make, step, tokens
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import make, step, tokens  # noqa: E402
-
-from liger_kernel.ops.projections.float8 import lacking  # noqa: E402
-from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
-from liger_kernel.transformers.head import loss_functions  # noqa: E402
-from liger_kernel.transformers.head.forward import fused  # noqa: E402
-from liger_kernel.transformers.head.head_weights import FP8  # noqa: E402
+from liger_kernel.ops.projections.float8 import lacking
+from liger_kernel.transformers.head import loss as head_loss
+from liger_kernel.transformers.head import loss_functions
+from liger_kernel.transformers.head.forward import fused
+from liger_kernel.transformers.head.head_weights import FP8
 
 pytestmark = [
     pytest.mark.usefixtures("models_by_references"),

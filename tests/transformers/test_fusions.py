@@ -18,16 +18,16 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import make, served_by_kernels_or_references, step, tokens  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer  # noqa: E402
-from transformers.utils.deprecation import deprecate_kwarg  # noqa: E402
+from hf_models import make, served_by_kernels_or_references, step, tokens
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.utils.deprecation import deprecate_kwarg
 
-import liger_kernel.transformers as ours  # noqa: E402
-from liger_kernel.ops._core import operator as _op  # noqa: E402
-from liger_kernel.transformers import class_patches, instance_patches, restore  # noqa: E402
-from liger_kernel.transformers.patching.patches import core, is_patched, within  # noqa: E402
-from liger_kernel.transformers.recognise import slots  # noqa: E402
-from liger_kernel.transformers.rewrite import rules  # noqa: E402
+import liger_kernel.transformers as ours
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.transformers import class_patches, instance_patches, restore
+from liger_kernel.transformers.patching.patches import core, is_patched, within
+from liger_kernel.transformers.recognise import slots
+from liger_kernel.transformers.rewrite import rules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(

@@ -1,8 +1,6 @@
 """Training steps that are replayed: the same losses and gradients as those of steps that run. On a CPU
 a replay calls the recorded function again, on the same fixed inputs."""
 
-from __future__ import annotations
-
 import copy
 import random
 import sys
@@ -65,9 +63,6 @@ def said(call: Any) -> list[str]:
         warnings.simplefilter("always")
         call()
     return [str(w.message) for w in found if str(w.message).startswith("graphs: ")]
-
-
-# -- whole models
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -333,9 +328,6 @@ def test_a_model_of_ones_own():
     assert recorded(model).replays == 2
     with pytest.raises(ValueError, match=r"model must be an nn\.Module, got int"):
         graphs.wrap(3)
-
-
-# -- batches
 
 
 @pytest.mark.parametrize(("T", "up"), [(1, 64), (64, 64), (65, 128), (513, 576), (1025, 1152), (2048, 2048)])

@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
-from test_token_scores import of_logits, of_scores  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from test_token_scores import of_logits, of_scores
 
-from liger_kernel.testing import assert_as_accurate  # noqa: E402
-from liger_kernel.transformers import instance_patches  # noqa: E402
-from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
-from liger_kernel.transformers.head.head_weights import held  # noqa: E402
-from liger_kernel.transformers.head.recipe import LossRequest  # noqa: E402
-from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
-from liger_kernel.transformers.recognise.projections import Fallback  # noqa: E402
+from liger_kernel.testing import assert_as_accurate
+from liger_kernel.transformers import instance_patches
+from liger_kernel.transformers.head import loss as head_loss
+from liger_kernel.transformers.head.head_weights import held
+from liger_kernel.transformers.head.recipe import LossRequest
+from liger_kernel.transformers.head.stand_in import deferred
+from liger_kernel.transformers.recognise.projections import Fallback
 
 V = 263  # beside the hidden sizes of tiny models the largest of all
 

@@ -18,17 +18,17 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, make, step, tokens  # noqa: E402
-from quick import further  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
-from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
-from transformers.pytorch_utils import Conv1D  # noqa: E402
-from transformers.utils import ModelOutput  # noqa: E402
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from quick import further
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import ModelOutput
 
-from liger_kernel.transformers import instance_patches  # noqa: E402
-from liger_kernel.transformers.head import loss as head_loss  # noqa: E402
-from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest  # noqa: E402
-from liger_kernel.transformers.head.stand_in import deferred  # noqa: E402
+from liger_kernel.transformers import instance_patches
+from liger_kernel.transformers.head import loss as head_loss
+from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest
+from liger_kernel.transformers.head.stand_in import deferred
 
 MOMENTS = int(os.environ.get("LIGER_TEST_PROGRAMS", 60))
 

@@ -1,8 +1,6 @@
 """Layers, layouts and experts that Transformers itself puts in place, without a patch; with the
 library ``kernels``: ``integrations/test_hf_kernels.py``."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import pickle
@@ -11,19 +9,19 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
 monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="this version builds no other classes")
 
-from adapters import drawn  # noqa: E402
-from hf_models import DEVICE, assert_same_learning, make, recognised, step, tokens  # noqa: E402
-from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+from adapters import drawn
+from hf_models import DEVICE, assert_same_learning, make, recognised, step, tokens
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from liger_kernel import hub  # noqa: E402
-from liger_kernel.hub import layers, layouts, registered_experts  # noqa: E402
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, quantize_base, restore  # noqa: E402
-from liger_kernel.transformers.recognise import experts as of_experts  # noqa: E402
+from liger_kernel import hub
+from liger_kernel.hub import layers, layouts, registered_experts
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, quantize_base, restore
+from liger_kernel.transformers.recognise import experts as of_experts
 
 BATCH = dict(batch=1, length=6, ignored=2)
 # what a tiny model has of ours, by family: of two layers
@@ -108,9 +106,6 @@ def test_linear_and_loss():
         expected = ForCausalLMLoss(z, labels, vocab_size=19, **more)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found, z), torch.autograd.grad(expected, z))
-
-
-# -- experts_implementation="liger" ------------------------------------------------------------------
 
 
 @functools.cache

@@ -5,8 +5,6 @@ What stock learns of them a patched model learns.
 A program is a seed: labels, how they are masked, and what the sum of the losses is divided by.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
@@ -18,9 +16,6 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("transformers")
-
 import transformers
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, tokens
 from torch import Tensor, nn

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import (  # noqa: E402
+from hf_models import (
     DEVICE,
     assert_same_bits,
     assert_same_learning,
@@ -29,20 +29,20 @@ from hf_models import (  # noqa: E402
     step,
     tokens,
 )
-from transformers.integrations.liger import apply_liger_kernel  # noqa: E402
+from transformers.integrations.liger import apply_liger_kernel
 
-import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel import memory  # noqa: E402
-from liger_kernel.memory import offload as offloading  # noqa: E402
-from liger_kernel.ops.projections import tiled_mlp  # noqa: E402
-from liger_kernel.ops.projections.mlp import AdaptedMLPFunction  # noqa: E402
-from liger_kernel.train import model as training  # noqa: E402
-from liger_kernel.train.config import TrainConfig, UserError, from_flags  # noqa: E402
-from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch  # noqa: E402
-from liger_kernel.transformers import restore  # noqa: E402
-from liger_kernel.transformers.patching import patches, select  # noqa: E402
-from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
-from liger_kernel.transformers.recognise import mlps  # noqa: E402
+import liger_kernel.transformers as liger
+from liger_kernel import memory
+from liger_kernel.memory import offload as offloading
+from liger_kernel.ops.projections import tiled_mlp
+from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
+from liger_kernel.train import model as training
+from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
+from liger_kernel.transformers import restore
+from liger_kernel.transformers.patching import patches, select
+from liger_kernel.transformers.patching.report import patches_report
+from liger_kernel.transformers.recognise import mlps
 
 FAMILIES = ["llama", "gemma2", "phi3", "mixtral", "nemotron", "gpt_neox", "opt", "qwen2_vl", "whisper"]
 

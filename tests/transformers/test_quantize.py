@@ -1,8 +1,6 @@
 """Models whose frozen linear layers are in FP8, beside the same models with these weights made
 dense."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -5,8 +5,6 @@ A hundred by default; ``LIGER_TEST_PROGRAMS=5000`` tries as many. A failure name
 ``LIGER_TEST_PROGRAMS=1 LIGER_TEST_SEED=seed`` runs that alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -19,14 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from hf_models import DEVICE, served_by_kernels_or_references
 from torch import nn
+from transformers.models.llama import modeling_llama
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import DEVICE, served_by_kernels_or_references  # noqa: E402
-from transformers.models.llama import modeling_llama  # noqa: E402
-
-import liger_kernel.transformers as liger  # noqa: E402
+import liger_kernel.transformers as liger
 
 try:
     import peft

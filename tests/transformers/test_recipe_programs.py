@@ -5,8 +5,6 @@ the logits.
 hundred are in every run.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -15,11 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-pytest.importorskip("transformers")
-
 from hf_models import DEVICE, served_by_kernels_or_references
+from torch import nn
 
 from liger_kernel.transformers.head.recipe import LossRequest
 from liger_kernel.transformers.head.stand_in import deferred

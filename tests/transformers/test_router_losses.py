@@ -1,16 +1,11 @@
 """The auxiliary loss of routers in patched models: stock's value, choices and gradients, without
 what stock keeps for the backward."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
-from hf_models import (  # noqa: E402
+from hf_models import (
     DEVICE,
     assert_same_bits,
     assert_same_learning,
@@ -20,15 +15,15 @@ from hf_models import (  # noqa: E402
     served_by_kernels_or_references,
     step,
 )
-from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: E402
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from liger_kernel.ops import expert_load  # noqa: E402
-from liger_kernel.ops._core import operator  # noqa: E402
-from liger_kernel.testing import assert_as_accurate  # noqa: E402
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, instance_patches, restore, table  # noqa: E402
-from liger_kernel.transformers.patching.report import patches_report  # noqa: E402
-from liger_kernel.transformers.recognise import experts, slots  # noqa: E402
-from liger_kernel.transformers.recognise.compare import recognise, references  # noqa: E402
+from liger_kernel.ops import expert_load
+from liger_kernel.ops._core import operator
+from liger_kernel.testing import assert_as_accurate
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, instance_patches, restore, table
+from liger_kernel.transformers.patching.report import patches_report
+from liger_kernel.transformers.recognise import experts, slots
+from liger_kernel.transformers.recognise.compare import recognise, references
 
 STOCK = modeling_qwen3_moe.load_balancing_loss_func
 OURS = slots.VARIANTS["load_balancing(softmax, top_k)"](STOCK)

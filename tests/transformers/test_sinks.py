@@ -1,8 +1,6 @@
 """Models whose attention has sinks: eager attention replaced by a kernel, with masks that nobody
 makes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -20,11 +20,11 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, KERNELS, assert_same_bits, assert_same_learning, batch_of, make, recognised, step, tokens  # noqa: E402
-from transformers.activations import ACT2FN  # noqa: E402
+from hf_models import DEVICE, KERNELS, assert_same_bits, assert_same_learning, batch_of, make, recognised, step, tokens
+from transformers.activations import ACT2FN
 
-from liger_kernel.testing import assert_as_accurate  # noqa: E402
-from liger_kernel.transformers import (  # noqa: E402
+from liger_kernel.testing import assert_as_accurate
+from liger_kernel.transformers import (
     _apply_liger_kernel_to_instance,
     apply_liger_kernel_to_qwen3_moe,
     instance_patches,
@@ -32,12 +32,12 @@ from liger_kernel.transformers import (  # noqa: E402
     restore,
     table,
 )
-from liger_kernel.transformers.recognise import experts as experts_module  # noqa: E402
-from liger_kernel.transformers.recognise import slots  # noqa: E402
-from liger_kernel.transformers.recognise.activations import activation  # noqa: E402
-from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling  # noqa: E402
-from liger_kernel.transformers.recognise.families import family as row_of  # noqa: E402
-from liger_kernel.transformers.recognise.tiny import tiny_config  # noqa: E402
+from liger_kernel.transformers.recognise import experts as experts_module
+from liger_kernel.transformers.recognise import slots
+from liger_kernel.transformers.recognise.activations import activation
+from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling
+from liger_kernel.transformers.recognise.families import family as row_of
+from liger_kernel.transformers.recognise.tiny import tiny_config
 
 TOLERANCE = 5e-5  # of the largest value of each gradient
 

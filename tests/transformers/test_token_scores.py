@@ -1,19 +1,14 @@
 """Scores of tokens, which trainers ask of a model's forward instead of logits: those of its
 logits, whatever is around it."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, stock, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("transformers")
-
-from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, stock, tokens
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.head.token_scores import TokenScores, give_scores

@@ -1,8 +1,6 @@
 """TRL's heads and ours, without TRL: modules stand in that have the names, the parameters and the
 calling side of TRL's."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

@@ -1,8 +1,6 @@
 """Recipes for TRL's trainers that read logits, without TRL: modules stand in that have its names,
 and the plain form of its functions."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

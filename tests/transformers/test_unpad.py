@@ -1,7 +1,5 @@
 """Padded batches without their padding: the same loss and gradients as with it."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -20,3 +20,8 @@ def in_both_dtypes(cases, *quick) -> list:
         for c in cases
         for d in (torch.float32, torch.bfloat16)
     ]
+
+
+def words(text: str) -> list[str]:
+    """A list of names, which the formatter would give a line each."""
+    return text.split()

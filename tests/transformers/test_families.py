@@ -1,7 +1,5 @@
 """Patched models of many families learn what stock models learn."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -13,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
+import transformers
 from hf_models import (
     DEVICE,
     KERNELS,
     SMOKE,
+    assert_learns_the_same,
     assert_same_bits,
     assert_same_learning,
     assert_untouched,
     batch_of,
+    checkpointed,
     everything_of,
     make,
     snapshot,
@@ -31,8 +29,10 @@ from hf_models import (
     stock,
     tokens,
 )
+from quick import words
 
 import liger_kernel.transformers as transformers_of_ours
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.patch_options import HEADS
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import class_patches, instance_patches, restore, table
@@ -50,20 +50,7 @@ EVERY = sorted(t for t, row in families.FAMILIES.items() if row.heads)
 LISTED = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3"]
 # other kinds of heads (scaled, biased, of a mixture of experts), norms (none of ours) and rope
 # (pairs, partial, tables without duplicates)
-FURTHER = [
-    "cohere",
-    "cohere2",
-    "glm4",
-    "phi",
-    "gpt_oss",
-    "qwen3_moe",
-    "falcon_h1",
-    "nemotron",
-    "gpt2",
-    "deepseek_v3",
-    "olmo3",
-    "starcoder2",
-]
+FURTHER = words("cohere cohere2 glm4 phi gpt_oss qwen3_moe falcon_h1 nemotron gpt2 deepseek_v3 olmo3 starcoder2")
 EVERYTHING = table.EVERYTHING
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
@@ -96,43 +83,16 @@ def some(names: list[str], every: list[str] = EVERY) -> list:
 
 # of text and images: pairs of a tower and a text model, sections, LayerNorms and flat rope in
 # towers, experts, deep features, cross attention, tiles
-IMAGES = [
-    "llava",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl_moe",
-    "gemma3",
-    "paligemma",
-    "glm4v",
-    "llama4",
-    "mllama",
-    "smolvlm",
-    "mistral3",
-    "internvl",
-    "qwen3_5",
-]
+IMAGES = words("""
+    llava qwen2_vl qwen2_5_vl qwen3_vl_moe gemma3 paligemma glm4v llama4 mllama smolvlm mistral3 internvl qwen3_5
+""")
+USUALLY = words("""
+    llama granite cohere gpt_oss nemotron deepseek_v3 llava qwen2_vl gptj gemma4_text deepseek_v4 florence2
+""")
 
 
 @pytest.mark.parametrize("path", ["class", "instance"])
-@pytest.mark.parametrize(
-    "family",
-    some(
-        [
-            "llama",
-            "granite",
-            "cohere",
-            "gpt_oss",
-            "nemotron",
-            "deepseek_v3",
-            "llava",
-            "qwen2_vl",
-            "gptj",
-            "gemma4_text",
-            "deepseek_v4",
-            "florence2",
-        ]
-    ),
-)
+@pytest.mark.parametrize("family", some(USUALLY))
 def test_learns_the_same_and_is_undone(family, path):
     model, batch = stock_of(family)
     other, _ = stock_of(family)  # not a copy: what some keep between steps cannot be copied
@@ -163,11 +123,8 @@ def test_learns_the_same_and_is_undone(family, path):
 @pytest.mark.parametrize("family", some(["llama", "gemma", "qwen3_moe", "nemotron"], LISTED + FURTHER))
 def test_bf16_is_as_accurate_as_stock(family):
     # a token whose experts change by rounding has another gradient altogether: all experts are used
-    model, _ = stock_of(
-        family,
-        torch.bfloat16,
-        **{"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {},
-    )
+    experts = {"num_experts_per_tok": 4} if family in ("gpt_oss", "qwen3_moe", "deepseek_v3") else {}
+    model, _ = stock_of(family, torch.bfloat16, **experts)
     exact = copy.deepcopy(model).double()
     exact.config._experts_implementation = "eager"  # grouped products have no fp64
     batches = [tokens(seed=seed) for seed in range(8)]  # together: the error of one loss is luck
@@ -206,9 +163,8 @@ def test_eval_logits(family, dtype):
         assert type(out) is type(expected)
         if dtype is torch.float32:
             with instance_patches(model, family, EVERYTHING, "fused")():
-                torch.testing.assert_close(
-                    model(**batch, use_cache=False).logits, expected.logits, rtol=1e-4, atol=2e-5
-                )
+                logits = model(**batch, use_cache=False).logits
+            torch.testing.assert_close(logits, expected.logits, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", LISTED)
@@ -246,8 +202,7 @@ def test_tied_embeddings_and_gradient_checkpointing(family):
         model = make(family, tie_word_embeddings=True)
         assert model.lm_head.weight is model.get_input_embeddings().weight
         _, expected = step(model)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        with instance_patches(model, family, EVERYTHING, "fused")():
+        with instance_patches(checkpointed(model, reentrant), family, EVERYTHING, "fused")():
             out, learned = step(model)
         assert out.logits is None
         assert_same_learning(learned, expected)
@@ -255,17 +210,12 @@ def test_tied_embeddings_and_gradient_checkpointing(family):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are used everywhere there")
 def test_llama_with_interpreted_kernels():
-    from liger_kernel.ops._core import operator as _op
-
     if not _op.INTERPRET:
         pytest.skip("without Triton")
-    model, batch = make("llama", num_hidden_layers=1), tokens(1, 5, ignored=1)
-    _, expected = step(model, batch)
     _op._KERNEL_DEVICES.add("cpu")
-    with instance_patches(model, "llama", EVERYTHING, "fused")():
-        out, learned = step(model, batch)
-    assert out.logits is None
-    assert_same_learning(learned, expected, 1e-5)
+    patch_all = lambda model: instance_patches(model, "llama", EVERYTHING, "fused").apply()
+    model, batch = make("llama", num_hidden_layers=1), tokens(1, 5, ignored=1)
+    assert assert_learns_the_same(model, patch_all, 1e-5, batch=batch).logits is None
 
 
 def test_named_activations_are_looked_at_once(monkeypatch):
@@ -380,26 +330,17 @@ def _variations():
         stock = importlib.import_module("transformers.models.gptj.modeling_gptj").apply_rotary_pos_emb
         return stock(stock(tensor, sin, cos), sin, cos)
 
-    norm, mlp, rope = (next(s for s in slots.SLOTS if s.flag == flag) for flag in ("rms_norm", "glu", "rope"))
-    layer, gated, flat = (
-        slot_of(label) for label in ("layer_norm(torch, eps)", "gated_rms_norm(norm first, eps)", "rope(none, flat)")
-    )
-    others = [(layer, Rounded), (gated, SigmoidGate), (gated, RoundedGate), (flat, vision_other_way)]
-    others += [
-        (slot_of("rope(alone, none, halves, once)"), alone_other_way),
-        (slot_of("rope(alone, sin first, none, halves, once)"), turned_twice),
-    ]
-    return [
-        *others,
-        (norm, Eps),
-        (norm, Bias),
-        (norm, TwoInputs),
-        (norm, Detached),
-        (mlp, Clamped),
-        (mlp, AlwaysTanh),
-        (mlp, Scaled),
-        (rope, other_way),
-    ]
+    changed = {
+        "rms_norm(0, llama, eps)": [Eps, Bias, TwoInputs, Detached],
+        "glu(gate_proj, up_proj, down_proj, act_fn)": [Clamped, AlwaysTanh, Scaled],
+        "rope(none, halves, twice)": [other_way],
+        "rope(none, flat)": [vision_other_way],
+        "rope(alone, none, halves, once)": [alone_other_way],
+        "rope(alone, sin first, none, halves, once)": [turned_twice],
+        "layer_norm(torch, eps)": [Rounded],
+        "gated_rms_norm(norm first, eps)": [SigmoidGate, RoundedGate],
+    }
+    return [(slot_of(label), candidate) for label, candidates in changed.items() for candidate in candidates]
 
 
 def test_tables_of_configurations_that_do_not_name_a_scaling():
@@ -422,35 +363,26 @@ def test_tables_of_configurations_that_do_not_name_a_scaling():
 
 
 def test_look_alikes_are_left_alone():
+    variations = _variations() + (_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])
     with references():
-        for slot, candidate in [
-            *_variations(),
-            *(_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else []),
-        ]:
+        for slot, candidate in variations:
             stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
             variant, reason = recognise(slot, candidate, stock, {"twice"})
             assert variant is None and reason, candidate
 
 
+WITH_EXPERTS = {
+    t: row for t, row in families.FAMILIES.items() if "moe(" in str(row.swapped) and t in transformers.CONFIG_MAPPING
+}
+
+
 def test_experts_are_replaced_by_default():
     """In every family in which they can be."""
-    rows = {
-        t: row
-        for t, row in families.FAMILIES.items()
-        if "moe(" in str(row.swapped) and t in transformers.CONFIG_MAPPING
-    }
-    assert rows and [t for t, row in rows.items() if not flags_of(t)[row.glu]] == []
-
-
-WITH_EXPERTS = [
-    t
-    for t, row in families.FAMILIES.items()
-    if row.heads and "moe(" in str(row.swapped) and t in transformers.CONFIG_MAPPING
-]
+    assert WITH_EXPERTS and [t for t, row in WITH_EXPERTS.items() if not flags_of(t)[row.glu]] == []
 
 
 @pytest.mark.parametrize(
-    "family", some([t for t in WITH_EXPERTS if t in ("flint", "gemma4", "gemma4_text")], WITH_EXPERTS)
+    "family", some(["flint", "gemma4", "gemma4_text"], [t for t, row in WITH_EXPERTS.items() if row.heads])
 )
 def test_tiny_models_have_experts(family):
     """So that what the other tests train with them are the experts, too."""
@@ -475,10 +407,7 @@ def test_norms_with_a_gate(family, weight_dtype):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     row = infer(family)
     ((name, label),) = [(name, label) for name, label in row.swapped.items() if label.startswith("gated_rms_norm")]
-    cls = getattr(
-        importlib.import_module(transformers.CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_")),
-        name,
-    )
+    cls = getattr(families.modeling(family), name)
     torch.manual_seed(0)
     norm = cls(32, eps=1e-5).to(DEVICE)
     with torch.no_grad():
@@ -490,9 +419,8 @@ def test_norms_with_a_gate(family, weight_dtype):
     def learned(forward: Any, module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, gate)]
         y = forward(module, leaves[0], leaves[1][..., 32:])
-        grads = torch.autograd.grad(
-            (y.float() * torch.linspace(-1, 1, 32, device=DEVICE)).sum(), [*leaves, module.weight]
-        )
+        weighted = (y.float() * torch.linspace(-1, 1, 32, device=DEVICE)).sum()
+        grads = torch.autograd.grad(weighted, [*leaves, module.weight])
         return dict(zip(("y", "dx", "dgate", "dw"), (y.detach(), *grads)))
 
     theirs = learned(cls.forward, norm, torch.bfloat16)
@@ -504,12 +432,9 @@ def test_norms_with_a_gate(family, weight_dtype):
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.families)])
 def test_the_table_is_that_of_the_installed_transformers(every):
-    """Recognises again, and tries on tiny models, some families of each kind, or all of the
-    table."""
-    assert (
-        table.check(None if every else ["afmoe", "gemma3n_text", "internlm3", "llava", "minimax_m3_vl", "mixtral"])
-        == ""
-    )
+    """Recognises again, and tries on tiny models, some families of each kind, or all of the table."""
+    some_of_each = ["afmoe", "gemma3n_text", "internlm3", "llava", "minimax_m3_vl", "mixtral"]
+    assert table.check(None if every else some_of_each) == ""
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="the table is of another version")
@@ -536,24 +461,14 @@ def test_an_interrupted_write_leaves_the_old_table(tmp_path, monkeypatch):
 
 
 def test_what_the_table_must_show():
-    rows = families.FAMILIES
-    text = [
-        t
-        for t in CAUSAL
-        if t not in IMAGE_TEXT_TO_TEXT and "transformers has no model" not in families.UNVERIFIED.get(t, "")
-    ]
+    rows, none = families.FAMILIES, "transformers has no model"
+    text = [t for t in CAUSAL if t not in IMAGE_TEXT_TO_TEXT and none not in families.UNVERIFIED.get(t, "")]
     if transformers.__version__ == families.VERSION:
         # those without a model to try them on are listed with the reason
         assert all(t in rows or t in families.UNVERIFIED for t in [*CAUSAL, *IMAGE_TEXT_TO_TEXT])
         assert sum(t in rows and bool(rows[t].heads) and not rows[t].fused for t in text) >= 0.95 * len(text)
-    assert (
-        sum(
-            bool(row.swapped or any(rows[p].swapped for p in row.parts if p in rows))
-            for row in rows.values()
-            if row.heads
-        )
-        >= 150
-    )
+    swapped = lambda row: bool(row.swapped or any(rows[p].swapped for p in row.parts if p in rows))
+    assert sum(swapped(row) for row in rows.values() if row.heads) >= 150
 
 
 def test_listed_families_are_complete():
@@ -593,61 +508,13 @@ def test_classes_get_the_rope_of_their_parts(family):
         assert_same_learning(step(model, batch)[1], expected, TOLERANCE)
 
 
-PUBLISHED = [
-    "deepseek_v4",
-    "exaone4",
-    "falcon_h1",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gemma4",
-    "gemma4_text",
-    "glm4",
-    "glm4v",
-    "glm4v_moe",
-    "gpt_oss",
-    "granite",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "internvl",
-    "llama",
-    "llama4",
-    "llama4_text",
-    "llava",
-    "ministral",
-    "mistral",
-    "mixtral",
-    "mllama",
-    "mllama_text_model",
-    "nemotron",
-    "olmo2",
-    "olmo3",
-    "paligemma",
-    "phi3",
-    "pixtral",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "qwen2_vl",
-    "qwen2_vl_text",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_vl_moe_text",
-    "qwen3_vl_text",
-    "smollm3",
-    "smolvlm",
-    "deepseek_v2",
-    "deepseek_v3",
-    "muse_glimmer",
-]
+PUBLISHED = words("""
+    deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text
+    glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4 llama4_text llava
+    ministral mistral mixtral mllama mllama_text_model muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral
+    qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
+    qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text smollm3 smolvlm
+""")
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="other versions have other families")
@@ -691,11 +558,8 @@ def test_flags_are_strict():
             apply(*[False] * len(flags), None, False)
     assert not _STOCK
     asked = [("chameleon", flag, f"chameleon: {flag}=True has no effect") for flag in HEADS]  # its head is not fused
-    asked += [
-        ("gpt2", "rms_norm", "gpt2: rms_norm=True has no effect"),
-        ("olmo", "swiglu", None),
-        ("gpt2", "layer_norm", "patched only in a live model"),
-    ]
+    asked += [("gpt2", "rms_norm", "gpt2: rms_norm=True has no effect"), ("olmo", "swiglu", None)]
+    asked += [("gpt2", "layer_norm", "patched only in a live model")]
     patching.WARNED.clear()
     for family, flag, said in asked:
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
@@ -716,16 +580,11 @@ def test_reward_models(family):
     """Heads that are not a language model's stay what they are; what is below them is swapped."""
     batch = {"input_ids": tokens()["input_ids"], "labels": torch.tensor([0.3, -0.7], device=DEVICE)}
     results = []
-    for auto in (
-        transformers.AutoModelForSequenceClassification,
-        transformers_of_ours.AutoLigerKernelForSequenceClassification,
-    ):
+    auto = transformers.AutoModelForSequenceClassification
+    for cls in (auto, transformers_of_ours.AutoLigerKernelForSequenceClassification):
         torch.manual_seed(0)
-        model = (
-            auto.from_config(tiny_config(family, num_labels=1, pad_token_id=0), attn_implementation="eager")
-            .to(DEVICE)
-            .eval()
-        )
+        config = tiny_config(family, num_labels=1, pad_token_id=0)
+        model = cls.from_config(config, attn_implementation="eager").to(DEVICE).eval()
         results.append(step(model, batch)[1])
     assert any(is_ours(m.forward) for m in model.modules())
     assert_same_learning(results[1], results[0], TOLERANCE)
@@ -794,18 +653,14 @@ def test_layers_that_predict_further_tokens(family, path):
             hidden = further.forward_layer(i, hidden, positions, None, input_ids=batch["input_ids"][:, 1:])
             logits = further._project_to_logits(hidden)
             assert type(logits) is torch.Tensor
-            losses.append(
-                torch.nn.functional.cross_entropy(
-                    logits[:, : -1 - i].flatten(0, 1), batch["labels"][:, 2 + i :].flatten()
-                )
-            )
+            shifted = logits[:, : -1 - i].flatten(0, 1), batch["labels"][:, 2 + i :].flatten()
+            losses.append(torch.nn.functional.cross_entropy(*shifted))
         model.zero_grad()
         sum(losses).backward()
         learned |= {f"further.{n}": p.grad.clone() for n, p in further.named_parameters() if p.grad is not None}
         with torch.no_grad():
-            drafted, _, _ = further(
-                batch["input_ids"][:1, 1:], out.hidden_states[-1][:1, :-1], None, positions[:1], None
-            )
+            ids, hidden = batch["input_ids"][:1, 1:], out.hidden_states[-1][:1, :-1]
+            drafted, _, _ = further(ids, hidden, None, positions[:1], None)
         return drafted, learned | {"further losses": torch.stack(losses).detach()}
 
     drafted, expected = learn()

@@ -1,8 +1,6 @@
 """Models whose linear layers are trained in FP8: by ``train_in_fp8``, and by torchao's
 ``convert_to_float8_training``."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,6 +10,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from hf_models import (
     DEVICE,
     assert_untouched,
+    checkpointed,
     everything_of,
     make,
     served_by_kernels_or_references,
@@ -65,21 +64,30 @@ def nodes(monkeypatch):
     return ran
 
 
-def llama(model_type: str = "llama", **more) -> nn.Module:
-    return make(
-        model_type,
-        torch.bfloat16,
-        **dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16) | more,
-    )
+SIZES = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16)
+
+
+def llama(**more) -> nn.Module:
+    return make("llama", torch.bfloat16, **SIZES | more)
+
+
+def patched(flags: dict | str, **more) -> nn.Module:
+    """A Llama with layers in FP8, by a recipe or flags."""
+    model = llama(**more).train()
+    patch(model, **({"fp8": flags} if isinstance(flags, str) else flags))
+    return model
+
+
+def stock_reasons(model: nn.Module) -> set[str]:
+    return {layer.reason for layer in projections_report(model).stock}
 
 
 def by_torchao(model: nn.Module, recipe: str) -> nn.Module:
     training = pytest.importorskip("torchao.float8")
     config = training.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", DEVICE != "cuda")
-    return training.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda m, name: "lm_head" not in name
-    )
+    no_head = lambda m, name: "lm_head" not in name
+    return training.convert_to_float8_training(model, config=config, module_filter_fn=no_head)
 
 
 def in_fp8(model: nn.Module) -> list[str]:
@@ -91,9 +99,8 @@ def assert_bits(found: dict, expected: dict) -> None:
     rounds what they return to 2 or 3 bits."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value) or (
-            DEVICE == "cuda" and (found[name] - value).norm() < 0.1 * value.norm()
-        ), name
+        near = DEVICE == "cuda" and (found[name] - value).norm() < 0.1 * value.norm()
+        assert near or torch.equal(found[name], value), name
 
 
 ONE_LAYER = ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]  # q, k and v; o; the MLP
@@ -134,11 +141,9 @@ def test_parameters_stay(fast):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     left = train_in_fp8(model, "tensorwise")
     assert list(left) == ["lm_head"] and "head" in left["lm_head"]
-    assert sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == LINEARS
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items()) and list(before) == list(
-        model.state_dict()
-    )
-    assert "tensorwise" in repr(model)
+    assert len(in_fp8(model)) == LINEARS and "tensorwise" in repr(model)
+    after = model.state_dict()
+    assert list(before) == list(after) and all(torch.equal(v, after[k]) for k, v in before.items())
     copied = copy.deepcopy(model)
     step(copied)
     assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in copied.parameters())
@@ -148,10 +153,7 @@ def test_training(fast):
     """Weights that change are cast again: the loss of a batch falls, as in bf16."""
     losses = {}
     for recipe in (None, *RUN):
-        model = llama()
-        if recipe:
-            train_in_fp8(model, recipe)
-        patch(model=model)
+        model = patched(recipe) if recipe else patched({})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses[recipe] = []
         for _ in range(12):
@@ -169,14 +171,7 @@ def test_training(fast):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(use_reentrant, fast):
     """gives the same bits."""
-    found = []
-    for checkpointed in (False, True):
-        model = llama().train()
-        patch(model=model, fp8="tensorwise")
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        found.append(step(model)[1])
-    assert_bits(*found)
+    assert_bits(step(patched("tensorwise"))[1], step(checkpointed(patched("tensorwise"), use_reentrant))[1])
 
 
 @pytest.fixture
@@ -201,10 +196,9 @@ def called(graph: torch.fx.GraphModule, name: str) -> int:
 def saved_by(graph: torch.fx.GraphModule) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtypes and shapes of what a forward graph returns, but for its inputs and views of them."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    made = [
-        n for n in output.args[0] if isinstance(n, torch.fx.Node) and n.op != "placeholder" and "detach" not in n.name
-    ]
-    return [(n.meta["val"].dtype, tuple(n.meta["val"].shape)) for n in made if isinstance(n.meta["val"], torch.Tensor)]
+    made = [n for n in output.args[0] if isinstance(n, torch.fx.Node) and n.op != "placeholder"]
+    values = [n.meta["val"] for n in made if "detach" not in n.name]
+    return [(t.dtype, tuple(t.shape)) for t in values if isinstance(t, torch.Tensor)]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +212,7 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
     """Losses and gradients are those of the model that is not compiled, and steps of an
     optimizer compile nothing."""
     backend, found = graphs
-    model = llama().train()
-    patch(model=model, fp8=recipe)
+    model = patched(recipe)
     expected = step(model)[1]
     (model.model.layers[0] if part == "layer" else model).compile(backend=backend, fullgraph=True)
     first = step(model)[1]
@@ -254,13 +247,8 @@ def test_what_a_compiled_layer_saves(autocast, fast, graphs):
     assert called(forward, "float8_transposed") == 0 and called(backward, "float8_transposed") == LINEARS
     weights = {tuple(p.shape) for p in model.model.layers[0].parameters() if p.ndim == 2}
     saved = saved_by(forward)
-    # 72 tokens
-    assert sorted(sorted(shape) for dtype, shape in saved if dtype == float8.E4) == [
-        [48, 80],
-        [48, 80],
-        [64, 80],
-        [64, 80],
-    ]
+    in_8_bits = sorted(sorted(shape) for dtype, shape in saved if dtype == float8.E4)
+    assert in_8_bits == [[48, 80]] * 2 + [[64, 80]] * 2  # of 72 tokens
     assert not [t for t in saved if t[1] in weights]
 
 
@@ -285,9 +273,8 @@ def test_nothing_is_kept_while_a_graph_is_recorded_and_after_it(unrecorded, monk
 def test_a_recorded_step(unrecorded, fast):
     """Replayed steps learn what eager ones do, and evaluation between them sees the weights as
     they are."""
-    eager, model = (llama().train() for _ in range(2))
-    patch(model=eager, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
-    patch(model=model, fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
+    only = dict(fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
+    eager, model = patched(only), patched(only)
     assert in_fp8(model) and in_fp8(model) == in_fp8(eager)
     data, found = tokens(6), {}
     # which some Transformers copy from the host
@@ -325,40 +312,32 @@ def test_what_is_left(fast):
     assert "model.layers.0.self_attn.o_proj" in left and len(left) == 2
     model = llama()
     left = train_in_fp8(model, filter=lambda m, name: "mlp" in name)
-    assert sum(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()) == 3
-    assert left["lm_head"] == "the filter leaves it"
-    model = llama(intermediate_size=72)
-    left = train_in_fp8(model)
-    assert left["model.layers.0.mlp.up_proj"] == "72 x 32 are not multiples of 16"
-    if "mxfp8_rceil" in RUN:
-        model = llama(intermediate_size=48)
-        assert train_in_fp8(model, "mxfp8_rceil")["model.layers.0.mlp.up_proj"] == "48 x 32 are not multiples of 32"
-        assert "48 x 32 are not multiples of 32" in {layer.reason for layer in projections_report(model).stock}
+    assert len(in_fp8(model)) == 3 and left["lm_head"] == "the filter leaves it"
+    for recipe, width, said in (
+        ("tensorwise", 72, "72 x 32 are not multiples of 16"),
+        ("mxfp8_rceil", 48, "48 x 32 are not multiples of 32"),
+    ):
+        if recipe in RUN:
+            model = llama(intermediate_size=width)
+            assert train_in_fp8(model, recipe)["model.layers.0.mlp.up_proj"] == said
+            assert said in stock_reasons(model)
     with pytest.warns(UserWarning, match="fp8: no linear layer is in FP8"):
         train_in_fp8(llama(), filter=lambda m, name: False)
 
 
+RECIPES_SAID = "tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got"
+LAYERS = "^fp8_filter: must be names of layers, or a function of a layer and its name, got "
 WRONG = [
-    (
-        dict(fp8="tensorwize"),
-        r"^fp8: must be one of .*, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'tensorwize'; did you mean "
-        r"tensorwise\?$",
-    ),
+    (dict(fp8="tensorwize"), rf"^fp8: must be one of {RECIPES_SAID} 'tensorwize'; did you mean tensorwise\?$"),
     (dict(fp8="mxfp8"), r", or False, got 'mxfp8'; did you mean mxfp8_rceil\?$"),
-    (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got True$"),
+    (dict(fp8=True), f"^fp8: must be one of {RECIPES_SAID} True$"),
     (
         dict(fp8="blockwise"),
         "^fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it "
         "must be one of tensorwise,",
     ),
-    (
-        dict(fp8="rowwise", fp8_filter="o_proj"),
-        "^fp8_filter: must be names of layers, or a function of a layer and its name, got 'o_proj'$",
-    ),
-    (
-        dict(fp8="rowwise", fp8_filter=[3]),
-        r"^fp8_filter: must be names of layers, or a function of a layer and its name, got \[3\]$",
-    ),
+    (dict(fp8="rowwise", fp8_filter="o_proj"), f"{LAYERS}'o_proj'$"),
+    (dict(fp8="rowwise", fp8_filter=[3]), rf"{LAYERS}\[3\]$"),
     (dict(fp8_filter=["o_proj"]), "^fp8_filter: needs fp8, a recipe$"),
     (dict(fp8_head=True), "^fp8_head: needs fp8, a recipe$"),
     (
@@ -392,41 +371,24 @@ def test_wrong_flags(flags, message, fast):
 
 
 def test_wrong_arguments(monkeypatch):
-    with pytest.raises(
-        ValueError,
-        match="fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got 'fp8'",
+    bf16_or_fp32 = "fp8: the model must have weights in bfloat16 or float32, got float16"
+    for call, said in (
+        (lambda: train_in_fp8(llama(), "fp8"), f"fp8: must be one of {RECIPES_SAID} 'fp8'"),
+        (lambda: train_in_fp8(llama(), None), "fp8: must be one of .*, got None"),
+        (lambda: train_in_fp8(llama().half()), bf16_or_fp32),
+        (lambda: LigerFloat8TrainingLinear.of(nn.Linear(24, 16)), "weight must have sizes that are multiples of 16"),
     ):
-        train_in_fp8(llama(), "fp8")
-    with pytest.raises(ValueError, match=r"fp8: must be one of .*, got None"):
-        train_in_fp8(llama(), None)
-    with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
-        train_in_fp8(llama().half())
-    monkeypatch.setattr(fp8, "lacking", lambda *_: "FP8 needs another GPU")
-    with pytest.raises(ValueError, match="fp8: FP8 needs another GPU"):
-        train_in_fp8(llama())
-    monkeypatch.setattr(fp8, "lacking", lambda device, capability: f"FP8 needs {capability}")
+        with pytest.raises(ValueError, match=said):
+            call()
+    monkeypatch.setattr(fp8, "lacking", lambda device, capability=None: f"FP8 needs {capability}")
     with pytest.raises(ValueError, match=r"fp8: FP8 needs \(10, 0\)"):
         train_in_fp8(llama(), "mxfp8_rceil")
-    with pytest.raises(ValueError, match="weight must have sizes that are multiples of 16, got"):
-        LigerFloat8TrainingLinear.of(nn.Linear(24, 16))
-
-
-# -- doors ---------------------------------------------------------------------------------
 
 
 def by_trainer(model: nn.Module, flags: dict, folder, **more) -> nn.Module:
-    args = transformers.TrainingArguments(
-        str(folder),
-        use_cpu=DEVICE == "cpu",
-        use_liger_kernel=True,
-        liger_kernel_config=flags,
-        max_steps=1,
-        learning_rate=0.0,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **more,
-    )
+    quiet = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=DEVICE == "cpu")
+    ours = dict(use_liger_kernel=True, liger_kernel_config=flags)
+    args = transformers.TrainingArguments(str(folder), max_steps=1, learning_rate=0.0, **quiet, **ours, **more)
     transformers.Trainer(model, args, train_dataset=[{k: v[0].cpu() for k, v in tokens(1).items()}]).train()
     return model
 
@@ -471,9 +433,9 @@ def test_doors(door, fast, tmp_path):
     model = DOORS[door](stock, {"fp8": "rowwise", "fp8_filter": ["o_proj"]}, tmp_path).to(DEVICE).train()
     assert in_fp8(model) == names and all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     report = projections_report(model)
-    assert [layer.name for layer in report.layers if layer.runs] == names and {
-        layer.reason for layer in report.layers if layer.runs
-    } == {"in FP8, rowwise"}
+    assert [(layer.name, layer.reason) for layer in report.layers if layer.runs] == [
+        (n, "in FP8, rowwise") for n in names
+    ]
     assert {layer.name: layer.reason for layer in report.stock} == {
         "model.layers.0.self_attn.o_proj": "left by the filter of fp8",
         "lm_head": "a head, a router, or left by its name",
@@ -489,12 +451,9 @@ def test_doors(door, fast, tmp_path):
 
 
 def test_the_last_call_decides(fast):
-    model = llama()
-    patch(model, fp8="tensorwise")
+    model = patched("tensorwise")
     patch(model, fp8="rowwise", fp8_filter=["mlp"])
-    assert len(in_fp8(model)) == 4 and {
-        m.recipe for m in model.modules() if isinstance(m, LigerFloat8TrainingLinear)
-    } == {"rowwise"}
+    assert [model.get_submodule(name).recipe for name in in_fp8(model)] == ["rowwise"] * 4
     patch(model, fp8=False)
     assert len(in_fp8(model)) == 4, "only restore undoes a patch"
 
@@ -507,28 +466,19 @@ def test_classes(fast):
     try:
         with torch.device("meta"):
             empty = transformers.LlamaForCausalLM(before.config)
-        models = (
-            empty,
-            transformers.LlamaForSequenceClassification(before.config),
-            transformers.LlamaModel(before.config),
-            llama(),
-        )
-        assert [len(in_fp8(model)) for model in models] == [LINEARS] * 4
+        others = transformers.LlamaForSequenceClassification(before.config), transformers.LlamaModel(before.config)
+        assert [len(in_fp8(model)) for model in (empty, *others, llama())] == [LINEARS] * 4
         with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
             transformers.AutoModelForCausalLM.from_config(before.config, dtype=torch.float16)
         quantised = copy.deepcopy(before.config)
         # as from_pretrained has it when it makes the model
         quantised.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-        with pytest.warns(
-            UserWarning, match="LlamaForCausalLM: fp8='tensorwise' has no effect, because the model is quantised"
-        ):
+        said = "LlamaForCausalLM: fp8='tensorwise' has no effect, because the model is quantised"
+        with pytest.warns(UserWarning, match=said):
             assert not in_fp8(transformers.LlamaForCausalLM(quantised))
+        fails = {"post_init": lambda self: (_ for _ in ()).throw(RuntimeError("no model"))}
         with pytest.raises(RuntimeError, match="no model"):  # whatever happens to one model, the next is in FP8
-            type(
-                "Broken",
-                (transformers.LlamaModel,),
-                {"post_init": lambda self: (_ for _ in ()).throw(RuntimeError("no model"))},
-            )(before.config)
+            type("Broken", (transformers.LlamaModel,), fails)(before.config)
         assert len(in_fp8(transformers.LlamaModel(before.config))) == LINEARS
         assert not in_fp8(before) and not in_fp8(make("mistral", torch.bfloat16))
     finally:
@@ -552,12 +502,10 @@ def test_models_without_kernels(fast, monkeypatch):
     with pytest.warns(UserWarning, match="has no kernels for this type of model"):
         patch(model, fp8="tensorwise")
     assert in_fp8(model) == ["one"]
-    model = llama()
     off = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
-    patch(model, fp8="tensorwise", **off)
-    assert len(in_fp8(model)) == LINEARS and not any(
-        is_patched(m) for m in model.modules() if "Norm" in type(m).__name__
-    )
+    model = patched(dict(fp8="tensorwise", **off))
+    assert len(in_fp8(model)) == LINEARS
+    assert not any(is_patched(m) for m in model.modules() if "Norm" in type(m).__name__)
 
 
 def test_the_report_of_a_model_of_torchao(nodes):
@@ -565,13 +513,8 @@ def test_the_report_of_a_model_of_torchao(nodes):
     by_torchao(model, "rowwise")
     assert "LlamaAttention is not patched" in str(projections_report(model))
     patch(model)
-    report = projections_report(model)
-    assert len(report.layers) == LINEARS and {(layer.runs, layer.reason) for layer in report.layers} == {
-        (True, "in FP8, rowwise")
-    }
-
-
-# -- composition ---------------------------------------------------------------------------
+    layers = projections_report(model).layers
+    assert [(layer.runs, layer.reason) for layer in layers] == [(True, "in FP8, rowwise")] * LINEARS
 
 
 @pytest.mark.parametrize("by", ["fast", "nodes"])
@@ -580,19 +523,12 @@ def test_float16_is_refused(by, tmp_path, request):
     would be."""
     model = llama().float()
     patch(model, fp8="tensorwise")
-    with (
-        pytest.raises(
-            ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float16"
-        ),
-        torch.autocast(DEVICE, torch.float16),
-    ):
+    said = r"input must be of bfloat16 or float32, under autocast, too, got torch\.float"
+    with pytest.raises(ValueError, match=said + "16"), torch.autocast(DEVICE, torch.float16):
         model(**tokens())
-    with pytest.raises(
-        ValueError, match=r"input must be of bfloat16 or float32, under autocast, too, got torch\.float64"
-    ):
-        LigerFloat8TrainingLinear.of(nn.Linear(32, 16, device=DEVICE))(
-            torch.ones(2, 32, dtype=torch.float64, device=DEVICE)
-        )
+    with pytest.raises(ValueError, match=said + "64"):
+        layer = LigerFloat8TrainingLinear.of(nn.Linear(32, 16, device=DEVICE))
+        layer(torch.ones(2, 32, dtype=torch.float64, device=DEVICE))
     with pytest.raises(ValueError, match=r"fp8: fp16 of the Trainer must be False, got True: .* pass bf16=True"):
         by_trainer(llama().float(), {"fp8": "tensorwise"}, tmp_path, fp16=True)
 
@@ -610,9 +546,8 @@ def test_autocast(fast):
     assert torch.equal(y, half(x.to(torch.bfloat16))) and y.dtype == torch.bfloat16
     y.sum().backward()
     half(x.to(torch.bfloat16)).sum().backward()
-    assert layer.weight.grad.dtype == torch.float32 and torch.equal(
-        layer.weight.grad.to(torch.bfloat16), half.weight.grad
-    )
+    gradient = layer.weight.grad
+    assert gradient.dtype == torch.float32 and torch.equal(gradient.to(torch.bfloat16), half.weight.grad)
 
 
 def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tuple[list[float], dict]:
@@ -636,8 +571,7 @@ def test_what_happens_between_steps(fast, monkeypatch):
     found = []
     generated = lambda model: model.eval().generate(tokens()["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
     for between in (lambda model: None, generated, None):
-        model = llama()
-        patch(model, fp8="tensorwise")
+        model = patched("tensorwise")
         if between is None:
             monkeypatch.setattr(float8_training, "_alone", lambda: False)  # as in several processes
         found.append(trained_for(2, model, between or (lambda model: None)))
@@ -657,9 +591,7 @@ def test_weights_that_are_sharded_or_quantised(fast):
     for m in model:
         m.weight.ds_id = 0  # as ZeRO-3 marks its parameters
     assert torch.equal(model(x), stock(x))
-    assert {layer.reason for layer in projections_report(model).stock} == {
-        "its weight is quantised, or sharded while it is multiplied"
-    }
+    assert stock_reasons(model) == {"its weight is quantised, or sharded while it is multiplied"}
     quantise = pytest.importorskip("torchao.quantization")
     for each in (stock, model):
         for m in each:
@@ -671,15 +603,10 @@ def test_weights_that_are_sharded_or_quantised(fast):
 
 def test_frozen_parts(fast):
     """What learns gets the gradients that it gets beside parts that learn."""
-    whole, part = llama(num_hidden_layers=2), llama(num_hidden_layers=2)
-    for p in (
-        *part.model.embed_tokens.parameters(),
-        *part.model.layers[0].self_attn.parameters(),
-        *part.model.layers[1].mlp.parameters(),
-    ):
-        p.requires_grad_(False)
-    for model in (whole, part):
-        patch(model, fp8="tensorwise")
+    whole, part = patched("tensorwise", num_hidden_layers=2), patched("tensorwise", num_hidden_layers=2)
+    layers = part.model.layers
+    for module in (part.model.embed_tokens, layers[0].self_attn, layers[1].mlp):
+        module.requires_grad_(False)
     expected, found = step(whole)[1], step(part)[1]
     assert 0 < len(found) < len(expected)
     assert_bits(found, {name: g for name, g in expected.items() if name in found})
@@ -688,8 +615,7 @@ def test_frozen_parts(fast):
 def test_tied_embeddings(fast):
     """The head stays in 16 bits, or is a layer in FP8 if a function takes it; the embedding
     learns from both its uses."""
-    untied, tied = llama(), llama(tie_word_embeddings=True)
-    patch(tied, fp8="tensorwise")
+    untied, tied = llama(), patched("tensorwise", tie_word_embeddings=True)
     assert len(in_fp8(tied)) == LINEARS and tied.lm_head.weight is tied.model.embed_tokens.weight
     untied.load_state_dict(tied.state_dict())
     patch(untied, fp8="tensorwise")
@@ -700,8 +626,7 @@ def test_tied_embeddings(fast):
     assert_bits(together, apart)
     patch(tied, fp8="tensorwise", fp8_filter=lambda m, name: True)
     assert "lm_head" not in in_fp8(tied), "257 classes are no multiple of 16"
-    tied = llama(tie_word_embeddings=True, vocab_size=272)
-    patch(tied, fp8="tensorwise", fp8_filter=lambda m, name: True)
+    tied = patched(dict(fp8="tensorwise", fp8_filter=lambda m, name: True), tie_word_embeddings=True, vocab_size=272)
     assert "lm_head" in in_fp8(tied)
     assert abs(step(tied)[1]["loss"] - step(llama(tie_word_embeddings=True, vocab_size=272))[1]["loss"]) < 0.1
 
@@ -721,9 +646,7 @@ def test_adapters(by, request):
     """Over layers in FP8 adapters learn, whichever came first; they themselves stay in 16 bits.
     Merged into a weight, they are a part of what is cast."""
     ran = request.getfixturevalue(by)
-    first, later = llama(), llama()
-    patch(first, fp8="rowwise")
-    first, later = adapted(first), adapted(later)
+    first, later = adapted(patched("rowwise")), adapted(llama())
     patch(later.get_base_model(), fp8="rowwise")
     assert in_fp8(first) == in_fp8(later) and len(in_fp8(first)) == LINEARS
     assert all(name.endswith(".base_layer") for name in in_fp8(first))
@@ -739,17 +662,12 @@ def test_adapters(by, request):
     before = later(**tokens()).logits
     later.merge_adapter()
     after = later(**tokens()).logits
-    fresh = llama()
-    fresh.load_state_dict(
-        {k.replace(".base_layer", ""): v for k, v in later.get_base_model().state_dict().items() if "lora_" not in k}
-    )
+    fresh, merged = llama(), later.get_base_model().state_dict().items()
+    fresh.load_state_dict({k.replace(".base_layer", ""): v for k, v in merged if "lora_" not in k})
     patch(fresh, fp8="rowwise")
     with torch.no_grad():
         assert torch.equal(later.eval()(**tokens()).logits, fresh.eval()(**tokens()).logits)
     assert before is after is None  # both were trained
-
-
-# -- the head ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -787,31 +705,26 @@ def test_the_head(door, fast, heads, tmp_path):
 
 def test_heads_that_stay_in_16_bits(fast, heads):
     """say why."""
+    in_rowwise = dict(fp8="rowwise", fp8_head=True)
     model = adapted(llama())
-    patch(model.get_base_model(), fp8="rowwise", fp8_head=True)
+    patch(model.get_base_model(), **in_rowwise)
     step(model)
     assert heads == ["rowwise"]
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    patch(model.get_base_model(), fp8="rowwise", fp8_head=True)
-    with pytest.warns(UserWarning, match="fp8_head: the head stays in 16 bits, because it has adapters"):
+    patch(model.get_base_model(), **in_rowwise)
+    stays = "fp8_head: the head stays in 16 bits, because "
+    with pytest.warns(UserWarning, match=f"{stays}it has adapters"):
         step(model)
-    model = llama()
-    patch(model, fp8="rowwise", fp8_head=True)
-    with pytest.warns(
-        UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"
-    ):
-        step(model, skip_logits=False, return_token_accuracy=True)
-    model.lm_head.register_forward_hook(lambda m, args, out: out.clone())
-    with pytest.warns(
-        UserWarning, match="fp8_head: the head stays in 16 bits, because other code reads its logits or sees its calls"
-    ):
-        step(model)
+    model = patched(in_rowwise)
+    for more in (dict(skip_logits=False, return_token_accuracy=True), {}):
+        with pytest.warns(UserWarning, match=f"{stays}other code reads its logits or sees its calls"):
+            step(model, **more)
+        model.lm_head.register_forward_hook(lambda m, args, out: out.clone())
     assert heads == ["rowwise"] + [None] * (len(heads) - 1)
-    with pytest.raises(ValueError, match="fp8_head: LlamaModel has no output head"):
-        patch(transformers.LlamaModel(llama().config), fp8="rowwise", fp8_head=True)
-    with pytest.raises(
-        ValueError,
-        match="fp8_head: the head of '' cannot be in FP8: liger_kernel has no kernels for this type of model",
+    for other, said in (
+        (transformers.LlamaModel(llama().config), "LlamaModel has no output head"),
+        (nn.Linear(16, 16), "the head of '' cannot be in FP8: liger_kernel has no kernels for this type of model"),
     ):
-        patch(nn.Linear(16, 16), fp8="rowwise", fp8_head=True)
+        with pytest.raises(ValueError, match=f"fp8_head: {said}"):
+            patch(other, **in_rowwise)

@@ -1,8 +1,6 @@
 """Steps of a layer that one kernel does at once: the rewritten forward computes what the source
 says, whatever the norm is."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc
@@ -13,12 +11,9 @@ import weakref
 
 import pytest
 import torch
+from hf_models import DEVICE, make, served_by_kernels_or_references, step, tokens
 from quick import further
 from torch import nn
-
-transformers = pytest.importorskip("transformers")
-
-from hf_models import make, served_by_kernels_or_references, step, tokens
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -29,7 +24,6 @@ from liger_kernel.transformers.patching.patches import core, is_patched, within
 from liger_kernel.transformers.recognise import slots
 from liger_kernel.transformers.rewrite import rules
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(
     not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
 )
@@ -138,18 +132,23 @@ class Private(Layer):
     __scale = 2.0
 
 
-def run(forward, layer: nn.Module, **options) -> list[torch.Tensor]:
+def run(forward, layer: nn.Module, **options) -> dict[str, torch.Tensor]:
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
-    layer = layer.to(DEVICE)
-    y = forward(layer, x, **options)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()], allow_unused=True)]
+    y = forward(layer.to(DEVICE), x, **options)
+    leaves = {"x": x} | dict(layer.named_parameters())
+    found = zip(leaves, torch.autograd.grad(y.square().sum(), leaves.values(), allow_unused=True))
+    return {"y": y} | {name: d for name, d in found if d is not None}
 
 
-def assert_close(ours: list, theirs: list) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+def assert_close(ours: dict, theirs: dict, rtol: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, t in theirs.items():
+        torch.testing.assert_close(ours[name], t, rtol=rtol, atol=rtol)
+
+
+def interpreted() -> None:
+    """From here on kernels serve, after what references have."""
+    _op._KERNEL_DEVICES.add(DEVICE)
 
 
 @needs_kernels
@@ -227,14 +226,12 @@ def test_norms_that_are_more_are_called(calls, change):
 @needs_kernels
 def test_what_does_not_fit_is_added_as_it_was(calls):
     layer, x = Layer().to(DEVICE), torch.randn(2, 3, 8, device=DEVICE)
-    for a, b in ((x, torch.ones(8, device=DEVICE)), (x, x.double()), (x, 1.0), (x.double(), x), (x.bool(), None)):
-        if b is None:
-            with pytest.raises((ValueError, RuntimeError, TypeError)):
-                rules.add_norm(layer.first_norm, a)
-            continue
+    for a, b in ((x, torch.ones(8, device=DEVICE)), (x, x.double()), (x, 1.0), (x.double(), x)):
         s, y = rules.add_norm(layer.first_norm, a, b)
         torch.testing.assert_close(s, a + b)
         torch.testing.assert_close(y, layer.first_norm(a + b))
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
+        rules.add_norm(layer.first_norm, x.bool())
     assert not calls
 
 
@@ -245,9 +242,6 @@ def test_a_residual_that_is_changed_raises_as_in_stock():
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|is being modified inplace"):
         s.mul_(2)
         y.sum().backward()
-
-
-# -- models of transformers ------------------------------------------------------------------
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -267,13 +261,12 @@ def test_models(calls, family, level):
     with served_by_kernels_or_references():
         model, batch = make(family), tokens(2, 9, ignored=2)
         _, expected = step(model, batch)
-        _op._KERNEL_DEVICES.add(DEVICE)
+        interpreted()
         ours._apply_liger_kernel_to_instance(model, rematerialise=level)
         _, learned = step(model, batch)
     both = 2 if family == "llama" else 0  # others scale or drop what they add: a sum all the same
     assert calls.count(True) >= max(both, 1) and calls.count(False) == 2
-    for name, d in expected.items():
-        torch.testing.assert_close(learned[name], d, rtol=1e-4, atol=1e-4)
+    assert_close(learned, expected, 1e-4)
     restore(model)
     assert not any(map(is_patched, model.modules()))
 
@@ -289,8 +282,7 @@ def test_wrapped_methods_of_live_models_get_our_rope(monkeypatch):
         labels = [p.label for p in patches]
         assert sum(label.startswith("rope") for label in labels) == 1 and "add_norm, rematerialised(cheap)" in labels
         patches.apply()
-        for name, d in step(model)[1].items():
-            torch.testing.assert_close(d, expected[name], rtol=1e-4, atol=1e-4)
+        assert_close(step(model)[1], expected, 1e-4)
 
 
 def test_methods_without_gradients_get_our_rope(monkeypatch):
@@ -302,9 +294,8 @@ def test_methods_without_gradients_get_our_rope(monkeypatch):
     assert [p.label.startswith("rope") for p in patches] == [True]
     with served_by_kernels_or_references(), patches():
         found = step(model)[1]
-    assert found.keys() == expected.keys() and not any("q_proj" in name for name in found)
-    for name, d in found.items():
-        torch.testing.assert_close(d, expected[name], rtol=1e-4, atol=1e-4)
+    assert not any("q_proj" in name for name in found)
+    assert_close(found, expected, 1e-4)
 
 
 def attentions_of(model: nn.Module) -> list[nn.Module]:
@@ -319,22 +310,20 @@ def test_norms_of_heads_go_with_their_rotation(turns, family, whole_class):
     with served_by_kernels_or_references():
         model, batch = make(family), tokens(2, 9, ignored=2)
         _, expected = step(model, batch)
-        _op._KERNEL_DEVICES.add(DEVICE)
+        interpreted()
         if whole_class:
             getattr(ours, f"apply_liger_kernel_to_{family}")(rope=True)
         else:
             ours._apply_liger_kernel_to_instance(model, rope=True)
         _, learned = step(model, batch)
         assert len(turns) == len(attentions_of(model)) > 0
-        for name, d in expected.items():
-            torch.testing.assert_close(learned[name], d, rtol=1e-4, atol=1e-4)
+        assert_close(learned, expected, 1e-4)
 
         attentions_of(model)[0].k_norm.register_forward_hook(lambda *_: None)
         turns.clear()
         _, hooked = step(model, batch)
         assert len(turns) == len(attentions_of(model)) - 1
-        for name, d in expected.items():
-            torch.testing.assert_close(hooked[name], d, rtol=1e-4, atol=1e-4)
+        assert_close(hooked, expected, 1e-4)
         turns.clear()
         restore(None if whole_class else model)
         step(model, batch)
@@ -345,7 +334,7 @@ def test_norms_of_heads_go_with_their_rotation(turns, family, whole_class):
 def test_norms_and_rotation_need_both_flags(turns, flag):
     with served_by_kernels_or_references():
         model = make("qwen3")
-        _op._KERNEL_DEVICES.add(DEVICE)
+        interpreted()
         ours._apply_liger_kernel_to_instance(model, **{flag: False})
         step(model, tokens(1, 5, ignored=1))
         restore(model)
@@ -425,7 +414,7 @@ def test_nothing_is_kept_by_the_graph(monkeypatch):
 
     monkeypatch.setattr(rules, "fused_add_rms_norm", seen)
     with served_by_kernels_or_references():
-        _op._KERNEL_DEVICES.add(DEVICE)
+        interpreted()
         model = make("llama", num_hidden_layers=1)
         ours._apply_liger_kernel_to_instance(model)
         gc.collect()
@@ -441,15 +430,13 @@ def test_nothing_is_kept_by_the_graph(monkeypatch):
 
 def checkpointed(model: nn.Module) -> int:
     """Layers that checkpointing recomputes in a step."""
-    model.train()
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = getattr(model.train(), "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     found = []
     for layer in layers_of(model):
         call = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = lambda *args, call=call, **kwargs: (
-            found.append(args) or call(*args, **kwargs)
-        )
+        noted = lambda *args, call=call, **kwargs: found.append(args) or call(*args, **kwargs)
+        layer._gradient_checkpointing_func = noted
     step(model)
     return len(found)
 
@@ -474,10 +461,9 @@ def test_layers_are_checkpointed(patched, level, sharded):
         model = make("llama")
         if patched in ("instance", "both"):
             ours._apply_liger_kernel_to_instance(model, rematerialise=level)
+        group = dict(store=dist.HashStore(), rank=0, world_size=1)
         if sharded:
-            dist.init_process_group(
-                "nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
+            dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **group)
         try:
             for layer in layers_of(model) if sharded else ():
                 fully_shard(layer, mesh=init_device_mesh(DEVICE, (1,)))
@@ -497,12 +483,10 @@ def test_what_is_rewritten():
     assert (count(LlamaDecoderLayer), count(Gemma2DecoderLayer), forms[BertLayer]) == (2, 2, None)
     from liger_kernel.transformers.table import table
 
-    assert "Qwen3Attention <- norm_rope, projections\n" in table(
-        ["qwen3"]
-    ) and "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in table(["qwen3"])
+    rows = table(["qwen3"])
+    assert "Qwen3Attention <- norm_rope, projections\n" in rows
+    assert "Qwen3DecoderLayer <- add_norm, rematerialised(cheap)" in rows
     labels = [str(p) for p in class_patches("llama", {"rms_norm": True, "glu": False, "rope": False}, None)]
     assert "LlamaDecoderLayer.forward <- add_norm" in labels
-    assert not any(
-        "add_norm" in str(p)
-        for p in class_patches("llama", {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}, None)
-    )
+    others = {"rms_norm": False, "glu": True, "rope": True, "rematerialise": True}
+    assert not any("add_norm" in str(p) for p in class_patches("llama", others, None))

@@ -1,22 +1,19 @@
 """Output heads with PEFT's adapters: the loss engine takes them as a weight and thin products,
 or the report has a reason why not."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
 import torch
 import torch.nn.functional as F
 from chunk_loop import watch_loop
+from dispatched import Dispatched
 from quick import further
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
-from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from hf_models import DEVICE, assert_same_learning, checkpointed, make, step, tokens
 from test_token_scores import of_logits, of_scores
 
 from liger_kernel.testing import assert_as_accurate
@@ -93,9 +90,6 @@ def assert_as_stock(*args, batch=None, call=None, **kwargs) -> nn.Module:
     return ours
 
 
-# -- what is fused ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 @pytest.mark.filterwarnings("ignore:Model has")  # of PEFT
@@ -128,28 +122,35 @@ def test_what_peft_makes_of_a_head(name, losses, computed):
     assert losses == [low_rank] and not computed
 
 
-def _grow(run):
-    run.get_base_model().lm_head.base_layer.bias = nn.Parameter(torch.linspace(-1, 1, V, device=DEVICE))
+def _head(run):
+    return run.get_base_model().lm_head
 
 
 def _whole(run):
-    run.get_base_model().lm_head.base_layer.weight.requires_grad_(True)
+    _head(run).base_layer.weight.requires_grad_(True)
 
 
-def _frozen(run):
-    for name, p in run.named_parameters():
-        if "lm_head.lora_" in name:
-            p.requires_grad_(False)
+def _learning(learns):
+    """What learns, by names."""
+
+    def change(run):
+        for name, p in run.named_parameters():
+            p.requires_grad_(learns(name))
+
+    return change
 
 
-def _only_b(run):
-    for name, p in run.named_parameters():
-        p.requires_grad_("lm_head.lora_B" in name)
+LEARNS = {
+    "a bias": lambda run: setattr(_head(run).base_layer, "bias", nn.Parameter(torch.linspace(-1, 1, V, device=DEVICE))),
+    "all of a tied head": _whole,
+    "not the head": _learning(lambda name: "lora_" in name and "lm_head" not in name),
+    "B alone": _learning(lambda name: "lm_head.lora_B" in name),
+}
 
 
-@pytest.mark.parametrize("change", [_grow, _whole, _frozen, _only_b], ids=lambda f: f.__name__)
-def test_what_learns(change, losses):
-    assert_as_stock(change=change, model_options=dict(tie_word_embeddings=change is _whole))
+@pytest.mark.parametrize("name", LEARNS)
+def test_what_learns(name, losses):
+    assert_as_stock(change=LEARNS[name], model_options=dict(tie_word_embeddings="tied" in name))
     assert losses == [True]
 
 
@@ -174,8 +175,7 @@ def test_switches_of_a_patched_model(name, losses, computed):
     assert_same_learning(step(ours)[1], step(stock)[1], 1e-5)
     for run in (stock, ours):
         switch(run)
-        for n, p in run.named_parameters():
-            p.requires_grad_("lora_" in n or "lm_head" in n)
+        _learning(lambda name: "lora_" in name or "lm_head" in name)(run)
     assert_same_learning(step(ours)[1], step(stock)[1], 1e-5)
     assert losses == [True, low_rank] and not computed
 
@@ -184,12 +184,11 @@ def test_switches_of_copies(losses, computed):
     """``modules_to_save``: the copy of the active adapter, and with adapters off the original."""
     stock, ours = both("llama", "one", "two", target_modules=["q_proj"], modules_to_save=["lm_head"])
     for run in (stock, ours):
-        with torch.no_grad():
-            run.get_base_model().lm_head.modules_to_save["two"].weight.mul_(1.5)
+        _head(run).modules_to_save["two"].weight.data.mul_(1.5)
     found = []
-    for switch in (lambda run: run.set_adapter("two"), lambda run: run.set_adapter("one")):
+    for name in ("two", "one"):
         for run in (stock, ours):
-            switch(run)
+            run.set_adapter(name)
         found.append(step(ours)[1])
         assert_same_learning(found[-1], step(stock)[1], 1e-5)
     with ours.disable_adapter(), stock.disable_adapter(), torch.no_grad():
@@ -209,76 +208,57 @@ def _moved(run):
 def test_trained_tokens_of_a_tied_head(batch, losses, computed):
     """Rows of the head that are others than those of its frozen weight."""
     batch["labels"][:, 3:9] = torch.tensor([5, 260, 7, 5, 260, 7], device=DEVICE)
-    config = dict(
-        model_options=dict(tie_word_embeddings=True),
-        target_modules=["q_proj"],
-        trainable_token_indices=[5, 260, 7],
-        change=_moved,
-    )
-    stock, ours = both("llama", **config)
+    tied = dict(model_options=dict(tie_word_embeddings=True), target_modules=["q_proj"])
+    stock, ours = both("llama", **tied, trainable_token_indices=[5, 260, 7], change=_moved)
     expected = step(stock, batch)[1]
     assert_same_learning(step(ours, batch)[1], expected, 1e-5)
-    for switch in (
-        lambda run: run.merge_adapter(),
-        lambda run: run.unmerge_adapter(),
-        lambda run: run.base_model.disable_adapter_layers(),
-    ):
+    for switch in ("merge_adapter", "unmerge_adapter", "disable_adapter_layers"):
         for run in (stock, ours):
-            switch(run)
+            getattr(run.base_model, switch)()
         with torch.no_grad():
             torch.testing.assert_close(ours(**batch).loss, stock(**batch).loss)
     assert losses == [True, False, True, False] and not computed
 
 
-# -- what is not, and why --------------------------------------------------------------------
-
-
 def _hook(path: str):
-    return lambda run: (
-        run.get_base_model().lm_head.get_submodule(path).register_forward_hook(lambda m, args, out: out.clone() * 1.5)
-    )
+    hook = lambda m, args, out: out.clone() * 1.5
+    return lambda run: _head(run).get_submodule(path).register_forward_hook(hook)
 
 
-def _other_dropout(run):
-    run.get_base_model().lm_head.lora_dropout["default"] = nn.Sequential(nn.Identity())
+COPY = dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
+PARTS = "parts of adapter 'default' are sharded, hooked or replaced"
+BASE = "a base that is sharded, hooked or quantised"
+
+
+def _tokens(n: int) -> dict:
+    tied = dict(tie_word_embeddings=True)
+    return dict(target_modules=["q_proj"], trainable_token_indices=[*range(n)], model_options=tied)
 
 
 REASONS = {
     "shape of scaling": (
         {},
-        lambda run: run.get_base_model().lm_head.scaling.update(default=torch.ones(1, 1, device=DEVICE)),
+        lambda run: _head(run).scaling.update(default=torch.ones(1, 1, device=DEVICE)),
         "adapter 'default' has a scaling that is sharded, or",
     ),
     "DoRA": (dict(use_dora=True), lambda run: None, "DoRA, which scales"),
     "hook": ({}, _hook(""), "hooks, or a forward of its own"),
-    "hook of A": ({}, _hook("lora_A.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
-    "hook of B": ({}, _hook("lora_B.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
-    "hook of the base": ({}, _hook("base_layer"), "a base that is sharded, hooked or quantised"),
-    "dropout": ({}, _other_dropout, "the dropout of adapter 'default' is hooked, or a Sequential"),
+    "hook of A": ({}, _hook("lora_A.default"), PARTS),
+    "hook of B": ({}, _hook("lora_B.default"), PARTS),
+    "hook of the base": ({}, _hook("base_layer"), BASE),
+    "dropout": (
+        {},
+        lambda run: _head(run).lora_dropout.update({"default": nn.Sequential(nn.Identity())}),
+        "the dropout of adapter 'default' is hooked, or a Sequential",
+    ),
     "tokens of a trained head": (
-        dict(target_modules=["q_proj"], trainable_token_indices=[5], model_options=dict(tie_word_embeddings=True)),
-        lambda run: run.get_base_model().lm_head.token_adapter.base_layer.requires_grad_(True),
+        _tokens(1),
+        lambda run: _head(run).token_adapter.base_layer.requires_grad_(True),
         "trained tokens of a weight that is no plain frozen one",
     ),
-    "too many tokens": (
-        dict(
-            target_modules=["q_proj"],
-            trainable_token_indices=[*range(60)],
-            model_options=dict(tie_word_embeddings=True),
-        ),
-        lambda run: None,
-        "60 trained tokens",
-    ),
-    "copy with a hook": (
-        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-        _hook("modules_to_save.default"),
-        "a base that is sharded, hooked or quantised",
-    ),
-    "hook of a copy": (
-        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-        _hook(""),
-        "a base of class ModulesToSaveWrapper",
-    ),
+    "too many tokens": (_tokens(60), lambda run: None, "60 trained tokens"),
+    "copy with a hook": (COPY, _hook("modules_to_save.default"), BASE),
+    "hook of a copy": (COPY, _hook(""), "a base of class ModulesToSaveWrapper"),
 }
 
 
@@ -286,22 +266,18 @@ REASONS = {
 def test_other_heads_are_called_themselves(name, losses):
     config, change, reason = REASONS[name]
     ours = assert_as_stock(change=change, **config)
-    found = held(ours.get_base_model().lm_head, torch.zeros(1, ours.config.hidden_size, device=DEVICE))
+    found = held(_head(ours), torch.zeros(1, ours.config.hidden_size, device=DEVICE))
     assert isinstance(found, Fallback) and found.startswith(reason), found
     assert not losses
 
 
-def learnt_scalings(size: int):
-    def change(run):
-        layer = run.get_base_model().lm_head
-        layer.learnt = layer.scaling["default"] = nn.Parameter(torch.linspace(0.5, 2, size, device=DEVICE))
-
-    return change
-
-
 @pytest.mark.parametrize("size", [1, V])
 def test_learnt_scalings(size, losses):
-    assert_as_stock(change=learnt_scalings(size))
+    def learnt(run):
+        layer = _head(run)
+        layer.learnt = layer.scaling["default"] = nn.Parameter(torch.linspace(0.5, 2, size, device=DEVICE))
+
+    assert_as_stock(change=learnt)
     assert losses == [True]
 
 
@@ -315,24 +291,6 @@ def test_thin_results_beyond_fp16():
     assert held(head, x).startswith("adapters that are not in fp16")
     with torch.autocast(DEVICE, torch.float16):
         assert not isinstance(held(head, x), Fallback)
-
-
-# -- memory ----------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any floating-point tensor that an operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, Tensor) and t.is_floating_point() and not func.is_view:
-                self.found = max(self.found, t.numel())
-        return out
 
 
 def head_cross_entropy(head: nn.Module, x: Tensor, target: Tensor, **options) -> Tensor:
@@ -353,7 +311,7 @@ def lora_head(dtype=torch.float32, H=32, V=65, r=3, names=("one",), **config) ->
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_of_the_size_of_the_head_or_of_all_logits(reduction, dropout, monkeypatch):
-    mode = Largest()
+    mode = Dispatched()
     watch_loop(monkeypatch, mode)
     head, x = lora_head(H=32, V=100, lora_dropout=dropout), torch.randn(24, 32, device=DEVICE, requires_grad=True)
     kept = []
@@ -361,12 +319,9 @@ def test_nothing_of_the_size_of_the_head_or_of_all_logits(reduction, dropout, mo
         loss = head_cross_entropy(head, x, torch.arange(24, device=DEVICE), reduction=reduction)
     with mode:
         loss.sum().backward()
-    assert mode.found == x.numel() < min(head.base_layer.weight.numel(), 24 * 100)
+    assert mode.largest == x.numel() < min(head.base_layer.weight.numel(), 24 * 100)
     own = {t.data_ptr() for t in (x, *head.parameters())}
     assert max(t.numel() for t in kept if t.data_ptr() not in own) <= x.numel()
-
-
-# -- numbers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [("one",), ("one", "two")])
@@ -416,23 +371,16 @@ def test_a_second_backward():
     torch.testing.assert_close(torch.autograd.grad(3 * loss, leaves), tuple(3 * g for g in first))
 
 
-# -- the contract of forward -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [None, 17, torch.tensor(17)], ids=str)
 @pytest.mark.parametrize("ignored", [3, 9])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
     """They are left out of the large products; dropout draws for them, as stock does."""
     rows, fused = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(
-        head_loss,
-        "linear_cross_entropy",
-        lambda *args, **kw: (rows.append(kw["compact"].rows().numel()), fused(*args, **kw))[1],
-    )
-    assert_as_stock(
-        lora_dropout=dropout, batch=tokens(ignored=ignored), call={} if count is None else {"num_items_in_batch": count}
-    )
+    spy = lambda *args, **kw: (rows.append(kw["compact"].rows().numel()), fused(*args, **kw))[1]
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", spy)
+    call = {} if count is None else {"num_items_in_batch": count}
+    assert_as_stock(lora_dropout=dropout, batch=tokens(ignored=ignored), call=call)
     assert losses == [True] and rows == [2 * (12 - ignored)]
 
 
@@ -448,11 +396,11 @@ def test_logits_that_are_asked_for(losses, computed):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(reentrant, losses):
-    def checkpointed(run):
-        run.get_base_model().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    def recomputed(run):
+        checkpointed(run.get_base_model(), reentrant)
         run.enable_input_require_grads()
 
-    assert_as_stock(change=checkpointed)
+    assert_as_stock(change=recomputed)
     assert losses == [True]
 
 
@@ -468,9 +416,7 @@ def test_options_and_statistics(losses):
     assert losses == [True]
 
 
-@pytest.mark.parametrize(
-    "config", [{}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])], ids=["lora", "copy"]
-)
+@pytest.mark.parametrize("config", [{}, COPY], ids=["lora", "copy"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_without_logits(family, config, losses, computed):
     expected = of_logits(adapted(family, **config))
@@ -485,9 +431,7 @@ def test_scores_of_a_head_that_drops(computed):
     assert not computed
 
 
-@pytest.mark.parametrize(
-    "config", further({}, dict(target_modules=["q_proj"], modules_to_save=["lm_head"])), ids=["lora", "copy"]
-)
+@pytest.mark.parametrize("config", further({}, COPY), ids=["lora", "copy"])
 def test_compiled(config):
     torch._dynamo.reset()
     stock, ours = both(**config, model_options=dict(num_hidden_layers=1))

@@ -1,27 +1,23 @@
 """The flags for long rows, ``activation_offloading`` and ``tiled_mlp``, at every door: what
 changes, what does not, and what steps aside."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
+import re
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-transformers = pytest.importorskip("transformers")
-
+import transformers
 from hf_models import (
     DEVICE,
     assert_same_bits,
     assert_same_learning,
     assert_untouched,
     batch_of,
+    checkpointed,
     everything_of,
     make,
     served_by_kernels_or_references,
@@ -29,6 +25,8 @@ from hf_models import (
     step,
     tokens,
 )
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.liger import apply_liger_kernel
 
 import liger_kernel.transformers as liger
@@ -91,14 +89,6 @@ def tiles(monkeypatch) -> list[int]:
     return found
 
 
-def checkpointed(model: nn.Module, reentrant: bool | None) -> nn.Module:
-    if reentrant is None:
-        model.gradient_checkpointing_disable()
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    return model
-
-
 def moved_by_layers(moved: list[tuple[int, ...]], model: nn.Module) -> bool:
     """Whether the layers' inputs alone were moved, and what the last norm saves, which kernels
     take as a matrix."""
@@ -112,7 +102,22 @@ def learned(model: nn.Module, batch: dict[str, Tensor] | None = None, **flags) -
     return step(model, batch)[1]
 
 
-# -- both ------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A group of one process."""
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def lora(model: nn.Module, **options) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(model, config).train().base_model.model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -201,9 +206,7 @@ def test_liger_train(moved, tiles):
         ({"activation_offloading": 2}, r"activation_offloading: must be True or False, got 2"),
         ({"keep_attention": 0}, r"keep_attention: must be True or False, got 0"),
         ({"tiled_mlp": 0}, r"tiled_mlp: must be True, False or a number of tiles from 1 on, got 0"),
-        ({"tiled_mlp": -3}, r"got -3"),
-        ({"tiled_mlp": 2.0}, r"got 2\.0"),
-        ({"tiled_mlp": "4"}, r"got '4'"),
+        *(({"tiled_mlp": wrong}, f"got {re.escape(repr(wrong))}") for wrong in (-3, 2.0, "4")),
     ],
 )
 def test_bad_values(flags, error):
@@ -227,9 +230,6 @@ def test_off(off, moved, tiles):
     assert not moved and not tiles
 
 
-# -- offloading ------------------------------------------------------------------------------
-
-
 def test_what_others_replaced_offloads_too(moved):
     model = make("llama")
     expected = learned(model)
@@ -243,18 +243,13 @@ def test_what_others_replaced_offloads_too(moved):
 
 def test_checkpoints_around_layers(moved):
     """Of torch's wrapper, as FSDP's examples use it, in the place of transformers' own."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-        checkpoint_wrapper,
-    )
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
     model = make("llama")
     expected = learned(model)
     restore(model)
     layer = type(model.model.layers[0])
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda m: isinstance(m, layer)
-    )
+    checkpoint_wrapper.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, layer))
     patch(model, activation_offloading=True)
     found = step(model)[1]
     assert_same_bits({n.replace("_checkpoint_wrapped_module.", ""): t for n, t in found.items()}, expected)
@@ -271,12 +266,10 @@ def test_nothing_to_offload():
 
 def test_fsdp2(moved):
     """Weights that FSDP gathers are parameters, too."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone():
         mesh, found = init_device_mesh(DEVICE, (1,)), []
         for flags in ({}, {"activation_offloading": True}, {"activation_offloading": True, "tiled_mlp": 3}):
             model = checkpointed(make("llama"), False)
@@ -286,33 +279,24 @@ def test_fsdp2(moved):
             fully_shard(model, mesh=mesh)
             learnt = step(model)[1]
             found.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in learnt.items()})
-    finally:
-        dist.destroy_process_group()
     assert_same_bits(found[1], found[0])
     assert_same_learning(found[2], found[0])
     shapes = {tuple(p.shape) for p in make("llama").parameters() if p.ndim > 1}
     assert moved and not shapes & {*moved, *(shape[::-1] for shape in moved)}
 
 
-@pytest.mark.parametrize("checkpointing", [None, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora(checkpointing, moved, tiles):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    model = checkpointed(make("llama"), checkpointing)
+    model = make("llama")
+    if checkpointing:
+        checkpointed(model)
     model.enable_input_require_grads()
-    model = peft.get_peft_model(model, config).train()
-    inner = model.base_model.model
+    inner = lora(model, target_modules="all-linear")
     expected = learned(inner)
     assert_same_bits(learned(inner, activation_offloading=True), expected)
     assert moved and not tiles
     assert_same_learning(learned(inner, tiled_mlp=3), expected)
     assert set(tiles) == {3}
-
-
-# -- attention -------------------------------------------------------------------------------
 
 
 class Attentions(TorchDispatchMode):
@@ -356,31 +340,19 @@ def test_attention_is_kept(family, offloads, without_masks, moved):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("attention", "options", "said"),
     [
-        ({"use_reentrant": True}, "another kind of checkpointing than PyTorch's with use_reentrant=False"),
-        (
-            {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())},
-            "another context_fn",
-        ),
+        ("sdpa", dict(use_reentrant=True), "another kind of checkpointing than PyTorch's with use_reentrant=False"),
+        ("sdpa", dict(use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(),) * 2), "another context_fn"),
+        ("eager", dict(use_reentrant=False), "eager attention"),
     ],
 )
-def test_checkpoints_that_cannot_keep_attention(options, said):
-    model = make("llama")
+def test_what_cannot_keep_attention(attention, options, said):
+    model = make("llama", **(dict(attn_implementation="eager") if attention == "eager" else {}))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     expected = learned(model)
     select._say.cache_clear()
     with pytest.warns(UserWarning, match=f"keep_attention: it steps aside for {said}"):
-        ours = learned(model, keep_attention=True)
-    assert_same_bits(ours, expected)
-
-
-def test_eager_attention_is_not_kept():
-    model = make("llama", attn_implementation="eager")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    expected = learned(model)
-    select._say.cache_clear()
-    with pytest.warns(UserWarning, match="keep_attention: it steps aside for eager attention"):
         ours = learned(model, keep_attention=True)
     assert_same_bits(ours, expected)
 
@@ -390,9 +362,6 @@ def test_attention_without_checkpointing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_bits(learned(model, keep_attention=True), learned(model))
-
-
-# -- tiles -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -429,10 +398,8 @@ def test_the_flag_of_the_mlp_is_off(tiles):
 def test_hooks_on_layers_see_all_tokens(tiles):
     model, seen = make("llama"), []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, args, y: seen.append(tuple(y.shape)))
-    expected = learned(model)
-    with pytest.warns(
-        UserWarning, match="tiled_mlp: LlamaMLP runs in one piece, because hooks on its layers expect to see all tokens"
-    ):
+    said = "tiled_mlp: LlamaMLP runs in one piece, because hooks on its layers expect to see all tokens"
+    with pytest.warns(UserWarning, match=said):
         ours = learned(model, tiled_mlp=3)
     assert_same_learning(ours, expected)
     assert {shape[:2] for shape in seen} == {(2, 12)} and set(tiles) == {3}  # of the other layer
@@ -451,14 +418,8 @@ def test_zero_3(tiles):
 def test_adapters_with_dropout_or_magnitude(dropout, tiles):
     """They run by the modules' own calls in each tile; dropout draws the same numbers again in
     the backward."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
     more = dict(lora_dropout=dropout) if dropout else dict(use_dora=True)
-    config = peft.LoraConfig(
-        r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more
-    )
-    model = peft.get_peft_model(make("llama"), config).train()
-    inner = model.base_model.model
+    inner = lora(make("llama"), target_modules=["gate_proj", "down_proj"], **more)
     expected = learned(inner)
     ours = learned(inner, tiled_mlp=3)
     assert set(tiles) == {3}
@@ -489,9 +450,6 @@ def test_compiled_with_tiles():
     assert_same_learning({"loss": expected["loss"]} | {n: p.grad for n, p in model.named_parameters()}, expected)
 
 
-# -- a million tokens ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "length",
     [2**11, pytest.param(2**20, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
@@ -501,28 +459,18 @@ def test_one_long_row(length, monkeypatch):
     that ends after them; its documents, what they do alone."""
     monkeypatch.undo()  # copies of small tensors would take long
     torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=32000,
-    )
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)
-    ).train()
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=32000, use_cache=False)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=length)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
     model = checkpointed(model.to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32), False)
     patch(model, activation_offloading=True, keep_attention=True, tiled_mlp=True)
     ids, part = torch.randint(0, 32000, (1, length), device=DEVICE), length // 16
     tolerance = 2e-2 if DEVICE == "cuda" else 1e-5
-
     whole = step(model, {"input_ids": ids, "labels": ids})[1]
     assert all(t.isfinite().all() for t in whole.values()) and abs(whole["loss"].item() - 10.4) < 0.3  # log 32000
 
-    of_first = step(
-        model, {"input_ids": ids, "labels": torch.where(torch.arange(length, device=DEVICE) < part, ids, -100)}
-    )[1]
+    labels = torch.where(torch.arange(length, device=DEVICE) < part, ids, -100)
+    of_first = step(model, {"input_ids": ids, "labels": labels})[1]
     assert_same_learning(of_first, step(model, {"input_ids": ids[:, :part], "labels": ids[:, :part]})[1], tolerance)
 
     if DEVICE == "cuda":
@@ -534,9 +482,6 @@ def test_one_long_row(length, monkeypatch):
         packed = {"input_ids": ids, "labels": torch.where(at % part == 0, -100, ids), "position_ids": (at % part)[None]}
         of_documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": part, "max_length_k": part}
         found = step(model, packed | of_documents)[1]
-        alone = [step(model, {"input_ids": row[None], "labels": row[None]})[1] for row in ids.view(16, part)]
-        assert_same_learning(
-            found,
-            {name: torch.stack([one[name].float() for one in alone]).mean(0).to(t.dtype) for name, t in found.items()},
-            tolerance,
-        )
+        each = [step(model, {"input_ids": row[None], "labels": row[None]})[1] for row in ids.view(16, part)]
+        mean = lambda name: torch.stack([one[name].float() for one in each]).mean(0)
+        assert_same_learning(found, {name: mean(name).to(t.dtype) for name, t in found.items()}, tolerance)

@@ -398,6 +398,7 @@ def test_the_flag_of_the_mlp_is_off(tiles):
 def test_hooks_on_layers_see_all_tokens(tiles):
     model, seen = make("llama"), []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, args, y: seen.append(tuple(y.shape)))
+    expected = learned(model)
     said = "tiled_mlp: LlamaMLP runs in one piece, because hooks on its layers expect to see all tokens"
     with pytest.warns(UserWarning, match=said):
         ours = learned(model, tiled_mlp=3)

@@ -1,8 +1,6 @@
 """What a patched model computes follows its modules as they are at each call: activations that
 are more than their values, dtypes, choices of the user."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -16,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-transformers = pytest.importorskip("transformers")
-
+import transformers
 from hf_models import DEVICE, KERNELS, assert_same_bits, assert_same_learning, batch_of, make, recognised, step, tokens
+from quick import words
+from torch import nn
 from transformers.activations import ACT2FN
 
 from liger_kernel.testing import assert_as_accurate
@@ -52,15 +49,12 @@ def pair(family: str, dtype: torch.dtype = torch.float32, **more) -> tuple[nn.Mo
     return theirs, ours
 
 
-# -- activations -----------------------------------------------------------------------------
-
-
 class Gained(nn.Module):
     """silu with a gain that is learnt, and begins at 1."""
 
-    def __init__(self):
+    def __init__(self, gain: float = 1.0):
         super().__init__()
-        self.gain = nn.Parameter(torch.ones((), device=DEVICE))
+        self.gain = nn.Parameter(torch.tensor(gain, device=DEVICE))
 
     def forward(self, x):
         return F.silu(x) * self.gain
@@ -118,21 +112,10 @@ def test_activations_are_known_by_what_they_are(fn, name):
     assert activation(fn) == activation(fn) == name
 
 
-def _gain(m: nn.Module) -> None:
-    m.act_fn = Gained()
-
-
-def _loaded_gain(m: nn.Module) -> None:
-    m.act_fn = Gained()
-    m.act_fn.gain.data.fill_(3.0)
-
-
-def _dropout(m: nn.Module) -> None:
-    m.act_fn = nn.Sequential(m.act_fn, nn.Dropout(0.5))
-
-
-def _another(m: nn.Module) -> None:
-    m.act_fn = nn.Tanh()
+def _approximate(m: nn.Module) -> None:
+    m.act_fn = nn.GELU()
+    activation(m.act_fn)
+    m.act_fn.approximate = "tanh"
 
 
 def _function(m: nn.Module) -> None:
@@ -140,28 +123,21 @@ def _function(m: nn.Module) -> None:
     m.act_fn = torch.tanh
 
 
-def _approximate(m: nn.Module) -> None:
-    m.act_fn = nn.GELU()
-    activation(m.act_fn)
-    m.act_fn.approximate = "tanh"
-
-
-def _hook(m: nn.Module) -> None:
-    m.act_fn.register_forward_hook(lambda m, args, y: 0.5 * y)
-
-
-def _forward(m: nn.Module) -> None:
-    m.act_fn.forward = lambda x: x
-
-
-def _class(m: nn.Module) -> None:
-    m.act_fn.__class__ = nn.Softsign
+ACTIVATIONS = {
+    "a gain": lambda m: setattr(m, "act_fn", Gained()),
+    "a loaded gain": lambda m: setattr(m, "act_fn", Gained(3.0)),
+    "dropout": lambda m: setattr(m, "act_fn", nn.Sequential(m.act_fn, nn.Dropout(0.5))),
+    "another": lambda m: setattr(m, "act_fn", nn.Tanh()),
+    "a function": _function,
+    "an approximation": _approximate,
+    "a hook": lambda m: m.act_fn.register_forward_hook(lambda m, args, y: 0.5 * y),
+    "a forward": lambda m: setattr(m.act_fn, "forward", lambda x: x),
+    "a class": lambda m: setattr(m.act_fn, "__class__", nn.Softsign),
+}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "nemotron", "mixtral"])
-@pytest.mark.parametrize(
-    "change", [_gain, _loaded_gain, _dropout, _another, _function, _approximate, _hook, _forward, _class]
-)
+@pytest.mark.parametrize("change", ACTIVATIONS)
 def test_a_changed_activation_counts(family, change):
     """Changed after a step of the patched model, in which it was what it had been; and first
     looked at while evaluating."""
@@ -169,7 +145,7 @@ def test_a_changed_activation_counts(family, change):
     for m in models:
         step(m)
         for part in [p for p in m.modules() if hasattr(p, "act_fn")]:
-            change(part)
+            ACTIVATIONS[change](part)
     batch = batch_of(models[0])
     with torch.no_grad():
         theirs, ours = ({"logits": m.eval()(**batch, use_cache=False).logits} for m in models)
@@ -201,8 +177,6 @@ def test_global_hooks_see_activations():
     assert theirs.count(type(ACT2FN["silu"]).__name__) == ours.count(type(ACT2FN["silu"]).__name__) == 1
 
 
-# -- experts ---------------------------------------------------------------------------------
-
 moe_integration = pytest.importorskip("transformers.integrations.moe")
 interface = getattr(moe_integration, "ALL_EXPERTS_FUNCTIONS", None)
 choices = pytest.mark.skipif(interface is None, reason="this version has one implementation of experts")
@@ -218,13 +192,10 @@ def ran(monkeypatch) -> list[str]:
         return lambda *args, **kwargs: calls.append(name) or fn(*args, **kwargs)
 
     monkeypatch.setattr(experts_module, "moe", noted("ours", experts_module.moe))
+    eager_like = moe_integration.batched_mm_experts_forward  # some need hardware: what counts is who is called
     for name in interface:
-        eager_like = moe_integration.batched_mm_experts_forward  # some need hardware: what counts is who is called
-        monkeypatch.setitem(
-            interface._global_mapping,
-            name,
-            noted(name, eager_like if name in ("sonicmoe", "deepgemm") else interface[name]),
-        )
+        fn = eager_like if name in ("sonicmoe", "deepgemm") else interface[name]
+        monkeypatch.setitem(interface._global_mapping, name, noted(name, fn))
     return calls
 
 
@@ -244,11 +215,8 @@ def test_named_experts_are_respected(family, named, ran):
         ran.clear()
         model.set_experts_implementation(named)
         ours = named == experts_module.DEFAULT_EXPERTS
-        with (
-            contextlib.nullcontext()
-            if ours
-            else pytest.warns(UserWarning, match=f"experts run Transformers' '{named}'")
-        ):
+        said = pytest.warns(UserWarning, match=f"experts run Transformers' '{named}'")
+        with contextlib.nullcontext() if ours else said:
             found = step(model)[1]
         assert {*ran} == ({"ours"} if ours else set() if named == "eager" else {named})
         ran.clear()
@@ -274,9 +242,8 @@ def test_experts_named_before_the_model_is_made(place, ran):
     if place == "classes":
         apply_liger_kernel_to_qwen3_moe()
     experts_module._say_chosen.cache_clear()
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, **{"experts_implementation": "batched_mm"} if place == "argument" else {}
-    ).to(DEVICE)
+    named = {"experts_implementation": "batched_mm"} if place == "argument" else {}
+    model = transformers.AutoModelForCausalLM.from_config(config, **named).to(DEVICE)
     if place != "classes":
         _apply_liger_kernel_to_instance(model=model)
     with pytest.warns(UserWarning, match="experts run Transformers' 'batched_mm'"):
@@ -300,13 +267,19 @@ def test_generation_may_name_experts_without_a_word(ran):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", *{"deepseek_v4"} & {*transformers.CONFIG_MAPPING}])
 def test_one_token(family, ran):
     models = pair(family)
-    batch = {"input_ids": torch.tensor([[5, 7]], device=DEVICE), "labels": torch.tensor([[5, 7]], device=DEVICE)}
+    batch = dict.fromkeys(("input_ids", "labels"), torch.tensor([[5, 7]], device=DEVICE))
     theirs, ours = (step(m, batch)[1] for m in models)
     assert "ours" in ran
     assert_same_learning(ours, theirs, TOLERANCE)
     with torch.no_grad():
         theirs, ours = (m.eval()(batch["input_ids"][:, :1]).logits for m in models)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def of_three_tokens() -> tuple[torch.Tensor, ...]:
+    """Hidden states, experts and their weights."""
+    index = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    return torch.randn(3, 64, device=DEVICE), index, torch.rand(3, 2, device=DEVICE)
 
 
 def test_experts_in_eight_bits_are_not_ours(ran):
@@ -317,15 +290,9 @@ def test_experts_in_eight_bits_are_not_ours(ran):
     variant = slots.VARIANTS["moe(act_fn)"](lambda self, *args: called.append(args))
     experts = next(m for m in make("qwen3_moe").modules() if isinstance(m, Qwen3MoeExperts))
     for name in ("gate_up_proj", "down_proj"):
-        setattr(
-            experts, name, nn.Parameter(getattr(experts, name).detach().to(torch.float8_e4m3fn), requires_grad=False)
-        )
-    variant(
-        experts,
-        torch.randn(3, 64, device=DEVICE),
-        torch.zeros(3, 2, dtype=torch.int64, device=DEVICE),
-        torch.rand(3, 2, device=DEVICE),
-    )
+        in_8_bits = getattr(experts, name).detach().to(torch.float8_e4m3fn)
+        setattr(experts, name, nn.Parameter(in_8_bits, requires_grad=False))
+    variant(experts, *of_three_tokens())
     assert len(called) == 1 and not ran
 
 
@@ -349,21 +316,19 @@ def test_experts_of_a_subclass_multiply_as_it_says(family, name, ran):
     _apply_liger_kernel_to_instance(model=model)
     experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
     setattr(experts, name, nn.Parameter(getattr(experts, name).detach().as_subclass(Counted)))
-    index = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
     Counted.seen.clear()
-    experts(torch.randn(3, 64, device=DEVICE), index, torch.rand(3, 2, device=DEVICE))
+    experts(*of_three_tokens())
     assert ran == ["grouped_mm"] and Counted.seen
-    stock = projections_report(model).stock
-    assert [layer.reason for layer in stock] == ["weights of the class Counted, which has products of its own"] * (
-        name in ("gate_up_proj", "down_proj")
-    )
+    said = "weights of the class Counted, which has products of its own"
+    reasons = [layer.reason for layer in projections_report(model).stock]
+    assert reasons == [said] * (name in ("gate_up_proj", "down_proj"))
 
 
 def test_experts_that_exchange_tokens_in_their_kernel_are_stocks(ran):
     """Transformers passes the group of ranks to some implementations, which the user has named."""
     called = []
     variant = slots.VARIANTS["moe(act_fn)"](lambda self, *args, **more: called.append(more))
-    variant(None, torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2), process_group="ranks")
+    variant(None, *of_three_tokens(), process_group="ranks")
     assert called == [{"process_group": "ranks"}] and not ran
 
 
@@ -372,11 +337,7 @@ def test_experts_beside_an_input_of_another_dtype(ran):
     """As Transformers' grouped products, which cast it: without autocast they run."""
     model = make("qwen3_moe")
     experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts").to(torch.bfloat16)
-    arguments = (
-        torch.randn(3, 64, device=DEVICE),
-        torch.zeros(3, 2, dtype=torch.int64, device=DEVICE),
-        torch.rand(3, 2, device=DEVICE),
-    )
+    arguments = of_three_tokens()
     expected = experts(*arguments)
     _apply_liger_kernel_to_instance(model=model)
     ran.clear()
@@ -399,16 +360,12 @@ def test_equal_inputs_choose_equal_experts(family):
         with torch.no_grad():
             for p in router.parameters():
                 p[1::2] = p[::2]
-            block.experts.register_forward_pre_hook(
-                lambda m, args, given: chosen.append(dict(zip(("x", "index", "weights"), args)) | given),
-                with_kwargs=True,
-            )
+            noted = lambda m, args, given: chosen.append(dict(zip(("x", "index", "weights"), args)) | given)
+            block.experts.register_forward_pre_hook(noted, with_kwargs=True)
             block(x)
     theirs, ours = ([t for t in given.values() if not t.is_floating_point() or t.shape[-1] != 64] for given in chosen)
     assert len(ours) == 2 and all(map(torch.equal, ours, theirs)) and ours[0].unique().numel() > 1
 
-
-# -- dtypes ----------------------------------------------------------------------------------
 
 HALVES = torch.float16, torch.bfloat16
 
@@ -417,9 +374,8 @@ def exact_parts(model: nn.Module) -> dict[str, bool]:
     """Slots in which all that is swapped in ``model`` has the bits of stock."""
     rows = [row_of(t) for t in dict.fromkeys(c.model_type for c in configs_of(model.config))]
     labels = [label for row in rows if row for label in row.swapped.values()]
-    return {
-        slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in table.EVERYTHING
-    }
+    exact = lambda slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot)
+    return {slot: exact(slot) for slot in table.EVERYTHING}
 
 
 def evaluated(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -440,9 +396,8 @@ def learned(
         with context():
             loss = model(**batch, use_cache=False).loss
         (scale * loss).backward()
-        found.append(
-            {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach()} | grads)
     return {name: torch.stack([f[name] for f in found]) for name in found[0]}
 
 
@@ -507,40 +462,20 @@ def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
         assert_as_accurate(learned(model, batches, scale), theirs, truth)
 
 
-AUTOCAST = [
-    "llama",
-    "gemma2",
-    "gemma3_text",
-    "qwen3",
-    "cohere",
-    "glm4",
-    "phi3",
-    "olmo2",
-    "gptj",
-    "gpt_oss",
-    "mixtral",
-    "nemotron",
-    "qwen2_vl",
-    "deepseek_v3",
-]
+AUTOCAST = words(
+    "llama gemma2 gemma3_text qwen3 cohere glm4 phi3 olmo2 gptj gpt_oss mixtral nemotron qwen2_vl deepseek_v3"
+)
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# of weights, and of autocast
+KINDS = [(FP32, BF16), (FP32, FP16), (BF16, BF16), (BF16, FP16), (FP16, BF16), (BF16, None), (FP16, None)]
 
 
 def programs(count: int, seed: int) -> list[tuple]:
     """Random families, dtypes of weights, and kinds of autocast."""
     draw = random.Random(seed)
-    kinds = [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float16),
-        (torch.float16, torch.bfloat16),
-        (torch.bfloat16, None),
-        (torch.float16, None),
-    ]
-    families = [f for f in AUTOCAST for _ in kinds]
-    return draw.sample(
-        [*zip(families, kinds * len(AUTOCAST), (draw.choice(("eager", "sdpa")) for _ in families))], count
-    )
+    families = [f for f in AUTOCAST for _ in KINDS]
+    attention = (draw.choice(("eager", "sdpa")) for _ in families)
+    return draw.sample([*zip(families, KINDS * len(AUTOCAST), attention)], count)
 
 
 @pytest.mark.parametrize(
@@ -561,14 +496,13 @@ def test_autocast(family, dtypes, attention):
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"stock: {error}"[:200])
     # together: the error of one is luck
-    scale, batches = (256.0, [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)])
+    scale, batches = 256.0, [batch | {"labels": batch["labels"].roll(i, 1)} for i in range(4)]
     theirs = learned(model, batches, scale, context)
     if not KERNELS:
         with instance_patches(model, family, {"rope": True}, None)():
             assert_same_bits(learned(model, batches, scale, context), theirs)
-    truth = learned(
-        exact(model), [{k: v.double() if v.is_floating_point() else v for k, v in b.items()} for b in batches], scale
-    )
+    double = lambda batch: {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    truth = learned(exact(model), [double(b) for b in batches], scale)
     with instance_patches(model, family, exact_parts(model), "fused")():
         with context():
             found = evaluated(model, batch)
@@ -587,8 +521,7 @@ def test_experts_follow_autocast(family, ran):
     truth = exact(model)
     _apply_liger_kernel_to_instance(model=model)
     x = torch.randn(64, 64)
-    index = torch.rand(64, 4).topk(2).indices
-    weights = torch.rand(64, 2)
+    index, weights = torch.rand(64, 4).topk(2).indices, torch.rand(64, 2)
     dy = torch.randn(64, 64)
 
     def learnt(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -615,9 +548,8 @@ def test_steps_that_overflow_are_skipped(family):
     results = []
     for model in pair(family):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler(
-            DEVICE, init_scale=2.0**60, backoff_factor=2.0**-22, growth_factor=2.0**44, growth_interval=3
-        )
+        growing = dict(growth_factor=2.0**44, growth_interval=3)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**60, backoff_factor=2.0**-22, **growing)
         scales = []
         for i in range(8):
             before = [p.detach().clone() for p in model.parameters()]
@@ -627,15 +559,11 @@ def test_steps_that_overflow_are_skipped(family):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            scales.append(
-                (scaler.get_scale(), all(map(torch.equal, before, model.parameters())), loss.isfinite().item())
-            )
+            stays = all(map(torch.equal, before, model.parameters()))
+            scales.append((scaler.get_scale(), stays, loss.isfinite().item()))
         assert {skipped for _, skipped, _ in scales} == {True, False}
         results.append(scales)
     assert results[0] == results[1]
-
-
-# -- rotary frequencies that are learnt -----------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "cohere", "gptj", "qwen2_vl"])
@@ -650,19 +578,13 @@ def test_learnt_frequencies(family, monkeypatch):
         monkeypatch.setattr(module.GPTJAttention, "_get_embed_positions", lambda self, *args: was(self, *args) * factor)
     for name, cls in vars(module).items():
         if isinstance(cls, type) and name.endswith("RotaryEmbedding") and cls.__module__ == module.__name__:
-            monkeypatch.setattr(
-                cls,
-                "forward",
-                lambda self, *args, was=cls.forward, **more: tuple(t * factor for t in was(self, *args, **more)),
-            )
+            scaled = lambda self, *args, was=cls.forward, **more: tuple(t * factor for t in was(self, *args, **more))
+            monkeypatch.setattr(cls, "forward", scaled)
     found = []
     for model in models:
         factor.grad = None
         found.append(step(model, batch_of(model))[1] | {"factor": factor.grad})
     assert_same_learning(*reversed(found), TOLERANCE)
-
-
-# -- parts replaced after the patch ----------------------------------------------------------
 
 
 def test_layers_of_the_hub_know_plain_norms_alone():
@@ -677,9 +599,5 @@ def test_layers_of_the_hub_know_plain_norms_alone():
     }
     for family, form in forms.items():
         if family in transformers.CONFIG_MAPPING:
-            assert (
-                _form(
-                    next(c for name, c in vars(modeling(family)).items() if re.fullmatch(r"\w+[a-z0-9]RMSNorm", name))
-                )
-                == form
-            )
+            classes = (c for name, c in vars(modeling(family)).items() if re.fullmatch(r"\w+[a-z0-9]RMSNorm", name))
+            assert _form(next(classes)) == form

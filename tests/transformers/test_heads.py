@@ -1,8 +1,7 @@
 """When a head is called: logits, losses and gradients of a patched model are those of the moment
 at which the model called its head."""
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-transformers = pytest.importorskip("transformers")
-
+import transformers
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from quick import further
+from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
@@ -73,9 +70,6 @@ def lora(model: nn.Module, *adapters: str, **options) -> nn.Module:
     return found
 
 
-# -- nothing to learn ----------------------------------------------------------------------
-
-
 COUNTS = (0, torch.tensor(0), None)
 
 
@@ -111,23 +105,6 @@ def test_labels_that_count_nothing_change_nothing(kind, count):
     assert all(not g.any() for g in (*expected.values(), *found.values()))  # NaN counts as something
 
 
-# -- later than the call -------------------------------------------------------------------
-
-
-def _kept(logits, labels, vocab_size, **_):
-    _kept.logits = logits
-    return loss_of(logits, labels)
-
-
-def test_logits_that_a_loss_keeps_are_those_of_the_call():
-    found = []
-    for model in both(lambda model: setattr(model, "loss_function", _kept)):
-        model(**tokens()).loss.backward()
-        torch.optim.SGD(model.parameters(), lr=5.0).step()
-        found.append(_kept.logits + 0)
-    torch.testing.assert_close(found[1], found[0])
-
-
 @dataclasses.dataclass
 class Own:
     """An output that no library knows."""
@@ -142,9 +119,22 @@ class Returning(LlamaForCausalLM):
         return Own(loss_of(logits, labels), logits)
 
 
-def test_logits_in_an_output_of_the_users_own():
+class Keeping(LlamaForCausalLM):
+    """Its loss function keeps the logits."""
+
+    def forward(self, *args, **kwargs):
+        def kept(logits, labels, vocab_size, **_):
+            self.logits = logits
+            return loss_of(logits, labels)
+
+        self.loss_function = kept
+        return Own(super().forward(*args, **kwargs).loss, self.logits)
+
+
+@pytest.mark.parametrize("cls", [Returning, Keeping])
+def test_logits_that_are_kept_are_those_of_the_call(cls):
     found = []
-    for model in both(cls=Returning):
+    for model in both(cls=cls):
         out = model(**tokens())
         out.loss.backward()
         torch.optim.SGD(model.parameters(), lr=5.0).step()
@@ -172,10 +162,9 @@ class Nesting(LlamaForCausalLM):
 def test_an_output_within_an_output(computed):
     stock, ours = ((model(**tokens()), model.eval()(**tokens())) for model in both(cls=Nesting))
     torch.testing.assert_close([out.loss for out in ours], [out.loss for out in stock])
-    assert ours[0].logits is None and ours[0].language_model_outputs.logits is None
-    torch.testing.assert_close(
-        ours[0].language_model_outputs.hidden_states, stock[0].language_model_outputs.hidden_states
-    )
+    inner = ours[0].language_model_outputs
+    assert ours[0].logits is None and inner.logits is None
+    torch.testing.assert_close(inner.hidden_states, stock[0].language_model_outputs.hidden_states)
     for found in (ours[1].logits, ours[1].language_model_outputs.logits):
         torch.testing.assert_close(found, stock[1].logits)
     assert not computed
@@ -217,19 +206,12 @@ def _adapters(model):
     return [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
 
 
-def _weight_of(model):
-    return next(p for n, p in model.named_parameters() if "lm_head" in n and n.endswith("weight") and "lora" not in n)
+def _base(model):
+    return getattr(model.lm_head, "base_layer", model.lm_head)
 
 
 def _replace_weight(model, at):
-    m = next(
-        (
-            m
-            for n, m in model.named_modules()
-            if "lm_head" in n and type(m) is nn.Linear and m.weight is _weight_of(model)
-        )
-    )
-    m.weight = nn.Parameter(m.weight.detach() * 1.5)
+    _base(model).weight = nn.Parameter(_base(model).weight.detach() * 1.5)
 
 
 CHANGES = {
@@ -240,8 +222,8 @@ CHANGES = {
     "scaled": lambda model, at: [m.set_scale("one", 0.5 + at) for m in _adapters(model)],
     "eval": lambda model, at: model.eval(),
     "train": lambda model, at: model.train(),
-    "freeze": lambda model, at: _weight_of(model).requires_grad_(False),
-    "thaw": lambda model, at: _weight_of(model).requires_grad_(True),
+    "freeze": lambda model, at: _base(model).weight.requires_grad_(False),
+    "thaw": lambda model, at: _base(model).weight.requires_grad_(True),
     "another weight": _replace_weight,
     "hook": lambda model, at: model.lm_head.register_forward_hook(lambda m, a, out: out * 1.5),
 }
@@ -354,17 +336,11 @@ def test_weights_that_one_call_is_given(kind):
 @pytest.mark.parametrize(
     "head, name",
     [
-        *(
-            ("linear", "lm_head.weight"),
-            ("linear", "lm_head.bias"),
-            ("linear", "rows"),
-            ("tied", "embed_tokens.weight"),
-        ),
-        *(
-            ("lora", "lm_head.base_layer.weight"),
-            ("lora", "lm_head.lora_A.default.weight"),
-            ("dora", "lm_head.lora_B.default.weight"),
-        ),
+        *(("linear", name) for name in ("lm_head.weight", "lm_head.bias", "rows")),
+        ("tied", "embed_tokens.weight"),
+        ("lora", "lm_head.base_layer.weight"),
+        ("lora", "lm_head.lora_A.default.weight"),
+        ("dora", "lm_head.lora_B.default.weight"),
     ],
 )
 def test_memory_exchanged_between_call_and_loss(head, name, back):
@@ -397,51 +373,38 @@ def test_code_that_writes_to_data_between_call_and_loss(where):
             self.lm_head.weight.data.mul_(2.0)
             return {"loss": loss_of(logits, labels)}
 
-    def change(model):
-        def custom(logits, labels, vocab_size, **_):
+    def custom(model):
+        def loss(logits, labels, vocab_size, **_):
             model.lm_head.weight.data.mul_(2.0)
             return loss_of(logits, labels)
 
-        if where != "forward":
-            model.loss_function = custom
+        model.loss_function = loss
 
-    stock, ours = both(change, cls=Writing if where == "forward" else LlamaForCausalLM)
+    stock, ours = both(cls=Writing) if where == "forward" else both(custom)
     torch.testing.assert_close(ours(**tokens())["loss"], stock(**tokens())["loss"])
 
 
-# -- who sees the call ---------------------------------------------------------------------
+HOOKS = {
+    "counted": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: m.seen.append(out.shape)),
+    "in place": lambda m: m.lm_head.register_forward_pre_hook(lambda m, a: (a[0].mul_(1.5), None)[1]),
+    "keywords": lambda m: m.lm_head.register_forward_pre_hook(
+        lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True, prepend=True
+    ),
+    "output in place": lambda m: m.lm_head.register_forward_hook(
+        lambda m, a, out: (out.mul_(0.5), None)[1], prepend=True
+    ),
+    "backward": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
+    "before the backward": lambda m: m.lm_head.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)),
+}
 
 
-def _hook(kind):
-    seen = []
-
-    def counted(m, args, out):
-        seen.append(out.shape)
-
-    hooks = {
-        "counted": lambda m: m.lm_head.register_forward_hook(counted),
-        "in place": lambda m: m.lm_head.register_forward_pre_hook(lambda m, a: (a[0].mul_(1.5), None)[1]),
-        "keywords": lambda m: m.lm_head.register_forward_pre_hook(
-            lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True, prepend=True
-        ),
-        "output in place": lambda m: m.lm_head.register_forward_hook(
-            lambda m, a, out: (out.mul_(0.5), None)[1], prepend=True
-        ),
-        "backward": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
-        "before the backward": lambda m: m.lm_head.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)),
-    }
-    return hooks[kind], seen
-
-
-@pytest.mark.parametrize(
-    "kind", ["counted", "in place", "keywords", "output in place", "backward", "before the backward"]
-)
+@pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_of_the_head_fire_once_on_all_tokens(kind):
-    hook, seen = _hook(kind)
-    stock, ours = both(hook)
+    stock, ours = both(HOOKS[kind])
+    stock.lm_head.seen, ours.lm_head.seen = [], []
     expected = step(stock)[1]
     assert_same_learning(step(ours)[1], expected)
-    assert len(seen) == (2 if kind == "counted" else 0) and len(set(seen)) <= 1
+    assert len(ours.lm_head.seen) == (kind == "counted") and ours.lm_head.seen == stock.lm_head.seen
 
 
 def _entering(context):
@@ -493,39 +456,44 @@ class Twice(torch.autograd.Function):
         return g * 2
 
 
+def _hook(hook, **options):
+    """Of the output head's call."""
+    return lambda model: model.lm_head.register_forward_hook(hook, **options)
+
+
+def _pre_hook(hook):
+    return lambda model: model.lm_head.register_forward_pre_hook(hook)
+
+
+def _saving(pack, unpack):
+    return _entering(lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+
+
 # What hooks may do that leaves the result alone, or only casts it
 QUIET = {
-    "nothing": lambda m: m.lm_head.register_forward_hook(lambda *_: None, always_call=True),
-    "upcast": lambda m: m.lm_head.register_forward_hook(_upcast),
-    "upcast by a method": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: out.float()),
-    "a method": lambda m: m.lm_head.register_forward_hook(Method().seen),
-    "statistics of inputs": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (args[0].norm(), None)[1]),
+    "nothing": _hook(lambda *_: None, always_call=True),
+    "upcast": _hook(_upcast),
+    "upcast by a method": _hook(lambda m, args, out: out.float()),
+    "a method": _hook(Method().seen),
+    "statistics of inputs": _hook(lambda m, args, out: (args[0].norm(), None)[1]),
     "every module": _watch,
-    "offloading": _entering(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
-    "compressed": _entering(
-        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
-    ),
+    "offloading": _saving(lambda t: t, lambda t: t),
+    "compressed": _saving(lambda t: t.bfloat16(), lambda t: t.float()),
     "autocast": _entering(lambda: torch.autocast(DEVICE, torch.bfloat16)),
-    "other inputs": lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: args[0] * 1.5),
-    "inputs in place": lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: (args[0].mul_(1.5), None)[1]),
+    "other inputs": _pre_hook(lambda m, args: args[0] * 1.5),
+    "inputs in place": _pre_hook(lambda m, args: (args[0].mul_(1.5), None)[1]),
 }
 # What hooks may do that needs the logits themselves
 LOUD = {
-    "statistics": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: (out.abs().mean(), None)[1]),
-    "all arguments": lambda m: m.lm_head.register_forward_hook(lambda *args: args[-1] * 1.5),
-    "a function of autograd": lambda m: m.lm_head.register_forward_hook(lambda m, args, out: Twice.apply(out)),
-    "a function of autograd, by a cell": lambda m, f=Twice.apply: m.lm_head.register_forward_hook(
-        lambda m, args, out: f(out)
-    ),
-    "an object": lambda m: m.lm_head.register_forward_hook(functools.partial(lambda s, m, args, out: out * s, 1.5)),
-    "gradients of logits": lambda m: m.lm_head.register_forward_hook(
-        lambda m, args, out: (out.register_hook(lambda g: g * 2), None)[1]
-    ),
+    "statistics": _hook(lambda m, args, out: (out.abs().mean(), None)[1]),
+    "all arguments": _hook(lambda *args: args[-1] * 1.5),
+    "a function of autograd": _hook(lambda m, args, out: Twice.apply(out)),
+    "a function of autograd, by a cell": (lambda f: _hook(lambda m, args, out: f(out)))(Twice.apply),
+    "an object": _hook(functools.partial(lambda s, m, args, out: out * s, 1.5)),
+    "gradients of logits": _hook(lambda m, args, out: (out.register_hook(lambda g: g * 2), None)[1]),
     "a backward hook": lambda m: m.lm_head.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
     "weights for the call": _scaled_for_the_call,
-    "inputs in place, after": lambda m: m.lm_head.register_forward_hook(
-        lambda m, args, out: [a.data.mul_(1.5) for a in args][:0] or None
-    ),
+    "inputs in place, after": _hook(lambda m, args, out: [a.data.mul_(1.5) for a in args][:0] or None),
     "a mode": _entering(lambda: torch.device("meta" if DEVICE == "cpu" else DEVICE)),
 }
 
@@ -533,9 +501,8 @@ LOUD = {
 @pytest.mark.parametrize("kind", QUIET | LOUD)
 def test_hooks_that_leave_the_result_alone_do_not_cost_the_fusion(kind, monkeypatch, computed):
     fused, whole = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(
-        head_loss, "linear_cross_entropy", lambda *args, **options: fused.append(1) or whole(*args, **options)
-    )
+    spy = lambda *args, **options: fused.append(1) or whole(*args, **options)
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", spy)
     stock, ours = both((QUIET | LOUD)[kind])
     expected = step(stock)[1]
     with warnings.catch_warnings(record=True) as said:
@@ -551,13 +518,10 @@ def test_hooks_that_leave_the_result_alone_do_not_cost_the_fusion(kind, monkeypa
 
 
 def test_hooks_of_all_modules_that_leave_the_result_alone_do_not_cost_the_fusion(computed):
-    (_, ours), seen = both(), []
-    expected = step(both()[0])[1]
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(m))
-    try:
+    (stock, ours), seen = both(), []
+    expected = step(stock)[1]
+    with torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(m)):
         assert_same_learning(step(ours)[1], expected)
-    finally:
-        handle.remove()
     assert not computed and seen.count(ours.lm_head) == 1
 
 
@@ -578,29 +542,25 @@ def test_hooks_of_adapters_on_the_head(part, computed):
     assert not computed
 
 
+def _linears(function):
+    return lambda m, *args: function(*args) if isinstance(m, nn.Linear) else None
+
+
 @pytest.mark.parametrize("kind", ["module hook", "module pre-hook", "nn.Linear.forward", "F.linear"])
 def test_what_is_changed_for_all_modules_reaches_the_head(kind, monkeypatch):
     modules, stock, linear = torch.nn.modules.module, nn.Linear.forward, F.linear
-    models = both()
+    models, handle = both(), contextlib.nullcontext()
     expected = step(models[0])[1]
-    handle = None
     if kind == "module hook":
-        handle = modules.register_module_forward_hook(
-            lambda m, args, out: out * 1.5 if isinstance(m, nn.Linear) else None
-        )
+        handle = modules.register_module_forward_hook(_linears(lambda args, out: out * 1.5))
     elif kind == "module pre-hook":
-        handle = modules.register_module_forward_pre_hook(
-            lambda m, args: (args[0] * 1.5,) if isinstance(m, nn.Linear) else None
-        )
+        handle = modules.register_module_forward_pre_hook(_linears(lambda args: (args[0] * 1.5,)))
     elif kind == "F.linear":
         monkeypatch.setattr(F, "linear", lambda *args: linear(*args) * 1.5)
     else:
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: stock(self, x) * 1.5)
-    try:
+    with handle:
         with_it, ours = (step(m)[1] for m in models)
-    finally:
-        if handle is not None:
-            handle.remove()
     assert not torch.equal(with_it["loss"], expected["loss"])
     assert_same_learning(ours, with_it)
 
@@ -612,9 +572,8 @@ class Scaled(nn.Linear):
 
 def _sequence_head(model):
     n, V = model.lm_head.in_features, model.lm_head.out_features
-    model.lm_head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(n), nn.Linear(n, V), nn.Unflatten(0, (2, -1))).to(
-        DEVICE
-    )
+    parts = nn.Flatten(0, 1), nn.BatchNorm1d(n), nn.Linear(n, V), nn.Unflatten(0, (2, -1))
+    model.lm_head = nn.Sequential(*parts).to(DEVICE)
 
 
 OTHER_HEADS = {
@@ -684,9 +643,6 @@ def test_who_looks_for_the_head_during_a_forward_finds_it():
     assert ours.lm_head.note == 2 and ours.lm_head.visited
 
 
-# -- gradients of logits -------------------------------------------------------------------
-
-
 ASKED = {
     "hook": lambda logits, loss: logits.register_hook(lambda g: g * 2),
     "retain": lambda logits, loss: logits.retain_grad(),
@@ -727,9 +683,6 @@ def test_gradients_of_logits(kind):
         match=f"^{name}: a loss of these logits was computed without them, so that they get no gradient: ask before",
     ):
         step(ours)
-
-
-# -- what a tensor is asked ----------------------------------------------------------------
 
 
 LOOKS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +77,25 @@ def make(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **m
 def checkpointed(model: nn.Module, reentrant: bool = False) -> nn.Module:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     return model
+
+
+@contextlib.contextmanager
+def group_of_one(device: str = DEVICE) -> Iterator[Any]:
+    """A process group of this process; its mesh."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield torch.distributed.init_device_mesh(device, (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def said(call: Callable[[], Any], subject: str) -> list[str]:
+    """Warnings of a call that begin with ``subject``."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in found if str(w.message).startswith(subject)]
 
 
 def tokens(batch: int = 2, length: int = 12, seed: int = 1, ignored: int = 3) -> dict[str, Tensor]:

@@ -5,14 +5,13 @@ import copy
 import random
 import sys
 import types
-import warnings
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step, tokens
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, checkpointed, make, said, step, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,13 +55,6 @@ def loss_of(model: Any, seed: int = 0) -> torch.Tensor:
 
 def recorded(model: Any) -> micro_steps.Graphs:
     return vars(model)[micro_steps.KEY]
-
-
-def said(call: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        call()
-    return [str(w.message) for w in found if str(w.message).startswith("graphs: ")]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -152,9 +144,8 @@ def test_hooks_see_every_step_and_changes_have_an_end():
     model, seen = patched(), []
     step(model, batch())
     model.model.norm.register_forward_hook(lambda *_: seen.append(1))
-    assert said(lambda: [step(model, batch()) for _ in range(3)]) == [
-        "graphs: LlamaForCausalLM runs as it was: hooks see what its layers compute"
-    ]
+    with_hook = said(lambda: [step(model, batch()) for _ in range(3)], "graphs: ")
+    assert with_hook == ["graphs: LlamaForCausalLM runs as it was: hooks see what its layers compute"]
     assert len(seen) == 3
     model.model.norm._forward_hooks.clear()
     for i in range(10):
@@ -183,9 +174,8 @@ def test_one_forward_at_a_time():
 
 
 def test_checkpointing():
-    model = patched()
+    model = checkpointed(patched())
     model.enable_input_require_grads()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
     want = step(model, batch())[1]
     for _ in range(2):
@@ -314,10 +304,8 @@ def test_a_model_of_ones_own():
 
     model = graphs.wrap(Own().to(DEVICE))
     assert graphs.wrap(model) is model
-    given = {
-        "input_ids": torch.arange(24, device=DEVICE).view(2, 12),
-        "labels": torch.tensor([[1], [2]], device=DEVICE),
-    }
+    labels = torch.tensor([[1], [2]], device=DEVICE)
+    given = {"input_ids": torch.arange(24, device=DEVICE).view(2, 12), "labels": labels}
     found = []
     for _ in range(3):
         model.zero_grad()

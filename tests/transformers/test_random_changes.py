@@ -40,17 +40,9 @@ class Run:
     def __init__(self, kind: str, seed: int, stack: contextlib.ExitStack):
         self.kind, self.stack, self.hooks, self.patched = kind, stack, [], False
         torch.manual_seed(seed)
-        config = transformers.LlamaConfig(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1 + seed % 2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=seed % 3 == 0,
-            pad_token_id=0,
-        )
+        sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1 + seed % 2)
+        heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=seed % 3 == 0)
+        config = transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=64, pad_token_id=0)
         self.model: Any = transformers.LlamaForCausalLM(config).to(DEVICE)
         for p in self.model.parameters():
             if p.ndim == 1:
@@ -144,12 +136,8 @@ def new_part(run: Run, r: random.Random) -> None:
     elif what == "mlp":
         model.layers[i].mlp = new
     elif what == "norm":
-        setattr(
-            *r.choice(
-                ((model, "norm"), (model.layers[i], "input_layernorm"), (model.layers[i], "post_attention_layernorm"))
-            ),
-            new,
-        )
+        layer = model.layers[i]
+        setattr(*r.choice(((model, "norm"), (layer, "input_layernorm"), (layer, "post_attention_layernorm"))), new)
     elif what == "act":
         model.layers[i].mlp.act_fn = new
     else:
@@ -159,13 +147,9 @@ def new_part(run: Run, r: random.Random) -> None:
 def another_class(run: Run, r: random.Random) -> None:
     module = run.pick(r, *PARTS)
     cls = type(module)
-    forward = (
-        rescaling(cls.forward)
-        if r.random() < 0.5
-        else lambda self, *args, **kwargs: scaled(super(new, self).forward(*args, **kwargs))
-    )
-    new = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-    module.__class__ = new
+    by_super = lambda self, *args, **kwargs: scaled(super(new, self).forward(*args, **kwargs))
+    forward = rescaling(cls.forward) if r.random() < 0.5 else by_super
+    module.__class__ = new = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
 def class_forward(run: Run, r: random.Random) -> None:
@@ -174,14 +158,8 @@ def class_forward(run: Run, r: random.Random) -> None:
         return
     cls = getattr(modeling_llama, r.choice((*PARTS, "LlamaForCausalLM")))
     forward = cls.forward
-    if cls is modeling_llama.LlamaForCausalLM:
-        run.swap(
-            cls,
-            "forward",
-            lambda self, *args, **kwargs: forward(self, *args, **kwargs | {"labels": kwargs["labels"].roll(1, 0)}),
-        )
-    else:
-        run.swap(cls, "forward", rescaling(forward))
+    rolled = lambda self, *args, **kwargs: forward(self, *args, **kwargs | {"labels": kwargs["labels"].roll(1, 0)})
+    run.swap(cls, "forward", rolled if cls is modeling_llama.LlamaForCausalLM else rescaling(forward))
 
 
 def function(run: Run, r: random.Random) -> None:
@@ -198,10 +176,9 @@ def hook(run: Run, r: random.Random) -> None:
     after = lambda m, args, out: scaled(out)
     after_with = lambda m, args, kwargs, out: scaled(out)
     before = lambda m, args: tuple(scaled(a) for a in args)
-    before_with = lambda m, args, kwargs: (
-        tuple(scaled(a) for a in args),
-        {k: scaled(v) if k == "hidden_states" else v for k, v in kwargs.items()},
-    )
+    of_states = lambda kwargs: {k: scaled(v) if k == "hidden_states" else v for k, v in kwargs.items()}
+    before_with = lambda m, args, kwargs: (tuple(scaled(a) for a in args), of_states(kwargs))
+    first = lambda m, grads: tuple(None if g is None else SCALED * g for g in grads)
     back = lambda m, given, grads: tuple(None if g is None else SCALED * g for g in given)
     makers = [
         lambda: module.register_forward_hook(after, prepend=prepend),
@@ -209,9 +186,7 @@ def hook(run: Run, r: random.Random) -> None:
         lambda: module.register_forward_pre_hook(before, prepend=prepend),
         lambda: module.register_forward_pre_hook(before_with, with_kwargs=True, prepend=prepend),
         lambda: module.register_full_backward_hook(back),
-        lambda: module.register_full_backward_pre_hook(
-            lambda m, grads: tuple(None if g is None else SCALED * g for g in grads)
-        ),
+        lambda: module.register_full_backward_pre_hook(first),
     ]
     run.hooks.append(r.choice(makers)())
 
@@ -226,9 +201,8 @@ def own_forward(run: Run, r: random.Random) -> None:
     if r.random() < 0.5:
         module.forward = rescaling(module.forward)
     else:
-        module.forward = types.MethodType(
-            lambda self, *args, **kwargs: scaled(type(self).forward(self, *args, **kwargs)), module
-        )
+        by_class = lambda self, *args, **kwargs: scaled(type(self).forward(self, *args, **kwargs))
+        module.forward = types.MethodType(by_class, module)
 
 
 def dtype(run: Run, r: random.Random) -> None:
@@ -269,19 +243,12 @@ def attention(run: Run, r: random.Random) -> None:
 def wrap(run: Run, r: random.Random) -> None:
     if peft is None or hasattr(run.model, "get_base_model"):
         return
-    more: dict[str, Any] = r.choice(
-        ({}, {"use_dora": True}, {"modules_to_save": ["norm"]}, {"modules_to_save": ["lm_head"]})
-    )
-    targets = r.choice(
-        (
-            ["q_proj"],
-            ["gate_proj", "down_proj"],
-            ["lm_head", "v_proj"] if "modules_to_save" not in more else ["up_proj"],
-        )
-    )
-    run.model = peft.get_peft_model(
-        run.model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", **more)
-    )
+    kinds = {}, {"use_dora": True}, {"modules_to_save": ["norm"]}, {"modules_to_save": ["lm_head"]}
+    more: dict[str, Any] = r.choice(kinds)
+    last = ["lm_head", "v_proj"] if "modules_to_save" not in more else ["up_proj"]
+    targets = r.choice((["q_proj"], ["gate_proj", "down_proj"], last))
+    config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", **more)
+    run.model = peft.get_peft_model(run.model, config)
     for name, p in run.model.named_parameters():
         if "lora_" in name:
             nn.init.normal_(p, std=0.1)
@@ -320,35 +287,9 @@ def restore(run: Run, r: random.Random) -> None:
         liger.restore(*([run.model] if run.kind == "instance" else []))
 
 
-CHANGES = [
-    resize,
-    tie,
-    untie,
-    new_head,
-    new_part,
-    another_class,
-    class_forward,
-    function,
-    hook,
-    hook,
-    hook,
-    unhook,
-    own_forward,
-    dtype,
-    checkpointing,
-    load,
-    learn,
-    mode,
-    freeze,
-    attention,
-    wrap,
-    unwrap,
-    copied,
-    travelled,
-    patch,
-    restore,
-]
-
+CHANGES = [resize, tie, untie, new_head, new_part, another_class, class_forward, function, hook, hook, hook, unhook]
+CHANGES += [own_forward, dtype, checkpointing, load, learn, mode, freeze, attention, wrap, unwrap]
+CHANGES += [copied, travelled, patch, restore]
 
 STOCK = [
     (c, "forward", c.forward) for c in vars(modeling_llama).values() if isinstance(c, type) and "forward" in vars(c)
@@ -414,21 +355,17 @@ def difference(
     twice stock's."""
     if found.keys() != stock.keys():
         return f"{sorted(found.keys() ^ stock.keys())} on one side only"
-    floor = max((g.abs().max().item() for n, g in stock.items() if n not in ("loss", "logits")), default=0.0) / 100
+    gradients = sorted(n for n in stock if n not in ("loss", "logits"))
     if exact is None:
+        floor = max((stock[n].abs().max().item() for n in gradients), default=0.0) / 100
         off = lambda n: (found[n] - stock[n]).abs().max().item() / max(stock[n].abs().max().item(), floor, 1e-30)
         wrong = {n: off(n) for n in stock if not off(n) <= 2e-5}
         return f"{wrong}" if wrong else None
-    flat = lambda of: torch.cat(
-        [of[n].double().flatten() for n in sorted(exact) if n not in ("loss", "logits")] or [torch.zeros(1)]
-    )
+    flat = lambda of: torch.cat([of[n].double().flatten() for n in gradients] or [torch.zeros(1)])
     ours, theirs = ((flat(each) - flat(exact)).norm().item() for each in (found, stock))
     loss = (found["loss"].double() - exact["loss"]).abs().item() / exact["loss"].abs().clamp(min=1).item()
-    return (
-        f"errors {ours:.1e}, stock's {theirs:.1e}; of the loss {loss:.1e}"
-        if not (ours <= 2 * theirs + 1e-9 and loss <= 2**-6)
-        else None
-    )
+    right = ours <= 2 * theirs + 1e-9 and loss <= 2**-6
+    return None if right else f"errors {ours:.1e}, stock's {theirs:.1e}; of the loss {loss:.1e}"
 
 
 def failures(seeds: range) -> Iterator[str]:

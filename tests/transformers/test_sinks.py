@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens
+from hf_models import assert_same_bits, assert_same_learning, checkpointed, make, step, stock, tokens
 from quick import further
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
@@ -46,12 +46,8 @@ def seen(monkeypatch) -> list[dict]:
 
 def sink_model(model_type: str = "gpt_oss", **more) -> nn.Module:
     """Two layers, the first with a window of 4 tokens."""
-    return make(
-        model_type,
-        num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-        **{"sliding_window": 4} | more,
-    )
+    kinds = dict(layer_types=["sliding_attention", "full_attention"])
+    return make(model_type, num_hidden_layers=2, **kinds, **{"sliding_window": 4} | more)
 
 
 def pair(model_type: str = "gpt_oss", config=None, **flags) -> tuple[nn.Module, nn.Module]:
@@ -59,6 +55,12 @@ def pair(model_type: str = "gpt_oss", config=None, **flags) -> tuple[nn.Module, 
     theirs, ours = (sink_model(model_type, **config or {}) for _ in range(2))
     _apply_liger_kernel_to_instance(ours, **flags)
     return theirs, ours
+
+
+def assert_alike(models: tuple[nn.Module, nn.Module], batch: dict | None = None, tolerance: float = 1e-5) -> None:
+    """Stock and patched learn the same."""
+    theirs, ours = (step(model, batch)[1] for model in models)
+    assert_same_learning(ours, theirs, tolerance)
 
 
 def padded(side: str) -> dict[str, Tensor]:
@@ -115,13 +117,11 @@ def test_attention_weights_are_stock(seen):
 def test_attention_weights_of_checkpointed_layers(seen, reentrant):
     """Whether somebody wants them is known only while the forward runs, not when the backward
     computes it again."""
-    found = []
-    for model in pair("granite_swa", **ALONE):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        model.enable_input_require_grads()
+    models = pair("granite_swa", **ALONE)
+    for model in models:
+        checkpointed(model, reentrant).enable_input_require_grads()
         model.config.output_attentions = True
-        found.append(step(model.train(), tokens(2, LENGTH))[1])
-    assert_same_learning(found[1], found[0], 1e-5)
+    assert_alike(models, tokens(2, LENGTH))
     assert not seen
 
 
@@ -137,28 +137,24 @@ def test_hooks_get_attention_weights(seen):
 def test_a_mask_of_somebodys_own_for_eager_attention_is_stock(seen, monkeypatch):
     """It shows everybody the first token."""
     shown = lambda mask: mask.index_fill(3, torch.tensor(0, device=mask.device), 0)
-    monkeypatch.setitem(
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", lambda **given: shown(eager_mask(**given))
-    )
-    theirs, ours = pair("granite_swa", **ALONE)
-    assert_same_learning(step(ours, padded("left"))[1], step(theirs, padded("left"))[1], 1e-5)
+    functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(functions, "eager", lambda **given: shown(eager_mask(**given)))
+    assert_alike(pair("granite_swa", **ALONE), padded("left"))
     assert not seen
 
 
 def test_a_mask_that_a_hook_writes_to_is_stock(seen):
-    found = []
-    for model in pair("granite_swa", **ALONE):
-        model.model.layers[1].register_forward_pre_hook(
-            lambda module, args, kwargs: kwargs["attention_mask"].__setitem__((..., slice(3)), -1e9), with_kwargs=True
-        )
-        found.append(step(model, padded("right"))[1])
-    assert_same_learning(found[1], found[0], 1e-5)
+    models = pair("granite_swa", **ALONE)
+    hides = lambda module, args, kwargs: kwargs["attention_mask"].__setitem__((..., slice(3)), -1e9)
+    for model in models:
+        model.model.layers[1].register_forward_pre_hook(hides, with_kwargs=True)
+    assert_alike(models, padded("right"))
     assert [call["window"] for call in seen] == [4]
 
 
 def test_a_window_of_none_is_stock(seen):
-    theirs, ours = pair("granite_swa", dict(sliding_window=0), **ALONE)
-    assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-5)
+    assert_alike(pair("granite_swa", dict(sliding_window=0), **ALONE), padded("right"))
+    assert [call["window"] for call in seen] == [None]
     assert [call["window"] for call in seen] == [None]
 
 
@@ -175,13 +171,13 @@ def test_autocast(seen):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_padding_mask_that_is_filled_anew(seen, checkpointed):
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_padding_mask_that_is_filled_anew(seen, recomputed):
     """Of the next batch, before the backward."""
     found = []
     for model in pair("granite_swa", **ALONE):
-        if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if recomputed:
+            checkpointed(model)
         batch = padded("left")
         batch["attention_mask"] = batch["attention_mask"].bool()
         loss = model.train()(**batch, use_cache=False).loss
@@ -189,16 +185,16 @@ def test_a_padding_mask_that_is_filled_anew(seen, checkpointed):
         loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()})
     assert_same_learning(found[1], found[0], 1e-5)
-    assert len(seen) == (4 if checkpointed else 2)
+    assert len(seen) == (4 if recomputed else 2)
 
 
 def test_dropout_is_stock(seen):
-    theirs, ours = pair()
-    for model in (theirs, ours):
+    models = pair()
+    for model in models:
         for m in model.modules():
             if hasattr(m, "attention_dropout"):
                 m.attention_dropout = 0.5
-    assert_same_learning(step(ours)[1], step(theirs)[1], 1e-5)
+    assert_alike(models)
     assert not seen
 
 
@@ -206,11 +202,8 @@ def test_other_masks_are_stock(seen):
     """A mask of the user's for every pair of tokens."""
     batch = tokens(2, LENGTH)
     ahead = torch.ones(2, 1, LENGTH, LENGTH, device=batch["labels"].device).triu(3)
-    mask = -1e9 * ahead
-    theirs, ours = pair(next(t for t in FAMILIES if t != "gpt_oss"))
-    assert_same_learning(
-        step(ours, batch | {"attention_mask": mask})[1], step(theirs, batch | {"attention_mask": mask})[1], 1e-5
-    )
+    other = next(t for t in FAMILIES if t != "gpt_oss")
+    assert_alike(pair(other), batch | {"attention_mask": -1e9 * ahead})
     assert not seen
 
 
@@ -223,27 +216,23 @@ def test_generates_as_stock(model_type):
     assert torch.equal(ours.generate(**given), expected)
 
 
+OFFLOADING = {"activation_offloading": True}
+
+
 @pytest.mark.parametrize(
     "flags, reentrant",
     [
-        ({}, False),
-        ({"keep_attention": True}, True),
-        *further(
-            ({}, True),
-            ({"keep_attention": True}, False),
-            ({"activation_offloading": True}, False),
-            ({"activation_offloading": True}, True),
-        ),
+        *(({}, False), ({"keep_attention": True}, True)),
+        *further(({}, True), ({"keep_attention": True}, False), (OFFLOADING, False), (OFFLOADING, True)),
     ],
     ids=str,
 )
 def test_checkpointed(seen, reentrant, flags):
     """The backward runs the same attention again, unless it was kept."""
-    theirs, ours = pair(**flags)
-    for model in (theirs, ours):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-5)
+    models = pair(**flags)
+    for model in models:
+        checkpointed(model, reentrant).enable_input_require_grads()
+    assert_alike(models, padded("right"))
     assert len(seen) == 4
 
 
@@ -280,10 +269,10 @@ def test_classes(seen):
 @pytest.mark.parametrize("backend", ["eager", *further("aot_eager", "inductor")])
 def test_compiled_layers(backend):
     """A mask that nobody makes reaches layers that are compiled one by one."""
-    theirs, ours = pair("granite_swa")
-    for layer in ours.model.layers:
+    models = pair("granite_swa")
+    for layer in models[1].model.layers:
         layer.compile(fullgraph=True, backend=backend)
-    assert_same_learning(step(ours, padded("right"))[1], step(theirs, padded("right"))[1], 1e-4)
+    assert_alike(models, padded("right"), 1e-4)
 
 
 @pytest.mark.parametrize("backend", further("aot_eager", "inductor"))
@@ -300,16 +289,12 @@ def masks(window: int | None, padding: bool, packed: bool) -> tuple[LazyMask, Te
     starts = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]] * B) if packed else None
     valid = torch.arange(T).expand(B, T) >= torch.arange(B)[:, None] if padding else None
     config = transformers.LlamaConfig(sliding_window=window, hidden_size=8, num_attention_heads=2)
-    create = (
-        transformers.masking_utils.create_sliding_window_causal_mask
-        if window
-        else transformers.masking_utils.create_causal_mask
-    )
+    kind = "sliding_window_causal" if window else "causal"
+    create = getattr(transformers.masking_utils, f"create_{kind}_mask")
+    of = dict(attention_mask=valid, past_key_values=None, position_ids=starts)
     made = []
     for config._attn_implementation in (LAZILY_EAGER, "eager"):
-        made.append(
-            create(config, torch.zeros(B, T, 8), attention_mask=valid, past_key_values=None, position_ids=starts)
-        )
+        made.append(create(config, torch.zeros(B, T, 8), **of))
     return made[0], made[1]
 
 
@@ -370,10 +355,7 @@ def test_a_mask_moves_unmade():
 def test_look_alikes_are_not_taken():
     """Attention of families whose layers change their masks, make them elsewhere, or compute
     scores in fp32."""
-    from liger_kernel.transformers.recognise.families import modeling
-
-    for model_type in {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"} & {
-        *transformers.CONFIG_MAPPING
-    }:
+    others = {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"}
+    for model_type in others & {*transformers.CONFIG_MAPPING}:
         function = modeling(model_type).eager_attention_forward
         assert not attentions.has_sinks("eager_attention_forward", function), model_type

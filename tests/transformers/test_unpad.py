@@ -1,15 +1,14 @@
 """Padded batches without their padding: the same loss and gradients as with it."""
 
-import warnings
-
+import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import DEVICE, assert_same_learning, make, step, stock
+from dispatched import Dispatched
+from hf_models import DEVICE, assert_same_learning, checkpointed, make, step, stock
 from quick import further
 from test_attention import documents_in_a_loop, serve
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_qwen2, restore
 from liger_kernel.transformers.patching import patches, unpad
@@ -69,10 +68,7 @@ def packed(monkeypatch) -> list:
 
 
 def said(call) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        call()
-    return [str(w.message) for w in found if str(w.message).startswith("unpad: ")]
+    return hf_models.said(call, "unpad: ")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +136,7 @@ def test_flash_attention_gets_the_bounds(monkeypatch):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_run_again_as_they_ran(reentrant, packed):
     padded, ours = model_of("gemma3_text", False), model_of("gemma3_text", keep_attention=True)
-    ours.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    checkpointed(ours, reentrant)
     if reentrant:
         ours.enable_input_require_grads()  # a hook, but not of a layer
     assert_same_learning(step(ours, batch())[1], step(padded, batch())[1], 1e-5)
@@ -261,13 +257,7 @@ def test_the_host_waits_once(monkeypatch):
     look = unpad._look
     monkeypatch.setattr(unpad, "_look", lambda *args: waits.append("look") or look(*args))
 
-    class Waits(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
-                waits.append(function)
-            return function(*args, **(kwargs or {}))
-
     given = {n: t for n, t in batch().items() if n != "labels"}
-    with Waits():
+    with Dispatched() as seen:
         ours.model(**given, use_cache=False)
-    assert waits == ["look"]
+    assert waits == ["look"] and not {"_local_scalar_dense", "nonzero"} & {*seen.names}

@@ -4,6 +4,7 @@ made dense."""
 import contextlib
 import copy
 import io
+import itertools
 import warnings
 
 import pytest
@@ -13,10 +14,9 @@ from torch import nn
 peft = pytest.importorskip("peft", minversion="0.17")
 pytest.importorskip("transformers.integrations.moe", reason="this version has one implementation of experts")
 
-from adapters import drawn
-from hf_models import DEVICE, assert_same_learning, make, recognised, step, tokens
+from adapters import BATCH, drawn, learnt, patch, recomputed
+from hf_models import DEVICE, assert_same_learning, group_of_one, make, recognised, tokens
 
-import liger_kernel.transformers as ours
 from liger_kernel.nn import float8 as stored
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8
@@ -30,11 +30,8 @@ needs_kernels = pytest.mark.skipif(
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
 )
-# what else is ours is tested elsewhere
-ONLY = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False, swiglu=True)
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 NAMES = ("gate_up_proj", "down_proj")
-BATCH = dict(batch=1, length=6, ignored=2)
 LINEARS = ("lm_head", "q_proj", "k_proj", "v_proj", "o_proj")  # which cast their inputs
 
 
@@ -61,17 +58,15 @@ def ran(monkeypatch) -> list[str]:
     return calls
 
 
-def tiny(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> nn.Module:
-    return make(
-        family, dtype, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {})
-    )
+def tiny(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **more) -> nn.Module:
+    kinds = dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}
+    return make(family, dtype, num_hidden_layers=1, **kinds, **more)
 
 
 def adapted(model: nn.Module, of=BOTH, targets=("q_proj",)) -> nn.Module:
     torch.manual_seed(3)
-    return drawn(
-        peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=list(targets), target_parameters=of))
-    ).to(DEVICE)
+    config = peft.LoraConfig(r=3, target_modules=list(targets), target_parameters=of)
+    return drawn(peft.get_peft_model(model, config)).to(DEVICE)
 
 
 def in_fp8(model: nn.Module, recipe: str = "fp8") -> nn.Module:
@@ -98,19 +93,9 @@ def twins(
         assert 0 < (now - before).norm() < 0.04 * before.norm() and now.dtype == dtype
         before.data.copy_(now)
     for each in (model, dense):
-        each.get_base_model().model.layers[0].mlp.get_submodule(
-            "router" if family == "gpt_oss" else "gate"
-        ).requires_grad_(True)
+        mlp = each.get_base_model().model.layers[0].mlp
+        mlp.get_submodule("router" if family == "gpt_oss" else "gate").requires_grad_(True)
     return model, dense
-
-
-def patch(model: nn.Module, **flags) -> nn.Module:
-    ours._apply_liger_kernel_to_instance(model, **ONLY | flags)
-    return model
-
-
-def learnt(model: nn.Module) -> dict[str, torch.Tensor]:
-    return step(model, tokens(**BATCH))[1]
 
 
 @contextlib.contextmanager
@@ -128,27 +113,27 @@ def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe):
     """Gradients of adapters, of the router and, by those of attention, of x; nothing dense is
     kept for the backward. gpt-oss is transposed and biased."""
     model, dense = twins(family, recipe)
+    expected = assert_nothing_dense_is_saved(model, dense)
+    assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
+    parts = {name.rsplit(".", 3)[-3] for name in expected if "lora" in name}
+    assert parts >= {"lora_A", "lora_B"} and any("gate" in n or "router" in n for n in expected)
+
+
+def assert_nothing_dense_is_saved(model: nn.Module, dense: nn.Module) -> dict[str, torch.Tensor]:
+    """Where stock saves it, and the same learning."""
+    sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
     with saved_sizes() as by_peft:
         expected = learnt(dense)
-    sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
     with saved_sizes() as saved:
         assert_same_learning(learnt(patch(model)), expected, 1e-5)
-    assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
     assert len(sizes) == 2 and sizes <= {*by_peft} and not sizes & {*saved}
-    assert {name.rsplit(".", 3)[-3] for name in expected if "lora" in name} >= {"lora_A", "lora_B"} and any(
-        "gate" in n or "router" in n for n in expected
-    )
+    return expected
 
 
 @needs_kernels
 def test_experts_without_adapters(ran):
-    model, dense = twins("gpt_oss", of=None)
-    with saved_sizes() as by_peft:
-        expected = learnt(dense)
-    sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
-    with saved_sizes() as saved:
-        assert_same_learning(learnt(patch(model)), expected, 1e-5)
-    assert ran == ["alone adapted_moe"] and sizes <= {*by_peft} and not sizes & {*saved}
+    assert_nothing_dense_is_saved(*twins("gpt_oss", of=None))
+    assert ran == ["alone adapted_moe"]
 
 
 @needs_kernels
@@ -170,8 +155,7 @@ def test_ways_of_running(ran, way):
     model, dense = twins(dtype=torch.bfloat16 if way == "autocast" else torch.float32)
     if way in ("reentrant", "checkpointed"):
         for each in (model, dense):
-            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": way == "reentrant"})
-            each.enable_input_require_grads()
+            recomputed(each, way == "reentrant")
     patch(model, rematerialise="mlp" if way == "mlp" else False)
     if way == "autocast":
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -228,15 +212,13 @@ def test_an_expert_alone_is_made_dense(monkeypatch):
     of, sizes = experts_of(model), []
     dense = of.gate_up_proj + 0
     make_dense = stored._Experts.dense
-    monkeypatch.setattr(
-        stored._Experts, "dense", lambda self, some=None: sizes.append((found := make_dense(self, some)).shape) or found
-    )
+    spy = lambda self, some=None: sizes.append((found := make_dense(self, some)).shape) or found
+    monkeypatch.setattr(stored._Experts, "dense", spy)
     for index in (1, torch.tensor(2), torch.tensor([2]), torch.tensor([[0, 1], [3, 3]])):
         assert torch.equal(of.gate_up_proj[index], dense[index])
         assert sizes.pop() == dense[index].shape and not sizes
-    assert torch.equal(of.gate_up_proj[dense[:, 0, 0] > 0], dense[dense[:, 0, 0] > 0]) and torch.equal(
-        of.gate_up_proj[:, 1], dense[:, 1]
-    )
+    for index in (dense[:, 0, 0] > 0, (slice(None), 1)):
+        assert torch.equal(of.gate_up_proj[index], dense[index])
 
 
 @needs_kernels
@@ -270,25 +252,15 @@ def test_under_torch_compile_peft_sums():
     x = torch.randn(1, 5, model.config.hidden_size, device=DEVICE)
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.testing.assert_close(
-            torch.compile(block(model), backend="eager")(x), block(dense)(x), rtol=1e-4, atol=1e-5
-        )
+        found = torch.compile(block(model), backend="eager")(x)
+        torch.testing.assert_close(found, block(dense)(x), rtol=1e-4, atol=1e-5)
     assert all(len(made) == 1 for made in experts_of(model).parametrizations.values())
 
 
 @pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8"), ("gpt_oss", "fp8_rowwise")])
 def test_saved_copied_and_moved(family, recipe):
     model = in_fp8(tiny(family, torch.bfloat16), recipe)
-    other = in_fp8(
-        make(
-            family,
-            torch.bfloat16,
-            seed=1,
-            num_hidden_layers=1,
-            **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}),
-        ),
-        recipe,
-    )
+    other = in_fp8(tiny(family, torch.bfloat16, seed=1), recipe)
     expected = {name: getattr(experts_of(model), name) + 0 for name in NAMES}
     assert not torch.equal(getattr(experts_of(other), NAMES[0]) + 0, expected[NAMES[0]])
     buffer = io.BytesIO()
@@ -300,11 +272,9 @@ def test_saved_copied_and_moved(family, recipe):
     copied = copy.deepcopy(model)
     experts_of(model).gate_up_proj.zero_()
     assert not (experts_of(model).gate_up_proj + 0).any()
-    for same in (other, copied):
-        assert all(
-            torch.equal(getattr(experts_of(same), name) + 0, w) and not getattr(experts_of(same), name).requires_grad
-            for name, w in expected.items()
-        )
+    for same, name in itertools.product((other, copied), NAMES):
+        w = getattr(experts_of(same), name)
+        assert torch.equal(w + 0, expected[name]) and not w.requires_grad
     # of another dtype, all but the bits
     bits = {name: p.clone() for name, p in copied.named_parameters() if not p.is_floating_point()}
     copied.to(torch.float16)
@@ -341,12 +311,10 @@ def test_merging_is_a_cast_of_the_sum(family, safe):
 
 
 def test_wrong_weights_are_refused():
-    model = in_fp8(tiny())
-    with pytest.raises(
-        ValueError, match=r"LigerFloat8Experts: weights must have shape \(\d+, \d+, \d+\), got \(1, 2, 3\)"
-    ):
+    model, of = in_fp8(tiny()), experts_of(tiny())
+    shape = r"LigerFloat8Experts: weights must have shape \(\d+, \d+, \d+\), got \(1, 2, 3\)"
+    with pytest.raises(ValueError, match=shape):
         experts_of(model).down_proj.data = torch.zeros(1, 2, 3)
-    of = experts_of(tiny())
     with pytest.raises(ValueError, match="store_experts: recipe must be one of fp8, fp8_rowwise, got 'int4'"):
         stored.store_experts(of, "down_proj", "int4")
     with pytest.raises(ValueError, match=r"store_experts: no must be a floating point parameter \(E, N, K\), got none"):
@@ -354,11 +322,8 @@ def test_wrong_weights_are_refused():
 
 
 def reasons(model: nn.Module, **more) -> dict[str, str]:
-    return {
-        name.rpartition(".")[2]: why
-        for name, why in quantize_base(model, **dict(skip=LINEARS) | more).items()
-        if ".experts." in name
-    }
+    left = quantize_base(model, **dict(skip=LINEARS) | more)
+    return {name.rpartition(".")[2]: why for name, why in left.items() if ".experts." in name}
 
 
 class Other(nn.Module):
@@ -367,14 +332,11 @@ class Other(nn.Module):
 
 
 def test_what_is_left_and_why():
-    model = tiny()
-    assert reasons(model) == {} and all(
-        type(made[0]) is stored.LigerFloat8Experts for made in experts_of(model).parametrizations.values()
-    )
-    before = {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert reasons(model, recipe="fp8_rowwise") == {} and before == {
-        name: p.data_ptr() for name, p in model.named_parameters()
-    }, "a second time"
+    model, places = tiny(), lambda: {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert reasons(model) == {}
+    assert all(type(made[0]) is stored.LigerFloat8Experts for made in experts_of(model).parametrizations.values())
+    before = places()
+    assert reasons(model, recipe="fp8_rowwise") == {} and before == places(), "a second time"
     assert reasons(tiny(), skip=(*LINEARS, "experts")) == dict.fromkeys(NAMES, "skipped by name")
     assert reasons(tiny(), skip=(*LINEARS, "experts.down_proj")) == {"down_proj": "skipped by name"}
     hooked = tiny()
@@ -385,22 +347,16 @@ def test_what_is_left_and_why():
     assert reasons(made) == {"down_proj": "a Other makes it when it is read: it is quantised already, or adapted"}
     wide = tiny()
     experts_of(wide).down_proj = nn.Parameter(torch.zeros(4, 6, 10))
-    shape = tuple(experts_of(wide).gate_up_proj.shape)
-    assert reasons(wide) == dict.fromkeys(
-        NAMES, f"experts of unknown layout: gate_up_proj {shape}, down_proj (4, 6, 10)"
-    )
+    layout = f"gate_up_proj {tuple(experts_of(wide).gate_up_proj.shape)}, down_proj (4, 6, 10)"
+    assert reasons(wide) == dict.fromkeys(NAMES, f"experts of unknown layout: {layout}")
     double = tiny(dtype=torch.float64)
     assert {why.partition(" on ")[0] for why in reasons(double).values()} == {"a weight of torch.float64"}
     shared = tiny()
     shared.other = nn.Module()
     shared.other.down_proj = experts_of(shared).down_proj
     assert reasons(shared)["down_proj"] == "another module shares it"
-    other = nn.ModuleDict(
-        {
-            "experts": nn.ParameterDict({"w1": torch.zeros(2, 1024, 512), "few": torch.zeros(2, 8, 8)}),
-            "conv": nn.Conv1d(1024, 1024, 2),
-        }
-    )
+    packed = nn.ParameterDict({"w1": torch.zeros(2, 1024, 512), "few": torch.zeros(2, 8, 8)})
+    other = nn.ModuleDict({"experts": packed, "conv": nn.Conv1d(1024, 1024, 2)})
     assert reasons(nn.ModuleDict({"mlp": other})) == {
         "w1": "packed weights of another name than gate_up_proj and down_proj, whose layout is unknown"
     }
@@ -408,27 +364,21 @@ def test_what_is_left_and_why():
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of PyTorch 2.11 asks gradients of integers")
-def test_sharded(tmp_path):
+def test_sharded():
     """By FSDP2, which gathers the bits for a layer; experts that are sharded already stay."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model = adapted(in_fp8(tiny(dtype=torch.bfloat16)), of=None)
-        patch(model)
+    with group_of_one("cpu") as mesh:
+        model = patch(adapted(in_fp8(tiny(dtype=torch.bfloat16)), of=None))
         expected = learnt(model)
         for layer in model.get_base_model().model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        of = experts_of(model)
         x = torch.empty(0, dtype=torch.bfloat16)
         if _op._KERNEL_DEVICES:
-            assert experts.weights_of(of, False, x) == Fallback(experts.SPREAD), "between the steps"
+            assert experts.weights_of(experts_of(model), False, x) == Fallback(experts.SPREAD), "between the steps"
         found = learnt(model)
         assert {name: g.shape for name, g in found.items()} == {name: g.shape for name, g in expected.items()}
         assert torch.equal(found["loss"], expected["loss"])
         other = tiny()
         fully_shard(other.model.layers[0], mesh=mesh)
         assert set(reasons(other).values()) == {"a DTensor that is not a plain parameter: sharded or quantised"}
-    finally:
-        torch.distributed.destroy_process_group()

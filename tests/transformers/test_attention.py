@@ -1,7 +1,5 @@
 """Packed rows without a mask: the same as with one, and as separate rows."""
 
-from __future__ import annotations
-
 import ast
 import concurrent.futures
 import contextlib
@@ -16,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import assert_same_bits, assert_same_learning, make, step
+from dispatched import Dispatched
+from hf_models import assert_same_bits, assert_same_learning, checkpointed, make, step
 from quick import further
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from liger_kernel.testing import assert_as_accurate
@@ -76,28 +74,17 @@ def on_device(batch: dict, device: str) -> dict:
 def batches(device: str = "cpu") -> tuple[dict, dict]:
     """The rows as one batch of packed ones, and a row for each document; the same sum of losses."""
     packed = rows().batch([0, 1, 2], 0)
-    alone = rows([[n] for row in SIZES for n in row]).batch(list(range(sum(map(len, SIZES)))), 0)
-    alone["attention_mask"] = (
-        torch.arange(alone["labels"].shape[1]) < torch.tensor([n for row in SIZES for n in row])[:, None]
-    ).long()
+    lengths = torch.tensor([n for row in SIZES for n in row])[:, None]
+    alone = rows([[n] for n in lengths.flatten().tolist()]).batch(list(range(len(lengths))), 0)
+    alone["attention_mask"] = (torch.arange(alone["labels"].shape[1]) < lengths).long()
     both = packed, {k: alone[k] for k in ("input_ids", "labels", "attention_mask")}
     return tuple(on_device(b, device) | {"num_items_in_batch": 20} for b in both)
 
 
 def documents_in_a_loop(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
-):
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+    return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False,
+):  # fmt: skip
     """``varlen_attn``, whose arguments it checks, in plain PyTorch."""
     assert query.ndim == 3 and cu_seq_q.dtype == torch.int32 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query)
     assert max_q == max_k == cu_seq_q.diff().max() and window_size[1] == 0
@@ -168,6 +155,10 @@ def packing_model(model_type: str, patched: bool = False, attends: str = attenti
     return model
 
 
+def _learning_embedding(model):
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
+
+
 def learnt(model: torch.nn.Module, batch: dict, **more) -> dict[str, Tensor]:
     with references():
         return step(model, batch, **more)[1]
@@ -193,10 +184,8 @@ def test_documents_are_learnt_as_if_each_were_alone(model_type, patched, calls, 
     model = packing_model(model_type, patched)
     assert_same_learning(learnt(model, packed), expected)
     assert not dense_masks
-    kinds = (
-        getattr(model.config, "layer_types", None)
-        or ["sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"] * 2
-    )
+    default = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
+    kinds = getattr(model.config, "layer_types", None) or [default] * 2
     assert calls == [(3, 0) if kind == "sliding_attention" else (-1, 0) for kind in kinds]
 
 
@@ -216,9 +205,8 @@ def test_a_window_wider_than_any_document_is_none(calls):
 def test_before_it_had_windows_and_groups(model_type, served, monkeypatch, dense_masks):
     serve(monkeypatch, before_windows, called := [])
     packed, alone = batches()
-    assert_same_learning(
-        learnt(packing_model(model_type), packed), learnt(packing_model(model_type, attends="sdpa"), alone)
-    )
+    expected = learnt(packing_model(model_type, attends="sdpa"), alone)
+    assert_same_learning(learnt(packing_model(model_type), packed), expected)
     assert bool(called) == served
 
 
@@ -231,37 +219,26 @@ def no_bounds(batch: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "change",
+    "change, more",
     [
-        no_bounds,
-        lambda b: b | {"softcap": None, "position_bias": torch.zeros(1, 1, 13, 13)},
-        lambda b: b | {"attention_mask": (torch.arange(13) < 12).long().expand(3, 13)},
+        (no_bounds, {}),
+        (lambda b: b | {"softcap": None, "position_bias": torch.zeros(1, 1, 13, 13)}, {}),
+        (lambda b: b | {"attention_mask": (torch.arange(13) < 12).long().expand(3, 13)}, {}),
+        (dict, dict(attention_dropout=0.5)),
     ],
 )
-def test_what_it_cannot_do_is_left_to_sdpa(change, calls):
+def test_what_it_cannot_do_is_left_to_sdpa(change, more, calls):
     batch = change(batches()[0])
-    expected = learnt(packing_model("llama", attends="sdpa"), batch)
-    assert_same_bits(learnt(packing_model("llama"), batch), expected)
-    assert not calls
-
-
-def test_dropout_is_left_to_sdpa(calls):
-    batch = batches()[0]
-    expected = learnt(packing_model("llama", attends="sdpa", attention_dropout=0.5), batch)
-    assert_same_bits(learnt(packing_model("llama", attention_dropout=0.5), batch), expected)
+    expected = learnt(packing_model("llama", attends="sdpa", **more), batch)
+    assert_same_bits(learnt(packing_model("llama", **more), batch), expected)
     assert not calls
 
 
 def test_masks_of_other_patterns_are_made():
     """Not those that bounds and a window say all of."""
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, attn_implementation=attention.NAME)
-    create = functools.partial(
-        transformers.masking_utils.create_causal_mask,
-        config,
-        torch.zeros(2, 6, 8),
-        attention_mask=None,
-        past_key_values=None,
-    )
+    of = dict(attention_mask=None, past_key_values=None)
+    create = functools.partial(transformers.masking_utils.create_causal_mask, config, torch.zeros(2, 6, 8), **of)
     packed = torch.tensor([[0, 1, 2, 0, 1, 0]]).expand(2, 6)
     assert isinstance(mask := create(position_ids=packed), attention.LazyMask)
     block = torch.block_diag(*(torch.ones(n, n) for n in (3, 2, 1))).tril().bool()
@@ -277,9 +254,8 @@ def test_checkpointed_layers(reentrant, calls, dense_masks):
     packed, alone = batches()
     expected = learnt(packing_model("llama", attends="sdpa"), alone)
     dense_masks.clear()
-    model = packing_model("llama")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_())
+    model = checkpointed(packing_model("llama"), reentrant)
+    _learning_embedding(model)
     assert_same_learning(learnt(model, packed), expected)
     assert len(calls) == 4 and not dense_masks
 
@@ -376,22 +352,11 @@ def test_other_compiled_models_are_left_alone(compiler):
     assert have_masks(backend) == [True], "transformers leaves the mask out by itself: attention.unmasked can go"
 
 
-class ScalarsRead(TorchDispatchMode):
-    """Counts what the host reads of tensors, for which it waits on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def scalars_read(model, **batch) -> int:
-    with ScalarsRead() as seen:
+    """What the host reads of tensors, for which it waits on a GPU."""
+    with Dispatched() as seen:
         model(**batch, use_cache=False).loss.backward()
-    return seen.count
+    return seen.reads
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", *further(*(t for t in MODELS if t != "gemma3_text"))])
@@ -475,16 +440,13 @@ def _in_a_thread(function):
 
 WHEN = {
     "a hook of a layer": lambda model, look: model.model.layers[-1].register_forward_hook(lambda *_: look()),
-    "a hook of the embedding": lambda model, look: model.get_input_embeddings().register_forward_hook(
-        lambda *_: look()
-    ),
+    "a hook of the embedding": lambda m, look: m.get_input_embeddings().register_forward_hook(lambda *_: look()),
     "the loss": lambda model, look: setattr(
         model, "loss_function", lambda logits, labels, **_: (look(), logits.float().mean())[1]
     ),
     "a thread": lambda model, look: model.model.layers[-1].register_forward_hook(lambda *_: _in_a_thread(look)),
     "a checkpointed layer": lambda model, look: (
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True}),
-        model.get_input_embeddings().register_forward_hook(lambda m, args, out: out.requires_grad_()),
+        _learning_embedding(checkpointed(model, True)),
         model.model.layers[-1].mlp.register_forward_hook(lambda *_: look()),
     ),
 }
@@ -540,9 +502,9 @@ def test_the_host_reads_no_scalar_wherever_the_model_is(where):
         peft = pytest.importorskip("peft", reason="peft is not installed")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     mode = {"no gradient": torch.no_grad, "inference": torch.inference_mode}.get(where, contextlib.nullcontext)
-    with mode(), ScalarsRead() as seen:
+    with mode(), Dispatched() as seen:
         model(**batch, use_cache=False)
-    assert seen.count == 0
+    assert not seen.reads
 
 
 class OwnPositions(transformers.LlamaModel):
@@ -556,15 +518,12 @@ def test_positions_of_a_model_inside(by):
     model, told = (packing_model("llama", patched=True, attends="sdpa") for _ in range(2))
     gives = lambda m, args, kwargs: (args, kwargs | dict(position_ids=DOCUMENTS))
     stock = model.model.forward
-    match by:
-        case "class":
-            model.model.__class__ = OwnPositions
-        case "forward":
-            model.model.forward = lambda *args, position_ids=None, **kwargs: stock(
-                *args, position_ids=DOCUMENTS, **kwargs
-            )
-        case "hook":
-            model.model.register_forward_pre_hook(gives, with_kwargs=True)
+    if by == "class":
+        model.model.__class__ = OwnPositions
+    elif by == "forward":
+        model.model.forward = lambda *args, position_ids=None, **more: stock(*args, position_ids=DOCUMENTS, **more)
+    else:
+        model.model.register_forward_pre_hook(gives, with_kwargs=True)
     assert_same_bits(step(model, of_length(7))[1], step(told, of_length(7, position_ids=DOCUMENTS))[1])
 
 
@@ -628,33 +587,16 @@ def by_references():
 def test_a_run(trainer, checkpointing, calls, dense_masks, monkeypatch, tmp_path, capsys):
     """Each trainer's batches say where documents begin, in training and evaluation, and losses
     are those of a mask."""
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": "def add(a, b): return a + b " * (1 + i % 4)}) + "\n" for i in range(40))
-    )
-    config = TrainConfig(
-        hidden=32,
-        heads=2,
-        kv_heads=1,
-        layers=2,
-        vocab=300,
-        length=64,
-        batch=2,
-        steps=3,
-        warmup=1,
-        log_every=1,
-        device="cpu",
-        packing="documents",
-        eval_fraction=0.1,
-        trainer=trainer,
-        gradient_checkpointing=checkpointing,
-        data=str(tmp_path / "texts.jsonl"),
-        out=str(tmp_path / "run"),
-    )
+    texts = ("def add(a, b): return a + b " * (1 + i % 4) for i in range(40))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sizes = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=64, batch=2, steps=3, warmup=1)
+    how = dict(device="cpu", packing="documents", trainer=trainer, gradient_checkpointing=checkpointing)
+    places = dict(data=str(tmp_path / "texts.jsonl"), out=str(tmp_path / "run"))
+    config = TrainConfig(**sizes, **how, **places, eval_fraction=0.1, log_every=1)
     expected = loop.train(dataclasses.replace(config, attention="sdpa", save=str(tmp_path / "saved")))
     assert "attention: sdpa\n" in capsys.readouterr().out and dense_masks and not calls
-    monkeypatch.setattr(
-        train_model, "varlen_lacks", lambda device, dtype: None if dtype == torch.float32 else "fp32 here"
-    )
+    lacks = lambda device, dtype: None if dtype == torch.float32 else "fp32 here"
+    monkeypatch.setattr(train_model, "varlen_lacks", lacks)
     dense_masks.clear()
     metrics = loop.train(dataclasses.replace(config, save=str(tmp_path / "other")))
     assert "attention: varlen_attn, each document by itself\n" in capsys.readouterr().out and calls and not dense_masks
@@ -678,9 +620,6 @@ def test_what_it_takes():
     assert varlen_lacks(torch.device("cpu"), torch.bfloat16) == "no GPU"
 
 
-# -- on a GPU ------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn needs a GPU")
 @pytest.mark.parametrize("sizes", [[[129, 1, 77, 49], [256]], [[1, 255], [33, 222, 1]], [[256]]], ids=str)
 @pytest.mark.parametrize("heads, kv_heads, width", [(4, 4, 64), (8, 2, 128), (4, 1, 256)])
@@ -690,37 +629,25 @@ def test_as_accurate_as_sdpa(sizes, heads, kv_heads, width, window):
     if window and "window_size" not in attention._TAKES:
         pytest.skip("this varlen_attn has no windows")
     batch = on_device(rows(sizes).batch(list(range(len(sizes))), 0), "cuda")
-    config = transformers.MistralConfig(
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        sliding_window=window,
-        attn_implementation=attention.NAME,
-    )
-    create = (
-        transformers.masking_utils.create_sliding_window_causal_mask
-        if window
-        else transformers.masking_utils.create_causal_mask
-    )
+    of = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, sliding_window=window)
+    config = transformers.MistralConfig(**of, attn_implementation=attention.NAME)
+    create = getattr(transformers.masking_utils, f"create_{'sliding_window_' if window else ''}causal_mask")
     embeds = torch.zeros(*batch["input_ids"].shape, 8, device="cuda")
     mask = create(config, embeds, attention_mask=None, past_key_values=None, position_ids=batch["position_ids"])
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, True
     B, T = batch["input_ids"].shape
-    draw = lambda n, seed: (
-        torch.randn(B, n, T, width, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
-        .bfloat16()
-        .requires_grad_()
-    )
+    generator = lambda seed: torch.Generator("cuda").manual_seed(seed)
+    normal = lambda n, seed: torch.randn(B, n, T, width, device="cuda", generator=generator(seed))
+    draw = lambda n, seed: normal(n, seed).bfloat16().requires_grad_()
     args = dict(q=draw(heads, 0), k=draw(kv_heads, 1), v=draw(kv_heads, 2))
     wide = {name: t.detach().double().requires_grad_() for name, t in args.items()}
     bounds = {name: batch[name] for name in ("cu_seq_lens_q", "max_length_q")}
     by = lambda mask, **more: lambda q, k, v: attention.attention(module, q, k, v, mask, **more)[0]
-    if isinstance(mask, attention.LazyMask):
-        ours = run_op(by(mask, **bounds), args)
+    ours = run_op(by(mask, **bounds), args)
+    if isinstance(mask, attention.LazyMask):  # else one document in each row: no mask is needed
         assert mask.made is None
         mask = mask.dense()
-    else:  # one document in each row: no mask is needed
-        ours = run_op(by(mask, **bounds), args)
     assert_as_accurate(ours, run_op(by(mask), args), run_op(by(mask), wide))
 
 

@@ -2,6 +2,7 @@
 says, whatever the norm is."""
 
 import ast
+import contextlib
 import functools
 import gc
 import inspect
@@ -11,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from hf_models import DEVICE, make, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step, tokens
 from quick import further
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -451,8 +452,6 @@ SOME = [("class", True, True), ("instance", True, False), ("both", False, False)
 def test_layers_are_checkpointed(patched, level, sharded):
     """transformers' own wrapper of a layer's forward, which checkpoints, knows itself by being
     ``type(layer).forward``, in FSDP2's classes, too."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     with served_by_kernels_or_references():
@@ -461,16 +460,10 @@ def test_layers_are_checkpointed(patched, level, sharded):
         model = make("llama")
         if patched in ("instance", "both"):
             ours._apply_liger_kernel_to_instance(model, rematerialise=level)
-        group = dict(store=dist.HashStore(), rank=0, world_size=1)
-        if sharded:
-            dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **group)
-        try:
+        with group_of_one() if sharded else contextlib.nullcontext() as mesh:
             for layer in layers_of(model) if sharded else ():
-                fully_shard(layer, mesh=init_device_mesh(DEVICE, (1,)))
+                fully_shard(layer, mesh=mesh)
             assert checkpointed(model) == len(layers_of(model)) == 2
-        finally:
-            if sharded:
-                dist.destroy_process_group()
 
 
 def test_what_is_rewritten():

@@ -19,6 +19,7 @@ from hf_models import (
     batch_of,
     checkpointed,
     everything_of,
+    group_of_one,
     make,
     served_by_kernels_or_references,
     snapshot,
@@ -100,17 +101,6 @@ def learned(model: nn.Module, batch: dict[str, Tensor] | None = None, **flags) -
     restore(model)
     patch(model, **flags)
     return step(model, batch)[1]
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """A group of one process."""
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def lora(model: nn.Module, **options) -> nn.Module:
@@ -266,11 +256,10 @@ def test_nothing_to_offload():
 
 def test_fsdp2(moved):
     """Weights that FSDP gathers are parameters, too."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with alone():
-        mesh, found = init_device_mesh(DEVICE, (1,)), []
+    found = []
+    with group_of_one() as mesh:
         for flags in ({}, {"activation_offloading": True}, {"activation_offloading": True, "tiled_mlp": 3}):
             model = checkpointed(make("llama"), False)
             patch(model, **flags)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens
 from processes import start_ranks
-from quick import further
+from quick import further, words
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -62,9 +62,7 @@ def by_forward(parent: nn.Module) -> None:
 
 # halves; of every second column; normed first; neighbours; a part of the head; neighbours taken
 # apart; once; sections
-@pytest.mark.parametrize(
-    "family", ["llama", "cohere", "qwen3", "glm4", "stablelm", "deepseek_v3", "gpt_oss", "qwen2_vl"]
-)
+@pytest.mark.parametrize("family", words("llama cohere qwen3 glm4 stablelm deepseek_v3 gpt_oss qwen2_vl"))
 def test_rotary_tables_are_read_as_stock_reads_them(family):
     """Whatever a module in the place of the model's own returns, and whenever it came there."""
     with stock(family):
@@ -195,22 +193,15 @@ def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
     torch.save(patched(model), tmp_path / "model.pt")
     torch.save(BATCH, tmp_path / "batch.pt")
 
-    code = (
-        "import sys, torch\n"
-        + ("sys.modules['liger_kernel'] = None" if absent else "import interpreted\n")
-        + UNPICKLED
-        + PATCHED_AGAIN * (not absent)
-    )
+    first = "sys.modules['liger_kernel'] = None" if absent else "import interpreted"
+    code = f"import sys, torch\n{first}\n{UNPICKLED}{PATCHED_AGAIN * (not absent)}"
     code += "print(any(hasattr(type(x), '_liger_stock') for x in m.modules()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     plain, counted, *steps, marked = done.stdout.splitlines()
     assert plain == f"CausalLMOutputWithPast ['loss'] {losses[0]}"
-    assert (
-        counted.startswith("liger_kernel")
-        if absent
-        else counted == f"LigerCausalLMOutputWithPast ['loss', 'token_accuracy'] {losses[1]}"
-    )
+    ours = f"LigerCausalLMOutputWithPast ['loss', 'token_accuracy'] {losses[1]}"
+    assert counted.startswith("liger_kernel") if absent else counted == ours
     assert [line.split()[1] for line in steps] == (["False"] if absent else ["False", "True"])
     for line in steps:
         torch.testing.assert_close(float(line.split()[0]), expected.item(), rtol=1e-5, atol=1e-6)
@@ -225,9 +216,8 @@ def test_functional_transforms():
     def results(model):
         weights = {n: p.detach() for n, p in model.named_parameters()}
         batch = tokens()
-        of = lambda w, ids=batch["input_ids"], labels=batch["labels"]: (
-            functional_call(model, w, (), dict(input_ids=ids, labels=labels, use_cache=False)).loss
-        )
+        given = lambda ids, labels: dict(input_ids=ids, labels=labels, use_cache=False)
+        of = lambda w, *rows: functional_call(model, w, (), given(*(rows or batch.values()))).loss
         ones = {n: torch.ones_like(p) for n, p in weights.items()}
         each = vmap(grad(lambda w, i, l: of(w, i[None], l[None])), in_dims=(None, 0, 0))
         many = {n: torch.stack([p, 2 * p]) for n, p in weights.items()}

@@ -7,13 +7,14 @@ import types
 
 import pytest
 import torch
-from hf_models import DEVICE, assert_same_learning, assert_untouched, make, snapshot, step, tokens
+from hf_models import DEVICE, assert_same_learning, assert_untouched, group_of_one, make, snapshot, step, tokens
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.llama import modeling_llama
 
 import liger_kernel.transformers as liger
+from liger_kernel.transformers.patching import patches
 from liger_kernel.transformers.patching.patches import is_ours, is_patched
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
@@ -108,8 +109,6 @@ def test_compiled_models_are_guarded_by_the_class():
     liger.restore(model)
     torch.testing.assert_close(compiled(x), stock)
     torch._dynamo.reset()
-    from liger_kernel.transformers.patching import patches
-
     patches._subclass.cache_clear()
 
 
@@ -136,21 +135,18 @@ def test_parametrizations(first):
 
 
 @pytest.fixture
-def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+def mesh():
+    with group_of_one() as found:
+        yield found
 
 
 @pytest.mark.parametrize("first", ["patch", "fully_shard"])
-def test_fsdp2(first, process_group):
+def test_fsdp2(first, mesh):
     """It makes its classes over ours, or finds ours over its own; both come off alone."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     model = llama(first == "patch").train()
     expected = step(llama())[1]
-    mesh = init_device_mesh(DEVICE, (1,))
     layer = model.model.layers[0]
     for m in (layer, model.model.norm, model):
         fully_shard(m, mesh=mesh)
@@ -213,7 +209,7 @@ def test_hooks_of_accelerate_that_come_off():
         assert not any(is_ours(m.forward) for m in model.modules())
 
 
-def test_distributed_data_parallel(process_group):
+def test_distributed_data_parallel(mesh):
     model = llama()
     expected = step(llama())[1]["loss"]
     wrapped = nn.parallel.DistributedDataParallel(model)

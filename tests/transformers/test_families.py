@@ -619,17 +619,6 @@ def test_quantised_bases(family):
     assert_same_learning(learned, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_losses_of_routers_are_added(family):
-    model = make(family)
-    assert model.config.output_router_logits
-    stock = step(model)[0]
-    with instance_patches(model, family, EVERYTHING, "fused")():
-        out = step(model)[0]
-    assert stock.aux_loss > 0
-    torch.testing.assert_close((out.loss, out.aux_loss), (stock.loss, stock.aux_loss))
-
-
 @pytest.mark.parametrize("path", ["class", "instance"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_that_predict_further_tokens(family, path):

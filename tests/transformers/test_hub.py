@@ -14,8 +14,8 @@ from torch import nn
 
 monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="this version builds no other classes")
 
-from adapters import drawn
-from hf_models import DEVICE, assert_same_learning, make, recognised, step, tokens
+from adapters import drawn, learnt
+from hf_models import DEVICE, assert_same_learning, make, recognised
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_kernel import hub
@@ -23,7 +23,6 @@ from liger_kernel.hub import layers, layouts, registered_experts
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, quantize_base, restore
 from liger_kernel.transformers.recognise import experts as of_experts
 
-BATCH = dict(batch=1, length=6, ignored=2)
 # what a tiny model has of ours, by family: of two layers
 BUILT = {
     "llama": {"LlamaRMSNorm": 5, "LlamaMLP": 2},
@@ -55,11 +54,11 @@ def test_models_built_by_layouts(model_type, tmp_path):
     laid = [m for m in model.modules() if type(m).__qualname__.endswith("Layout")]
     assert collections.Counter(type(m).__name__ for m in laid) == BUILT[model_type]
     assert all(type(m).__mro__[1].__module__.startswith("transformers.") for m in laid)
-    expected = step(stock.train(), tokens(**BATCH))[1]
-    assert_same_learning(step(model, tokens(**BATCH))[1], expected)
+    expected = learnt(stock.train())
+    assert_same_learning(learnt(model), expected)
     _apply_liger_kernel_to_instance(model)
     # what is allowed to kernels, which here are more than those of the layouts
-    assert_same_learning(step(model, tokens(**BATCH))[1], expected, tolerance=1e-5)
+    assert_same_learning(learnt(model), expected, tolerance=1e-5)
     restore(model)
     model.save_pretrained(tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
@@ -110,7 +109,7 @@ def test_linear_and_loss():
 
 @functools.cache
 def forward_is_known(model_type: str) -> None:
-    step(tiny(model_type, "liger"), tokens(**BATCH))
+    learnt(tiny(model_type, "liger"))
 
 
 @pytest.fixture
@@ -135,33 +134,31 @@ def tiny(model_type: str, implementation: str) -> nn.Module:
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts(model_type, ran):
-    expected = step(tiny(model_type, "eager"), tokens(**BATCH))[1]
+    expected = learnt(tiny(model_type, "eager"))
     assert not ran
-    assert_same_learning(step(tiny(model_type, "liger"), tokens(**BATCH))[1], expected)
+    assert_same_learning(learnt(tiny(model_type, "liger")), expected)
     assert ran == ["moe"]
 
 
 def test_experts_with_adapters(ran):
     peft = pytest.importorskip("peft", minversion="0.17")
-    config = peft.LoraConfig(
-        r=3, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
-    )
+    both = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=both)
     grads = []
     for implementation in ("eager", "liger"):
         torch.manual_seed(3)
         model = drawn(peft.get_peft_model(tiny("qwen3_moe", implementation), config)).to(DEVICE)
-        grads.append(step(model, tokens(**BATCH))[1])
+        grads.append(learnt(model))
     assert_same_learning(*reversed(grads))
     assert ran == ["moe"] and sum("experts" in name for name in grads[1]) == 4
 
 
 def test_experts_that_we_store_in_fp8(ran):
-    models = [tiny("qwen3_moe", implementation) for implementation in ("eager", "liger")]
     found = []
-    for model in models:
+    for model in (tiny("qwen3_moe", "eager"), tiny("qwen3_moe", "liger")):
         quantize_base(model, "fp8", skip=("lm_head", "q_proj", "k_proj", "v_proj", "o_proj"))
         model.model.embed_tokens.requires_grad_(True)
-        found.append(step(model, tokens(**BATCH))[1])
+        found.append(learnt(model))
     assert_same_learning(*reversed(found))
     assert len(ran) == 1
 
@@ -197,7 +194,6 @@ def test_experts_of_a_checkpoint_in_fp8(blocks, limit, ran):
         h = F.silu(gate) * up
         expected = expected + weights[:, k, None] * torch.einsum("tn,tkn->tk", h, dense["down_proj"][index[:, k]])
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        torch.autograd.grad((y**2).sum(), x), torch.autograd.grad((expected**2).sum(), x), rtol=1e-4, atol=1e-4
-    )
+    found, truth = (torch.autograd.grad((t**2).sum(), x)[0] for t in (y, expected))
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
     assert len(ran) == 1

@@ -5,16 +5,7 @@ import importlib
 
 import pytest
 import torch
-from hf_models import (
-    DEVICE,
-    assert_same_bits,
-    assert_same_learning,
-    batch_of,
-    make,
-    recognised,
-    served_by_kernels_or_references,
-    step,
-)
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, recognised, step
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from liger_kernel.ops import expert_load
@@ -45,27 +36,22 @@ def calls(monkeypatch) -> list[int]:
     recognised("qwen3_moe")
     found: list[int] = []
     ours = experts.load_balancing_loss
-    monkeypatch.setattr(
-        experts, "load_balancing_loss", lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1]
-    )
+    spy = lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1]
+    monkeypatch.setattr(experts, "load_balancing_loss", spy)
     return found
 
 
-def balanced(dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(B * L, E, device=DEVICE).to(dtype)
+def balanced() -> torch.Tensor:
+    return torch.randn(B * L, E, device=DEVICE)
 
 
-def skewed(dtype: torch.dtype) -> torch.Tensor:
-    """Two experts get every token, and six get none."""
-    return (balanced(dtype) + torch.tensor([9.0, 8.0, *[0.0] * (E - 2)], device=DEVICE)).to(dtype)
-
-
-def tied(dtype: torch.dtype) -> torch.Tensor:
-    """Rows with many equal logits, some of them equal throughout."""
-    return torch.randint(0, 3, (B * L, E), device=DEVICE).to(dtype)
-
-
-LOADS = [balanced, skewed, tied]
+LOADS = {
+    "balanced": balanced,
+    # two experts get every token, and six get none
+    "skewed": lambda: balanced() + torch.tensor([9.0, 8.0, *[0.0] * (E - 2)], device=DEVICE),
+    # rows with many equal logits, some of them equal throughout
+    "tied": lambda: torch.randint(0, 3, (B * L, E), device=DEVICE),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,7 +60,7 @@ LOADS = [balanced, skewed, tied]
 def test_counts_have_the_bits_of_stock(load, dtype, masked):
     """Stock counts with ``histc``, or adds the mask of each token to the experts that ``topk``
     gives it."""
-    logits, K = load(dtype), 2
+    logits, K = LOADS[load]().to(dtype), 2
     index = torch.topk(torch.softmax(logits, -1), K, -1)[1]
     weight = MASK.reshape(-1).to(DEVICE, torch.float32) if masked else None
     if weight is None:
@@ -92,7 +78,8 @@ def test_counts_have_the_bits_of_stock(load, dtype, masked):
 )
 def test_value_and_gradients(load, dtype, mask):
     """Of two layers with other loads. Without any token, both are NaN."""
-    layers, mask = [load(dtype), balanced(dtype)], None if mask is None else mask.to(DEVICE)
+    layers = [LOADS[load]().to(dtype), balanced().to(dtype)]
+    mask = None if mask is None else mask.to(DEVICE)
 
     def learned(loss, dtype: torch.dtype, chosen=None) -> dict[str, torch.Tensor]:
         own = tuple(t.to(dtype, copy=True).requires_grad_() for t in layers)
@@ -115,25 +102,22 @@ def test_value_and_gradients(load, dtype, mask):
 @pytest.mark.skipif(not (operator.INTERPRET or torch.cuda.is_available()), reason="no kernels here")
 def test_nothing_of_the_size_of_the_logits_is_kept():
     """Except the logits, which the model returns."""
-    layers = tuple(balanced(torch.bfloat16).requires_grad_() for _ in range(3))
+    layers = tuple(balanced().bfloat16().requires_grad_() for _ in range(3))
 
     def kept(loss) -> int:
         found: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (found.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
-        ):
+        note = lambda t: (found.update({t.data_ptr(): t.nbytes}), t)[1]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             loss(layers, E, 2, MASK.to(DEVICE))
-        return sum(
-            size
-            for pointer, size in found.items()
-            if pointer not in {t.data_ptr() for t in layers} and size >= layers[0].nbytes
-        )
+        for t in layers:
+            found.pop(t.data_ptr(), None)
+        return sum(size for size in found.values() if size >= layers[0].nbytes)
 
     assert kept(STOCK) >= 3 * layers[0].nbytes and kept(OURS) == 0
 
 
 def test_what_is_left_to_stock(calls):
-    x = balanced(torch.float32)
+    x = balanced()
     assert OURS(None, E) == OURS([x], E) == STOCK(None, E) == 0
     for arguments in (((x,), E + 1, 2), ((x,), E, 2, MASK[:2].to(DEVICE))):
         with pytest.raises(RuntimeError) as expected:
@@ -146,31 +130,21 @@ def test_what_is_left_to_stock(calls):
     assert calls == [2]
 
 
-def _per_layer(gate_logits, num_experts=None, top_k=2, attention_mask=None):
-    return sum(STOCK((t,), num_experts, top_k, attention_mask) for t in gate_logits) / len(gate_logits)
+LOOK_ALIKES = {
+    "by layers": lambda z, E, k, mask: sum(STOCK((t,), E, k, mask) for t in z) / len(z),
+    # the choice is made among probabilities that are not rounded to the dtype of the logits
+    "in fp32": lambda z, E, k, mask: STOCK(tuple(t.float() for t in z), E, k, mask),
+    "of all tokens": lambda z, E, k, mask: STOCK(z, E, k),
+    "of a share": lambda z, E, k, mask: STOCK(z, E, k, mask) / k,
+    "without a gradient": lambda z, E, k, mask: STOCK(tuple(t.detach() for t in z), E, k, mask),
+}
 
 
-def _in_fp32(gate_logits, num_experts=None, top_k=2, attention_mask=None):
-    """The choice is made among probabilities that are not rounded to the dtype of the logits."""
-    return STOCK(tuple(t.float() for t in gate_logits), num_experts, top_k, attention_mask)
+@pytest.mark.parametrize("kind", LOOK_ALIKES)
+def test_look_alikes_are_left_alone(kind):
+    def other(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+        return LOOK_ALIKES[kind](gate_logits, num_experts, top_k, attention_mask)
 
-
-def _of_all_tokens(gate_logits, num_experts=None, top_k=2, attention_mask=None):
-    return STOCK(gate_logits, num_experts, top_k)
-
-
-def _of_a_share(gate_logits, num_experts=None, top_k=2, attention_mask=None):
-    return STOCK(gate_logits, num_experts, top_k, attention_mask) / top_k
-
-
-def _without_gradient(gate_logits, num_experts=None, top_k=2, attention_mask=None):
-    return STOCK(tuple(t.detach() for t in gate_logits), num_experts, top_k, attention_mask)
-
-
-@pytest.mark.parametrize(
-    "other", [_per_layer, _in_fp32, _of_all_tokens, _of_a_share, _without_gradient], ids=lambda f: f.__name__
-)
-def test_look_alikes_are_left_alone(other):
     with references():
         assert recognise(SLOT, modeling_qwen3_moe, other) == (None, "no variant computes the same")
 
@@ -185,51 +159,45 @@ def test_both_forms_of_transformers_are_recognised(family):
     assert isinstance(variant, experts.LoadBalancing)
 
 
+@pytest.mark.usefixtures("models_by_references")
 @pytest.mark.parametrize("path", ["class", "instance"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("head", ["fused", "logits", None])
 def test_models_learn_the_same(family, path, head, calls):
-    with served_by_kernels_or_references():
-        model = make(family, output_router_logits=True, router_aux_loss_coef=0.1)
-        batch = batch_of(model)
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][0, :3] = 0
-        stock, expected = step(model, batch)
-        patches = (
-            class_patches(family, table.EVERYTHING, head)
-            if path == "class"
-            else instance_patches(model, family, table.EVERYTHING, head)
-        )
-        with patches():
-            assert not patches.apply()  # each is in place, once
-            calls.clear()  # of the comparison with stock
-            out, learned = step(model, batch)
-        assert calls == [model.config.num_hidden_layers]
-        torch.testing.assert_close((out.loss, out.aux_loss), (stock.loss, stock.aux_loss))
-        assert out.aux_loss > 0 and (out.logits is None) == (head == "fused")
-        assert_same_learning(learned, expected, 5e-5)
-        assert_same_bits(step(model, batch)[1], expected)
+    model = make(family, output_router_logits=True, router_aux_loss_coef=0.1)
+    batch = batch_of(model)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :3] = 0
+    stock, expected = step(model, batch)
+    of = (family,) if path == "class" else (model, family)
+    patches = (class_patches if path == "class" else instance_patches)(*of, table.EVERYTHING, head)
+    with patches():
+        assert not patches.apply()  # each is in place, once
+        calls.clear()  # of the comparison with stock
+        out, learned = step(model, batch)
+    assert calls == [model.config.num_hidden_layers]
+    torch.testing.assert_close((out.loss, out.aux_loss), (stock.loss, stock.aux_loss))
+    assert out.aux_loss > 0 and (out.logits is None) == (head == "fused")
+    assert_same_learning(learned, expected, 5e-5)
+    assert_same_bits(step(model, batch)[1], expected)
     assert len(calls) == 1
 
 
+@pytest.mark.usefixtures("models_by_references")
 def test_the_flag_of_the_experts_decides(calls):
-    with served_by_kernels_or_references():
-        model = make("qwen3_moe", output_router_logits=True)
-        _apply_liger_kernel_to_instance(model=model, swiglu=False)
-        step(model)
-        assert not calls
-        report = patches_report(model, {"swiglu": False})
-        assert "1 x Qwen3MoeForCausalLM (fused head)" in report.patched
-        assert "1 x Qwen3MoeForCausalLM (load_balancing): swiglu is off, as asked" in report.stock
-        _apply_liger_kernel_to_instance(model=model)
-        step(model)
-        assert calls
-        restore(model)
-        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
-        report = patches_report(model, {"fused_linear_cross_entropy": False})
-        assert "1 x Qwen3MoeForCausalLM (load_balancing)" in report.patched
-        assert "1 x Qwen3MoeForCausalLM (fused head): fused_linear_cross_entropy is off, as asked" in report.stock
-        _apply_liger_kernel_to_instance(model=model)
-        assert {"1 x Qwen3MoeForCausalLM (fused head)", "1 x Qwen3MoeForCausalLM (load_balancing)"} <= set(
-            patches_report(model).patched
-        )
+    model = make("qwen3_moe", output_router_logits=True)
+    head, balance = (f"1 x Qwen3MoeForCausalLM ({part})" for part in ("fused head", "load_balancing"))
+    _apply_liger_kernel_to_instance(model=model, swiglu=False)
+    step(model)
+    assert not calls
+    report = patches_report(model, {"swiglu": False})
+    assert head in report.patched and f"{balance}: swiglu is off, as asked" in report.stock
+    _apply_liger_kernel_to_instance(model=model)
+    step(model)
+    assert calls
+    restore(model)
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+    report = patches_report(model, {"fused_linear_cross_entropy": False})
+    assert balance in report.patched and f"{head}: fused_linear_cross_entropy is off, as asked" in report.stock
+    _apply_liger_kernel_to_instance(model=model)
+    assert {head, balance} <= set(patches_report(model).patched)

@@ -6,7 +6,8 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, stock, tokens
+from hf_models import DEVICE, assert_same_learning, make, stock, tokens
+from quick import words
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,19 +15,8 @@ from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.head.token_scores import TokenScores, give_scores
 
 # a cap, a multiplier, scales, a head behind a dense layer and a norm; states instead of attention
-FAMILIES = [
-    "llama",
-    "gemma2",
-    "recurrent_gemma",
-    "falcon_h1",
-    "xlstm",
-    "modernbert-decoder",
-    "cohere",
-    "granite",
-    "gpt2",
-    "mamba",
-    "phi",
-]
+FAMILIES = words("llama gemma2 recurrent_gemma falcon_h1 xlstm modernbert-decoder cohere granite gpt2 mamba phi")
+by_references = pytest.mark.usefixtures("models_by_references")
 
 
 def targets(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,12 +39,8 @@ def learned(model: nn.Module, scores: TokenScores) -> dict[str, torch.Tensor]:
     loss = (weights * scores.logp + weights.flip(0) * scores.logp_of_others).sum()
     model.zero_grad()
     loss.backward()
-    found = {
-        "loss": loss.detach(),
-        "first": scores.logp.detach(),
-        "second": scores.logp_of_others.detach(),
-        "mean": scores.mean_logit,
-    }
+    of_tokens = {"first": scores.logp.detach(), "second": scores.logp_of_others.detach(), "mean": scores.mean_logit}
+    found = {"loss": loss.detach()} | of_tokens
     return found | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -89,12 +75,12 @@ class Rows(TorchDispatchMode):
         return out
 
 
+@by_references
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_scores_are_those_of_the_logits(model_type):
-    with served_by_kernels_or_references():
-        with stock(model_type):
-            before = of_logits(make(model_type))
-        assert_same_learning(of_scores(make(model_type)), before, 3e-5)
+    with stock(model_type):
+        before = of_logits(make(model_type))
+    assert_same_learning(of_scores(make(model_type)), before, 3e-5)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -112,121 +98,101 @@ def test_no_logits(model_type, monkeypatch):
     assert stock.most == 24 and seen.most <= 4, f"{seen.most} rows of logits"
 
 
-def test_a_patched_model():
-    with served_by_kernels_or_references():
-        before = of_logits(make("llama"))
-        model = make("llama")
-        _apply_liger_kernel_to_instance(model=model)
-        assert_same_learning(of_scores(model), before, 3e-5)
-        batch = tokens()
-        assert model(**batch).logits is None  # and learns as before
-        assert model(batch["input_ids"]).logits is not None
+@by_references
+@pytest.mark.parametrize("first", ["patch", "scores"])
+def test_a_patched_model(first):
+    before, model = of_logits(make("llama")), make("llama")
+    if first == "scores":
+        give_scores(model)
+    _apply_liger_kernel_to_instance(model=model)
+    assert_same_learning(of_scores(model), before, 3e-5)
+    batch = tokens()
+    assert model(**batch).logits is None  # and learns as before
+    assert model(batch["input_ids"]).logits is not None
 
 
-def hooked(model):
-    model.lm_head.register_forward_hook(lambda head, args, out: out * 1.5)
-
-
-def lora(model):
+def lora(model, *targets, **more):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, lora_dropout=0.5, task_type="CAUSAL_LM"
-    )
     torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **more)
     return peft.get_peft_model(model, config)
-
-
-def lora_of_the_body(model):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    )
 
 
 def with_bias(model):
     model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, model.lm_head.out_features, device=DEVICE))
 
 
-def checkpointed(model):
-    model.train().gradient_checkpointing_enable()
+AROUND = {
+    "a hook": lambda model: model.lm_head.register_forward_hook(lambda head, args, out: out * 1.5) and None,
+    "lora": lambda model: lora(model, "q_proj", "lm_head", lora_dropout=0.5),
+    "lora of the body": lambda model: lora(model, "q_proj"),
+    "a bias": with_bias,
+    "checkpointed": lambda model: model.train().gradient_checkpointing_enable(),
+}
 
 
-@pytest.mark.parametrize("change", [hooked, lora, lora_of_the_body, with_bias, checkpointed], ids=lambda f: f.__name__)
+@by_references
+@pytest.mark.parametrize("change", AROUND)
 def test_whatever_is_around_the_model(change):
     def changed():
         model = make("llama")
-        return change(model) or model
+        return AROUND[change](model) or model
 
-    with served_by_kernels_or_references():
-        assert_same_learning(of_scores(changed()), of_logits(changed()), 3e-5)
+    assert_same_learning(of_scores(changed()), of_logits(changed()), 3e-5)
 
 
+@by_references
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype):
     """As inaccurate as logits under autocast are, and no more."""
-    within = torch.autocast(DEVICE, dtype=dtype)
-    with served_by_kernels_or_references():
-        model = make("llama")
-        truth = of_logits(model)
-        with within:
-            before, found = of_logits(model), of_scores(model)
+    model = make("llama")
+    truth = of_logits(model)
+    with torch.autocast(DEVICE, dtype=dtype):
+        before, found = of_logits(model), of_scores(model)
     for name, t in truth.items():
         ours, theirs = (of[name].sub(t).norm() for of in (found, before))
         assert 0 < ours <= 2 * theirs or t.norm() == 0, name
 
 
+@by_references
 def test_nothing_to_score():
-    with served_by_kernels_or_references():
-        model, ids = make("llama"), tokens()["input_ids"]
-        give_scores(model)
-        none = torch.full_like(ids, -100)
-        out = model(ids, token_targets=(none, none))
-        (out.logp.sum() + out.logp_of_others.sum()).backward()
-        assert not out.logp.any() and not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-        with pytest.raises(ValueError, match=r"logits must be of \(2, 11\) tokens, got \(2, 12\)"):
-            model(ids, token_targets=(none[:, 1:], none[:, 1:]))
+    model, ids = make("llama"), tokens()["input_ids"]
+    give_scores(model)
+    none = torch.full_like(ids, -100)
+    out = model(ids, token_targets=(none, none))
+    (out.logp.sum() + out.logp_of_others.sum()).backward()
+    assert not out.logp.any() and not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    with pytest.raises(ValueError, match=r"logits must be of \(2, 11\) tokens, got \(2, 12\)"):
+        model(ids, token_targets=(none[:, 1:], none[:, 1:]))
 
 
+@by_references
 def test_the_head_is_back(monkeypatch):
     """After a call, after an error, and for calls that want no scores."""
     model, ids = make("llama"), tokens()["input_ids"]
     head = model.lm_head
     give_scores(model)
     give_scores(model)
-    with served_by_kernels_or_references():
-        assert isinstance(model(ids, token_targets=targets(ids)), TokenScores) and model.lm_head is head
-        assert not isinstance(model(ids), TokenScores)
-        with pytest.raises(RuntimeError, match="broken"), monkeypatch.context() as m:
-            m.setattr(model.model.layers[0], "forward", broken)
-            model(ids, token_targets=targets(ids))
-        assert model.lm_head is head and isinstance(model(ids, token_targets=targets(ids)), TokenScores)
-        assert model(ids).logits is not None
-
-
-def broken(*args, **kwargs):
-    raise RuntimeError("broken")
-
-
-def test_patched_after():
-    model = make("llama")
-    give_scores(model)
-    _apply_liger_kernel_to_instance(model=model)
-    with served_by_kernels_or_references():
-        assert_same_learning(of_scores(model), of_logits(make("llama")), 3e-5)
+    assert isinstance(model(ids, token_targets=targets(ids)), TokenScores) and model.lm_head is head
+    assert not isinstance(model(ids), TokenScores)
+    with pytest.raises(RuntimeError, match="broken"), monkeypatch.context() as m:
+        m.setattr(model.model.layers[0], "forward", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("broken")))
+        model(ids, token_targets=targets(ids))
+    assert model.lm_head is head and isinstance(model(ids, token_targets=targets(ids)), TokenScores)
+    assert model(ids).logits is not None
 
 
 @pytest.mark.slow
+@by_references
 def test_compiled():
     """With logits."""
-    with served_by_kernels_or_references():
-        model = make("llama", num_hidden_layers=1)
-        give_scores(model)
-        ids = tokens()["input_ids"]
-        out = torch.compile(model, backend="aot_eager")(ids, use_cache=False, token_targets=targets(ids))
-        assert_same_learning(learned(model, out), of_logits(make("llama", num_hidden_layers=1)), 3e-5)
+    model, ids = make("llama", num_hidden_layers=1), tokens()["input_ids"]
+    give_scores(model)
+    out = torch.compile(model, backend="aot_eager")(ids, use_cache=False, token_targets=targets(ids))
+    assert_same_learning(learned(model, out), of_logits(make("llama", num_hidden_layers=1)), 3e-5)
 
 
+@by_references
 def test_a_class_changed_afterwards(monkeypatch):
     model, ids = make("llama"), tokens()["input_ids"]
     give_scores(model)
@@ -237,8 +203,7 @@ def test_a_class_changed_afterwards(monkeypatch):
         out.logits = out.logits * 3
         return out
 
-    with served_by_kernels_or_references():
-        before = model(ids, token_targets=targets(ids)).mean_logit
-        monkeypatch.setattr(type(model), "forward", forward)
-        torch.testing.assert_close(model(ids, token_targets=targets(ids)).mean_logit, 3 * before)
-        assert F.cross_entropy(model(ids).logits[0], ids[0]).isfinite()
+    before = model(ids, token_targets=targets(ids)).mean_logit
+    monkeypatch.setattr(type(model), "forward", forward)
+    torch.testing.assert_close(model(ids, token_targets=targets(ids)).mean_logit, 3 * before)
+    assert F.cross_entropy(model(ids).logits[0], ids[0]).isfinite()

@@ -3,13 +3,14 @@ trainer where that is installed."""
 
 import importlib
 import types
+from collections import defaultdict
 
 import pytest
 import torch
 import torch.nn.functional as F
 from chunk_loop import multiplications, set_chunk_rows, watch_products
-from quick import further, in_both_dtypes
-from torch.utils._python_dispatch import TorchDispatchMode
+from dispatched import Dispatched
+from quick import further, in_both_dtypes, words
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.chunked_loss.grpo_loss import (
@@ -217,17 +218,11 @@ for _o in CASES.values():
 
 
 def inputs(o, dtype=torch.float32, seed=0):
-    args = batch(
-        dtype,
-        seed,
-        o.get("importance_sampling_level", "token"),
-        **{k: o[k] for k in DATA if k in o and k != "num_items_in_batch"},
-    )
-    return args | (
-        {"num_items_in_batch": torch.tensor(o["num_items_in_batch"], device=DEVICE)}
-        if "num_items_in_batch" in o
-        else {}
-    )
+    options = {k: o[k] for k in DATA if k in o and k != "num_items_in_batch"}
+    args = batch(dtype, seed, o.get("importance_sampling_level", "token"), **options)
+    if "num_items_in_batch" in o:
+        args["num_items_in_batch"] = torch.tensor(o["num_items_in_batch"], device=DEVICE)
+    return args
 
 
 @pytest.mark.parametrize("case, dtype", in_both_dtypes(CASES, "defaults", "grpo-sequence", "entropy"))
@@ -247,30 +242,19 @@ def test_as_accurate_as_the_formula(case, dtype):
 
 def trl_loss(o, args, trainer):
     """TRL's loss of the same log-probabilities, and the metrics it logs."""
-    logp, entropy = logprobs(
-        args["_input"], args["lin_weight"], args["bias"], args["selected_token_ids"], o.get("temperature", 1.0)
-    )
-    names = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg")
-    options = {
-        k: o.get(k, getattr(Policy, k))
-        for k in (*names, "loss_type", "importance_sampling_level", "beta", "epsilon_low", "epsilon_high")
-    }
-    args_ = types.SimpleNamespace(
-        steps_per_generation=1, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, **options
-    )
-    logged = {"train": {}}
-    for name in ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean"):
-        logged["train"][name] = []
-    for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"):
-        logged["train"]["clip_ratio/" + name] = []
-    accelerator = types.SimpleNamespace(
-        num_processes=1, sync_gradients=False, gather=lambda t: t, reduce=lambda t, reduction: t
-    )
+    names = ("_input", "lin_weight", "bias", "selected_token_ids")
+    logp, entropy = logprobs(*(args[k] for k in names), o.get("temperature", 1.0))
+    names = words("delta use_bias_correction_kl sapo_temperature_pos sapo_temperature_neg loss_type")
+    names += words("importance_sampling_level beta epsilon_low epsilon_high")
+    options = {k: o.get(k, getattr(Policy, k)) for k in names}
+    vespo = dict(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
+    logged = {"train": defaultdict(list)}
+    same = dict(gather=lambda t: t, reduce=lambda t, reduction: t)
     me = types.SimpleNamespace(
         **options,
-        args=args_,
+        args=types.SimpleNamespace(steps_per_generation=1, **vespo, **options),
         model=torch.nn.Identity(),
-        accelerator=accelerator,
+        accelerator=types.SimpleNamespace(num_processes=1, sync_gradients=False, **same),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
@@ -286,21 +270,16 @@ def trl_loss(o, args, trainer):
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy, None),
     )
     mask = args["attention_mask"]
-    given = dict(
+    given = {k: args[k] for k in ("advantages", "old_per_token_logps", "ref_per_token_logps") if k in args} | dict(
         prompt_ids=mask[:, :0],
         prompt_mask=mask[:, :0],
         completion_ids=args["selected_token_ids"],
         completion_mask=mask,
-        advantages=args["advantages"],
-        old_per_token_logps=args["old_per_token_logps"],
         num_items_in_batch=torch.as_tensor(args.get("num_items_in_batch", mask.sum())),
     )
-    if "ref_per_token_logps" in args:
-        given["ref_per_token_logps"] = args["ref_per_token_logps"]
     if "vllm_is_ratio" in args:
-        given["importance_sampling_ratio"] = (
-            args["vllm_is_ratio"].where(mask != 0, 1) if args["vllm_is_ratio"].shape[1] > 1 else args["vllm_is_ratio"]
-        )
+        ratio = args["vllm_is_ratio"]
+        given["importance_sampling_ratio"] = ratio.where(mask != 0, 1) if ratio.shape[1] > 1 else ratio
     return trainer._compute_loss(me, None, given), logged["train"]
 
 
@@ -329,9 +308,8 @@ def test_agrees_with_trl(case):
 @pytest.mark.parametrize("case", ["defaults", "grpo-sequence", "vespo-token", "entropy", "reference-model"])
 def test_compact_or_not(case):
     args = inputs(CASES[case])
-    torch.testing.assert_close(
-        named(module(CASES[case], compact=False)(**args), args), named(module(CASES[case])(**args), args)
-    )
+    found, expected = (named(module(CASES[case], **how)(**args), args) for how in (dict(compact=False), {}))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -348,12 +326,9 @@ def test_what_is_masked_has_no_effect(kind, compact):
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
 def test_masks_of_any_dtype(mask_dtype):
-    args = batch()
-    loss = LigerFusedLinearGRPOLoss(loss_type="grpo")
-    assert_same_bits(
-        named(loss(**args | dict(attention_mask=args["attention_mask"].to(mask_dtype))), args),
-        named(loss(**args), args),
-    )
+    args, loss = batch(), LigerFusedLinearGRPOLoss(loss_type="grpo")
+    other = args | dict(attention_mask=args["attention_mask"].to(mask_dtype))
+    assert_same_bits(named(loss(**other), args), named(loss(**args), args))
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -361,11 +336,8 @@ def test_masks_of_any_dtype(mask_dtype):
 def test_all_masked(kind, compact):
     args = batch()
     args["attention_mask"] = torch.zeros_like(args["attention_mask"])
-    found = named(
-        LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=compact, entropy_coef=0.1)(**args),
-        args,
-    )
-    assert all((t == 0).all() for t in found.values())
+    loss = LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=compact, entropy_coef=0.1)
+    assert all((t == 0).all() for t in named(loss(**args), args).values())
 
 
 @pytest.mark.parametrize("shape", [(0, T), (B, 0)])
@@ -408,29 +380,10 @@ def test_only_the_head_is_differentiated():
     assert learns == {"_input", "lin_weight", "bias"}
 
 
-class Seen(TorchDispatchMode):
-    """Names of the operators that run, and the largest floating-point tensor they make."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.largest = [], 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.overloadpacket.__name__)
-        made = [
-            t.numel()
-            for t in (out if isinstance(out, tuple | list) else (out,))
-            if isinstance(t, torch.Tensor) and t.is_floating_point()
-        ]
-        self.largest = max(self.largest, *made, 0)
-        return out
-
-
 def test_no_full_logits_and_three_products(monkeypatch):
     args = batch(ref="hidden") | dict(attention_mask=torch.ones(B, T, dtype=torch.int64, device=DEVICE))
     products = watch_products(monkeypatch)
-    with Seen() as seen:
+    with Dispatched() as seen:
         loss, _ = LigerFusedLinearGRPOLoss(entropy_coef=0.1)(**args)
         loss.backward()
     assert seen.largest <= max(2 * T * V, H * V)
@@ -440,10 +393,9 @@ def test_no_full_logits_and_three_products(monkeypatch):
 @pytest.mark.parametrize("kind", LOSS_TYPES)
 def test_waits_for_nothing(kind):
     args = batch(ratio="token")
-    with Seen() as seen:
-        LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=False, entropy_coef=0.1)(**args)[
-            0
-        ].backward()
+    loss = LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=False, entropy_coef=0.1)
+    with Dispatched() as seen:
+        loss(**args)[0].backward()
     assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"} & set(seen.names)
 
 
@@ -452,12 +404,10 @@ def test_few_kernels_a_chunk(kind, level):
     """With divergence and metrics; each takes some microseconds, and a chunk some milliseconds."""
     args = batch()
     logp = torch.randn(B, T, device=DEVICE, requires_grad=True)
-    names = ("advantages", "ref_per_token_logps", "old_per_token_logps")
-    mask = args["attention_mask"].float()
-    options = dict(
-        n=3, tokens=mask.sum(), loss_type=kind, importance_sampling_level=level, **{k: args[k] for k in names}
-    )
-    with Seen() as seen:
+    names, mask = ("advantages", "ref_per_token_logps", "old_per_token_logps"), args["attention_mask"].float()
+    options = dict(n=3, tokens=mask.sum(), loss_type=kind, importance_sampling_level=level)
+    options |= {k: args[k] for k in names}
+    with Dispatched() as seen:
         loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(logp, mask, full_attention_mask=mask, **options)
         torch.autograd.grad(loss, logp)
     views = ("view", "_unsafe_view", "slice", "detach", "alias", "expand", "unsqueeze", "empty", "_to_copy")
@@ -507,27 +457,16 @@ class Reinforce(LigerFusedLinearPPOBase):
 class ReinforceWithForward(Reinforce):
     @classmethod
     def forward(cls, ctx, _input, weight, ids, mask, advantages, bias=None, temperature=1.0):
-        return super().forward(
-            cls=cls,
-            ctx=ctx,
-            _input=_input,
-            weight=weight,
-            selected_token_ids=ids,
-            attention_mask=mask,
-            advantages=advantages,
-            bias=bias,
-            temperature=temperature,
-            beta=0.0,
-            compiled=False,
-        )
+        own = dict(cls=cls, ctx=ctx, _input=_input, weight=weight, bias=bias, advantages=advantages)
+        more = dict(temperature=temperature, beta=0.0, compiled=False)
+        return super().forward(**own, selected_token_ids=ids, attention_mask=mask, **more)
 
 
 @pytest.mark.parametrize("mine", [Reinforce, ReinforceWithForward])
 def test_a_loss_of_the_users(mine):
     args = batch()
-    x, w, ids, mask, A, b = (
-        args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias")
-    )
+    names = ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias")
+    x, w, ids, mask, A, b = (args[k] for k in names)
     loss, (sums, few) = mine.apply(x, w, ids, mask, A, b)
     logp = logprobs(x, w, b, ids, 1.0)[0] * mask
     expected = -(logp * A[:, None]).sum() / mask.sum()
@@ -539,10 +478,9 @@ def test_a_loss_of_the_users(mine):
 
 def test_base_has_no_loss():
     args = batch()
+    names = ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages")
     with pytest.raises(NotImplementedError, match="ppo_loss_fn"):
-        LigerFusedLinearPPOBase.apply(
-            *(args[k] for k in ("_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages"))
-        )
+        LigerFusedLinearPPOBase.apply(*(args[k] for k in names))
 
 
 def test_function_in_the_published_order():
@@ -575,16 +513,12 @@ def test_the_loss_of_some_sequences_is_its_own_function():
 
 def test_pieces():
     r = torch.tensor([0.5, 0.9, 1.1, 2.0], dtype=torch.float64)
-    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 0.3, "grpo")] == [
-        [0.8, 0.9, 1.1, 1.3],
-        [True, False, False, False],
-        [False, False, False, True],
-    ]
-    assert [t.tolist() for t in clip_coef_fn(r, 0.2, 1.3, "cispo")] == [
-        [0.5, 0.9, 1.1, 1.3],
-        [False] * 4,
-        [False, False, False, True],
-    ]
+    first, last, none = [True, False, False, False], [False, False, False, True], [False] * 4
+    for high, kind, expected in (
+        (0.3, "grpo", [[0.8, 0.9, 1.1, 1.3], first, last]),
+        (1.3, "cispo", [[0.5, 0.9, 1.1, 1.3], none, last]),
+    ):
+        assert [t.tolist() for t in clip_coef_fn(r, 0.2, high, kind)] == expected
     torch.testing.assert_close(k3_loss_fn(r.log(), torch.zeros_like(r)), r - r.log() - 1)
     torch.testing.assert_close(sapo_loss_fn(r, 2.0), 2 / (1 + torch.exp(-2 * (r - 1))))
     with pytest.raises(ValueError, match=r"sapo_loss_fn: temperature must be positive, got 0\.0"):
@@ -606,15 +540,9 @@ def test_no_gradient_through_the_sampling_policy():
     "change, options, argument, got",
     [
         (dict(), dict(loss_type="ppo"), "loss_type", "'ppo'"),
-        (dict(), dict(importance_sampling_level="word"), "importance_sampling_level", "'word'"),
         *(
-            (
-                dict(),
-                dict(loss_type=kind, importance_sampling_level="sequence"),
-                "importance_sampling_level",
-                "'sequence'",
-            )
-            for kind in OF_TOKENS
+            (dict(), options | dict(importance_sampling_level=level), "importance_sampling_level", f"'{level}'")
+            for options, level in [({}, "word"), *((dict(loss_type=kind), "sequence") for kind in OF_TOKENS)]
         ),
         (dict(), dict(loss_type="dr_grpo"), "max_completion_length", "None"),
         (dict(), dict(loss_type="sapo", sapo_temperature_neg=0.0), "sapo_temperature_neg", "0.0"),
@@ -706,13 +634,10 @@ def test_selected_log_softmax_of_any_strides():
     _, logits = given_logits()
     ids = torch.randint(0, V, (B, T), device=DEVICE)
     wide = torch.cat([logits.detach()] * 2, 1)[:, T + 1 :]
-    torch.testing.assert_close(
-        fused_selective_log_softmax(wide, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0)
-    )
     across = logits.detach().transpose(0, 2).contiguous().transpose(0, 2)
-    torch.testing.assert_close(
-        fused_selective_log_softmax(across, ids, 1.0), fused_selective_log_softmax(logits, ids, 1.0)
-    )
+    expected = fused_selective_log_softmax(logits, ids, 1.0)
+    for same in (wide, across):
+        torch.testing.assert_close(fused_selective_log_softmax(same, ids, 1.0), expected)
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,8 @@ def inputs(dtype=torch.float32, seed=0, bias=True):
 
 
 def exact(args):
-    return tuple(
-        a.detach().double().requires_grad_(a.requires_grad)
-        if isinstance(a, torch.Tensor) and a.is_floating_point()
-        else a
-        for a in args
-    )
+    wide = lambda a: a.detach().double().requires_grad_(a.requires_grad)
+    return tuple(wide(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
 
 
 def soft_rows(s, t, beta, cosine=False):
@@ -90,10 +86,9 @@ def assert_accurate(fn, dtype, bias=True, **options):
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("beta, temperature", [(0.5, 1.0), (0.1, 2.0), (0.0, 1.0), (1.0, 0.7)])
 def test_jsd(beta, temperature, compact, dtype):
-    loss = LigerFusedLinearJSDLoss(
-        0.3, 0.6, beta=beta, temperature=temperature, return_soft_hard_loss=True, compact=compact
-    )
-    assert_accurate(loss, dtype, hard=0.3, soft=0.6, beta=beta, temperature=temperature)
+    options = dict(beta=beta, temperature=temperature)
+    loss = LigerFusedLinearJSDLoss(0.3, 0.6, **options, return_soft_hard_loss=True, compact=compact)
+    assert_accurate(loss, dtype, hard=0.3, soft=0.6, **options)
 
 
 @in_every_dtype
@@ -111,32 +106,12 @@ class Squares(LigerFusedLinearDistillationBase):
         return scale * (student_logits - teacher_logits).square().mean(-1).sum()
 
     @classmethod
-    def forward(
-        cls,
-        ctx,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        true_labels,
-        student_bias=None,
-        teacher_bias=None,
-        scale=1.0,
-    ):
-        return super().forward(
-            cls=cls,
-            ctx=ctx,
-            student_input=student_input,
-            student_weight=student_weight,
-            teacher_input=teacher_input,
-            teacher_weight=teacher_weight,
-            target=true_labels,
-            student_bias=student_bias,
-            teacher_bias=teacher_bias,
-            temperature=1.5,
-            return_soft_hard_loss=True,
-            scale=scale,
-        )
+    def forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels,
+                student_bias=None, teacher_bias=None, scale=1.0):  # fmt: skip
+        student = dict(student_input=student_input, student_weight=student_weight, student_bias=student_bias)
+        teacher = dict(teacher_input=teacher_input, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
+        options = dict(temperature=1.5, return_soft_hard_loss=True, scale=scale)
+        return super().forward(cls=cls, ctx=ctx, **student, **teacher, target=true_labels, **options)
 
 
 class Published(Squares):
@@ -167,33 +142,28 @@ def test_a_formula_of_ones_own(cls, dtype):
 @pytest.mark.parametrize("cls", [LigerFusedLinearJSDFunction, LigerFusedLinearCosineSimilarityFunction])
 def test_kernel_and_formula_agree(cls):
     options = (0.2, 0.7, 0.7, -100, 2.0, True, 1024, True)
-    own = type(
-        "Own",
-        (cls,),
-        {"distillation_loss_fn": staticmethod(lambda *args, **kwargs: cls.distillation_loss_fn(*args, **kwargs))},
-    )
+    formula = staticmethod(lambda *args, **kwargs: cls.distillation_loss_fn(*args, **kwargs))
+    own = type("Own", (cls,), {"distillation_loss_fn": formula})
     args = inputs()
-    torch.testing.assert_close(
-        named(own.apply(*args, *options), args), named(cls.apply(*args, *options), args), rtol=1e-4, atol=1e-5
-    )
+    found, expected = (named(of.apply(*args, *options), args) for of in (own, cls))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_subclass_of_a_kernels_function_is_heard():
-    args, options = inputs(), (0.0, 1.0, 0.7)
-    torch.testing.assert_close(Masked.apply(*args, *options), 2 * LigerFusedLinearJSDFunction.apply(*args, *options))
+class Twice(LigerFusedLinearJSDFunction):
+    @classmethod
+    def forward(cls, ctx, *args):
+        return 2 * super().forward(ctx, *args)
 
 
-def test_a_subclass_with_a_forward_is_heard():
-    class Twice(LigerFusedLinearJSDFunction):
-        @classmethod
-        def forward(cls, ctx, *args):
-            return 2 * super().forward(ctx, *args)
+class Again(Twice): ...
 
-    class Again(Twice): ...
 
+@pytest.mark.parametrize("cls, options", [(Masked, (0.0, 1.0, 0.7)), (Again, ())])
+def test_a_subclass_of_a_kernels_function_is_heard(cls, options):
+    """Be it of its formula or of its forward."""
     args = inputs()
     with torch.no_grad():
-        torch.testing.assert_close(Again.apply(*args), 2 * LigerFusedLinearJSDFunction.apply(*args))
+        torch.testing.assert_close(cls.apply(*args, *options), 2 * LigerFusedLinearJSDFunction.apply(*args, *options))
 
 
 def trl_jsd():
@@ -221,19 +191,14 @@ def test_agrees_with_trl(beta):
 @pytest.mark.parametrize("labels", [True, False])
 def test_fused_linear_jsd(labels, dtype):
     module = LigerFusedLinearJSD(jsd_beta=0.2, temperature=1.3, accum_dtype=torch.float32)
-
-    def rows(s, t, beta):
-        return soft_rows(s, t, 0.2)
-
+    options = dict(hard=0.0, soft=1.0, temperature=1.3, rows=lambda s, t, beta: soft_rows(s, t, 0.2))
     args = inputs(dtype, bias=False)[:5]
     if not labels:
         args = (*args[:4], torch.zeros_like(args[4]))
     draws = []
     for seed in range(6):
         same = (*inputs(dtype, seed, bias=False)[:4], args[4])
-        draws.append(
-            tuple(named(plain(*a, hard=0.0, soft=1.0, temperature=1.3, rows=rows)[0], a) for a in (same, exact(same)))
-        )
+        draws.append(tuple(named(plain(*a, **options)[0], a) for a in (same, exact(same))))
     found = module(*args) if labels else module(*args[:4])
     assert_as_accurate(named(found, args), *draws[0], *draws[1:])
     torch.testing.assert_close(liger_fused_linear_jsd(*args, 0.2, -100, 1.3), found, rtol=1e-4, atol=1e-4)
@@ -318,9 +283,8 @@ def test_autocast():
     for loss in LOSSES:
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             value = loss(*args)
-        rounded = tuple(
-            a.detach().bfloat16().requires_grad_(a.requires_grad) if a.is_floating_point() else a for a in args
-        )
+        low = lambda a: a.detach().bfloat16().requires_grad_(a.requires_grad) if a.is_floating_point() else a
+        rounded = tuple(map(low, args))
         expected = loss(*rounded)
         assert value.dtype == torch.float32 and torch.equal(value, expected)
         for a, b in zip(torch.autograd.grad(value, args[:2]), torch.autograd.grad(expected, rounded[:2])):

@@ -1,6 +1,7 @@
 """Preference losses against their formulas over all logits, and against TRL's trainers where TRL
 is installed."""
 
+import functools
 import importlib
 import inspect
 import re
@@ -117,14 +118,8 @@ def dpo_formula(loss_type, alpha):
         else:
             each = DPO[loss_type](c - ref_c, r - ref_r)
         weight = 1 if loss_type == "sft" else alpha
-        return each.mean() + weight * nll, (
-            c,
-            r,
-            *logits,
-            nll if weight else 0 * nll,
-            BETA * (c - ref_c),
-            BETA * (r - ref_r),
-        )
+        rewards = BETA * (c - ref_c), BETA * (r - ref_r)
+        return each.mean() + weight * nll, (c, r, *logits, nll if weight else 0 * nll, *rewards)
 
     return whole
 
@@ -202,11 +197,8 @@ CASES = {f"dpo-{loss_type}": dpo(loss_type) for loss_type in DPO} | {
 def named(result, leaves):
     loss, metrics = result
     grads = torch.autograd.grad(3 * loss, leaves)
-    return (
-        {"out": loss.detach()}
-        | {f"metric{i}": m.detach() for i, m in enumerate(metrics)}
-        | {f"d{k}": g for k, g in zip(("x", "w", "bias"), grads)}
-    )
+    found = {"out": loss.detach()} | {f"metric{i}": m.detach() for i, m in enumerate(metrics)}
+    return found | {f"d{k}": g for k, g in zip(("x", "w", "bias"), grads)}
 
 
 def ours(case, dtype=torch.float32, seed=0, compact=True):
@@ -228,7 +220,6 @@ def expected(case, dtype, seed=0):
 @pytest.fixture
 def chunks(monkeypatch):
     """Chunks of so many tokens."""
-
     return lambda rows: set_chunk_rows(monkeypatch, rows)
 
 
@@ -329,35 +320,28 @@ def test_compiles_whole(case):
     module, call, _ = CASES[case]
     leaves, target, reference, marks = inputs()
     compiled = torch.compile(lambda *args: call(module, *args), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        named(compiled(*leaves, target, reference, marks), leaves), ours(case), rtol=1e-5, atol=1e-5
-    )
+    found = named(compiled(*leaves, target, reference, marks), leaves)
+    torch.testing.assert_close(found, ours(case), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "aot"])
 def test_reference_log_probabilities_known_before(loss_type):
-    leaves, target, reference, _ = inputs()
+    (x, w, bias), target, reference, marks = inputs()
     module = LigerFusedLinearDPOLoss(beta=BETA, loss_type=loss_type)
     with torch.no_grad():
         known = sequences(*reference, target)[0]
-    x, w, bias = leaves
-    a = named(module(w, x, target, bias, ref_chosen_logps=known[:B], ref_rejected_logps=known[B:]), leaves)
-    torch.testing.assert_close(a, named(module(w, x, target, bias, *reference), leaves))
-    marks = inputs()[3]
-    module = LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=True)
-    torch.testing.assert_close(
-        module(x, w, target, bias, marks, ref_logps=known), module(x, w, target, bias, marks, *reference)
-    )
+    a = named(module(w, x, target, bias, ref_chosen_logps=known[:B], ref_rejected_logps=known[B:]), (x, w, bias))
+    torch.testing.assert_close(a, named(module(w, x, target, bias, *reference), (x, w, bias)))
+    module = functools.partial(LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=True), x, w, target, bias, marks)
+    torch.testing.assert_close(module(ref_logps=known), module(*reference))
 
 
 def test_a_reference_given_is_used():
     """Under KTO's default as with ``use_ref_model=True``; DPO leaves it out where it is told to."""
     (x, w, bias), target, reference, marks = inputs()
-    a, b = (
-        LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=u)(x, w, target, bias, marks, *reference)[0]
-        for u in (False, True)
-    )
-    assert a == b
+    kto = [LigerFusedLinearKTOLoss(beta=BETA, use_ref_model=used) for used in (False, True)]
+    first, second = (loss(x, w, target, bias, marks, *reference)[0] for loss in kto)
+    assert first == second
     alone = LigerFusedLinearDPOLoss(beta=BETA, use_ref_model=False)
     assert alone(w, x, target, bias, *reference)[0] == alone(w, x, target, bias)[0]
 
@@ -366,10 +350,10 @@ def test_sequences_without_tokens():
     leaves, target, reference, _ = inputs()
     target[0] = target[B + 1] = -100
     x, w, bias = leaves
-    for module in (LigerFusedLinearORPOLoss(), LigerFusedLinearSimPOLoss(), LigerFusedLinearDPOLoss(loss_type="ipo")):
-        result = named(
-            module(w, x, target, bias, *(reference if isinstance(module, LigerFusedLinearDPOLoss) else ())), leaves
-        )
+    ipo = functools.partial(LigerFusedLinearDPOLoss(loss_type="ipo"), ref_input=reference[0])
+    ipo = functools.partial(ipo, ref_weight=reference[1], ref_bias=reference[2])
+    for module in (LigerFusedLinearORPOLoss(), LigerFusedLinearSimPOLoss(), ipo):
+        result = named(module(w, x, target, bias), leaves)
         assert all(t.isfinite().all() for t in result.values())
         assert not result["dx"][target == -100].any()
     loss, (chosen, *_) = LigerFusedLinearCPOLoss()(w, x[:0], target[:0])
@@ -400,11 +384,8 @@ def test_function_and_module_agree():
         assert options == {k: v for k, v in of(function.forward).items() if k in options}
         assert getattr(functional, f"liger_fused_linear_{name.lower()}") == function.apply
     (x, w, bias), target, reference, _ = inputs()
-    arguments = (x, w, target, bias, *reference, -100, BETA)
-    torch.testing.assert_close(
-        functional.liger_fused_linear_dpo(*arguments),
-        LigerFusedLinearDPOLoss(beta=BETA)(w, x, target, bias, *reference),
-    )
+    by_function = functional.liger_fused_linear_dpo(x, w, target, bias, *reference, -100, BETA)
+    torch.testing.assert_close(by_function, LigerFusedLinearDPOLoss(beta=BETA)(w, x, target, bias, *reference))
 
 
 DPO_, ORPO_, CPO_, KTO_ = (getattr(losses, f"LigerFusedLinear{name}Loss") for name in ("DPO", "ORPO", "CPO", "KTO"))
@@ -430,9 +411,8 @@ DPO_, ORPO_, CPO_, KTO_ = (getattr(losses, f"LigerFusedLinear{name}Loss") for na
 )
 def test_mistakes_are_named(call, argument, got):
     (x, w, _), target, *_ = inputs()
-    with pytest.raises(
-        ValueError, match=rf"^LigerFusedLinear\w+: .*{re.escape(argument)} must .*, got {re.escape(got)}$"
-    ):
+    said = rf"^LigerFusedLinear\w+: .*{re.escape(argument)} must .*, got {re.escape(got)}$"
+    with pytest.raises(ValueError, match=said):
         call(x, w, target)
 
 
@@ -449,24 +429,10 @@ class Squared(LigerFusedLinearPreferenceBase):
 
     @classmethod
     def forward(cls, ctx, _input, weight, target, bias, ref_input, ref_weight, ref_bias, shift):
-        return super().forward(
-            cls=cls,
-            ctx=ctx,
-            _input=_input,
-            weight=weight,
-            target=target,
-            bias=bias,
-            chunk_size=1,
-            beta=BETA,
-            compute_nll_loss=False,
-            compiled=False,
-            use_ref_model=True,
-            ref_input=ref_input,
-            ref_weight=ref_weight,
-            ref_bias=ref_bias,
-            average_log_prob=False,
-            shift=shift,
-        )
+        reference = dict(use_ref_model=True, ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias)
+        own = dict(cls=cls, ctx=ctx, _input=_input, weight=weight, target=target, bias=bias)
+        options = dict(chunk_size=1, beta=BETA, compute_nll_loss=False, compiled=False, average_log_prob=False)
+        return super().forward(**own, **reference, **options, shift=shift)
 
     @staticmethod
     def backward(ctx, *grad_output):
@@ -488,20 +454,15 @@ def test_losses_of_users(chunks):
     loss, (chosen, *_, each, total) = Squared.apply(x, w, target, bias, *reference, 0.5)
     torch.testing.assert_close((chosen, each, total), (c.detach(), gap.detach(), gap.sum().detach()))
     truth = (BETA * gap - 0.5).square().mean()
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, (x, w, bias)),
-        torch.autograd.grad(truth, (x, w, bias), retain_graph=True),
-        rtol=1e-4,
-        atol=1e-6,
-    )
+    leaves, near = (x, w, bias), dict(rtol=1e-4, atol=1e-6)
+    expected = torch.autograd.grad(truth, leaves, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), expected, **near)
 
     logps = sequences(x, w, bias, target)[0]
     signed = torch.where(marks, logps, -logps)
     loss, (chosen, rejected, _, _, total, each) = Likelihood.apply(x, w, target, marks, bias, scale=2.0)
     torch.testing.assert_close((chosen - rejected, total, each), (total, signed.sum().detach(), signed.detach()))
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, w), torch.autograd.grad(-2 * signed.mean(), w), rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(torch.autograd.grad(loss, w), torch.autograd.grad(-2 * signed.mean(), w), **near)
 
 
 def test_documented_examples():
@@ -509,9 +470,8 @@ def test_documented_examples():
     (x, w, bias), target, reference, _ = inputs()
     layer = lambda w, b: types.SimpleNamespace(weight=w, bias=b)
     names = dict(hidden=x, labels=target, head=layer(w, bias), ref_hidden=reference[0], ref_head=layer(*reference[1:]))
-    first, scores, margin, last, accumulated = re.findall(
-        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/guides/losses.md").read_text(), re.DOTALL
-    )
+    guide = (Path(__file__).parents[2] / "docs/guides/losses.md").read_text()
+    first, scores, margin, last, accumulated = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     exec(first, names)
     assert names["loss"] == LigerFusedLinearDPOLoss()(w, x, target, bias, *reference)[0]
     exec(scores, names)
@@ -525,10 +485,6 @@ def test_documented_examples():
     expected = torch.autograd.grad(F.cross_entropy(F.linear(x, w, bias).flatten(0, 1), target.flatten()), w)[0]
     exec(accumulated, names)
     torch.testing.assert_close(w.grad, expected, rtol=1e-4, atol=1e-6)
-
-
-# -- TRL: the loss functions of its trainers on the same batch
-# --------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -551,22 +507,16 @@ class Model:
 
 def trainer(**options):
     same = lambda t: t
-    accelerator = types.SimpleNamespace(device=torch.device(DEVICE), gather=same, gather_for_metrics=same)
+    of = dict(beta=BETA, aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, loss_weights=[1.0])
+    of |= dict(f_divergence_type="reverse_kl", use_weighting=False, calculate_KL=True)
     return types.SimpleNamespace(
-        accelerator=accelerator,
+        accelerator=types.SimpleNamespace(device=torch.device(DEVICE), gather=same, gather_for_metrics=same),
         model=types.SimpleNamespace(training=True),
+        args=types.SimpleNamespace(discopop_tau=0.05),
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,
-        aux_loss_enabled=False,
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        loss_weights=[1.0],
-        beta=BETA,
-        use_weighting=False,
-        calculate_KL=True,
-        args=types.SimpleNamespace(discopop_tau=0.05),
+        **of,
         **options,
     )
 
@@ -593,9 +543,8 @@ def agree(module, leaves, arguments, theirs, metrics):
     for name, value in zip(("out", "dx", "dw", "dbias"), (theirs.detach(), *grads)):
         torch.testing.assert_close(result[name], value.float(), rtol=1e-4, atol=1e-5)
     for i, value in metrics.items():
-        torch.testing.assert_close(
-            result[f"metric{i}"].mean().item(), float(torch.as_tensor(value).detach()), rtol=1e-4, atol=1e-5
-        )
+        logged = float(torch.as_tensor(value).detach())
+        torch.testing.assert_close(result[f"metric{i}"].mean().item(), logged, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss_type", DPO)
@@ -605,21 +554,12 @@ def test_trl_dpo(loss_type):
     with torch.no_grad():
         known = sequences(*reference, target)[0]
     self = trainer(loss_types=[loss_type], label_smoothing=0.2)
-    loss = method(
-        self,
-        Model(x, w, bias, target),
-        batch(target) | dict(ref_chosen_logps=known[:B], ref_rejected_logps=known[B:]),
-        False,
-    )
-    logged = {k: v[0] for k, v in self._metrics["train"].items()}
-    metrics = {2: logged["logits/chosen"], 3: logged["logits/rejected"]}
+    given = batch(target) | dict(ref_chosen_logps=known[:B], ref_rejected_logps=known[B:])
+    loss = method(self, Model(x, w, bias, target), given, False)
+    names = {2: "logits/chosen", 3: "logits/rejected"}
     if loss_type not in MEANS:
-        metrics |= {
-            0: logged["logps/chosen"],
-            1: logged["logps/rejected"],
-            5: logged["rewards/chosen"],
-            6: logged["rewards/rejected"],
-        }
+        names |= {0: "logps/chosen", 1: "logps/rejected", 5: "rewards/chosen", 6: "rewards/rejected"}
+    metrics = {i: self._metrics["train"][name][0] for i, name in names.items()}
     smoothing = 0.2 if loss_type in ("exo_pair", "robust", "aot", "aot_unpaired") else 0.0
     module = LigerFusedLinearDPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=smoothing)
     agree(module, (x, w, bias), (w, x, target, bias, *reference), loss, metrics)
@@ -630,20 +570,15 @@ def test_trl_kto():
     (x, w, bias), target, reference, marks = inputs()
     with torch.no_grad():
         known = sequences(*reference, target)[0]
-    self = trainer(
-        loss_type="kto",
-        desirable_weight=2.0,
-        undesirable_weight=0.5,
-        _compute_kl_logps=lambda *_: torch.full((4,), KL, device=DEVICE),
-    )
+    kl = lambda *_: torch.full((4,), KL, device=DEVICE)
+    weights = dict(desirable_weight=2.0, undesirable_weight=0.5)
+    self = trainer(loss_type="kto", _compute_kl_logps=kl, **weights)
     data = batch(target) | dict(label=marks, ref_logps=known, ref_KL_logps=torch.zeros(4, device=DEVICE))
     loss = method(self, Model(x, w, bias, target), data, False)
     logged = {k: v[0] for k, v in self._metrics["train"].items()}
-    module = LigerFusedLinearKTOLoss(beta=BETA, desirable_weight=2.0, undesirable_weight=0.5)
-    metrics = {
-        i: 3 * logged[k]
-        for i, k in {0: "logps/chosen", 1: "logps/rejected", 4: "rewards/chosen", 5: "rewards/rejected"}.items()
-    }
+    module = LigerFusedLinearKTOLoss(beta=BETA, **weights)
+    names = {0: "logps/chosen", 1: "logps/rejected", 4: "rewards/chosen", 5: "rewards/rejected"}
+    metrics = {i: 3 * logged[k] for i, k in names.items()}
     n = (target != -100).sum(1)
     metrics |= {2: logged["logits/chosen"] * V * n[marks].sum(), 3: logged["logits/rejected"] * V * n[~marks].sum()}
     agree(module, (x, w, bias), (x, w, target, bias, marks, *reference, torch.tensor(KL)), loss, metrics)
@@ -666,13 +601,9 @@ def test_trl_orpo():
     (x, w, bias), target, *_ = inputs()
     c, r, nll, _ = pairs((x, w, bias), target, means=True)
     each, chosen, rejected, ratio, odds = method(trainer(), c, r)
-    agree(
-        LigerFusedLinearORPOLoss(beta=BETA),
-        (x, w, bias),
-        (w, x, target, bias),
-        nll - each.mean(),
-        {5: chosen.mean(), 6: rejected.mean(), 7: ratio, 8: odds},
-    )
+    metrics = {5: chosen.mean(), 6: rejected.mean(), 7: ratio, 8: odds}
+    loss = LigerFusedLinearORPOLoss(beta=BETA)
+    agree(loss, (x, w, bias), (w, x, target, bias), nll - each.mean(), metrics)
 
 
 @pytest.mark.parametrize(
@@ -714,9 +645,8 @@ def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(
         Alone.apply(x, w, target, preference_labels=[True, False] * 4, whole_batch=whole, **same)
     else:
         grpo = losses.LigerFusedLinearGRPOLoss(beta=0.1, use_ref_model=True)
-        _, (divergence, *_) = grpo(
-            x, w, target.clamp(min=0), target != -100, torch.randn(8, device=DEVICE), ref_input=x, ref_weight=w
-        )
+        given = x, w, target.clamp(min=0), target != -100, torch.randn(8, device=DEVICE)
+        _, (divergence, *_) = grpo(*given, ref_input=x, ref_weight=w)
         seen.append((divergence, torch.zeros_like(divergence)))
     assert seen
     for policy, reference in seen:
@@ -727,19 +657,15 @@ def test_a_reference_equal_to_the_policy_has_its_log_probabilities_in_every_bit(
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD"])
 def test_the_empty_shard_of_a_head_is_named(name, shape):
     """What ZeRO-3, or a rank of FSDP2 that has no rows, leaves of a head outside its forward."""
-    x = torch.randn(4, 5, 8, device=DEVICE)
-    y = torch.zeros(4, 5, dtype=torch.int64, device=DEVICE)
-    w = torch.empty(shape, device=DEVICE)
+    x, y = torch.randn(4, 5, 8, device=DEVICE), torch.zeros(4, 5, dtype=torch.int64, device=DEVICE)
+    w, marks = torch.empty(shape, device=DEVICE), torch.tensor([True, False] * 2, device=DEVICE)
     loss = getattr(losses, f"LigerFusedLinear{name}Loss")
     calls = {
-        "KTO": lambda: loss(use_ref_model=False)(
-            x, w, y, preference_labels=torch.tensor([True, False] * 2, device=DEVICE)
-        ),
+        "KTO": lambda: loss(use_ref_model=False)(x, w, y, preference_labels=marks),
         "GRPO": lambda: loss(beta=0.0)(x, w, y, torch.ones(4, 5, device=DEVICE), torch.ones(4, device=DEVICE)),
         "JSD": lambda: loss()(x.flatten(0, 1), w, x.flatten(0, 1), w, y.flatten()),
         "DPO": lambda: loss(use_ref_model=False)(w, x, y),
     }
-    with pytest.raises(
-        ValueError, match=r"w must have shape \(V, 8\), got \(0,.*\): gather a sharded head before its loss"
-    ):
+    said = r"w must have shape \(V, 8\), got \(0,.*\): gather a sharded head before its loss"
+    with pytest.raises(ValueError, match=said):
         calls.get(name, lambda: loss()(w, x, y))()

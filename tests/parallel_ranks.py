@@ -25,7 +25,7 @@ import interpreted  # noqa: F401  in a spawned rank, this sets up the interprete
 import processes
 import torch
 import torch.distributed as dist
-from hf_models import assert_same_learning, served_by_kernels_or_references, step, tokens
+from hf_models import assert_same_learning, checkpointed, served_by_kernels_or_references, step, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -60,9 +60,8 @@ ROWS, LENGTH, IGNORED = 2 * RANKS, 12, 3  # of the batch of all ranks together
 TIED = dict(tie_word_embeddings=True)
 TOLERANCE = 1e-5  # sums of other terms, in another order
 GPUS = torch.cuda.device_count()
-make = functools.partial(
-    hf_models.make, **(dict(num_attention_heads=RANKS, num_key_value_heads=RANKS) if RANKS > 2 else {})
-)  # heads for every rank
+HEADS = dict(num_attention_heads=RANKS, num_key_value_heads=RANKS) if RANKS > 2 else {}  # some for every rank
+make = functools.partial(hf_models.make, **HEADS)
 
 
 def batch() -> dict[str, Tensor]:
@@ -78,9 +77,9 @@ def expected(model_type: str = "llama", **more: Any) -> dict[str, Tensor]:
     return step(make(model_type, **more), batch())[1]
 
 
-def patched(model_type: str = "llama", **more: Any) -> nn.Module:
+def patched(model_type: str = "llama", flags: dict[str, Any] | None = None, **more: Any) -> nn.Module:
     model = make(model_type, **more)
-    _apply_liger_kernel_to_instance(model=model)
+    _apply_liger_kernel_to_instance(model=model, **flags or {})
     return model
 
 
@@ -99,11 +98,6 @@ def by_layers(model: nn.Module, own: nn.Module | None = None) -> nn.Module:
     return fully_shard(model, mesh=mesh())
 
 
-def checkpointed(model: nn.Module, use_reentrant: bool = False) -> nn.Module:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    return model
-
-
 def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
@@ -119,14 +113,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def learn(
-    run: nn.Module,
-    ranks: int = RANKS,
-    rank: int | None = None,
-    parts: int = 1,
-    seen: Collectives | None = None,
-    **kwargs: Any,
-) -> dict[str, Tensor]:
+def learn(run: nn.Module, ranks: int = RANKS, rank: int | None = None, parts: int = 1,
+          seen: Collectives | None = None, **kwargs: Any) -> dict[str, Tensor]:  # fmt: skip
     """Loss and gradients of the mean over all ranks' tokens, this rank learning its share of the
     batch in ``parts`` micro-batches."""
     rank = dist.get_rank() if rank is None and ranks > 1 else rank or 0
@@ -229,11 +217,27 @@ CHECKS |= {
     "fsdp2_tied": lambda: same(parallelize(patched(**TIED), "fsdp2").model, expected(**TIED)),
     "fsdp2_accumulates": lambda: same(parallelize(patched(), "fsdp2", own_head=True).model, parts=2),
     "fsdp2_checkpointed": lambda: same(parallelize(checkpointed(patched()), "fsdp2", own_head=True).model),
+    "fsdp1_accumulates": lambda: same_under_fsdp1(fsdp1(patched()), expected(), parts=2),
+    # the hidden states leave the graph in which a rank's term of their gradient would be summed
+    "tp_compiled": lambda: learns_compiled(with_split_head(patched(**ONE_LAYER))),
+    "tp_compiled_with_logits": lambda: learns_compiled(with_split_head(patched(flags=UNFUSED, **ONE_LAYER))),
+    "tp_sequence_parallel_compiled": lambda: learns_compiled(
+        by_sequence(patched(**ONE_LAYER)), position_ids=torch.arange(LENGTH, device=hf_models.DEVICE)[None]
+    ),
+    "ulysses_compiled": lambda: same_rows(
+        "gemma3_text",
+        "ulysses-fsdp2",
+        documents(),
+        change=compiled,
+        **WINDOWS,
+        layer_types=["sliding_attention"],
+        num_hidden_layers=1,
+    ),
+    "ulysses_compiled_layers_of_two_kinds": lambda: same_rows(
+        "gemma3_text", "ulysses-fsdp2", documents(), change=compiled, **WINDOWS
+    ),
     "lora_ddp": lambda: same(parallelize(adapted_alike(), "ddp").model, adapted_learning()),
 }
-
-
-# -- DDP -----------------------------------------------------------------------------------
 
 
 @check
@@ -259,9 +263,6 @@ def ddp_no_sync() -> None:
     same(parallelize(patched(), "ddp").model, parts=2, seen=seen)
     reduced = sum(n for name, n in seen.sizes if "allreduce" in name)
     assert reduced < 2 * sum(p.numel() for p in patched().parameters()), "gradients were reduced more than once"
-
-
-# -- FSDP2 ---------------------------------------------------------------------------------
 
 
 @check
@@ -320,21 +321,21 @@ def fsdp2_evaluates() -> None:
     same(run.train())
 
 
-# -- FSDP1 ---------------------------------------------------------------------------------
-
-
-def fsdp1(model: nn.Module, leaves: tuple[type, ...], use_orig_params: bool) -> FullyShardedDataParallel:
+def fsdp1(
+    model: nn.Module, *leaves: type, layers: bool = True, use_orig_params: bool = True
+) -> FullyShardedDataParallel:
+    """Its units are the decoder layers and modules of classes ``leaves``."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    units = {*leaves, *([type(causal.model.layers[0])] if layers else [])}
     device = torch.device("cuda", dist.get_rank()) if GPUS else torch.device("cpu")
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy(set(leaves)), use_orig_params=use_orig_params, device_id=device
+        model, auto_wrap_policy=ModuleWrapPolicy(units), use_orig_params=use_orig_params, device_id=device
     )
 
 
-def same_under_fsdp1(
-    run: FullyShardedDataParallel, truth: dict[str, Tensor], head: str = "fused", **kwargs: Any
-) -> None:
+def same_under_fsdp1(run: nn.Module, truth: dict[str, Tensor], head: str = "fused", **kwargs: Any) -> None:
     """Gradients are what a step of gradient descent changes, as FSDP1 shows them whole only with
     ``use_orig_params``."""
 
@@ -359,39 +360,34 @@ def same_under_fsdp1(
 def fsdp1_layers() -> None:
     for tied in (False, True):
         for use_orig_params in (True, False):
-            model = patched(tie_word_embeddings=tied)
-            same_under_fsdp1(
-                fsdp1(model, (type(model.model.layers[0]),), use_orig_params), expected(tie_word_embeddings=tied)
-            )
+            run = fsdp1(patched(tie_word_embeddings=tied), use_orig_params=use_orig_params)
+            same_under_fsdp1(run, expected(tie_word_embeddings=tied))
 
 
 @check
 def fsdp1_every_linear() -> None:
     """The head, too, is a unit of its own."""
     for use_orig_params in (True, False):
-        run = fsdp1(patched(), (nn.Linear,), use_orig_params)
+        run = fsdp1(patched(), nn.Linear, layers=False, use_orig_params=use_orig_params)
         for _ in range(2):
             run.zero_grad()
             same_under_fsdp1(run, expected())
 
 
-@check
-def fsdp1_accumulates() -> None:
-    model = patched()
-    same_under_fsdp1(fsdp1(model, (type(model.model.layers[0]),), True), expected(), parts=2)
-
-
-# -- tensor parallel -----------------------------------------------------------------------
-
 WIDE = dict(vocab_size=2050)  # so that logits would be the largest thing sent
+WINDOWS = dict(sliding_window=4)
+UNFUSED = dict(fused_linear_cross_entropy=False)
+
+
+def with_split_head(model: nn.Module, style: ColwiseParallel | None = None) -> nn.Module:
+    return parallelize_module(model, mesh(), {"lm_head": style or ColwiseParallel(output_layouts=Replicate())})
 
 
 def logits_stay(seen: Collectives) -> None:
     """What is sent is smaller than one rank's share of the logits: hidden states, and three
     numbers a token."""
-    assert 0 < seen.largest() < ROWS * LENGTH * WIDE["vocab_size"] // RANKS // 4, sorted(
-        set(seen.sizes), key=lambda x: -x[1]
-    )[:5]
+    most = ROWS * LENGTH * WIDE["vocab_size"] // RANKS // 4
+    assert 0 < seen.largest() < most, sorted(set(seen.sizes), key=lambda x: -x[1])[:5]
 
 
 @check
@@ -410,11 +406,8 @@ def tp_by_plan() -> None:
 @check
 def tp_of_families() -> None:
     """Soft-capped logits, norms of heads, and classes that ranks share unequally."""
-    for model_type, more in (
-        ("gemma2", dict(tie_word_embeddings=False)),
-        ("qwen3", {}),
-        ("llama", dict(vocab_size=257)),
-    ):
+    untied, uneven = dict(tie_word_embeddings=False), dict(vocab_size=257)
+    for model_type, more in (("gemma2", untied), ("qwen3", {}), ("llama", uneven)):
         same(parallelize(patched(model_type, **more), "tp").model, expected(model_type, **more), head="sliced", ranks=1)
 
 
@@ -450,8 +443,7 @@ def tp_default_head() -> None:
     stock loss would be wrong."""
     local, replicated = dict(use_local_output=False), dict(output_layouts=Replicate())
     for style in (ColwiseParallel(), ColwiseParallel(**local), ColwiseParallel(**replicated)):
-        model = patched(**WIDE)
-        parallelize_module(model, mesh(), {"lm_head": style})
+        model = with_split_head(patched(**WIDE), style)
         seen = Collectives()
         same(model, expected(**WIDE), head="sliced", ranks=1, seen=seen)
         logits_stay(seen)
@@ -474,29 +466,6 @@ ONE_LAYER = dict(num_hidden_layers=1)
 
 
 @check
-def tp_compiled() -> None:
-    """The hidden states leave the graph in which a rank's term of their gradient would be
-    summed."""
-    model = patched(**ONE_LAYER)
-    parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    learns_compiled(model)
-
-
-@check
-def tp_compiled_with_logits() -> None:
-    model = make("llama", **ONE_LAYER)
-    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
-    parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    learns_compiled(model)
-
-
-@check
-def tp_sequence_parallel_compiled() -> None:
-    model = by_sequence(patched(**ONE_LAYER))
-    learns_compiled(model, position_ids=torch.arange(LENGTH, device=model.device)[None])
-
-
-@check
 def parts_of_dtensors_in_graphs() -> None:
     """What a graph returns of a DTensor has the gradients that it has without a graph: the sum
     of the ranks' terms."""
@@ -516,11 +485,9 @@ def parts_of_dtensors_in_graphs() -> None:
     def norm(x: Tensor) -> tuple[Tensor, ...]:
         """A function that leaves the graph between the norm's weight and its use."""
         w = DTensor.from_local(x.sin(), group, [Replicate()], run_check=False)
-        y: Any = on_own_rows(
-            lambda x, w: (torch._dynamo.graph_break(), x * w)[1],
-            distribute_tensor(torch.ones(RANKS, 3, device=device), group, [Shard(0)]),
-            w,
-        )
+        apart = lambda x, w: (torch._dynamo.graph_break(), x * w)[1]
+        rows = distribute_tensor(torch.ones(RANKS, 3, device=device), group, [Shard(0)])
+        y: Any = on_own_rows(apart, rows, w)
         return (y.to_local(),)
 
     for fn in (rows, norm):
@@ -550,18 +517,16 @@ def operators_given_dtensors() -> None:
                 continue
             right.add(name)
             for ours, theirs in zip(tree_leaves(found), tree_leaves(op.fn(**args)), strict=True):
-                torch.testing.assert_close(
-                    whole(ours), theirs, equal_nan=True, msg=lambda said, name=name: f"{name}: {said}"
-                )  # type: ignore[misc]
+                said = lambda message, name=name: f"{name}: {message}"
+                torch.testing.assert_close(whole(ours), theirs, equal_nan=True, msg=said)
     assert right >= {"rms_norm", "layer_norm", "glu", "cross_entropy", "softmax"}, right
 
 
 @check
 def logits_sharded_by_classes() -> None:
     """The unfused cross entropy in ``loss_parallel``, and without it, which gathers the logits."""
-    model = make("llama")
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=True, fused_linear_cross_entropy=False)
-    parallelize_module(model, mesh(), {"lm_head": ColwiseParallel(use_local_output=False)})
+    model = patched(flags=dict(cross_entropy=True) | UNFUSED)
+    with_split_head(model, ColwiseParallel(use_local_output=False))
     with loss_parallel():
         learnt = trained(model, use_cache=False)[1]
     assert_same_learning(learnt, expected(), TOLERANCE)
@@ -704,9 +669,6 @@ def tp_in_fsdp2() -> None:
             torch.testing.assert_close(clip_grad_norm_(model, None), full, rtol=1e-5, atol=1e-6)
 
 
-# -- sequences and pipelines ---------------------------------------------------------------
-
-
 @check
 def context_parallel() -> None:
     """Every rank has a part of each sequence, and labels shifted before the cut; keys and values
@@ -714,9 +676,7 @@ def context_parallel() -> None:
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from transformers import AttentionInterface
 
-    def attention(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
-    ) -> tuple[Tensor, None]:
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         gathered = (all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
         k, v = (t.repeat_interleave(module.num_key_value_groups, 1) for t in gathered)
         first = dist.get_rank() * q.shape[2]
@@ -730,10 +690,8 @@ def context_parallel() -> None:
     whole_batch = batch()
     shifted = nn.functional.pad(whole_batch["labels"], (0, 1), value=-100)[:, 1:]
     cut = lambda t: t.chunk(RANKS, 1)[dist.get_rank()].contiguous()
-    given: dict[str, Any] = dict(
-        input_ids=cut(whole_batch["input_ids"]), attention_mask=None, shift_labels=cut(shifted)
-    )
-    given |= dict(position_ids=cut(torch.arange(LENGTH, device=model.device)[None]), use_cache=False)
+    given: dict[str, Any] = dict(input_ids=cut(whole_batch["input_ids"]), attention_mask=None, use_cache=False)
+    given |= dict(shift_labels=cut(shifted), position_ids=cut(torch.arange(LENGTH, device=model.device)[None]))
     with calls_of_heads() as said:
         out, found = trained(model, given, num_items_in_batch=(shifted != -100).sum())
     assert said == ["fused"] and out.logits is None
@@ -777,9 +735,6 @@ def pipeline_stages() -> None:
     assert_same_learning(together, {k: v.cpu() for k, v in expected().items()}, TOLERANCE)
 
 
-# -- Ulysses -------------------------------------------------------------------------------
-
-
 def documents(length: int = LENGTH) -> dict[str, Tensor]:
     """Rows of two and three documents, of which one begins where the part of the second of two
     ranks does."""
@@ -798,14 +753,8 @@ def padded(length: int = LENGTH, left: bool = False) -> dict[str, Tensor]:
     return found | {"labels": found["labels"].masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
-def same_rows(
-    model_type: str,
-    mode: str,
-    given: dict[str, Tensor],
-    attention: str = "sdpa",
-    change: Callable = lambda model: None,
-    **more: Any,
-) -> None:
+def same_rows(model_type: str, mode: str, given: dict[str, Tensor], attention: str = "sdpa",
+              change: Callable = lambda model: None, **more: Any) -> None:  # fmt: skip
     """Every rank is given the whole batch, and has the loss and the gradients of one process."""
 
     def build(flags: dict[str, Any] | None) -> nn.Module:
@@ -844,12 +793,10 @@ def ulysses_families() -> None:
 def ulysses_documents_and_padding() -> None:
     for length in (LENGTH, LENGTH + 1):
         for model_type, attention in (
-            ("llama", "sdpa"),
-            ("llama", "eager"),
-            ("gemma3_text", "sdpa"),
-            ("llama4_text", "sdpa"),
+            *(("llama", "sdpa"), ("llama", "eager")),
+            *(("gemma3_text", "sdpa"), ("llama4_text", "sdpa")),
         ):
-            more = {"sliding_window": 4} if "gemma" in model_type else {}
+            more = WINDOWS if "gemma" in model_type else {}
             same_rows(model_type, "ulysses", documents(length), attention, **more)
             same_rows(model_type, "ulysses", padded(length, left=length > LENGTH), attention)
     bounds = (documents()["position_ids"].flatten() == 0).nonzero().flatten().int()
@@ -869,7 +816,7 @@ def ulysses_beside_what_saves_memory() -> None:
 
     for change in (
         checkpointed,
-        functools.partial(checkpointed, use_reentrant=True),
+        functools.partial(checkpointed, reentrant=True),
         with_flags(checkpointed, keep_attention=True, activation_offloading=True, tiled_mlp=2),
         with_flags(activation_offloading=True),
     ):
@@ -879,17 +826,6 @@ def ulysses_beside_what_saves_memory() -> None:
 def compiled(model: nn.Module) -> None:
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
-
-
-@check
-def ulysses_compiled() -> None:
-    more = dict(sliding_window=4, num_hidden_layers=1, layer_types=["sliding_attention"])
-    same_rows("gemma3_text", "ulysses-fsdp2", documents(), change=compiled, **more)
-
-
-@check
-def ulysses_compiled_layers_of_two_kinds() -> None:
-    same_rows("gemma3_text", "ulysses-fsdp2", documents(), change=compiled, sliding_window=4)
 
 
 @check
@@ -908,25 +844,20 @@ def ulysses_gives_attention_whole_rows() -> None:
 
     AttentionInterface.register("flash_of_test", attention)
     AttentionMaskInterface.register("flash_of_test", flash_attention_mask)
-    for given in (
-        tokens(ROWS, LENGTH),
-        documents(),
-        tokens(ROWS, LENGTH) | {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long).to(hf_models.DEVICE)},
-    ):
+    ones = torch.ones(ROWS, LENGTH, dtype=torch.long).to(hf_models.DEVICE)
+    for given in (tokens(ROWS, LENGTH), documents(), tokens(ROWS, LENGTH) | {"attention_mask": ones}):
         model = patched(num_attention_heads=2 * RANKS, num_key_value_heads=RANKS)
         model.config._attn_implementation = "flash_of_test"
         p = parallelize(model, "ulysses")
         calls.clear()
         p.model(**given)
         assert len(calls) == len(model.model.layers)
+        positions = given.get("position_ids")
         for call in calls:
             assert call["mask"] is None and call["name"] == "flash_of_test"
             assert [shape[:3] for shape in call["shapes"]] == [(ROWS, 2, LENGTH), (ROWS, 1, LENGTH)]
-            assert (
-                torch.equal(call["position_ids"], given["position_ids"])
-                if "position_ids" in given
-                else call["position_ids"] is None
-            )
+            found = call["position_ids"]
+            assert found is None if positions is None else torch.equal(found, positions)
 
 
 @check
@@ -1019,12 +950,7 @@ def ulysses_refuses() -> None:
     torch.testing.assert_close(out.loss.detach(), expected()["loss"])
 
 
-# -- adapters ------------------------------------------------------------------------------
-
-
-def adapted(
-    use: bool, model_type: str = "llama", targets: tuple[str, ...] = ("q_proj", "lm_head"), **flags: Any
-) -> nn.Module:
+def adapted(use: bool, model_type: str = "llama", targets: Any = ("q_proj", "lm_head"), **flags: Any) -> nn.Module:
     """With adapters of the same draw, by default in attention and on the head."""
     import peft
 
@@ -1062,7 +988,7 @@ def learnt_by_adapters(ours: bool, mode: str, *how: Any) -> dict[str, Tensor]:
     if mode == "ddp":
         return learn_any(parallelize(model, "ddp").model)
     if mode == "fsdp1":
-        run = fsdp1(model, (type(model.get_base_model().model.layers[0]),), True)
+        run = fsdp1(model)
         loss = learn_any(run)["loss"]
         with FullyShardedDataParallel.summon_full_params(run, with_grads=True):  # zeros for what is frozen
             return {"loss": loss} | {name: g for name, g in gradients(run).items() if "lora_" in name}
@@ -1104,8 +1030,7 @@ def lora_on_experts() -> None:
 @check
 def lora_fsdp1() -> None:
     for leaves in ((), (nn.Linear,)):
-        model = adapted_alike()
-        run = fsdp1(model, (type(model.base_model.model.model.layers[0]), *leaves), True)
+        run = fsdp1(adapted_alike(), *leaves)
         same_under_fsdp1(run, adapted_learning(), head="called" if leaves else "fused")
 
 
@@ -1120,9 +1045,6 @@ def lora_on_a_head_of_tp() -> None:
     assert_same_learning(learn(model, ranks=1), truth, TOLERANCE)
 
 
-# -- FP8 -----------------------------------------------------------------------------------
-
-
 def recipes() -> list[str]:
     """Those that this machine can run."""
     return [name for name, recipe in RECIPES.items() if not lacking(torch.device(hf_models.DEVICE), recipe.capability)]
@@ -1133,9 +1055,7 @@ def running(model: nn.Module) -> list[str]:
 
 
 def in_fp8(recipe: str = "tensorwise") -> nn.Module:
-    model = make("llama")
-    _apply_liger_kernel_to_instance(model=model, fp8=recipe, fp8_filter=lambda m, name: name != "lm_head")
-    return model
+    return patched(flags=dict(fp8=recipe, fp8_filter=lambda m, name: name != "lm_head"))
 
 
 @functools.cache
@@ -1204,10 +1124,8 @@ def fp8_fsdp2_mixed_precision() -> None:
 @check
 def fp8_fsdp2_steps() -> None:
     """Weights that an optimizer changes are cast again."""
-    optimizers = [
-        (run, torch.optim.SGD(run.parameters(), lr=0.1))
-        for run in (parallelize(in_fp8(), mode).model for mode in ("ddp", "fsdp2"))
-    ]
+    both = [parallelize(in_fp8(), mode).model for mode in ("ddp", "fsdp2")]
+    optimizers = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in both]
     losses: list[list[float]] = []
     for run, optimizer in optimizers:
         losses.append([])
@@ -1222,9 +1140,7 @@ def fp8_fsdp2_steps() -> None:
 @check
 def fp8_fsdp1() -> None:
     for use_orig_params in (True, False):
-        model = in_fp8()
-        run = fsdp1(model, (type(model.model.layers[0]),), use_orig_params)
-        same_under_fsdp1(run, expected_in_fp8())
+        same_under_fsdp1(fsdp1(in_fp8(), use_orig_params=use_orig_params), expected_in_fp8())
 
 
 @check
@@ -1274,9 +1190,6 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
 
 if importlib.util.find_spec("torchao"):
     check(fp8_of_torchao_gathered_in_fp8)
-
-
-# -- losses of trainers --------------------------------------------------------------------
 
 
 def policy_loss(model: nn.Module, ids: Tensor, advantages: Tensor) -> Tensor:
@@ -1335,9 +1248,6 @@ def a_sharded_head_outside_its_forward_is_named() -> None:
         raise AssertionError("a loss of whole hidden states and a DTensor")
 
 
-# -- gradient norms ------------------------------------------------------------------------
-
-
 @check
 def norms_are_those_of_one_process() -> None:
     one = make("llama")
@@ -1350,8 +1260,7 @@ def norms_are_those_of_one_process() -> None:
         torch.testing.assert_close(p.clip_grad_norm_(None), norm, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(p.clip_grad_norm_(0.5), norm, rtol=1e-5, atol=1e-6)
         assert_same_learning(gradients(p.module), clipped, TOLERANCE)
-    model = patched()
-    run = fsdp1(model, (type(model.model.layers[0]),), True)
+    run = fsdp1(patched())
     learn(run)
     torch.testing.assert_close(clip_grad_norm_(run, 0.5), norm, rtol=1e-5, atol=1e-6)
 
@@ -1381,9 +1290,6 @@ def tokens_are_counted_over_ranks() -> None:
     assert p.total(share).item() == share and p.data_ranks == 1
 
 
-# -- DeepSpeed -----------------------------------------------------------------------------
-
-
 def deepspeed_check(stage: int, adapters: bool) -> None:
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
@@ -1403,9 +1309,8 @@ def deepspeed_check(stage: int, adapters: bool) -> None:
         engine.backward(out.loss)
     loss = out.loss.detach().clone()
     dist.all_reduce(loss)
-    found = {"loss": loss / RANKS} | {
-        n: g for n, p in model.named_parameters() if p.requires_grad and (g := safe_get_full_grad(p)) is not None
-    }
+    learnt = {n: safe_get_full_grad(p) for n, p in model.named_parameters() if p.requires_grad}
+    found = {"loss": loss / RANKS} | {n: g for n, g in learnt.items() if g is not None}
     engine.step()
     engine.destroy()
     assert out.logits is None and set(said) == {"called" if adapters and stage == 3 else "fused"}, said
@@ -1417,9 +1322,6 @@ if importlib.util.find_spec("deepspeed"):
         for _adapters in (False, True):
             _check = functools.partial(deepspeed_check, _stage, _adapters)
             CHECKS[f"{'lora_' * _adapters}deepspeed_zero{_stage}"] = _check
-
-
-# -- experts -------------------------------------------------------------------------------
 
 
 def spread(model: nn.Module, families: str = "auto", shared: bool = True) -> None:
@@ -1528,15 +1430,11 @@ _DISTRIBUTED = importlib.util.find_spec("transformers.distributed")
 if _DISTRIBUTED and importlib.util.find_spec("transformers.distributed.expert_parallel"):
     for _type in ("qwen3_moe", "gpt_oss"):  # gpt_oss: transposed weights, biases
         for _by_class in (True, False):
-            CHECKS[f"experts_of_{_type}_{'class' if _by_class else 'instance'}"] = functools.partial(
-                learns_over_ranks, _type, _by_class
-            )
+            _check = functools.partial(learns_over_ranks, _type, _by_class)
+            CHECKS[f"experts_of_{_type}_{'class' if _by_class else 'instance'}"] = _check
     check(learns_from_own_batches)
     check(learns_beside_a_rank_without_tokens)
     check(learns_beside_recurrent_layers)
-
-
-# -- ranks ---------------------------------------------------------------------------------
 
 
 def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:

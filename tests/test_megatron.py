@@ -45,18 +45,10 @@ def megatron(monkeypatch) -> SimpleNamespace:
     class WrappedTorchNorm:
         """What it builds is no instance of it."""
 
-        def __new__(
-            cls,
-            config,
-            hidden_size,
-            eps=1e-5,
-            persist_layer_norm=False,
-            zero_centered_gamma=False,
-            normalization="LayerNorm",
-        ):
-            return {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization](
-                hidden_size, eps=eps
-            )
+        def __new__(cls, config, hidden_size, eps=1e-5, persist_layer_norm=False, zero_centered_gamma=False,
+                    normalization="LayerNorm"):  # fmt: skip
+            kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+            return kinds[config.normalization](hidden_size, eps=eps)
 
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1, asked=0)
 
@@ -104,20 +96,16 @@ def test_only_what_is_asked_for_is_patched(megatron):
 def test_everything_is_patched_wherever_it_was_imported_once(megatron):
     everything = dict(rms_norm=True, cross_entropy=True, swiglu=True)
     apply_liger_kernel_to_megatron(**everything)
-    patched = [
-        megatron.mlp.bias_swiglu_impl,
-        megatron.tensor_parallel.vocab_parallel_cross_entropy,
-        megatron.gpt.fused,
-        megatron.gpt.LNImpl,
-    ]
+    swiglu, loss = megatron.mlp.bias_swiglu_impl, megatron.tensor_parallel.vocab_parallel_cross_entropy
+    patched = [swiglu, loss, megatron.gpt.fused, megatron.gpt.LNImpl]
     assert all(p.__liger_patched__ is True for p in patched)
-    assert patched[0] is megatron.fused_bias_swiglu.bias_swiglu_impl and patched[0].fallback_impl is stock_swiglu
-    assert patched[1] is megatron.cross_entropy.vocab_parallel_cross_entropy
-    assert patched[2] is megatron.fused_cross_entropy.fused_vocab_parallel_cross_entropy
+    assert swiglu is megatron.fused_bias_swiglu.bias_swiglu_impl and swiglu.fallback_impl is stock_swiglu
+    assert loss is megatron.cross_entropy.vocab_parallel_cross_entropy
+    assert megatron.gpt.fused is megatron.fused_cross_entropy.fused_vocab_parallel_cross_entropy
     assert megatron.mine.bias_swiglu_impl is stock_swiglu
     new = megatron.gpt.LNImpl.__new__
     apply_liger_kernel_to_megatron(**everything)
-    assert patched[0] is megatron.mlp.bias_swiglu_impl and patched[0].fallback_impl is stock_swiglu
+    assert swiglu is megatron.mlp.bias_swiglu_impl and swiglu.fallback_impl is stock_swiglu
     assert megatron.gpt.LNImpl.__new__ is new
 
 
@@ -126,18 +114,13 @@ def test_norms(megatron):
     build = megatron.gpt.LNImpl
     assert type(build(SimpleNamespace(normalization="LayerNorm"), 8)) is torch.nn.LayerNorm
     ours = build(config=CONFIG, hidden_size=48, eps=1e-4).to(DEVICE)
-    assert (
-        type(build(CONFIG, 8, normalization="LayerNorm"))
-        is type(build(CONFIG, 8, 1e-5, False, False, "LayerNorm"))
-        is LigerMegatronRMSNorm
-    )
+    named = build(CONFIG, 8, normalization="LayerNorm"), build(CONFIG, 8, 1e-5, False, False, "LayerNorm")
+    assert [type(norm) for norm in named] == [LigerMegatronRMSNorm] * 2
     assert isinstance(ours, LigerMegatronRMSNorm) and ours.eps == 1e-4 and ours.weight.sequence_parallel is False
     assert build(SimpleNamespace(normalization="RMSNorm", sequence_parallel=True), 8).weight.sequence_parallel is True
     torch.manual_seed(0)
-    args = dict(
-        x=torch.randn(5, 2, 48, device=DEVICE, dtype=torch.bfloat16, requires_grad=True),
-        w=torch.randn(48, device=DEVICE).bfloat16().requires_grad_(),
-    )
+    x = torch.randn(5, 2, 48, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    args = dict(x=x, w=torch.randn(48, device=DEVICE).bfloat16().requires_grad_())
     ours.bfloat16()
     theirs = lambda x, w: F.rms_norm(x, (48,), w, 1e-4)
     values = run(lambda x, w: torch.func.functional_call(ours, dict(weight=w), (x,)), like(args))
@@ -177,9 +160,8 @@ def test_cross_entropy(megatron, label_smoothing):
     labels[0] = -100
 
     def megatrons(logits):
-        q = torch.full_like(logits, label_smoothing / 30).scatter(
-            -1, labels.clamp(min=0)[..., None], 1 - label_smoothing
-        )
+        rest = torch.full_like(logits, label_smoothing / 30)
+        q = rest.scatter(-1, labels.clamp(min=0)[..., None], 1 - label_smoothing)
         return -(q * logits.log_softmax(-1)).sum(-1).where(labels != -100, 0)
 
     loss = megatron.tensor_parallel.vocab_parallel_cross_entropy(logits, labels, label_smoothing)
@@ -189,15 +171,6 @@ def test_cross_entropy(megatron, label_smoothing):
     if not label_smoothing:
         torch.testing.assert_close(megatron.gpt.fused(logits, labels, megatron.group), loss)
         assert megatron.group.asked == 1
-
-
-def test_cross_entropy_defaults():
-    ours = LigerMegatronCrossEntropy()
-    assert (ours.reduction, ours.label_smoothing_formula, ours.label_smoothing_mode) == (
-        "none",
-        "megatron",
-        "partition",
-    )
 
 
 def test_swiglu(megatron):
@@ -227,20 +200,21 @@ def test_swiglu_leaves_to_megatron_what_it_has_not(caplog):
     assert len(seen) == 6
 
 
-def test_what_the_loss_refuses():
-    for reduction in ("mean", "sum"):
-        with pytest.raises(ValueError, match="reduction must be 'none', got"):
-            LigerMegatronCrossEntropy(reduction=reduction)
-    for label_smoothing in (-0.1, 1.0, 2.0):
-        with pytest.raises(ValueError, match="label_smoothing must be in"):
-            LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
-    with pytest.raises(ValueError, match="label_smoothing_formula must be one of"):
-        LigerMegatronCrossEntropy(label_smoothing_formula="pyTorch")
-    with pytest.raises(ValueError, match="label_smoothing_mode must be one of"):
-        LigerMegatronCrossEntropy(label_smoothing_mode="world")
-    for shape in ((4, 16), (2, 2, 4, 16)):
-        with pytest.raises(ValueError, match="logits must be 3-D"):
-            LigerMegatronCrossEntropy()(torch.randn(shape), torch.zeros(shape[:-1], dtype=torch.long))
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *((dict(reduction=wrong), "reduction must be 'none', got") for wrong in ("mean", "sum")),
+        *((dict(label_smoothing=wrong), "label_smoothing must be in") for wrong in (-0.1, 1.0, 2.0)),
+        (dict(label_smoothing_formula="pyTorch"), "label_smoothing_formula must be one of"),
+        (dict(label_smoothing_mode="world"), "label_smoothing_mode must be one of"),
+        *(({"shape": shape}, "logits must be 3-D") for shape in ((4, 16), (2, 2, 4, 16))),
+    ],
+)
+def test_what_the_loss_refuses(options, said):
+    options = dict(options)
+    shape = options.pop("shape", (2, 4, 16))
+    with pytest.raises(ValueError, match=said):
+        LigerMegatronCrossEntropy(**options)(torch.randn(shape), torch.zeros(shape[:-1], dtype=torch.long))
 
 
 def test_what_was_there_can_be_found(megatron):
@@ -253,22 +227,14 @@ def test_what_was_there_can_be_found(megatron):
 
 def test_a_name_that_megatron_has_moved(megatron):
     del megatron.fused_cross_entropy.fused_vocab_parallel_cross_entropy
-    with pytest.raises(
-        ImportError,
-        match=r"requires megatron-core with "
-        r"megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy",
-    ):
+    moved = "megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy"
+    with pytest.raises(ImportError, match=f"requires megatron-core with {moved}"):
         apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=True)
 
 
 def test_modules_say_what_they_are():
     assert "zero_centered_gamma=False" in repr(LigerMegatronRMSNorm(CONFIG, 8))
     said = repr(LigerMegatronCrossEntropy(ignore_index=42, label_smoothing=0.07))
-    for part in (
-        "ignore_index=42",
-        "label_smoothing=0.07",
-        "reduction='none'",
-        "label_smoothing_formula='megatron'",
-        "label_smoothing_mode='partition'",
-    ):
-        assert part in said
+    options = "ignore_index=42", "label_smoothing=0.07", "reduction='none'"
+    defaults = "label_smoothing_formula='megatron'", "label_smoothing_mode='partition'"
+    assert all(part in said for part in (*options, *defaults))

@@ -28,8 +28,7 @@ DRAWS = 11
 def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor]:
     """Losses of all steps, then the logits and parameters that are left, each as one tensor."""
     # gradients that are zero but for rounding would be scaled up to whole steps by an eps of 1e-8:
-    # stock, its weights changed by one rounding, is then off
-    # by twenty times what it was
+    # stock, its weights changed by one rounding, is then off by twenty times what it was
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5, foreach=False)
     losses = []
     for i in range(STEPS):
@@ -55,17 +54,13 @@ def train(model: torch.nn.Module, batches: list[dict]) -> dict[str, torch.Tensor
 def test_trains_as_stock_does(family, dtype):
     def draw(seed: int, patched: bool) -> dict[str, torch.Tensor] | tuple[dict, dict]:
         """The patched model's training, or stock's and that of stock in fp64."""
-        # a token whose experts change by rounding learns something else altogether: all experts are
-        # used
+        # a token whose experts change by rounding learns something else altogether: all are used
         model = make(family, dtype, seed, **({"num_experts_per_tok": 4} if family in ALL_EXPERTS else {}))
-        batches = [batch_of(model)]
+        first = batch_of(model)
+        batches, ignored = [first], first["labels"] < 0
         for shift in range(3):
-            other = dict(batches[0])
-            other["input_ids"] = torch.where(
-                other["labels"] < 0, other["input_ids"], (other["input_ids"] + 7 * shift) % 200 + 3
-            )
-            other["labels"] = torch.where(other["labels"] < 0, -100, other["input_ids"])
-            batches.append(other)
+            ids = torch.where(ignored, first["input_ids"], (first["input_ids"] + 7 * shift) % 200 + 3)
+            batches.append(first | {"input_ids": ids, "labels": torch.where(ignored, -100, ids)})
         with served_by_kernels_or_references():
             if patched:
                 with instance_patches(model, family, table.EVERYTHING, "fused")() as patches:
@@ -83,20 +78,15 @@ def test_trains_as_stock_does(family, dtype):
         assert_as_accurate(found, expected, truth)
     except AssertionError:
         # 32 steps make much of a first rounding, in stock as well: of some families its error
-        # differs
-        # tenfold from draw to draw
+        # differs tenfold from draw to draw
         runs = [(found, expected, truth), *((draw(seed, True), *draw(seed, False)) for seed in range(1, DRAWS))]
         for name, t in truth.items():
             ours, theirs = ([errors(run[of][name], run[2][name]) for run in runs] for of in (0, 1))
             for kind, floor in floors(found[name].dtype, t.numel()).items():
                 worse = [e[kind] > 2 * stocks[kind] + floor for e in ours for stocks in theirs]
-                said = (
-                    f"{name}: {kind} error {median(e[kind] for e in ours):.2e}, of stock "
-                    f"{median(e[kind] for e in theirs):.2e}"
-                )
-                assert sum(worse) <= 0.75 * len(worse), (
-                    f"{said} (medians); more than twice stock's in {sum(worse)} of {len(worse)} pairs of draws"
-                )
+                of_both = " and stock's ".join(f"{median(e[kind] for e in each):.2e}" for each in (ours, theirs))
+                said = f"{name}: {kind} error {of_both} (medians); more than twice stock's in {sum(worse)} of "
+                assert sum(worse) <= 0.75 * len(worse), f"{said}{len(worse)} pairs of draws"
 
 
 class Offloaded(torch.autograd.Function):

@@ -50,9 +50,8 @@ def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
             for row in labels:
                 row[: r.randrange(T + 1)] = IGNORE
         case "holes":
-            labels[
-                torch.rand(labels.shape, generator=torch.Generator().manual_seed(r.randrange(1 << 30))).to(DEVICE) < 0.5
-            ] = IGNORE
+            at_random = torch.Generator().manual_seed(r.randrange(1 << 30))
+            labels[torch.rand(labels.shape, generator=at_random).to(DEVICE) < 0.5] = IGNORE
         case "one":
             labels[:], labels[0, T - 1] = IGNORE, labels[0, T - 1].clone()
         case "document":
@@ -74,37 +73,17 @@ def counted(batches: list[dict[str, Tensor]]) -> int:
 
 def divisors(r: random.Random, n: int) -> Any:
     """What ``num_items_in_batch`` may be; nothing at all, too."""
-    return r.choice(
-        [
-            {},
-            *(
-                {"num_items_in_batch": v}
-                for v in (
-                    None,
-                    n,
-                    float(n),
-                    torch.tensor(n),
-                    torch.tensor([n]),
-                    torch.tensor(float(n)),
-                    0,
-                    torch.tensor(0),
-                )
-            ),
-        ]
-    )
+    numbers = None, n, float(n), torch.tensor(n), torch.tensor([n]), torch.tensor(float(n)), 0, torch.tensor(0)
+    return r.choice([{}, *({"num_items_in_batch": v} for v in numbers)])
 
 
 def learned(model: nn.Module, batches: list[dict[str, Tensor]], scale: float = 1.0, **more: Any) -> dict[str, Tensor]:
     """Losses of micro-batches, and the gradient of their sum."""
     model.zero_grad()
     total = torch.zeros((), device=DEVICE)
+    more = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in more.items()}
     for batch in batches:
-        loss = (
-            model(
-                **batch, use_cache=False, **{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in more.items()}
-            ).loss
-            * scale
-        )
+        loss = model(**batch, use_cache=False, **more).loss * scale
         loss.backward()
         total += loss.detach().sum()  # divided by a tensor (1,) it has that shape
     return {"loss": total} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -114,9 +93,8 @@ def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
     """As numbers where they are finite; and NaN, or infinite, wherever stock is."""
     assert ours.keys() == stock.keys()
     for name, t in stock.items():
-        assert torch.equal(ours[name].isfinite(), t.isfinite()), (
-            f"{name}: {int(ours[name].isfinite().sum())} finite values, stock {int(t.isfinite().sum())}"
-        )
+        found = ours[name].isfinite()
+        assert torch.equal(found, t.isfinite()), f"{name}: {found.sum()} finite values, stock {t.isfinite().sum()}"
     finite = {name: t for name, t in stock.items() if t.isfinite().all()}
     if finite.keys() - {"loss"}:
         assert_same_learning({name: ours[name] for name in finite}, finite)
@@ -164,22 +142,11 @@ def test_trainer(tmp_path, seed):
         for b in batches[accumulate : 2 * accumulate]:
             b["labels"][:] = IGNORE
     found = {}
+    steps = dict(max_steps=3, gradient_accumulation_steps=accumulate, per_device_train_batch_size=B, logging_steps=1)
+    quiet = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=DEVICE == "cpu")
+    how = dict(learning_rate=0.1, optim="sgd", train_sampling_strategy="sequential")
     for use in (True, False):
-        args = transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=3,
-            gradient_accumulation_steps=accumulate,
-            per_device_train_batch_size=B,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            learning_rate=0.1,
-            optim="sgd",
-            use_cpu=DEVICE == "cpu",
-            use_liger_kernel=use,
-            train_sampling_strategy="sequential",
-        )
+        args = transformers.TrainingArguments(str(tmp_path), **steps, **quiet, **how, use_liger_kernel=use)
         model = make("llama")
         trainer = transformers.Trainer(model, args, train_dataset=Rows(batches))
         trainer.train()
@@ -202,10 +169,8 @@ def _rank(rank: int, folder: str, port: int, seeds: int) -> None:
                     b["labels"][:] = IGNORE
             n = sum(map(counted, both))
             how = r.choice([{}, {"num_items_in_batch": torch.tensor(n)}, {"num_items_in_batch": n}])
-            ours, stock = (
-                learned(DistributedDataParallel(m), both[rank], **how) for m in (patched(make("llama")), make("llama"))
-            )
-            assert_same(ours, stock)
+            both_models = patched(make("llama")), make("llama")
+            assert_same(*(learned(DistributedDataParallel(m), both[rank], **how) for m in both_models))
     Path(folder, str(rank)).write_text("done")
     dist.destroy_process_group()
 

@@ -120,8 +120,7 @@ class Gradients(transformers.TrainerCallback):
 
 
 def assert_rounds_as(ours: dict[str, Tensor], stock: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    """All gradients together are at most twice as far from the truth as stock's. (For one of a
-    tiny model, how it rounds is luck.)"""
+    """All gradients together are at most twice as far from the truth as stock's."""
     assert ours.keys() == stock.keys() == truth.keys()
     distance = lambda found: sum(((found[n] - t).norm() / t.norm()).square().item() for n, t in truth.items()) ** 0.5
     assert 0 < distance(ours) <= 2 * distance(stock), f"{distance(ours):.1e}, stock {distance(stock):.1e}"

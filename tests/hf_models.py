@@ -26,8 +26,7 @@ TOLERANCE = 1e-5 if KERNELS else 2e-6
 
 @contextlib.contextmanager
 def served_by_kernels_or_references() -> Iterator[None]:
-    """Kernels on a GPU; on a CPU the references, as whole models take minutes in the
-    interpreter: with LIGER_TEST_INTERPRETED=1."""
+    """Kernels on a GPU or with LIGER_TEST_INTERPRETED=1; else references, to save minutes."""
     with contextlib.nullcontext() if KERNELS else references():
         yield
 
@@ -40,8 +39,7 @@ def recognised(*model_types: str) -> None:
 
 
 def forget_training() -> None:
-    """What accelerate keeps of one training does not reach the next: with older transformers it
-    would go on in its dtype, and compiled."""
+    """For the next training, which older accelerate would run in this one's dtype, compiled."""
     from accelerate.state import AcceleratorState
 
     for name in [n for n in os.environ if n.startswith("ACCELERATE_")]:
@@ -54,8 +52,7 @@ SMOKE = ["llama", "gemma2", "qwen3_moe", "qwen2_vl"]  # what every version has a
 
 @contextlib.contextmanager
 def stock(family: str) -> Iterator[None]:
-    """Around what stock models do: other versions than the table's lack some types, and have
-    some that do not train."""
+    """Around what stock models do, some of which other versions lack or do not train."""
     try:
         yield
     except Exception as error:

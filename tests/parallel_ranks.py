@@ -115,8 +115,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def learn(run: nn.Module, ranks: int = RANKS, rank: int | None = None, parts: int = 1,
           seen: Collectives | None = None, **kwargs: Any) -> dict[str, Tensor]:  # fmt: skip
-    """Loss and gradients of the mean over all ranks' tokens, this rank learning its share of the
-    batch in ``parts`` micro-batches."""
+    """Of the mean over all ranks' tokens, this rank learning its share in ``parts``."""
     rank = dist.get_rank() if rank is None and ranks > 1 else rank or 0
     mine = {k: v.chunk(ranks)[rank] for k, v in batch().items()}
     n = (batch()["labels"][:, 1:] != -100).sum() / ranks
@@ -336,8 +335,7 @@ def fsdp1(
 
 
 def same_under_fsdp1(run: nn.Module, truth: dict[str, Tensor], head: str = "fused", **kwargs: Any) -> None:
-    """Gradients are what a step of gradient descent changes, as FSDP1 shows them whole only with
-    ``use_orig_params``."""
+    """Gradients are what a step changes: FSDP1 shows them only with ``use_orig_params``."""
 
     def weights() -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(run):
@@ -384,8 +382,7 @@ def with_split_head(model: nn.Module, style: ColwiseParallel | None = None) -> n
 
 
 def logits_stay(seen: Collectives) -> None:
-    """What is sent is smaller than one rank's share of the logits: hidden states, and three
-    numbers a token."""
+    """What is sent is smaller than one rank's share of the logits."""
     most = ROWS * LENGTH * WIDE["vocab_size"] // RANKS // 4
     assert 0 < seen.largest() < most, sorted(set(seen.sizes), key=lambda x: -x[1])[:5]
 
@@ -413,8 +410,7 @@ def tp_of_families() -> None:
 
 @check
 def tp_options_of_the_loss() -> None:
-    """Labels smoothed, z-loss, statistics, and what needs whole logits, of which there is then
-    one chunk at a time."""
+    """What needs whole logits has one chunk of them at a time."""
     run, one = parallelize(patched(), "tp").model, patched()
     smoothed = dict(label_smoothing=0.1, lse_square_scale=1e-2)
     smoothed |= dict(return_token_accuracy=True, return_predicted_tokens=True)
@@ -439,8 +435,7 @@ def tp_evaluates() -> None:
 
 @check
 def tp_default_head() -> None:
-    """``ColwiseParallel()`` without a thought about its output: this rank's logits, of which the
-    stock loss would be wrong."""
+    """``ColwiseParallel()`` as it is: this rank's logits, of which stock's loss would be wrong."""
     local, replicated = dict(use_local_output=False), dict(output_layouts=Replicate())
     for style in (ColwiseParallel(), ColwiseParallel(**local), ColwiseParallel(**replicated)):
         model = with_split_head(patched(**WIDE), style)
@@ -450,8 +445,7 @@ def tp_default_head() -> None:
 
 
 def learns_compiled(model: nn.Module, **kwargs: Any) -> None:
-    """What the stock model learns in one process, with the gradients' placements of eager mode;
-    every rank has the whole batch."""
+    """As one process, with the gradients' placements of eager mode."""
     torch._dynamo.reset()
     placements = []
     for run in (model, torch.compile(model, backend="aot_eager")):
@@ -467,8 +461,7 @@ ONE_LAYER = dict(num_hidden_layers=1)
 
 @check
 def parts_of_dtensors_in_graphs() -> None:
-    """What a graph returns of a DTensor has the gradients that it has without a graph: the sum
-    of the ranks' terms."""
+    """Gradients of what a graph returns of a DTensor are the sum of the ranks' terms."""
     from liger_kernel.ops._core.shards import on_own_rows
     from liger_kernel.parallel import inputs_of
 
@@ -671,8 +664,7 @@ def tp_in_fsdp2() -> None:
 
 @check
 def context_parallel() -> None:
-    """Every rank has a part of each sequence, and labels shifted before the cut; keys and values
-    are gathered for attention."""
+    """Ranks have parts of each sequence; labels are shifted before, keys gathered for attention."""
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from transformers import AttentionInterface
 
@@ -736,8 +728,7 @@ def pipeline_stages() -> None:
 
 
 def documents(length: int = LENGTH) -> dict[str, Tensor]:
-    """Rows of two and three documents, of which one begins where the part of the second of two
-    ranks does."""
+    """Rows of two and three documents; one begins where a rank's part does."""
     found = tokens(ROWS, length, ignored=IGNORED)
     at = torch.arange(length, device=found["labels"].device).expand(ROWS, -1)
     odd = (torch.arange(ROWS, device=at.device) % 2 == 1)[:, None]
@@ -776,8 +767,7 @@ def same_rows(model_type: str, mode: str, given: dict[str, Tensor], attention: s
 
 @check
 def ulysses_families() -> None:
-    """Fewer key heads than ranks, norms of heads, windows, soft caps, sinks, experts; lengths
-    that ranks do not share equally."""
+    """Heads, windows, caps, sinks, experts, and lengths that ranks do not share equally."""
     same_rows("llama", "ulysses", tokens(ROWS, LENGTH), num_attention_heads=2 * RANKS, num_key_value_heads=RANKS)
     same_rows("llama", "ulysses-fsdp2", tokens(ROWS, LENGTH + 1), num_attention_heads=2 * RANKS, num_key_value_heads=1)
     same_rows("qwen3", "ulysses-fsdp2", tokens(ROWS, LENGTH))
@@ -830,8 +820,7 @@ def compiled(model: nn.Module) -> None:
 
 @check
 def ulysses_gives_attention_whole_rows() -> None:
-    """As the model's own attention takes them: no mask where Flash Attention has none, whole
-    positions, bounds as given, and its own name."""
+    """As it takes them itself: no mask, whole positions, bounds as given, its own name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import flash_attention_mask
@@ -862,8 +851,7 @@ def ulysses_gives_attention_whole_rows() -> None:
 
 @check
 def ulysses_beside_other_ranks() -> None:
-    """Groups that share rows, and read other rows than the other groups: sums over all tokens,
-    in micro-batches, clipped by the norm of one process."""
+    """Groups with other rows than other groups: sums, micro-batches, clipping are one process's."""
     device = "cuda" if GPUS else "cpu"
     one = make("llama")
     step(one, batch())
@@ -999,8 +987,7 @@ def learnt_by_adapters(ours: bool, mode: str, *how: Any) -> dict[str, Tensor]:
 
 @check
 def lora_by_the_engine() -> None:
-    """Linear layers of DDP, of FSDP, which gathers them, and of checkpointed layers under it,
-    are nodes of the engine, and learn what stock's learn."""
+    """Linear layers of every mode are nodes of the engine, and learn what stock's learn."""
     from liger_kernel.transformers.recognise import mlps, projections
 
     how = "llama", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -1015,8 +1002,7 @@ def lora_by_the_engine() -> None:
 
 @check
 def lora_on_experts() -> None:
-    """Experts with adapters of DDP, and of FSDP2 with and without checkpoints, which gathers
-    their weights, are nodes, and learn what stock's learn."""
+    """Experts with adapters are nodes in every mode, and learn what stock's learn."""
 
     how = "qwen3_moe", ("experts.gate_up_proj", "experts.down_proj")
     truth = learnt_by_adapters(False, "ddp", *how)
@@ -1060,8 +1046,7 @@ def in_fp8(recipe: str = "tensorwise") -> nn.Module:
 
 @functools.cache
 def expected_in_fp8(recipe: str = "tensorwise", parts: int = 1) -> dict[str, Tensor]:
-    """The mean of what one process learns from the shares of all ranks: a scale of all
-    activations is one of those that a rank has in a forward."""
+    """The mean of what one process learns from each share: every rank has its own scales."""
     shares = [learn(in_fp8(recipe), rank=rank, parts=parts) for rank in range(RANKS)]
     return {name: sum(share[name] for share in shares) / RANKS for name in shares[0]}  # type: ignore[misc]  # a sum of tensors
 
@@ -1145,8 +1130,7 @@ def fp8_fsdp1() -> None:
 
 @check
 def fp8_tp() -> None:
-    """Weights that are sharded while they are multiplied stay in 16 or 32 bits, and the report
-    says so."""
+    """Weights that are multiplied sharded stay in 16 or 32 bits, and the report says so."""
     p = parallelize(in_fp8(), "tp")
     same(p.model, head="sliced", ranks=1)
     stock = {layer.name: layer.reason for layer in projections_report(p.module).stock}
@@ -1155,8 +1139,7 @@ def fp8_tp() -> None:
 
 
 def fp8_of_torchao_gathered_in_fp8() -> None:
-    """``enable_fsdp_float8_all_gather``: our nodes multiply what FSDP2 gathered, and learn what
-    torchao's own code learns."""
+    """Our nodes multiply what FSDP2 gathered, and learn what torchao's own code learns."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
     def learnt(ours: bool, checkpointing: bool = False) -> dict[str, Tensor]:
@@ -1193,8 +1176,7 @@ if importlib.util.find_spec("torchao"):
 
 
 def policy_loss(model: nn.Module, ids: Tensor, advantages: Tensor) -> Tensor:
-    """Of hidden states and the head's weight, as TRL computes it: the model's own ``forward`` is
-    not called."""
+    """Of hidden states and the head's weight, as TRL computes it, beside ``forward``."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     hidden = causal.model(ids[:, :-1], use_cache=False).last_hidden_state
     loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo")
@@ -1215,8 +1197,7 @@ def after_steps(run: nn.Module, call: Callable[..., Tensor], rank: int = 0, rank
 
 @check
 def losses_beside_the_forward() -> None:
-    """Through the wrapper, as trainers redirect them: every rank has the weights that one
-    process has."""
+    """Through the wrapper: every rank has the weights that one process has."""
     for mode, build in (("ddp", patched), ("fsdp2", lambda: adapted(True, "llama", ("q_proj",)))):
         one = build()
         before = {name: p.detach().clone() for name, p in one.named_parameters()}
@@ -1325,8 +1306,7 @@ if importlib.util.find_spec("deepspeed"):
 
 
 def spread(model: nn.Module, families: str = "auto", shared: bool = True) -> None:
-    """Spread the experts of ``model`` over the ranks by Transformers' plan and its exchange
-    ``families``. ``shared``: whether the ranks share their batch."""
+    """Spread experts by Transformers' plan; ``shared``: whether the ranks share their batch."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     kind = "cuda" if GPUS else "cpu"
@@ -1376,8 +1356,7 @@ def learns_over_ranks(model_type: str, by_class: bool) -> None:
 
 
 def learns_from_own_batches() -> None:
-    """Each rank has its own rows, and layers are checkpointed. (The auxiliary loss is no sum
-    over ranks.)"""
+    """Checkpointed. (The auxiliary loss is no sum over ranks.)"""
     truth = step(make("qwen3_moe", output_router_logits=False), batch())[1]
     model = make("qwen3_moe", output_router_logits=False)
     spread(model, "all_to_all", shared=False)
@@ -1460,8 +1439,7 @@ def _rank(rank: int, folder: str, port: int, names: list[str]) -> None:
 
 
 def run(names: list[str]) -> dict[str, list[str]]:
-    """What every rank said of every check. After a failure the ranks are started anew for the
-    checks that are left, a few times."""
+    """What every rank said of every check. After a failure the ranks are started anew."""
     left, found = names, {}
     for _ in range(6):
         with tempfile.TemporaryDirectory() as folder:

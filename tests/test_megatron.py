@@ -151,8 +151,7 @@ def test_another_normalization_is_refused(how):
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_cross_entropy(megatron, label_smoothing):
-    """Megatron leaves a label 1 - label_smoothing, and gives the K - 1 other classes the rest in
-    equal parts."""
+    """A label keeps 1 - label_smoothing; the K - 1 other classes share the rest."""
     apply_liger_kernel_to_megatron(cross_entropy=True)
     torch.manual_seed(0)
     logits = torch.randn(5, 2, 31, device=DEVICE, requires_grad=True)

@@ -24,8 +24,7 @@ in_every_dtype = pytest.mark.parametrize("dtype", [*DTYPES[:2], fp16], ids=lambd
 
 
 def inputs(dtype=torch.float32, seed=0, bias=True):
-    """student_input, student_weight, teacher_input, teacher_weight, labels, student_bias,
-    teacher_bias."""
+    """Of a student and a teacher, in the order of the modules' arguments."""
     torch.manual_seed(seed)
     new = lambda *s, k=1.0, grad=True: (
         (k * torch.randn(*s, device=DEVICE, dtype=torch.float64)).to(dtype).requires_grad_(grad)

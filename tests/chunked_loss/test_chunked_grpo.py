@@ -44,8 +44,7 @@ def two_sequences_a_chunk(monkeypatch):
 def batch(
     dtype=torch.float32, seed=0, level="token", advantages="sequence", ratio=None, old=True, ref="logps", bias=True
 ):
-    """Arguments of the module's forward; ratios to the old policy keep away from where clipping
-    begins, as there rounding would decide."""
+    """Arguments of the module's forward; ratios keep away from where clipping begins."""
     torch.manual_seed(seed)
     rand = lambda *s, k=1.0: k * torch.randn(*s, device=DEVICE, dtype=torch.float64)
     x, w, b = (t.to(dtype).requires_grad_() for t in (rand(B, T, H), rand(V, H, k=0.3), rand(V)))
@@ -484,8 +483,7 @@ def test_base_has_no_loss():
 
 
 def test_function_in_the_published_order():
-    """beta, epsilon_low, epsilon_high, loss_type, max_completion_length, level, SAPO's
-    temperatures, temperature ..."""
+    """Numbers by position, from beta on."""
     args = batch()
     names = ["_input", "lin_weight", "selected_token_ids", "attention_mask", "advantages", "bias"]
     first = [args[k] for k in (*names, "ref_per_token_logps", "old_per_token_logps")]
@@ -498,8 +496,7 @@ def test_function_in_the_published_order():
 
 
 def test_the_loss_of_some_sequences_is_its_own_function():
-    """Called as the published ``ppo_loss_fn`` is, without what ``apply`` knows of the whole
-    batch."""
+    """As the published ``ppo_loss_fn`` is called, which knows nothing of the whole batch."""
     args = batch()
     logp = logprobs(args["_input"], args["lin_weight"], args["bias"], args["selected_token_ids"], 1.0)[0]
     names = ("attention_mask", "advantages", "ref_per_token_logps", "old_per_token_logps")
@@ -526,8 +523,7 @@ def test_pieces():
 
 
 def test_no_gradient_through_the_sampling_policy():
-    """Far off policy: what a clipped ratio leaves of the gradient is nothing, of an unclipped
-    one all."""
+    """Far off policy, a clipped ratio leaves nothing of the gradient, an unclipped one all."""
     logp = torch.zeros(2, 1, requires_grad=True)
     losses, _, clipped = token_losses(
         Policy(beta=0.0), logp, torch.ones(2, 1), torch.tensor([1.0, -1.0]), old_logp=torch.full((2, 1), -3.0)

@@ -51,8 +51,7 @@ def log_sigmoid(z):
 
 
 def sequences(x, w, bias, target):
-    """Sums of log-probabilities (2B,), numbers of tokens (2B,), mean logits (2B, T), 0 where
-    ignored."""
+    """Sums of log-probabilities (2B,), numbers of tokens (2B,), mean logits (2B, T)."""
     z = F.linear(x, w, bias)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     logp = z.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
@@ -132,8 +131,7 @@ def orpo(leaves, target, reference, marks, nll_target=None):
 
 
 def other_nll(target):
-    """Other labels of the chosen: two that differ, one that only it counts, one that it does
-    not."""
+    """Other labels of the chosen: two that differ, one more, one less."""
     y = target.clone()
     y[0, :2], y[2, 0], y[1, 2] = 7, 9, -100
     return y
@@ -265,8 +263,7 @@ def test_ignored_tokens_may_hold_anything(case):
 
 @pytest.mark.parametrize("case", short("dpo-sigmoid", "orpo-nll_target", slow=("dpo-aot", "kto")))
 def test_frozen_inputs_and_evaluation(case, chunks, monkeypatch):
-    """What is frozen gets no gradient, the rest the same, and evaluation multiplies by no
-    gradient."""
+    """What is frozen gets no gradient, the rest the same; evaluation makes none."""
     chunks(2 * T)
     module, call, _ = CASES[case]
     full = ours(case)
@@ -288,8 +285,7 @@ def test_frozen_inputs_and_evaluation(case, chunks, monkeypatch):
 
 @pytest.mark.parametrize("case, products", [("dpo-sigmoid", 4), ("cpo", 3), ("kto-no-reference", 3), ("dpo-aot", 5)])
 def test_products_and_no_full_logits(case, products, chunks, monkeypatch):
-    """Three products, one for the reference, one for a loss of the whole batch; of counted
-    tokens alone, a chunk at a time."""
+    """Three, one for the reference, one for a loss of the whole batch; of counted tokens alone."""
     chunks(2 * T)
     seen = watch_products(monkeypatch)
     ours(case)
@@ -417,8 +413,7 @@ def test_mistakes_are_named(call, argument, got):
 
 
 class Squared(LigerFusedLinearPreferenceBase):
-    """As users wrote theirs: options by position, gradients padded for the arguments that need
-    none."""
+    """As users wrote theirs: options by position, gradients padded."""
 
     @staticmethod
     def preference_loss_fn(

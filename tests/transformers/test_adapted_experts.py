@@ -75,8 +75,7 @@ FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "aria_
 
 @pytest.mark.parametrize("family", [*FAMILIES, "llama4_text"])
 def test_packing(family):
-    """The factors are those of PEFT's own sum, for parameters (E, out, in), (E, in, out), and
-    (E, in, out) that PEFT takes for (E, out, in)."""
+    """The factors are those of PEFT's own sum, in each layout of the parameters."""
     model = adapted(family)
     for wrapper in wrappers(model):
         lhs, rhs = experts.factors(wrapper, "default")
@@ -136,8 +135,7 @@ def test_flags(ran, flags, reason):
 
 
 def test_the_sum_is_never_made(ran):
-    """Neither the sum of weights and adapters nor a gradient of its size, nor the
-    parametrisation of PEFT."""
+    """Neither of weights and adapters, nor a gradient of its size."""
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -275,8 +273,7 @@ def test_sixteen_bits(ran, autocast, thin):
 
 @pytest.mark.parametrize("active", [1, 2])
 def test_autocast_over_fp32(ran, active):
-    """Adapters are multiplied in autocast's dtype, as the weights are. (PEFT 0.21.2: one adapter
-    in the dtype of the weight, several in autocast's.)"""
+    """Adapters are multiplied in autocast's dtype, of which PEFT 0.21.2 has two rules."""
     model = adapted()
     if active == 2:
         model.add_adapter("more", model.peft_config["default"])
@@ -330,8 +327,7 @@ def test_saved_and_loaded(ran, tmp_path):
 
 
 def test_generates(twins, ran):
-    """Every token by the engine: PEFT would add the adapters of all experts for each. On a GPU,
-    Transformers chooses batched_mm after the first."""
+    """Every token by the engine. On a GPU, Transformers chooses batched_mm after the first."""
     prompt = {"input_ids": tokens(**BATCH)["input_ids"]}
     found, expected = (
         m.eval().generate(**prompt, min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0) for m in twins
@@ -341,8 +337,7 @@ def test_generates(twins, ran):
 
 
 def in_four_bits(family: str, double: bool = True) -> tuple[nn.Module, nn.Module]:
-    """A model whose experts bitsandbytes holds in 4 bits, and the same with what these bits
-    mean."""
+    """A model with experts in 4 bits of bitsandbytes, and the same with what these bits mean."""
     bnb = pytest.importorskip("bitsandbytes.nn.parametrize", reason="could not import 'bitsandbytes'")
     sizes = dict(layer_types=["full_attention"], intermediate_size=64)
     # on a CPU, bitsandbytes misreads rows that are shorter than its blocks of 64
@@ -357,8 +352,7 @@ def in_four_bits(family: str, double: bool = True) -> tuple[nn.Module, nn.Module
 
 @pytest.mark.parametrize(("family", "double"), [("qwen3_moe", True), ("qwen3_moe", False), ("gpt_oss", True)])
 def test_four_bits(ran, family, double):
-    """What PEFT learns with the dense weights, in every step: PEFT itself leaves its sum in
-    place over 4 bits, and adds the next one to it."""
+    """In every step what PEFT learns with dense weights; over 4 bits it leaves its sum in place."""
     packed, dense = in_four_bits(family, double)
     # PEFT finds computed parameters by their whole names, and nests their wrappers the other way
     of = [f"model.layers.0.mlp.{name}" for name in BOTH]
@@ -433,8 +427,7 @@ def test_reasons(ran, change, reason):
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_learnt_scalings(ran, shape):
-    """They have the gradients of scalings beside which there is a second adapter: for one alone,
-    PEFT's product takes no tensor with a gradient."""
+    """As beside a second adapter: for one alone, PEFT's product takes no learnt tensor."""
     model = adapted()
     second = peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH, init_lora_weights=True)
     model.add_adapter("second", second)

@@ -132,8 +132,7 @@ def test_a_type_of_ones_own_that_is_derived_from_a_family():
 
 
 def test_norms_of_ones_own_in_a_family():
-    """A subclass counts once, a class of another name is recognised, a function that is another
-    one is not."""
+    """A subclass counts once; another name is recognised, another function is not."""
     model = make("llama", num_hidden_layers=1)
     layer = model.model.layers[0]
     same = type("MyNorm", (type(model.model.norm),), {})

@@ -373,8 +373,7 @@ def test_the_host_reads_no_scalar(model_type):
 
 @pytest.mark.parametrize("model_type", ["llama", *further(*(t for t in MODELS if t != "llama"))])
 def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
-    """The bounds of documents say how many there are; with as many as rows, only positions say
-    whether a row has several."""
+    """Bounds say how many there are; with as many as rows, only positions say whose."""
     packed = rows().batch([0, 1, 2], 0)
     models = (packing_model(model_type, patched=True, attends=attends) for attends in (attention.NAME, "sdpa"))
     for model in models:
@@ -460,8 +459,7 @@ CALLED = [*((when, OTHERS[0]) for when in WHEN), *(("the loss", other) for other
     "when, other", [*CALLED, *further(*(c for c in itertools.product(WHEN, OTHERS) if c not in CALLED))]
 )
 def test_a_model_called_by_another_sees_its_own_documents(when, other):
-    """What a patched model knows of its own rows is true of no other call, be it of the same
-    body."""
+    """What a patched model knows of its rows is true of no other call, be it of the same body."""
     model = packing_model("llama", patched=True, attends="sdpa")
     if other == "the same":
         inner = model.model
@@ -538,8 +536,7 @@ def test_families_that_keep_what_they_have(model_type):
 
 
 def test_attention_that_sdpa_does_not_serve():
-    """gpt-oss has sinks, which sdpa would leave out: neither varlen_attn nor sdpa may take its
-    place."""
+    """gpt-oss has sinks, which sdpa would leave out."""
     pytest.importorskip("transformers.models.gpt_oss")
     model = make("gpt_oss", attention="eager")
     assert attention.use(model) == "sdpa does not serve gpt_oss"
@@ -585,8 +582,7 @@ def by_references():
 @pytest.mark.usefixtures("by_references")
 @pytest.mark.parametrize("trainer, checkpointing", [("torch", "none"), ("torch", "selective"), ("hf", "none")])
 def test_a_run(trainer, checkpointing, calls, dense_masks, monkeypatch, tmp_path, capsys):
-    """Each trainer's batches say where documents begin, in training and evaluation, and losses
-    are those of a mask."""
+    """Each trainer's batches say where documents begin; losses are those of a mask."""
     texts = ("def add(a, b): return a + b " * (1 + i % 4) for i in range(40))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     sizes = dict(hidden=32, heads=2, kv_heads=1, layers=2, vocab=300, length=64, batch=2, steps=3, warmup=1)

@@ -148,8 +148,7 @@ def frees(rank: int) -> None:
 
 
 def test_del_frees_a_model():
-    """At once, as it frees a stock one, and not when the garbage collector comes; in a process
-    of its own, where nobody else has compiled or kept anything."""
+    """At once, without the garbage collector; in a process where nobody else kept anything."""
     start_ranks(frees, (), 1)
 
 
@@ -179,8 +178,7 @@ print(out.loss.item(), out.logits is None)
 
 @pytest.mark.parametrize("absent", [True, *further(False)], ids=["absent", "present"])
 def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
-    """A model, whole by ``torch.save``, is the stock one, which where liger_kernel is can be
-    patched again. Outputs are stock's, too, but for those with statistics, which only we know."""
+    """A model saved whole is the stock one, and so are outputs, but for those with statistics."""
     losses = []
     for statistics in (False, True):
         out = patched(make("llama", num_hidden_layers=1))(**tokens(), return_token_accuracy=statistics, use_cache=False)
@@ -209,8 +207,7 @@ def test_what_is_saved_loads_where_nothing_is_patched(absent, tmp_path):
 
 
 def test_functional_transforms():
-    """``torch.func`` sees through a patched model, be it called, differentiated forwards or
-    backwards, or vectorised over batches or weights."""
+    """``torch.func`` sees through a patched model: calls, derivatives both ways, batches."""
     from torch.func import functional_call, grad, jvp, vmap
 
     def results(model):
@@ -236,8 +233,7 @@ def test_functional_transforms():
 
 
 def test_unknown_flags_are_said_once(monkeypatch):
-    """With the nearest name; a flag of another family is none of them, as frameworks pass the
-    same ones to every model."""
+    """With the nearest name; a flag of another family is none of them."""
     monkeypatch.setattr(patching, "WARNED", set())
     model = make("llama", num_hidden_layers=1)
     with warnings.catch_warnings():
@@ -251,8 +247,7 @@ def test_unknown_flags_are_said_once(monkeypatch):
 
 
 def test_a_patch_without_effect_is_said(monkeypatch):
-    """By frameworks' doors, too: for a type without kernels, and a model whose parts are
-    somebody else's classes."""
+    """By frameworks' doors, too: a type without kernels, parts of somebody else's classes."""
     monkeypatch.setattr(patching, "WARNED", set())
     with pytest.warns(UserWarning, match="nobody: liger_kernel has no kernels for this type"):
         liger._apply_liger_kernel("nobody")

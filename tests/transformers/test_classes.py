@@ -171,8 +171,7 @@ def test_fsdp2(first, mesh):
 
 @pytest.mark.parametrize("own", [False, True], ids=["class", "own forward"])
 def test_layers_are_checkpointed_once(own):
-    """By the wrapper that Transformers puts around the forward of every layer class, which looks
-    whether it is the forward of the class."""
+    """By Transformers' wrapper, which looks whether it is the forward of the class."""
     model = llama(False).train()
     layer = model.model.layers[0]
     if own:  # as accelerate leaves it when its hooks come off

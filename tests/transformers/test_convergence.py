@@ -90,8 +90,7 @@ def test_trains_as_stock_does(family, dtype):
 
 
 class Offloaded(torch.autograd.Function):
-    """A layer's checkpoint as frameworks write their own: its input waits on the CPU, and the
-    layer runs again in the backward."""
+    """A layer's checkpoint as frameworks write it: its input waits on the CPU."""
 
     @staticmethod
     def forward(ctx, run, x):
@@ -112,8 +111,7 @@ class Offloaded(torch.autograd.Function):
 
 @pytest.mark.parametrize("level", ["off", "cheap", "mlp"])
 def test_a_checkpoint_of_others(level):
-    """Of layers whose inputs it offloads: the losses of ten steps are stock's, and none of them
-    is 0."""
+    """Losses of ten steps are stock's, and none of them is 0."""
 
     def trained(patched: bool) -> torch.Tensor:
         model = make("llama").train()

@@ -266,8 +266,7 @@ def heads():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", heads())
 def test_every_head_computes_what_it_is(name, reduction):
-    """Linear heads when the loss is computed; all others when the model calls them, which one
-    warning says."""
+    """Linear heads in the loss; all others when the model calls them, which one warning says."""
     head = heads()[name].to(DEVICE).double().eval()
     x = torch.randn(B * T, H, device=DEVICE, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(V, device=DEVICE, dtype=torch.float64)
@@ -312,8 +311,7 @@ def test_what_is_frozen_gets_no_gradient(frozen):
 
 @pytest.mark.parametrize("kwargs", [{}, dict(num_items_in_batch=17)])
 def test_ignored_tokens_stay_out_of_the_head(kwargs, monkeypatch):
-    """The labels are known when the forward begins: the head computes only the tokens that they
-    count."""
+    """The head computes only the tokens that labels count."""
     model, batch = make("llama", num_hidden_layers=1), tokens(ignored=6)
     expected = step(model, batch, **kwargs)[1]
     rows, product = [], torch.mm
@@ -456,8 +454,7 @@ def test_loss_options_reach_the_loss(skip):
 
 
 def test_custom_losses():
-    """A loss function of the user's, on what it knows as logits; one that is not a cross entropy
-    says that options had no effect."""
+    """On what they know as logits; if it is no cross entropy, options had no effect."""
     model = make("llama", num_hidden_layers=1)
 
     def smoothed(logits, labels, vocab_size, **kwargs):
@@ -539,8 +536,7 @@ class Alone(LlamaForCausalLM):
 
 @pytest.mark.parametrize("cls", [Penalised, Unmasked, Shifting, Alone])
 def test_subclasses_of_users(cls, computed):
-    """A live model whose class has a forward of its own: head and loss are fused, and what it
-    returns is what it returned."""
+    """With a forward of their own: the head is fused, and what they return stays."""
     model = make("llama", num_hidden_layers=1)
     model.__class__ = cls
     stock, expected = step(model)

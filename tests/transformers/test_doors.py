@@ -176,8 +176,7 @@ def test_classes_of_other_families_are_said(monkeypatch):
 
 
 def test_cross_entropy_stays_in_the_family():
-    """One flag named is enough; logits are there, and nobody else's cross entropy changes (the
-    fixture looks at torch's)."""
+    """One flag named is enough, and nobody else's cross entropy changes."""
     model, other = make("granite"), make("llama")
     expected, elsewhere = step(model)[1], step(other)
     liger.apply_liger_kernel_to_granite(cross_entropy=True)
@@ -291,8 +290,7 @@ def test_names_of_parameters_that_are_those_of_locals():
 
 
 def test_replicas_of_a_patched_model():
-    """As DataParallel makes them, of every module: what runs is the replica's own, with its own
-    weights."""
+    """As DataParallel makes them: what runs is the replica's own, with its own weights."""
     model = make("llama", num_hidden_layers=1)
     stock = snapshot(model)
     expected = step(model)[1]

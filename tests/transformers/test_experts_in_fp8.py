@@ -82,8 +82,7 @@ def experts_of(model: nn.Module) -> nn.Module:
 def twins(
     family: str = "qwen3_moe", recipe: str = "fp8", dtype: torch.dtype = torch.float32, **more
 ) -> tuple[nn.Module, nn.Module]:
-    """A model with experts in FP8, and the same with dense ones of the same values. Adapters are
-    on attention, so that gradients go through the experts."""
+    """Experts in FP8, and dense ones of the same values; gradients go through to attention."""
     model, dense = (adapted(tiny(family, dtype), **more) for _ in range(2))
     for name in NAMES:
         before = getattr(experts_of(dense), name)
@@ -110,8 +109,7 @@ def saved_sizes():
     ("family", "recipe"), [("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")]
 )
 def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe):
-    """Gradients of adapters, of the router and, by those of attention, of x; nothing dense is
-    kept for the backward. gpt-oss is transposed and biased."""
+    """Gradients of adapters, router and x; nothing dense is kept. gpt-oss is transposed, biased."""
     model, dense = twins(family, recipe)
     expected = assert_nothing_dense_is_saved(model, dense)
     assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
@@ -191,8 +189,7 @@ def test_adapters_are_switched(ran):
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_stock_code_reads_dense_weights(family, implementation):
-    """Transformers' experts under PEFT's sum, and without it; in every step, because PEFT 0.21
-    takes its sum only sometimes out of parameters that are made."""
+    """With and without PEFT's sum, in every step: PEFT 0.21 takes it out only sometimes."""
     for of in (BOTH, None):
         both = model, dense = twins(family, "fp8_rowwise", of=of)
         for each in both:

@@ -401,8 +401,7 @@ GATED = "kimi_linear", "glm5_next_text", "bailing_hybrid", "qwen3_next", "olmo_h
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", GATED)
 def test_norms_with_a_gate(family, weight_dtype):
-    """The family's own module and ours, on rows of heads with a gate that is part of a wider
-    tensor: outputs of the same bits, gradients as near the truth."""
+    """The family's own module and ours, with a gate that is part of a wider tensor."""
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     row = infer(family)
@@ -545,8 +544,7 @@ def test_what_a_family_has_not_is_said_once():
 
 
 def test_flags_are_strict():
-    """An unknown keyword raises, whatever the family, and patches nothing; what cannot be
-    honoured is said once, and only to who asked for it."""
+    """What is unknown raises and patches nothing; what has no effect is said once, if asked for."""
     for apply in MODEL_TYPE_TO_APPLY_LIGER_FN.values():
         assert apply.__name__.isidentifier() and getattr(transformers_of_ours, apply.__name__) is apply
         with pytest.raises(TypeError, match=r"apply_liger_kernel_to_\w+\(\): .*'no_such_flag'; it takes .*model"):
@@ -591,8 +589,7 @@ def test_reward_models(family):
 
 
 class Packed(torch.nn.Module):
-    """A frozen linear layer in eight bits, as quantised bases have them: its weight is nothing
-    to multiply with."""
+    """A frozen linear layer in eight bits, whose weight is nothing to multiply with."""
 
     def __init__(self, linear: torch.nn.Linear):
         super().__init__()
@@ -622,8 +619,7 @@ def test_quantised_bases(family):
 @pytest.mark.parametrize("path", ["class", "instance"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_that_predict_further_tokens(family, path):
-    """What transformers builds of a model's own layers, norms and head: it drafts and learns the
-    same beside a patched model."""
+    """What transformers builds of a model's own layers drafts and learns the same."""
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
         pytest.skip("this version has none to train")
@@ -663,8 +659,7 @@ def test_layers_that_predict_further_tokens(family, path):
 
 
 def test_a_second_loss_of_the_same_head():
-    """Models that predict a further token in their own forward call their head twice: both
-    losses are there, and fused."""
+    """Models that call their head twice in a forward: both losses are there, and fused."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         hidden = self.model(input_ids).last_hidden_state

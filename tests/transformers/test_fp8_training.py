@@ -95,8 +95,7 @@ def in_fp8(model: nn.Module) -> list[str]:
 
 
 def assert_bits(found: dict, expected: dict) -> None:
-    """On a GPU nearly: a graph may call other kernels of attention and of embeddings, and FP8
-    rounds what they return to 2 or 3 bits."""
+    """On a GPU nearly: graphs may call other kernels, and FP8 rounds to 2 or 3 bits."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         near = DEVICE == "cuda" and (found[name] - value).norm() < 0.1 * value.norm()
@@ -111,8 +110,7 @@ OF_TORCHAO = [name for name, recipe in RECIPES.items() if not recipe.blocks]
 
 @pytest.mark.parametrize("recipe", [*OF_TORCHAO[:1], *further(*OF_TORCHAO[1:])])
 def test_learning_is_that_of_torchao(recipe, nodes):
-    """A patched model of ours or of torchao's layers learns what torchao's model does, within
-    the rounding of FP8; q, k, v and the MLP are single nodes."""
+    """Ours or torchao's layers, patched before or after, within the rounding of FP8."""
     stock = llama()
     theirs = by_torchao(copy.deepcopy(stock), recipe)
     batch = tokens(length=16)  # products of torchao need multiples of 16 tokens
@@ -135,8 +133,7 @@ def test_learning_is_that_of_torchao(recipe, nodes):
 
 
 def test_parameters_stay(fast):
-    """Names, dtypes and state of a model do not change; deepcopies and gradients are those of
-    its own parameters."""
+    """Names, dtypes and state do not change; a deepcopy has gradients of its own."""
     model = llama()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     left = train_in_fp8(model, "tensorwise")
@@ -176,8 +173,7 @@ def test_checkpointing(use_reentrant, fast):
 
 @pytest.fixture
 def graphs():
-    """A backend of torch.compile that runs graphs as they are, and the forward and backward
-    graphs that it has got, split as for Inductor."""
+    """A backend that runs graphs as they are, and the forward and backward graphs it has got."""
     found = []
 
     def seen(graph, inputs):
@@ -209,8 +205,7 @@ def saved_by(graph: torch.fx.GraphModule) -> list[tuple[torch.dtype, tuple[int, 
     ],
 )
 def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
-    """Losses and gradients are those of the model that is not compiled, and steps of an
-    optimizer compile nothing."""
+    """Learning is that without compiling, and steps of an optimizer compile nothing."""
     backend, found = graphs
     model = patched(recipe)
     expected = step(model)[1]
@@ -231,8 +226,7 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
 
 @pytest.mark.parametrize("autocast", [True, *further(False)])
 def test_what_a_compiled_layer_saves(autocast, fast, graphs):
-    """Its weights are searched once, its inputs once for all layers that multiply them, and no
-    cast or copy of a weight outlives the forward."""
+    """Weights and inputs are searched once, and no cast of a weight outlives the forward."""
     backend, found = graphs
     model = llama(hidden_size=48).train()
     model = model.float() if autocast else model
@@ -271,8 +265,7 @@ def test_nothing_is_kept_while_a_graph_is_recorded_and_after_it(unrecorded, monk
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_recorded_step(unrecorded, fast):
-    """Replayed steps learn what eager ones do, and evaluation between them sees the weights as
-    they are."""
+    """Replayed steps learn what eager ones do, and evaluation between them sees the weights."""
     only = dict(fp8="tensorwise", fp8_filter=lambda layer, name: "lm_head" not in name)
     eager, model = patched(only), patched(only)
     assert in_fp8(model) and in_fp8(model) == in_fp8(eager)
@@ -419,8 +412,7 @@ DOORS = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_doors(door, fast, tmp_path):
-    """lead to the same model, whose layers in FP8 and in 16 bits the report lists; with
-    ``restore`` it is stock again."""
+    """lead to the same model, and the same report; with ``restore`` it is stock again."""
     llama().save_pretrained(tmp_path / "saved")
     stock = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", **AS_MADE).to(DEVICE).train()
     weights, expected = {k: v.clone() for k, v in stock.state_dict().items()}, step(copy.deepcopy(stock))[1]
@@ -459,8 +451,7 @@ def test_the_last_call_decides(fast):
 
 
 def test_classes(fast):
-    """Models that are made later are in FP8, those within others too, and those made before and
-    after are not."""
+    """Models that are made later, and within others, are in FP8; before and after, not."""
     before = llama()
     liger.apply_liger_kernel_to_llama(fp8="tensorwise", fp8_filter=lambda m, name: name != "lm_head")
     try:
@@ -519,8 +510,7 @@ def test_the_report_of_a_model_of_torchao(nodes):
 
 @pytest.mark.parametrize("by", ["fast", "nodes"])
 def test_float16_is_refused(by, tmp_path, request):
-    """under autocast, too, as a Trainer with fp16=True has it, beside which its gradient scaler
-    would be."""
+    """under autocast, too, and beside a Trainer's gradient scaler."""
     model = llama().float()
     patch(model, fp8="tensorwise")
     said = r"input must be of bfloat16 or float32, under autocast, too, got torch\.float"
@@ -534,8 +524,7 @@ def test_float16_is_refused(by, tmp_path, request):
 
 
 def test_autocast(fast):
-    """Weights in fp32 under autocast are rounded to bf16 first: a layer gives what one of these
-    weights gives."""
+    """Weights in fp32 under autocast are rounded to bf16 first."""
     layer = nn.Linear(32, 16, bias=False, device=DEVICE)
     half = copy.deepcopy(layer).to(torch.bfloat16)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -566,8 +555,7 @@ def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tup
 
 
 def test_what_happens_between_steps(fast, monkeypatch):
-    """Generation and evaluation change no bit, and neither does what is kept of weights over
-    calls."""
+    """Generation, evaluation and what is kept over calls change no bit."""
     found = []
     generated = lambda model: model.eval().generate(tokens()["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
     for between in (lambda model: None, generated, None):
@@ -613,8 +601,7 @@ def test_frozen_parts(fast):
 
 
 def test_tied_embeddings(fast):
-    """The head stays in 16 bits, or is a layer in FP8 if a function takes it; the embedding
-    learns from both its uses."""
+    """The head stays in 16 bits, unless a function takes it; the embedding learns twice."""
     untied, tied = llama(), patched("tensorwise", tie_word_embeddings=True)
     assert len(in_fp8(tied)) == LINEARS and tied.lm_head.weight is tied.model.embed_tokens.weight
     untied.load_state_dict(tied.state_dict())
@@ -643,8 +630,7 @@ def adapted(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("by", ["fast", "nodes"])
 def test_adapters(by, request):
-    """Over layers in FP8 adapters learn, whichever came first; they themselves stay in 16 bits.
-    Merged into a weight, they are a part of what is cast."""
+    """Over layers in FP8, whichever came first, they stay in 16 bits; merged, they are cast."""
     ran = request.getfixturevalue(by)
     first, later = adapted(patched("rowwise")), adapted(llama())
     patch(later.get_base_model(), fp8="rowwise")

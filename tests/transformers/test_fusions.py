@@ -450,8 +450,7 @@ SOME = [("class", True, True), ("instance", True, False), ("both", False, False)
     ("patched", "level", "sharded"), [*SOME, *further(*(each for each in CHECKPOINTED if each not in SOME))]
 )
 def test_layers_are_checkpointed(patched, level, sharded):
-    """transformers' own wrapper of a layer's forward, which checkpoints, knows itself by being
-    ``type(layer).forward``, in FSDP2's classes, too."""
+    """transformers' wrapper, which checkpoints, knows itself by ``type(layer).forward``."""
     from torch.distributed.fsdp import fully_shard
 
     with served_by_kernels_or_references():

@@ -82,8 +82,7 @@ COUNTS = (0, torch.tensor(0), None)
     ],
 )
 def test_labels_that_count_nothing_change_nothing(kind, count):
-    """Trainers divide the sum of no losses by 0 items: the loss is no number, and every gradient
-    0."""
+    """Trainers divide a sum of no losses by 0: the loss is no number, every gradient 0."""
     batch = tokens()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     models = [make("llama", num_hidden_layers=1, tie_word_embeddings=kind == "tied").train() for _ in range(2)]
@@ -231,8 +230,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_every_call_is_of_its_moment(adapted):
-    """Random programs: losses and gradients, with the head in other states between its call, the
-    loss and the backward."""
+    """Random programs, with other states of the head between call, loss and backward."""
     plain = ["eval", "train", "freeze", "thaw", "another weight", "hook"]
     usual = ["call", "call", "loss", "loss", "look", "call without gradient"]
     for seed in range(MOMENTS // 2):
@@ -296,8 +294,7 @@ def test_weights_changed_in_place_between_call_and_loss_raise(kind):
 
 
 def exchange(t: torch.Tensor, data: torch.Tensor | None = None) -> torch.Tensor:
-    """Give ``t`` other memory, of twice its values unless given, and return what it had. No
-    version of ``t`` tells."""
+    """Give ``t`` other memory, by default of twice its values; its version does not tell."""
     there = t.data
     t.data = there * 2 if data is None else data
     return there
@@ -344,8 +341,7 @@ def test_weights_that_one_call_is_given(kind):
     ],
 )
 def test_memory_exchanged_between_call_and_loss(head, name, back):
-    """Each loss is that of the weights with which its logits were called; gradients are those of
-    stock, too."""
+    """Each loss is that of the weights with which its logits were called."""
     found = []
     for ours in (False, True):
         model = make("llama", num_hidden_layers=1, tie_word_embeddings=head == "tied").train()
@@ -364,8 +360,7 @@ def test_memory_exchanged_between_call_and_loss(head, name, back):
 
 @pytest.mark.parametrize("where", ["forward", "loss function"])
 def test_code_that_writes_to_data_between_call_and_loss(where):
-    """No version tells of such a change in place, so the head of a model with such code runs
-    when it is called."""
+    """No version tells, so the head of a model with such code runs when it is called."""
 
     class Writing(LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **_):
@@ -408,8 +403,7 @@ def test_hooks_of_the_head_fire_once_on_all_tokens(kind):
 
 
 def _entering(context):
-    """A hook that enters a context before the call, and one that leaves it after, whatever
-    happens."""
+    """Hooks that enter a context before the call and leave it after, whatever happens."""
 
     def change(model):
         entered = []
@@ -587,8 +581,7 @@ OTHER_HEADS = {
 
 @pytest.mark.parametrize("kind", OTHER_HEADS)
 def test_heads_that_cannot_wait_are_called_at_once(kind):
-    """Twice, as statistics that a head keeps must be right, too; and a loss of the user's that
-    asks for the vocabulary."""
+    """Twice, because of statistics that a head keeps; with a loss that reads the vocabulary."""
 
     def custom(logits, labels, vocab_size, **_):
         return loss_of(logits, labels) / np.log(logits.shape[-1])
@@ -653,8 +646,7 @@ ASKED = {
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_gradients_of_logits(kind):
-    """Before the loss they are what they are; after it, they were never there, and asking
-    raises."""
+    """Before the loss they are what they are; asking after it raises."""
 
     def after(logits, labels, vocab_size, **_):
         loss = loss_of(logits, labels)

@@ -36,8 +36,7 @@ def patched(model: nn.Module) -> nn.Module:
 
 
 def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
-    """Tokens and labels, masked in one of the ways that data brings about; ``packed``: documents
-    of a row, told apart by positions."""
+    """Masked in one of the ways of data; ``packed``: documents told apart by positions."""
     batch = tokens(B, T, seed=r.randrange(1 << 30), ignored=0)
     labels = batch["labels"]
     ends = sorted(r.sample(range(2, T - 1), 2))
@@ -66,8 +65,7 @@ def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
 
 
 def counted(batches: list[dict[str, Tensor]]) -> int:
-    """As transformers' Trainer counts: labels, of which the first of each row is none after the
-    shift."""
+    """As transformers' Trainer counts labels."""
     return sum(int((b["labels"] != IGNORE).sum()) for b in batches)
 
 

@@ -75,8 +75,7 @@ def moved(monkeypatch) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def tiles(monkeypatch) -> list[int]:
-    """How many tiles each MLP ran in, forward, but for adapters in one piece, whose node is the
-    same."""
+    """How many tiles each MLP ran in, forward."""
     found: list[int] = []
     of_function, of_node = tiled_mlp.LigerTiledMLPFunction.apply, AdaptedMLPFunction.apply
     monkeypatch.setattr(
@@ -91,8 +90,7 @@ def tiles(monkeypatch) -> list[int]:
 
 
 def moved_by_layers(moved: list[tuple[int, ...]], model: nn.Module) -> bool:
-    """Whether the layers' inputs alone were moved, and what the last norm saves, which kernels
-    take as a matrix."""
+    """Whether only the layers' inputs were moved, and what the last norm saves."""
     found = sum(math.prod(shape) == 2 * 12 * model.config.hidden_size for shape in moved)
     return found in range(model.config.num_hidden_layers + 1, model.config.num_hidden_layers + 3)
 
@@ -406,8 +404,7 @@ def test_zero_3(tiles):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_adapters_with_dropout_or_magnitude(dropout, tiles):
-    """They run by the modules' own calls in each tile; dropout draws the same numbers again in
-    the backward."""
+    """They run by the modules' own calls; dropout draws the same numbers in the backward."""
     more = dict(lora_dropout=dropout) if dropout else dict(use_dora=True)
     inner = lora(make("llama"), target_modules=["gate_proj", "down_proj"], **more)
     expected = learned(inner)
@@ -445,8 +442,7 @@ def test_compiled_with_tiles():
     [2**11, pytest.param(2**20, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
 )
 def test_one_long_row(length, monkeypatch):
-    """A row learns; its first tokens, which attend to no later one, learn what they do in a row
-    that ends after them; its documents, what they do alone."""
+    """Its first tokens learn what they do in a shorter row, its documents what they do alone."""
     monkeypatch.undo()  # copies of small tensors would take long
     torch.manual_seed(0)
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=32000, use_cache=False)

@@ -106,8 +106,7 @@ def test_before_and_after_peft(ran):
 
 
 def test_flags():
-    """Where all that is published is off, nothing is touched; a gated MLP is not where its own
-    flag is off."""
+    """Where all published flags are off, nothing is touched."""
     for flags, classes in (
         (dict(swiglu=False), []),
         (dict(swiglu=False, projections=True), ["LlamaAttention"]),
@@ -208,8 +207,7 @@ def test_modules_to_save(ran):
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(ran, reentrant, hooked, nodes):
-    """With dropout, a few rows without gradients, as in the forward of reentrant checkpoints,
-    run as the recomputation does: it draws the same masks."""
+    """With dropout, rows run alike with and without gradients: they draw the same masks."""
     model = recomputed(adapted(lora_dropout=0.5), reentrant)
     if hooked:
         lora(model, hooked).register_forward_hook(lambda *_: None)
@@ -218,8 +216,7 @@ def test_checkpointing(ran, reentrant, hooked, nodes):
 
 
 def test_masks_of_sixteen_bits(ran):
-    """On a GPU, and in stock, adapters in fp32 have other masks than ours over bf16: those of
-    the forward are those of the recomputation."""
+    """Those of the forward are those of the recomputation, also where stock's are others."""
     models = [recomputed(patch(adapted(dtype=torch.bfloat16, lora_dropout=0.5)), way) for way in (False, True)]
     learned = [learnt(model) for model in models]
     assert_same_bits(*learned)
@@ -227,8 +224,7 @@ def test_masks_of_sixteen_bits(ran):
 
 
 def test_few_rows_without_gradients(ran):
-    """They run their modules, unless dropout is active in one of them, whatever the mode of the
-    others is."""
+    """They run their modules, unless dropout is active in one of them."""
     model = patch(adapted(lora_dropout=0.5))
     with torch.no_grad():
         model.eval()(**tokens(**BATCH))
@@ -240,8 +236,7 @@ def test_few_rows_without_gradients(ran):
 
 @pytest.mark.parametrize(("family", "products"), [("llama", 7 + 4 + 2), ("gemma2", 7 + 7)])
 def test_what_a_checkpointed_layer_multiplies_again(family, products, monkeypatch):
-    """Where the MLP ends its layer, its recomputation ends before it, and the backward projects
-    once more; a norm behind it needs all of it."""
+    """Its recomputation ends before an MLP that ends the layer; a norm behind needs all."""
     multiplied, product = [], Weight.forward
     monkeypatch.setattr(Weight, "forward", lambda self, x, y: multiplied.append(self.shape) or product(self, x, y))
     assert_same(recomputed(adapted(family), False), 1e-4, rms_norm=True)
@@ -321,8 +316,7 @@ def scaled(model: nn.Module) -> list[nn.Module]:
 
 
 def test_no_number_is_read_from_a_tensor(ran):
-    """On a GPU, the host would wait for it. PEFT's hot-swapping makes scalings tensors, and
-    writes to them."""
+    """The host would wait for a GPU. PEFT's hot-swapping writes to scalings that are tensors."""
     hotswap = pytest.importorskip("peft.utils.hotswap")
     model = adapted()
     hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
@@ -410,8 +404,7 @@ def test_sixteen_bits(ran, autocast, thin):
 
 
 def test_overflow_reaches_the_scaler(ran):
-    """fp16: gradients that overflow are infinite in both, so that a step is skipped; after that
-    one is made."""
+    """In fp16 they are infinite in both, so that a step is skipped; the next is made."""
     losses = []
     for ours_too in (False, True):
         model = adapted(dtype=torch.float16)
@@ -462,8 +455,7 @@ def test_generates(twins, ran):
 
 
 class Foreign(nn.Linear):
-    """As modules of weights in a format of their own are: a Linear with a forward that nobody
-    knows."""
+    """A Linear with a forward that nobody knows, as for weights in a format of their own."""
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.round(decimals=1), self.bias)
@@ -488,8 +480,7 @@ def test_unknown_bases_run_by_themselves(ran, more):
 
 @pytest.mark.parametrize("base", [nn.Linear, Foreign])
 def test_no_cast_is_kept(base):
-    """fp32 adapters under autocast: of all that has the size of the input, that itself is kept,
-    where PEFT keeps a cast of a cast of it."""
+    """fp32 adapters under autocast keep the input itself, where PEFT keeps a cast of a cast."""
     layer = lora(adapted(dtype=torch.bfloat16, targets=["o_proj"]), "o_proj")
     layer.base_layer.__class__ = base
     x = torch.randn(50, layer.in_features, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)

@@ -245,8 +245,7 @@ def test_layers_compile_whole():
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of PyTorch 2.11 asks gradients of integers")
 def test_layers_are_sharded():
-    """By FSDP2, under which mixed precision would cast parameters that are not integers, and
-    refuses those without a dim."""
+    """By FSDP2, whose mixed precision casts all but integers, and refuses what has no dim."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with group_of_one("cpu") as mesh:

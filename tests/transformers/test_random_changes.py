@@ -34,8 +34,7 @@ KINDS = "instance", "class"
 
 
 class Run:
-    """A model on its way through a program; what is changed outside of it is given back when
-    ``stack`` closes."""
+    """A model on its way through a program, and what is given back when ``stack`` closes."""
 
     def __init__(self, kind: str, seed: int, stack: contextlib.ExitStack):
         self.kind, self.stack, self.hooks, self.patched = kind, stack, [], False
@@ -298,8 +297,7 @@ STOCK += [(modeling_llama, name, f) for name, f in vars(modeling_llama).items() 
 
 
 def as_new() -> None:
-    """Classes and functions as transformers has them: a program may restore while something of
-    its own lies over a patch."""
+    """Classes and functions as transformers has them, whatever a program left."""
     liger.restore()
     for owner, name, function in STOCK:
         setattr(owner, name, function)
@@ -314,8 +312,7 @@ def program(seed: int) -> list[tuple[Callable[[Run, random.Random], None], int]]
 
 
 def result(kind: str, seed: int, steps: list[tuple[Callable, int]]) -> tuple[dict[str, torch.Tensor], Any]:
-    """Loss and gradients at the end, and those of the same model in fp64 if it is in bf16. An
-    exception tells, as ``at``, where it was raised."""
+    """Learning at the end; for bf16, in fp64, too. ``at`` tells where an exception was raised."""
     with contextlib.ExitStack() as stack:
         stack.callback(as_new)
         run = Run(kind, seed, stack)
@@ -335,8 +332,7 @@ def result(kind: str, seed: int, steps: list[tuple[Callable, int]]) -> tuple[dic
 
 
 def stock_result(seed: int, steps: list[tuple[Callable, int]]) -> tuple[list, dict[str, torch.Tensor] | None, Any]:
-    """Of the longest part of a program that a stock model survives; None if it does not survive
-    its last step."""
+    """Of the longest part of a program that stock survives; None if not its last step."""
     while True:
         try:
             return steps, *result("stock", seed, steps)
@@ -351,8 +347,7 @@ def stock_result(seed: int, steps: list[tuple[Callable, int]]) -> tuple[list, di
 def difference(
     found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], exact: dict[str, torch.Tensor] | None
 ) -> str | None:
-    """What is wrong: names, a value beyond fp32's rounding, or, in bf16, an error of more than
-    twice stock's."""
+    """What is wrong: names, more than fp32's rounding, or twice stock's error in bf16."""
     if found.keys() != stock.keys():
         return f"{sorted(found.keys() ^ stock.keys())} on one side only"
     gradients = sorted(n for n in stock if n not in ("loss", "logits"))

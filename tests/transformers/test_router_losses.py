@@ -58,8 +58,7 @@ LOADS = {
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_counts_have_the_bits_of_stock(load, dtype, masked):
-    """Stock counts with ``histc``, or adds the mask of each token to the experts that ``topk``
-    gives it."""
+    """Stock counts with ``histc``, or adds each token's mask to the experts of ``topk``."""
     logits, K = LOADS[load]().to(dtype), 2
     index = torch.topk(torch.softmax(logits, -1), K, -1)[1]
     weight = MASK.reshape(-1).to(DEVICE, torch.float32) if masked else None
@@ -151,8 +150,7 @@ def test_look_alikes_are_left_alone(kind):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "nllb_moe"])
 def test_both_forms_of_transformers_are_recognised(family):
-    """That of Transformers 4, which is still in one family, makes one-hot masks of all layers
-    together."""
+    """That of Transformers 4, still in one family, makes masks of all layers together."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     with references():
         variant, _ = recognise(SLOT, module, module.load_balancing_loss_func)

@@ -115,8 +115,7 @@ def test_attention_weights_are_stock(seen):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_attention_weights_of_checkpointed_layers(seen, reentrant):
-    """Whether somebody wants them is known only while the forward runs, not when the backward
-    computes it again."""
+    """Whether somebody wants them is known only while the forward runs."""
     models = pair("granite_swa", **ALONE)
     for model in models:
         checkpointed(model, reentrant).enable_input_require_grads()
@@ -238,8 +237,7 @@ def test_checkpointed(seen, reentrant, flags):
 
 @pytest.mark.parametrize("model_type", [t for t in FAMILIES if t != "gpt_oss"])
 def test_packed_rows(seen, model_type):
-    """Positions that begin anew say where documents begin, in families that give them to those
-    who make masks."""
+    """In families that give positions to those who make masks."""
     batch = tokens(1, LENGTH)
     batch["position_ids"] = torch.cat([torch.arange(n) for n in (5, 1, LENGTH - 6)])[None].to(batch["labels"].device)
     theirs, ours = pair(model_type)
@@ -353,8 +351,7 @@ def test_a_mask_moves_unmade():
 
 
 def test_look_alikes_are_not_taken():
-    """Attention of families whose layers change their masks, make them elsewhere, or compute
-    scores in fp32."""
+    """Of families whose layers change masks, make them elsewhere, or score in fp32."""
     others = {"deepseek_v4", "flint", "hy_v4", "mimo_v2_flash", "openai_privacy_filter", "llama"}
     for model_type in others & {*transformers.CONFIG_MAPPING}:
         function = modeling(model_type).eager_attention_forward

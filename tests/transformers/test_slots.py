@@ -139,8 +139,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("family", ["llama", "gemma", "nemotron", "mixtral"])
 @pytest.mark.parametrize("change", ACTIVATIONS)
 def test_a_changed_activation_counts(family, change):
-    """Changed after a step of the patched model, in which it was what it had been; and first
-    looked at while evaluating."""
+    """After a step in which it was what it had been; first looked at while evaluating."""
     models = pair(family, num_hidden_layers=1)
     for m in models:
         step(m)
@@ -349,8 +348,7 @@ def test_experts_beside_an_input_of_another_dtype(ran):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_equal_inputs_choose_equal_experts(family):
-    """Also where experts tie: in bf16, with pairs of experts that the router cannot tell apart,
-    and tokens to which all are equal."""
+    """Also where experts tie: pairs that the router cannot tell apart, or all of them."""
     chosen: list[dict[str, torch.Tensor]] = []
     x = torch.randn(1, 64, 64, device=DEVICE, dtype=torch.bfloat16)
     x[:, ::8] = 0
@@ -409,8 +407,7 @@ def exact(model: nn.Module) -> nn.Module:
 
 
 def with_kept_modules() -> dict[str, str | None]:
-    """Families some of whose modules stay in fp32 where the rest is in 16 bits, and the head
-    that they have, if not the usual."""
+    """Families some of whose modules stay in fp32, and their head, if not the usual."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     of_pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     place = Path(transformers.__file__).parent / "models"
@@ -430,8 +427,7 @@ USUALLY = ["t5", "gpt_oss", "ernie4_5_moe", "afmoe"]  # a projection, norms, rou
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("family", [pytest.param(t, marks=[] if t in USUALLY else pytest.mark.families) for t in KEPT])
 def test_modules_that_stay_in_fp32(family, dtype, tmp_path):
-    """Loaded in 16 bits, as transformers loads them: the same logits, and losses and gradients
-    as near the truth."""
+    """Loaded in 16 bits: the same logits, and learning as near the truth."""
     try:
         more = dict(feed_forward_proj="gated-gelu", decoder_start_token_id=0, dropout_rate=0.0) if KEPT[family] else {}
         model = make(family, head=KEPT[family], **more)
@@ -484,8 +480,7 @@ def programs(count: int, seed: int) -> list[tuple]:
     ids=str,
 )
 def test_autocast(family, dtypes, attention):
-    """Turned q and k are of the dtypes that they have in stock models, so that all that follows
-    has the same bits; the rest is as near the truth."""
+    """Turned q and k have stock's dtypes, so that bits follow; the rest is as near the truth."""
     dtype, autocast = dtypes
     context = functools.partial(torch.autocast, DEVICE, autocast) if autocast else contextlib.nullcontext
     try:
@@ -513,8 +508,7 @@ def test_autocast(family, dtypes, attention):
 @choices
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_follow_autocast(family, ran):
-    """Over fp32 weights, as linear layers and Transformers' eager experts do, and as accurately.
-    (``grouped_mm`` multiplies in the dtype of the weights.)"""
+    """As accurately as eager experts. (``grouped_mm`` multiplies in the weights' dtype.)"""
     model = make(family, num_hidden_layers=1, **(dict(layer_types=["full_attention"]) if family == "gpt_oss" else {}))
     eager = copy.deepcopy(model)
     eager.set_experts_implementation("eager")
@@ -543,8 +537,7 @@ def test_experts_follow_autocast(family, ran):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_steps_that_overflow_are_skipped(family):
-    """A scale of the loss that fp16 does not hold: the step is left out, the scale is halved,
-    and weights stay as they are, as in stock training."""
+    """A scale that fp16 does not hold is halved, and weights stay, as in stock training."""
     results = []
     for model in pair(family):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -568,8 +561,7 @@ def test_steps_that_overflow_are_skipped(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "cohere", "gptj", "qwen2_vl"])
 def test_learnt_frequencies(family, monkeypatch):
-    """Tables that ask for a gradient get it, be the norms of heads fused with the rotation or
-    not."""
+    """Tables that ask for a gradient get it, fused with norms or not."""
     module, factor = modeling(family), nn.Parameter(torch.ones((), device=DEVICE))
     models = pair(family)
     # whose tables are a buffer, before Transformers 5.24

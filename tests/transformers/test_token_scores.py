@@ -60,8 +60,7 @@ def of_scores(model: nn.Module, **kwargs) -> dict[str, torch.Tensor]:
 
 
 class Rows(TorchDispatchMode):
-    """The largest number of rows of any tensor with ``width`` columns that an operator makes;
-    not of transposed weights."""
+    """The most rows of a tensor with ``width`` columns that an operator makes."""
 
     def __init__(self, width: int):
         super().__init__()

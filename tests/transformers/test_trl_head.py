@@ -145,8 +145,7 @@ def test_only_models_that_are_patched(trl, model):
 
 
 def test_a_model_that_is_compiled(trl, model):
-    """In a graph the frames do not tell which model calls; and a patch of what torch.compile put
-    around a model is one of the model."""
+    """In a graph no frame tells which model calls; what is patched is what was compiled."""
     compiled, x = torch.compile(model, backend="eager"), hidden(model)
     model.forward = functools.partial(score, trl, model)
     expected = compiled(x)

@@ -200,8 +200,7 @@ def is_recipe(trl: Any, model: nn.Module, kind: str = "NO") -> bool:
 
 
 def test_who_gets_recipes(trl):
-    """Patched models, called by these methods, where weights stay whole and nobody sees calls of
-    the head."""
+    """Patched models whose weights stay whole and whose heads' calls nobody sees."""
     model, other = make("llama", vocab_size=V), make("llama", vocab_size=V)
     stock = [(o, dict(vars(o))) for o in (trl, trl.ORPOTrainer, sys.modules[GKD].GKDTrainer)]
     patched(model)

@@ -54,8 +54,7 @@ def model_of(model_type: str, flag: bool = True, attends: str = "sdpa", **more) 
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch) -> list:
-    """Rows, tokens per row and real tokens of the batches that were packed. Reasons are said
-    anew."""
+    """Rows, tokens per row and real tokens of packed batches. Reasons are said anew."""
     patches.WARNED.clear()
     shapes, arguments = [], unpad.Packing.arguments
 

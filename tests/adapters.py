@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import DEVICE, assert_same_learning, checkpointed, step, tokens
+from hf_models import DEVICE, assert_same_learning, checkpointed, noted, step, tokens
 from torch import Tensor, nn
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -25,14 +25,8 @@ EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 def nodes_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each node of the engine had, from now on."""
-    found: list[int] = []
-
-    def counted(function, layers):
-        return lambda *args, **options: found.append(layers(*args)) or function(*args, **options)
-
-    monkeypatch.setattr(projections, "linears", counted(projections.linears, lambda x, p: len(p)))
-    monkeypatch.setattr(mlps, "adapted_mlp", counted(mlps.adapted_mlp, lambda x, first, down: len(first) + 1))
-    return found
+    found = noted(monkeypatch, projections, "linears", lambda x, p, **_: len(p))
+    return noted(monkeypatch, mlps, "adapted_mlp", lambda x, first, down, **_: len(first) + 1, found)
 
 
 def drawn(model: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ from adapters import (
     patch,
     recomputed,
 )
-from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from hf_models import DEVICE, assert_same_learning, make, noted, step, tokens
 
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.transformers import projections_report, restore
@@ -40,12 +40,7 @@ ONE_LAYER = dict(num_hidden_layers=1)
 @pytest.fixture
 def ran(monkeypatch) -> list[tuple[int, int]]:
     """How many adapters gate_up and down had at each call of the node, from now on."""
-    calls: list[tuple[int, int]] = []
-    node = experts.adapted_moe
-    monkeypatch.setattr(
-        experts, "adapted_moe", lambda *args, **how: calls.append((len(args[5]), len(args[6]))) or node(*args, **how)
-    )
-    return calls
+    return noted(monkeypatch, experts, "adapted_moe", lambda *args, **_: (len(args[5]), len(args[6])))
 
 
 def adapted(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 import transformers
-from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from hf_models import DEVICE, assert_same_learning, make, noted, step, tokens
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -314,14 +314,9 @@ def test_ignored_tokens_stay_out_of_the_head(kwargs, monkeypatch):
     """The head computes only the tokens that labels count."""
     model, batch = make("llama", num_hidden_layers=1), tokens(ignored=6)
     expected = step(model, batch, **kwargs)[1]
-    rows, product = [], torch.mm
-    vocabulary = model.config.vocab_size
-    monkeypatch.setattr(
-        torch,
-        "mm",
-        lambda a, b, **kw: (rows.append(a.shape[0]) if b.shape[1] == vocabulary else None, product(a, b, **kw))[1],
-    )
+    products = noted(monkeypatch, torch, "mm", lambda a, b, **_: (a.shape[0], b.shape[1]))
     assert_same_learning(step(patched(model), batch, **kwargs)[1], expected)
+    rows = [rows for rows, columns in products if columns == model.config.vocab_size]
     assert rows == [(batch["labels"][:, 1:] != -100).sum()]
 
 

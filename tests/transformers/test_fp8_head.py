@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from hf_models import make, step, tokens
+from hf_models import make, noted, step, tokens
 from torch import nn
 
 from liger_kernel.ops.projections.float8 import lacking
@@ -24,11 +24,7 @@ pytestmark = [
 @pytest.fixture
 def asked(monkeypatch) -> list[str | None]:
     """What the loss of each head was asked for."""
-    found, loss = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(
-        head_loss, "linear_cross_entropy", lambda *args, **kw: (found.append(kw.get("fp8")), loss(*args, **kw))[1]
-    )
-    return found
+    return noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, fp8=None, **__: fp8)
 
 
 def with_head(model: nn.Module, recipe: str | None) -> nn.Module:

@@ -13,6 +13,7 @@ from hf_models import (
     checkpointed,
     everything_of,
     make,
+    noted,
     served_by_kernels_or_references,
     snapshot,
     step,
@@ -57,10 +58,9 @@ def fast():
 @pytest.fixture
 def nodes(monkeypatch):
     """Names of the nodes that ran."""
-    ran = []
+    ran: list[str] = []
     for cls in (LinearsFunction, AdaptedMLPFunction):
-        apply = cls.apply
-        monkeypatch.setattr(cls, "apply", lambda *a, cls=cls, apply=apply: ran.append(cls.__name__) or apply(*a))
+        noted(monkeypatch, cls, "apply", lambda *_, cls=cls: cls.__name__, ran)
     return ran
 
 
@@ -659,13 +659,7 @@ def test_adapters(by, request):
 @pytest.fixture
 def heads(monkeypatch):
     """The recipes with which losses multiplied their heads."""
-    recipes, stock = [], head_loss.linear_cross_entropy
-    monkeypatch.setattr(
-        head_loss,
-        "linear_cross_entropy",
-        lambda *args, fp8=None, **options: recipes.append(fp8) or stock(*args, fp8=fp8, **options),
-    )
-    return recipes
+    return noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, fp8=None, **__: fp8)
 
 
 @pytest.mark.parametrize("door", DOORS)

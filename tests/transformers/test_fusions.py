@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, group_of_one, make, noted, served_by_kernels_or_references, step, tokens
 from quick import further
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -31,23 +31,16 @@ needs_kernels = pytest.mark.skipif(
 RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 
 
-def counted(monkeypatch, name: str, note) -> list:
-    """``note(arguments, options)`` of each call of an operator."""
-    found, stock = [], getattr(rules, name)
-    monkeypatch.setattr(rules, name, lambda *a, **o: found.append(note(a, o)) or stock(*a, **o))
-    return found
-
-
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
     """Calls of the operator that adds and norms; whether there was a residual."""
-    return counted(monkeypatch, "fused_add_rms_norm", lambda arguments, _: arguments[1] is not None)
+    return noted(monkeypatch, rules, "fused_add_rms_norm", lambda *args, **_: args[1] is not None)
 
 
 @pytest.fixture
 def turns(monkeypatch) -> list[dict]:
     """Calls of the operator that norms and turns."""
-    return counted(monkeypatch, "qk_norm_rope", lambda _, options: options)
+    return noted(monkeypatch, rules, "qk_norm_rope", lambda *_, **options: options)
 
 
 class Norm(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
 
-from hf_models import DEVICE, assert_same_learning, checkpointed, make, step, tokens
+from hf_models import DEVICE, assert_same_learning, checkpointed, make, noted, step, tokens
 from test_token_scores import of_logits, of_scores
 
 from liger_kernel.testing import assert_as_accurate
@@ -39,14 +39,7 @@ def _small_chunks(monkeypatch):
 @pytest.fixture
 def losses(monkeypatch) -> list[bool]:
     """Of each loss that the engine computed: whether its head had a term of low rank."""
-    found, fused = [], head_loss.linear_cross_entropy
-
-    def spy(*args, **kw):
-        found.append(kw["xa"] is not None)
-        return fused(*args, **kw)
-
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", spy)
-    return found
+    return noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, xa, **__: xa is not None)
 
 
 def adapted(
@@ -376,9 +369,7 @@ def test_a_second_backward():
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
     """They are left out of the large products; dropout draws for them, as stock does."""
-    rows, fused = [], head_loss.linear_cross_entropy
-    spy = lambda *args, **kw: (rows.append(kw["compact"].rows().numel()), fused(*args, **kw))[1]
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", spy)
+    rows = noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, compact, **__: compact.rows().numel())
     call = {} if count is None else {"num_items_in_batch": count}
     assert_as_stock(lora_dropout=dropout, batch=tokens(ignored=ignored), call=call)
     assert losses == [True] and rows == [2 * (12 - ignored)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from hf_models import DEVICE, assert_same_learning, make, noted, step, tokens
 from quick import further
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -494,9 +494,7 @@ LOUD = {
 
 @pytest.mark.parametrize("kind", QUIET | LOUD)
 def test_hooks_that_leave_the_result_alone_do_not_cost_the_fusion(kind, monkeypatch, computed):
-    fused, whole = [], head_loss.linear_cross_entropy
-    spy = lambda *args, **options: fused.append(1) or whole(*args, **options)
-    monkeypatch.setattr(head_loss, "linear_cross_entropy", spy)
+    fused = noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, **__: 1)
     stock, ours = both((QUIET | LOUD)[kind])
     expected = step(stock)[1]
     with warnings.catch_warnings(record=True) as said:

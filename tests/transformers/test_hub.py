@@ -15,7 +15,7 @@ from torch import nn
 monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="this version builds no other classes")
 
 from adapters import drawn, learnt
-from hf_models import DEVICE, assert_same_learning, make, recognised
+from hf_models import DEVICE, assert_same_learning, make, noted, recognised
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_kernel import hub
@@ -120,8 +120,7 @@ def ran(monkeypatch) -> list[str]:
     calls: list[str] = []
     for module in (of_experts, registered_experts):
         for name in ("moe", "adapted_moe"):
-            node = getattr(module, name)
-            monkeypatch.setattr(module, name, lambda *a, node=node, name=name, **k: calls.append(name) or node(*a, **k))
+            noted(monkeypatch, module, name, lambda *_, name=name, **__: name, calls)
     return calls
 
 

@@ -21,6 +21,7 @@ from hf_models import (
     everything_of,
     group_of_one,
     make,
+    noted,
     served_by_kernels_or_references,
     snapshot,
     step,
@@ -63,26 +64,14 @@ def _around(monkeypatch) -> Iterator[None]:
 @pytest.fixture
 def moved(monkeypatch) -> list[tuple[int, ...]]:
     """Shapes of what is copied to the host."""
-    found: list[tuple[int, ...]] = []
-    init = offloading._Moved.__init__
-    monkeypatch.setattr(
-        offloading._Moved,
-        "__init__",
-        lambda self, run, lane, t, blocks: found.append(tuple(t.shape)) or init(self, run, lane, t, blocks),
-    )
-    return found
+    return noted(monkeypatch, offloading._Moved, "__init__", lambda self, run, lane, t, blocks: tuple(t.shape))
 
 
 @pytest.fixture
 def tiles(monkeypatch) -> list[int]:
     """How many tiles each MLP ran in, forward."""
-    found: list[int] = []
-    of_function, of_node = tiled_mlp.LigerTiledMLPFunction.apply, AdaptedMLPFunction.apply
-    monkeypatch.setattr(
-        tiled_mlp.LigerTiledMLPFunction,
-        "apply",
-        lambda fn, m, x, n, *rest: found.append(n) or of_function(fn, m, x, n, *rest),
-    )
+    found = noted(monkeypatch, tiled_mlp.LigerTiledMLPFunction, "apply", lambda fn, m, x, n, *_: n)
+    of_node = AdaptedMLPFunction.apply
     monkeypatch.setattr(
         AdaptedMLPFunction, "apply", lambda *args: (args[9] > 1 and found.append(args[9])) or of_node(*args)
     )

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, group_of_one, make, noted, served_by_kernels_or_references, step, tokens
 from quick import further
 from torch import nn
 
@@ -142,9 +142,7 @@ def test_nodes_serve_adapters_over_it(recipe, autocast, monkeypatch):
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         stock, dense = step(model)[1], step(dense_again(model))[1]
     for node in (LinearsFunction, AdaptedMLPFunction):
-        apply = node.apply
-        spy = lambda *args, node=node, apply=apply: ran.append(node.__name__) or apply(*args)
-        monkeypatch.setattr(node, "apply", spy)
+        noted(monkeypatch, node, "apply", lambda *_, node=node: node.__name__, ran)
     liger._apply_liger_kernel_to_instance(model=model)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         ours = step(model)[1]

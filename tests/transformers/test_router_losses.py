@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, recognised, step
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, noted, recognised, step
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from liger_kernel.ops import expert_load
@@ -34,11 +34,7 @@ def _restored():
 def calls(monkeypatch) -> list[int]:
     """The number of layers in each call of our loss."""
     recognised("qwen3_moe")
-    found: list[int] = []
-    ours = experts.load_balancing_loss
-    spy = lambda logits, *rest: (found.append(len(logits)), ours(logits, *rest))[1]
-    monkeypatch.setattr(experts, "load_balancing_loss", spy)
-    return found
+    return noted(monkeypatch, experts, "load_balancing_loss", lambda logits, *_: len(logits))
 
 
 def balanced() -> torch.Tensor:

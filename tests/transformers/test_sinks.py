@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from hf_models import assert_same_bits, assert_same_learning, checkpointed, make, step, stock, tokens
+from hf_models import assert_same_bits, assert_same_learning, checkpointed, make, noted, step, stock, tokens
 from quick import further
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
@@ -32,16 +32,9 @@ ALONE = dict(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entrop
 @pytest.fixture
 def seen(monkeypatch) -> list[dict]:
     """What our attention was told in each call, but those of recognition."""
-    calls, attention = [], attentions.sink_attention
     for model_type in FAMILIES:
         family(model_type)
-
-    def spied(*args, **kwargs):
-        calls.append(kwargs)
-        return attention(*args, **kwargs)
-
-    monkeypatch.setattr(attentions, "sink_attention", spied)
-    return calls
+    return noted(monkeypatch, attentions, "sink_attention", lambda *_, **options: options)
 
 
 def sink_model(model_type: str = "gpt_oss", **more) -> nn.Module:

@@ -65,7 +65,7 @@ def test_auto_from_pretrained(tmp_path):
         tmp_path, dtype=torch.float32, attn_implementation="eager", rope=False, swiglu=None
     )
     assert type(auto) is type(model)
-    assert modeling_llama.LlamaRMSNorm.forward._liger
+    assert str(liger.class_patches("llama", {"rms_norm": True}, "fused")) and modeling_llama.LlamaRMSNorm.forward._liger
     for stock in (modeling_llama.LlamaMLP.forward, modeling_llama.apply_rotary_pos_emb):
         assert not hasattr(stock, "_liger")
     out, learned = step(auto.to(DEVICE).train())

@@ -335,8 +335,3 @@ def test_selective_checkpointing():
     )
     assert all(map(torch.equal, expected, torch.autograd.grad(y.square().sum(), list(args.values()))))
     assert products.count((False, True)) == 3
-
-
-def test_a_scalar_has_no_last_dim():
-    with pytest.raises(ValueError, match=r"mlp: x must have at least one dim, got shape \(\)"):
-        mlp(torch.ones(()), torch.ones(4, 1), torch.ones(4, 1), torch.ones(1, 4))

@@ -1,13 +1,15 @@
 """What a case cannot say of the cross entropy of given logits: rows whose first block does not
 tell how large the rest is."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 
 from liger_kernel.ops import OPS, cross_entropy, linear_logprobs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 inf = float("inf")
 
 
@@ -64,13 +66,23 @@ def test_logits_whose_square_overflows(dtype, value):
         assert not found.any() and not torch.autograd.grad(found.sum(), logits)[0].any(), name
 
 
+of_logits, of_head = lambda fn, x, w, y, **how: fn(x @ w.t(), y, **how), lambda fn, *xwy, **how: fn(*xwy, **how)
+OF_HEADS = {
+    **dict.fromkeys(("cross_entropy", "vocab_parallel_cross_entropy"), of_logits),
+    **dict.fromkeys(("linear_cross_entropy", "vocab_parallel_linear_cross_entropy"), of_head),
+    "linear_divergence": lambda fn, x, w, y, **how: fn(
+        x, w, target=y, teacher_logits=(x @ w.t()).detach(), weight_hard=0.5, **how
+    ),
+}
+
+
 @pytest.mark.parametrize("implementation", ["fn", "reference"])
-@pytest.mark.parametrize("name", ["cross_entropy", "vocab_parallel_cross_entropy"])
-def test_a_label_out_of_range_makes_the_gradient_nan(name, implementation):
-    logits = torch.randn(5, 9, device=DEVICE, requires_grad=True)
-    target = torch.tensor([3, 9, -100, -1, 0], device=DEVICE)
-    loss = getattr(OPS[name], implementation)(logits, target, reduction="none")
-    loss.sum().backward()
-    assert loss.isnan().tolist() == [False, True, False, True, False]
-    assert torch.equal(logits.grad.isnan(), loss.isnan()[:, None].expand(5, 9))
-    assert not logits.grad[2].any()
+@pytest.mark.parametrize("name", OF_HEADS)
+def test_a_label_out_of_range_makes_loss_and_gradient_nan(name, implementation):
+    x, w = (torch.randn(n, 4, device=DEVICE, requires_grad=True) for n in (6, 9))
+    target = torch.tensor([3, 9, -100, -1, 0, 1 << 40], device=DEVICE)
+    loss_of = functools.partial(OF_HEADS[name], getattr(OPS[name], implementation), x, w, target)
+    loss = loss_of(reduction="none")
+    (dx,) = torch.autograd.grad(loss.sum(), x)
+    assert loss.isnan().tolist() == [False, True, False, True, False, True] and loss_of().isnan()
+    assert torch.equal(dx.isnan(), loss.isnan()[:, None].expand(6, 4)) and not dx[2].any()

@@ -4,14 +4,14 @@ nothing left to average, gradients in place."""
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE, assert_beside
+from quick import further
 
 from liger_kernel import nn as liger
 from liger_kernel.ops import OPS, jsd, kl_div, logit_divergence, tvd
 from liger_kernel.ops.losses.divergence.distillation import LOGIT_KINDS, Distillation, row_kernel
 from liger_kernel.ops.losses.divergence.logit_divergence import reference as of_logits
-from liger_kernel.testing import assert_as_accurate, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
 kinds = pytest.mark.parametrize("kind", LOGIT_KINDS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
@@ -42,7 +42,7 @@ def test_kl_div_is_torchs(reduction, log_target):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_jsd_is_made_of_kls(beta):
-    q, p = draw(5, 17, dtype=torch.float64).log_softmax(-1), draw(5, 17, dtype=torch.float64, seed=1).log_softmax(-1)
+    q, p = (draw(5, 17, dtype=torch.float64, seed=seed).log_softmax(-1) for seed in (0, 1))
     m = (beta * p.exp() + (1 - beta) * q.exp()).log()
 
     def kl(a, b):
@@ -99,10 +99,8 @@ def test_equal_logits_have_no_divergence(kind, dtype):
 
 def test_jsd_where_the_mixture_underflows():
     """The smallest probabilities of one, none of the other: finite, and next to nothing."""
-    x, y = leaves(
-        torch.tensor([[-103.0, -87.4, -87.0, 0.0]], device=DEVICE),
-        torch.tensor([[-INF, -INF, -INF, 0.0]], device=DEVICE),
-    )
+    rows = [[-103.0, -87.4, -87.0, 0.0]], [[-INF, -INF, -INF, 0.0]]
+    x, y = leaves(*(torch.tensor(row, device=DEVICE) for row in rows))
     loss = jsd(x, y)
     loss.backward()
     assert 0 <= loss < 1e-30 and x.grad.abs().max() < 1e-30 and y.grad.abs().max() < 1e-30
@@ -110,12 +108,9 @@ def test_jsd_where_the_mixture_underflows():
 
 @kinds
 def test_large_logits_are_as_good_as_small_ones(kind):
-    args = dict(
-        student=draw(6, 50) + 1e4, teacher=draw(6, 50, seed=1) - 1e4, kind=kind, temperature=0.5, reduction="none"
-    )
-    args = {k: v.requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    fp64 = {k: v.detach().double().requires_grad_() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    assert_as_accurate(run(logit_divergence, args), run(of_logits, args), run(of_logits, fp64))
+    s, t = leaves(draw(6, 50) + 1e4, draw(6, 50, seed=1) - 1e4)
+    how = dict(kind=kind, temperature=0.5, reduction="none")
+    assert_beside(logit_divergence, of_logits, dict(student=s, teacher=t, **how))
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
@@ -157,20 +152,14 @@ def test_ignored_rows_are_not_read(fn, reduction):
     assert all(t.isfinite().all() for t in (loss, x.grad, y.grad)) and not x.grad[1].any() and not y.grad[1].any()
 
 
-@pytest.mark.parametrize(
-    "scaled",
-    [kl_div, jsd, tvd, pytest.param(logit_divergence, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))],
-)
+@pytest.mark.parametrize("scaled", [kl_div, jsd, tvd, *further(logit_divergence)])
 def test_fp16_gradients_of_a_mean_do_not_underflow(scaled):
     """A loss scaler multiplies what a mean over many would have made 0."""
-    x, y = leaves(
-        draw(600, 40, dtype=torch.float16).log_softmax(-1), draw(600, 40, dtype=torch.float16, seed=1).log_softmax(-1)
-    )
+    x, y = leaves(*(draw(600, 40, dtype=torch.float16, seed=seed).log_softmax(-1) for seed in (0, 1)))
     if scaled is tvd:
         x, y = leaves(x.exp() / 500, y.exp() / 500)
-    of = (
-        dict(log_target=True, reduction="mean") if scaled is kl_div else dict(reduction="mean") if scaled is tvd else {}
-    )
+    mean = dict(reduction="mean")
+    of = {kl_div: mean | dict(log_target=True), tvd: mean}.get(scaled, {})
     (65536 * scaled(x, y, **of)).backward()
     a, b = leaves(x.double(), y.double())
     (65536 * scaled(a, b, **of)).backward()
@@ -202,19 +191,13 @@ def test_row_kernel(kind, dtype, in_place):
 
 
 def test_modules_and_functions():
-    q = draw(6, 11).log_softmax(-1)
-    p = draw(6, 11, seed=1).log_softmax(-1)
+    q, p = (draw(6, 11, seed=seed).log_softmax(-1) for seed in (0, 1))
     labels = torch.tensor([1, -1, 2, 3, -1, 5], device=DEVICE)
     kept = labels != -1
     for ours in (liger.LigerJSD(0.2, -1)(q, p, labels), liger.liger_jsd(q, p, labels, 0.2, -1)):
         torch.testing.assert_close(ours, jsd(q[kept], p[kept], beta=0.2))
     each = F.kl_div(q, p.exp(), reduction="none")
-    for reduction, expected in (
-        ("none", each),
-        ("sum", each.sum()),
-        ("mean", each.mean()),
-        ("batchmean", each.sum() / 6),
-    ):
+    for reduction, expected in dict(none=each, sum=each.sum(), mean=each.mean(), batchmean=each.sum() / 6).items():
         torch.testing.assert_close(liger.LigerKLDIVLoss(reduction=reduction)(q, p.exp()), expected)
         torch.testing.assert_close(liger.LigerKLDIVLoss(1e-10, None, None, reduction, True)(q, p), expected)
         torch.testing.assert_close(liger.liger_kl_div(q, p.exp(), reduction=reduction), expected)

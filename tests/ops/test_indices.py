@@ -20,7 +20,7 @@ def _labelled(y: torch.Tensor) -> dict[str, Any]:
     pairs = torch.randn(4, 5, 8)
     return {
         "cross_entropy": ops.cross_entropy(z, y, stats=True),
-        "linear_cross_entropy": ops.linear_cross_entropy(x, w, y, label_smoothing=0.1),
+        "linear_cross_entropy": ops.linear_cross_entropy(x, w, y, label_smoothing=0.1, stats=True),
         "linear_logprobs": ops.linear_logprobs(x, w, y),
         "jsd": ops.jsd(q, p, y),
         "tvd": ops.tvd(q.exp(), p.exp(), y),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from chunk_loop import watch_products
 from torch import Tensor
 
 from liger_kernel.ops import linear_cross_entropy, linear_divergence, linear_logprobs
@@ -23,25 +24,16 @@ def head(M: int = 12, H: int = 16, V: int = 50, dtype: torch.dtype = torch.float
     return torch.randn(M, H, dtype=dtype).requires_grad_(), torch.randn(V, H, dtype=dtype), y
 
 
-def products(monkeypatch, call) -> int:
+def products(call) -> int:
     """How many matrix products of the size of the logits ``call`` makes."""
-    count = 0
-    for name in ("mm", "addmm"):
-        there = getattr(torch, name)
-
-        def counted(*args, there=there, **kwargs):
-            nonlocal count
-            count += 1
-            return there(*args, **kwargs)
-
-        monkeypatch.setattr(torch, name, counted)
-    call()
-    monkeypatch.undo()
-    return count
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watch_products(patch)
+        call()
+    return len(seen)
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_frozen_head_costs_two_products(monkeypatch, planned):
+def test_a_frozen_head_costs_two_products(planned):
     """One more for a gradient of the entropy if it was planned, two more if not: the numbers are the same."""
     x, w, y = head()
     one = dict(outputs=("entropy",), entropy_grad=planned, chunk_rows=1 if planned else 64, chunk_classes=64)
@@ -50,31 +42,27 @@ def test_a_frozen_head_costs_two_products(monkeypatch, planned):
         logp, entropy = linear_logprobs(x, w, y, **one)
         return torch.autograd.grad(logp.sum() + (entropy.square().sum() if with_entropy else 0), x)
 
-    assert products(monkeypatch, lambda: step(False)) == (3 if planned else 2)
-    assert products(monkeypatch, lambda: step(True)) == (3 if planned else 4)
+    assert products(lambda: step(False)) == (3 if planned else 2)
+    assert products(lambda: step(True)) == (3 if planned else 4)
     trained = w.clone().requires_grad_()
     logp, entropy = linear_logprobs(x, trained, y, outputs=("entropy",))
     torch.testing.assert_close(step(True), torch.autograd.grad(logp.sum() + entropy.square().sum(), (x,)))
 
 
-def test_losses_of_frozen_heads_cost_two_products(monkeypatch):
+def test_losses_of_frozen_heads_cost_two_products():
     """One more for the teacher's logits: a trained head costs one product of its own and the logits again."""
     x, w, y = head()
     total = lambda tokens, first, last: tokens.logp.sigmoid().sum()
     losses = {
         "none": lambda w: linear_cross_entropy(x, w, y, reduction="none", chunk_rows=5).square().sum(),
         "whole": lambda w: linear_loss(total, x, w, y, group=12, whole=True, chunk_rows=5)[0],
-        "distillation": lambda w: (
-            linear_divergence(x, w, x.detach(), w.detach().flip(0), kind="forward_kl", reduction="none", chunk_rows=5)
-            .square()
-            .sum()
-        ),
+        "distillation": lambda w: linear_divergence(x, w, x.detach(), w.detach().flip(0), **distilled).square().sum(),
     }
+    distilled = dict(kind="forward_kl", reduction="none", chunk_rows=5)
     for name, loss in losses.items():
-        chunks, teacher = 3, name == "distillation"
         grads: list[tuple[Tensor, ...]] = []
-        count = products(monkeypatch, lambda loss=loss, to=grads: to.append(torch.autograd.grad(loss(w), x)))
-        assert count == chunks * (3 if teacher else 2), name
+        count = products(lambda loss=loss, to=grads: to.append(torch.autograd.grad(loss(w), x)))
+        assert count == 3 * (3 if name == "distillation" else 2), name  # three chunks
         torch.testing.assert_close(grads[0], torch.autograd.grad(loss(w.clone().requires_grad_()), (x,)), msg=name)
 
 

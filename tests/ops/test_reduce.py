@@ -1,5 +1,7 @@
 """The second stages that operators share."""
 
+import functools
+
 import pytest
 import torch
 from devices import DEVICE
@@ -41,33 +43,35 @@ def test_nothing_stays_nothing(s, kernels, monkeypatch):
     assert not x.view(-1)[1::7].any() and not x[::7].isfinite().any()
 
 
+def _of_logits(x, w, y, **options):
+    return ops.cross_entropy(x @ w.T, y, **options)
+
+
 LOSSES = {
-    "cross_entropy": lambda x, w, y, **options: ops.cross_entropy(x @ w.T, y, **options),
-    "cross_entropy, in the forward": lambda x, w, y, **options: ops.cross_entropy(
-        x @ w.T, y, gradient_in_forward=True, **options
+    "cross_entropy": _of_logits,
+    "cross_entropy, in the forward": functools.partial(_of_logits, gradient_in_forward=True),
+    "linear_cross_entropy": functools.partial(ops.linear_cross_entropy, chunk_rows=3),
+    "linear_cross_entropy, one chunk": ops.linear_cross_entropy,
+    "linear_cross_entropy, compact": functools.partial(ops.linear_cross_entropy, compact=True),
+    "linear_cross_entropy, items": lambda x, w, y, **how: ops.linear_cross_entropy(
+        x, w, y, num_items=0.0 * x.sum(), **how
     ),
-    "linear_cross_entropy": lambda x, w, y, **options: ops.linear_cross_entropy(x, w, y, chunk_rows=3, **options),
-    "linear_cross_entropy, compact": lambda x, w, y, **options: ops.linear_cross_entropy(
-        x, w, y, compact=True, **options
-    ),
-    "linear_cross_entropy, items": lambda x, w, y, **options: ops.linear_cross_entropy(
-        x, w, y, num_items=torch.tensor(0.0, device=DEVICE), **options
-    ),
-    "linear_cross_entropy, none": lambda x, w, y, reduction, **options: ops.linear_cross_entropy(
-        x, w, y, reduction="none", **options
-    ).sum(),
+    "linear_cross_entropy, none": lambda x, w, y, reduction: ops.linear_cross_entropy(x, w, y, reduction="none").sum(),
     "linear_logprobs": lambda x, w, y, reduction: ops.linear_logprobs(x, w, y).sum(),
+    "vocab_parallel_linear_cross_entropy": ops.vocab_parallel_linear_cross_entropy,
 }
 
 
-@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_of_no_tokens_have_no_gradient(name, reduction, retained):
-    """Divided by their number, 0, as trainers do; PyTorch's cross entropy gives zeros, too."""
-    x, w = (torch.randn(n, 16, device=DEVICE, requires_grad=True) for n in (7, 20))
-    target = torch.full((7,), -100, device=DEVICE)
-    loss = LOSSES[name](x, w, target, reduction=reduction) / 0.0
-    assert loss.isnan()
-    loss.backward(retain_graph=retained)
-    assert not x.grad.any() and not w.grad.any()  # NaN counts as something
+@pytest.mark.parametrize("tokens", [7, 0])
+def test_losses_of_no_tokens_have_no_gradient(name, reduction, dtype, tokens):
+    """0, or the mean of nothing, NaN, as PyTorch's cross entropy; also divided by their number, 0, as
+    trainers do."""
+    x, w = (torch.randn(n, 16, device=DEVICE, dtype=dtype, requires_grad=True) for n in (tokens, 20))
+    loss = LOSSES[name](x, w, torch.full((tokens,), -100, device=DEVICE), reduction=reduction)
+    assert loss == 0 or (reduction == "mean" and loss.isnan())
+    for each, retained in ((loss, True), (loss / 0.0, True), (loss / 0.0, False)):
+        for grad in torch.autograd.grad(each, (x, w), retain_graph=retained):
+            assert not grad.any()  # NaN counts as something

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE, needs_kernels
+from devices import DEVICE, assert_beside, leaves, needs_kernels
 
 from liger_kernel.extra.group_norm import group_norm
 from liger_kernel.extra.group_norm import reference as group_norm_reference
@@ -27,7 +27,7 @@ from liger_kernel.ops import LigerGroupNormFunction, LigerModulatedRMSNormFuncti
 from liger_kernel.ops._core import launch_config as _config
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.norms.rms_norm import rms_norm
-from liger_kernel.testing import assert_as_accurate, like, run
+from liger_kernel.testing import like, run
 
 group, poly = (sys.modules[f"liger_kernel.extra.{name}"] for name in ("group_norm", "poly_norm"))
 
@@ -39,13 +39,8 @@ def test_group_norm_with_any_parameters(names, long, dtype, monkeypatch):
     """Constant upstream gradients, as cases have them too, leave nothing of dx without a weight."""
     if long:
         monkeypatch.setattr(group, "MAX_N", 8)
-    torch.manual_seed(0)
-    args = {
-        k: torch.randn((6,) if k in "wb" else (2, 6, 3, 37), dtype=dtype, device=DEVICE).requires_grad_()
-        for k in ("x", *names)
-    } | {"num_groups": 2}
-    draws = run(group_norm_reference, like(args)), run(group_norm_reference, like(args, torch.float64))
-    assert_as_accurate(run(group_norm, args), *draws)
+    args = leaves(**{k: (6,) if k in "wb" else (2, 6, 3, 37) for k in ("x", *names)}) | {"num_groups": 2}
+    assert_beside(group_norm, group_norm_reference, like(args, dtype))
 
 
 @needs_kernels
@@ -73,13 +68,8 @@ def test_parts_of_a_group(N, monkeypatch):
 def test_channels_in_parts(processors, monkeypatch):
     monkeypatch.setattr(_config, "processors", lambda: processors)
     monkeypatch.setattr(_config, "tile", lambda *_, **__: _config.Tile(2, 16, 1))
-    torch.manual_seed(0)
-    args = {
-        k: torch.randn(shape, device=DEVICE).requires_grad_() for k, shape in dict(x=(3, 6, 75), w=(6,), b=(6,)).items()
-    } | {"num_groups": 3}
     monkeypatch.setattr(group, "MAX_N", 0)
-    draws = run(group_norm_reference, like(args)), run(group_norm_reference, like(args, torch.float64))
-    assert_as_accurate(run(group_norm, args), *draws)
+    assert_beside(group_norm, group_norm_reference, leaves(x=(3, 6, 75), w=(6,), b=(6,)) | {"num_groups": 3})
 
 
 @needs_kernels
@@ -94,9 +84,7 @@ def test_the_channel_of_every_number_of_the_longest_group():
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (2, 4, 0, 3)])
 def test_group_norm_of_nothing(shape):
-    x = torch.randn(shape, device=DEVICE, requires_grad=True)
-    w = torch.ones(4, device=DEVICE, requires_grad=True)
-    b = torch.ones(4, device=DEVICE)
+    x, w, b = leaves(x=shape, w=(4,), b=(4,)).values()
     y = group_norm(x, 2, w, b)
     y.sum().backward()
     assert y.shape == x.grad.shape == shape and not w.grad.any()
@@ -119,12 +107,10 @@ def test_group_norm_module():
     norm.load_state_dict(stock.state_dict())
     x = torch.randn(2, 6, 7, device=DEVICE)
     torch.testing.assert_close(norm(x), stock(x))
-    for wrong, said in (
-        (dict(init_fn="randn"), "init_fn must be one of"),
-        (dict(num_groups=4), "num_groups must divide the 6 channels, got 4"),
-    ):
-        with pytest.raises(ValueError, match=f"LigerGroupNorm: {said}"):
-            LigerGroupNorm(**dict(dict(num_channels=6, num_groups=3), **wrong))
+    with pytest.raises(ValueError, match="LigerGroupNorm: init_fn must be one of"):
+        LigerGroupNorm(6, 3, init_fn="randn")
+    with pytest.raises(ValueError, match="LigerGroupNorm: num_groups must divide the 6 channels, got 4"):
+        LigerGroupNorm(6, 4)
 
 
 def _broadcast(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -135,10 +121,7 @@ def _broadcast(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 8), (2, 1, 8), (6, 8), (2, 3, 8), (1, 1, 8)])
 def test_scales_that_serve_rows(shape):
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 8, device=DEVICE)
-    scale = torch.randn(shape, device=DEVICE)
-    shift = torch.randn(shape, device=DEVICE)
+    x, scale, shift = leaves(x=(2, 3, 8), scale=shape, shift=shape).values()
     expected = (1 + _broadcast(scale, x)) * F.rms_norm(x, (8,), eps=1e-6) + _broadcast(shift, x)
     torch.testing.assert_close(modulated_rms_norm(x, scale, shift), expected)
     torch.testing.assert_close(modulated_rms_norm_reference(x, scale, shift), expected)
@@ -165,16 +148,13 @@ def test_partial_sums_of_samples(M, S, monkeypatch):
     """Several programs a sample, several samples, and a scale for each row, whatever tiles and
     processors say."""
     monkeypatch.setattr(_config, "tile", lambda *_, **__: _config.Tile(2, 32, 1))
-    torch.manual_seed(0)
-    shapes = dict(x=(M, 24), scale=(S, 24), shift=(S, 24), w=(24,))
-    args = {k: torch.randn(shape, device=DEVICE).requires_grad_() for k, shape in shapes.items()}
-    draws = run(modulated_rms_norm_reference, like(args)), run(modulated_rms_norm_reference, like(args, torch.float64))
-    assert_as_accurate(run(modulated_rms_norm, args), *draws)
+    args = leaves(x=(M, 24), scale=(S, 24), shift=(S, 24), w=(24,))
+    assert_beside(modulated_rms_norm, modulated_rms_norm_reference, args)
 
 
 @needs_kernels
 def test_modulated_rms_norm_function_takes_published_arguments():
-    x, w, scale = torch.randn(3, 8, device=DEVICE), torch.randn(8, device=DEVICE), torch.randn(8, device=DEVICE)
+    x, w, scale = leaves(x=(3, 8), w=(8,), scale=(8,)).values()
     y = LigerModulatedRMSNormFunction.apply(x, w, scale, None, 1e-6, 1.0, "gemma", False)
     torch.testing.assert_close(y, (1 + scale) * rms_norm(x, w, offset=1.0, casting="gemma"))
     torch.testing.assert_close(liger_modulated_rms_norm(x, w, scale, None, 1e-6, 1.0, "gemma"), y)
@@ -182,9 +162,7 @@ def test_modulated_rms_norm_function_takes_published_arguments():
 
 def test_modulated_rms_norm_module():
     norm = LigerModulatedRMSNorm(8, init_fn="zeros", offset=1.0).to(DEVICE)
-    x = torch.randn(2, 3, 8, device=DEVICE)
-    scale = torch.randn(2, 8, device=DEVICE)
-    shift = torch.randn(2, 8, device=DEVICE)
+    x, scale, shift = leaves(x=(2, 3, 8), scale=(2, 8), shift=(2, 8)).values()
     plain = LigerModulatedRMSNorm(8, elementwise_affine=False)
     assert [*norm.state_dict()] == ["weight"] and not plain.state_dict()
     torch.testing.assert_close(norm(x, scale, shift), plain(x, scale, shift))
@@ -200,21 +178,12 @@ def test_powers_of_large_and_small_numbers(scale, wide, dtype, monkeypatch):
     if wide:
         monkeypatch.setattr(poly, "FWD_N", 8)
         monkeypatch.setattr(poly, "BWD_N", 8)
-    torch.manual_seed(0)
-    args = dict(
-        x=(scale * torch.randn(5, 40, device=DEVICE)).to(dtype),
-        w=torch.randn(3, device=DEVICE).to(dtype),
-        b=torch.randn(1, device=DEVICE).to(dtype),
-    )
-    args = {k: v.requires_grad_() for k, v in args.items()}
-    ours = run(poly_norm, like(args))
-    expected = run(poly_norm_reference, like(args))
-    truth = run(poly_norm_reference, like(args, torch.float64))
-    assert_as_accurate(ours, expected, truth)
-    assert all(v.isfinite().all() for v in ours.values())
+    args = leaves(x=(5, 40), w=(3,), b=(1,))
+    args = like(args | dict(x=(scale * args["x"]).detach().requires_grad_()), dtype)
+    assert all(v.isfinite().all() for v in assert_beside(poly_norm, poly_norm_reference, args).values())
     x, w, b = (v.detach().double() for v in args.values())
     plain = sum(w[3 - p] * x**p / (x ** (2 * p)).mean(-1, keepdim=True).add(1e-6).sqrt() for p in (3, 2, 1)) + b
-    torch.testing.assert_close(truth["out0"], plain)
+    torch.testing.assert_close(run(poly_norm_reference, like(args, torch.float64))["out0"], plain)
 
 
 def test_a_row_with_no_number_is_nan_alone():

@@ -3,7 +3,7 @@ cannot say."""
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, assert_beside, leaves
 from torch import nn
 
 from liger_kernel.extra.attn_res import reference as attn_res_reference
@@ -17,7 +17,7 @@ from liger_kernel.ops import (
     LigerMHCPreFunction,
     mhc_coeffs,
 )
-from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
+from liger_kernel.testing import assert_same_bits, like, run
 from liger_kernel.transformers.functional import (
     liger_attn_res,
     liger_mhc_apply,
@@ -29,29 +29,17 @@ from liger_kernel.transformers.functional import (
 
 
 def test_attn_res_of_blocks_first_or_a_list():
-    torch.manual_seed(0)
-    args = dict(V=torch.randn(40, 2, 3, 16), w_query=torch.randn(16), w_norm=torch.randn(16))
-    args = {k: v.to(DEVICE).requires_grad_() for k, v in args.items()}
+    args = leaves(V=(40, 2, 3, 16), w_query=(16,), w_norm=(16,))
     blocks_last = lambda V, w_query, w_norm: attn_res_reference(V.movedim(0, -2), w_query, w_norm)
-    truth, pytorch = run(blocks_last, like(args, torch.float64)), run(blocks_last, like(args))
-    ours = run(liger_attn_res, like(args))
-    assert_as_accurate(ours, pytorch, truth)
-    assert_same_bits(
-        run(lambda V, w_query, w_norm: LigerAttnResFunction.apply(V, w_query, w_norm, 1e-6), like(args)), ours
-    )
+    ours = assert_beside(liger_attn_res, blocks_last, args)
+    assert_same_bits(run(lambda **a: LigerAttnResFunction.apply(*a.values(), 1e-6), like(args)), ours)
     assert_same_bits(run(lambda V, w_query, w_norm: liger_attn_res(list(V), w_query, w_norm), like(args)), ours)
 
 
 def streams(H: int, C: int, seed: int = 0, **dtypes: torch.dtype) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    shapes = {
-        "x": (2, 5, H, C),
-        "phi": (H * C, H * H + 2 * H),
-        "b": (H * H + 2 * H,),
-        "alpha_pre": (),
-        "alpha_post": (),
-        "alpha_res": (),
-    }
+    shapes = {"x": (2, 5, H, C), "phi": (H * C, H * H + 2 * H), "b": (H * H + 2 * H,)}
+    shapes |= dict.fromkeys(("alpha_pre", "alpha_post", "alpha_res"), ())
     return {
         k: torch.randn(s, dtype=torch.float64).to(DEVICE, dtypes.get(k, torch.float32)).requires_grad_()
         for k, s in shapes.items()
@@ -66,10 +54,9 @@ def streams(H: int, C: int, seed: int = 0, **dtypes: torch.dtype) -> dict[str, t
 def test_published_defaults(H, dtypes):
     """20 steps, alphas without dims, phi of another dtype than x, more streams than the kernels
     serve."""
-    args, *others = (streams(H, 8, seed, **dtypes) for seed in range(6))  # gradients of alphas are single numbers
-    ours = run(liger_mhc_coeffs, like(args))
-    draws = [(run(coeffs_reference, like(a)), run(coeffs_reference, like(a, torch.float64))) for a in (args, *others)]
-    assert_as_accurate(ours, *draws[0], *draws[1:], again=lambda i: run(liger_mhc_coeffs, like(others[i - 1])))
+    draw = lambda seed: streams(H, 8, seed, **dtypes)
+    # gradients of alphas are single numbers
+    ours, args = assert_beside(liger_mhc_coeffs, coeffs_reference, draw, draws=6), draw(0)
     apply = lambda *a, **k: LigerMHCCoeffsFunction.apply(*k.values(), True, 20, 1e-6, 0.0, 1e-6, 2.0)
     if H < 12:
         assert_same_bits(run(apply, like(args)), ours)
@@ -112,14 +99,8 @@ def test_module():
     torch.manual_seed(0)
     module = LigerMHC(nn.Linear(16, 16, dtype=torch.bfloat16), hc=4, c=16).to(DEVICE)
     shapes = {k: (tuple(v.shape), v.dtype) for k, v in module.state_dict().items() if not k.startswith("layer")}
-    scalar = ((), torch.float32)
-    assert shapes == {
-        "phi": ((64, 24), torch.float16),
-        "b": ((24,), torch.float32),
-        "alpha_pre": scalar,
-        "alpha_post": scalar,
-        "alpha_res": scalar,
-    }
+    scalars = dict.fromkeys(("alpha_pre", "alpha_post", "alpha_res"), ((), torch.float32))
+    assert shapes == {"phi": ((64, 24), torch.float16), "b": ((24,), torch.float32), **scalars}
     # all streams alike at first, as views of one
     x = torch.randn(2, 3, 1, 16, device=DEVICE).expand(2, 3, 4, 16).requires_grad_()
     y = module(x)

@@ -12,6 +12,7 @@ from liger_kernel.testing import assert_as_accurate, like, run
 from liger_kernel.transformers import functional
 
 INF, NAN = float("inf"), float("nan")
+EPS = torch.finfo(torch.float32).eps
 LENGTHS = (40, 40000)  # in registers, and in sweeps
 
 
@@ -42,20 +43,15 @@ def test_uneven_rows(op, reference, N):
             for f, d in ((op, torch.float32), (reference, torch.float32), (reference, torch.float64))
         )
         assert_as_accurate({"out0": ours["out0"]}, {"out0": pytorch["out0"]}, {"out0": truth["out0"]})
-        assert (ours["dx"] - truth["dx"]).abs().max() <= 2 * (pytorch["dx"] - truth["dx"]).abs().max() + torch.finfo(
-            torch.float32
-        ).eps
+        off = lambda found, truth=truth: (found["dx"] - truth["dx"]).abs().max()
+        assert off(ours) <= 2 * off(pytorch) + EPS
 
 
 @pytest.mark.parametrize("N", LENGTHS)
 @pytest.mark.parametrize("op", [softmax, sparsemax])
 def test_rows_without_an_answer_are_nan_and_their_neighbours_are_not(op, N):
     x = torch.randn(6, N, device=DEVICE)
-    x[0] = -INF
-    x[1, 5] = NAN
-    x[2, N - 5] = NAN
-    x[3, 5] = INF
-    x[4, N - 5] = INF
+    x[0], x[1, 5], x[2, N - 5], x[3, 5], x[4, N - 5] = -INF, NAN, NAN, INF, INF
     y = op(x)
     assert y[:5].isnan().all() and y[5].isfinite().all()
 
@@ -66,9 +62,8 @@ def test_sparsemax_of_a_row_that_loses_few_at_a_time(N):
     x = (-(0.9 ** torch.arange(N, dtype=torch.float64).flip(0)))[None].float().to(DEVICE)
     y, truth = sparsemax(x), sparsemax_reference(x.double())
     assert torch.equal(y > 0, truth > 0)
-    assert (y - truth).abs().max() <= 2 * (sparsemax_reference(x) - truth).abs().max() + torch.finfo(
-        torch.float32
-    ).eps * truth.max()
+    off = lambda found: (found - truth).abs().max()
+    assert off(y) <= 2 * off(sparsemax_reference(x)) + EPS * truth.max()
 
 
 @pytest.mark.parametrize("op", [softmax, sparsemax])

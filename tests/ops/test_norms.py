@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE, needs_kernels
+from devices import DEVICE, assert_beside, leaves, needs_kernels
 
 from liger_kernel.nn import (
     LigerFusedAddRMSNorm,
@@ -30,7 +30,7 @@ from liger_kernel.ops.norms.fused_add_rms_norm import reference as fused_add_rms
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.layer_norm import reference as layer_norm_reference
 from liger_kernel.ops.norms.rms_norm import rms_norm
-from liger_kernel.testing import assert_as_accurate, like, run
+from liger_kernel.testing import assert_as_accurate, like
 
 # the package has the function under this name
 fused = sys.modules["liger_kernel.ops.fused_add_rms_norm"]
@@ -40,12 +40,8 @@ fused = sys.modules["liger_kernel.ops.fused_add_rms_norm"]
 @pytest.mark.parametrize("names", ["", "w", "b", "wb"], ids=lambda n: n or "none")
 def test_layer_norm_with_any_parameters(names, dtype, N=123):
     """Constant upstream gradients, as cases have them too, leave nothing of dx without a weight."""
-    torch.manual_seed(0)
-    args = {
-        k: torch.randn(N if k in "wb" else (9, N), dtype=dtype, device=DEVICE).requires_grad_() for k in ("x", *names)
-    }
-    draws = [(run(layer_norm_reference, like(args)), run(layer_norm_reference, like(args, torch.float64)))]
-    assert_as_accurate(run(layer_norm, args), *draws[0])
+    args = leaves(**{k: (N,) if k in "wb" else (9, N) for k in ("x", *names)})
+    assert_beside(layer_norm, layer_norm_reference, like(args, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
@@ -72,10 +68,7 @@ def test_layer_norm_statistics_are_fp32_and_do_not_cancel():
 @needs_kernels
 def test_layer_norm_sums_the_weights_gradients_once():
     """dw and db are halves of one tensor: one finishing kernel."""
-    dy = torch.randn(4, 8, device=DEVICE)
-    x = torch.randn(4, 8, device=DEVICE)
-    w = torch.ones(8, device=DEVICE)
-    stats = torch.ones(4, device=DEVICE)
+    dy, x, w, stats = (torch.ones(*shape, device=DEVICE) for shape in ((4, 8), (4, 8), (8,), (4,)))
     for need_dw, need_db in ((True, True), (True, False), (False, True), (False, False)):
         dx, dwb = torch.ops.liger.layer_norm_bwd(dy, x, w, stats, stats, False, need_dw, need_db, torch.float32)
         assert dx.numel() == 0 and dwb.numel() == 8 * (need_dw + need_db)
@@ -83,13 +76,11 @@ def test_layer_norm_sums_the_weights_gradients_once():
 
 @needs_kernels
 def test_layer_norm_accumulates_into_gradients_that_are_apart():
-    norm = LigerLayerNorm(6).to(DEVICE)
-    x = torch.randn(5, 6, device=DEVICE)
+    norm, x = LigerLayerNorm(6).to(DEVICE), torch.randn(5, 6, device=DEVICE)
     norm(x).sum().backward()
     first = norm.weight.grad.clone()
     norm(x).sum().backward()
     torch.testing.assert_close(norm.weight.grad, 2 * first)
-    torch.testing.assert_close(norm.bias.grad, torch.full((6,), 10.0, device=DEVICE))
     norm.weight.grad.zero_()
     torch.testing.assert_close(norm.bias.grad, torch.full((6,), 10.0, device=DEVICE))
 
@@ -112,27 +103,20 @@ def test_layer_norm_module():
         LigerLayerNorm((4, 8))
 
 
-def _sum_and_norm(N: int = 24) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {k: torch.randn(N if k == "w" else (5, N), device=DEVICE).requires_grad_() for k in ("x", "residual", "w")}
+SUM_AND_NORM = dict(x=(5, 24), residual=(5, 24), w=(24,))
 
 
 @pytest.mark.parametrize("out", [0, 1])
 def test_a_gradient_of_one_output_alone(out):
     """What is absent stays absent: no zeros are made or read."""
     alone = lambda outs: {f"out{out}": torch.ones_like(outs[f"out{out}"]) * torch.arange(24, device=DEVICE)}
-    args = _sum_and_norm()
-    expected = (
-        run(fused_add_rms_norm_reference, like(args), alone),
-        run(fused_add_rms_norm_reference, like(args, torch.float64), alone),
-    )
-    assert ("dw" in expected[0]) == (out == 0)
-    assert_as_accurate(run(fused_add_rms_norm, args, alone), *expected)
+    found = assert_beside(fused_add_rms_norm, fused_add_rms_norm_reference, leaves(**SUM_AND_NORM), grads=alone)
+    assert ("dw" in found) == (out == 0)
 
 
 @needs_kernels
 def test_a_gradient_of_the_sum_alone_launches_nothing(monkeypatch):
-    args = _sum_and_norm()
+    args = leaves(**SUM_AND_NORM)
     _, s = fused_add_rms_norm(**args)
     monkeypatch.setattr(fused, "fused_add_rms_norm_bwd", None)
     s.sum().backward()
@@ -142,7 +126,7 @@ def test_a_gradient_of_the_sum_alone_launches_nothing(monkeypatch):
 def test_the_two_gradients_accumulate_apart():
     """x and residual get the same values; a second backward, or a step on one of them, must not
     reach the other."""
-    args = _sum_and_norm()
+    args = leaves(**SUM_AND_NORM)
     grads = []
     for _ in range(2):
         y, s = fused_add_rms_norm(**args)
@@ -166,16 +150,9 @@ def test_a_tensor_added_to_itself_and_used_elsewhere():
         (y2 * s2 * h).sum().backward()
         return {"dx": x.grad}
 
-    assert_as_accurate(
-        *(
-            gradient(fn, dtype)
-            for fn, dtype in (
-                (fused_add_rms_norm, torch.float32),
-                (fused_add_rms_norm_reference, torch.float32),
-                (fused_add_rms_norm_reference, torch.float64),
-            )
-        )
-    )
+    stock = fused_add_rms_norm_reference
+    ways = (fused_add_rms_norm, torch.float32), (stock, torch.float32), (stock, torch.float64)
+    assert_as_accurate(*(gradient(*way) for way in ways))
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
@@ -187,7 +164,7 @@ def test_the_norm_is_that_of_the_rounded_sum(casting):
 
 def test_a_sum_changed_in_place_is_noticed():
     """The backward reads it."""
-    args = _sum_and_norm()
+    args = leaves(**SUM_AND_NORM)
     y, s = fused_add_rms_norm(**args)
     with pytest.raises(RuntimeError):
         s.add_(1)
@@ -206,16 +183,15 @@ def test_a_write_into_x_as_the_sum_is_refused():
 
 
 def test_fused_add_rms_norm_function_takes_published_arguments():
-    args = _sum_and_norm()
+    args = leaves(**SUM_AND_NORM)
     y, s = LigerFusedAddRMSNormFunction.apply(args["x"], args["residual"], args["w"], 1e-6, 1.0, "gemma", True)
     torch.testing.assert_close(y, rms_norm(s, args["w"], eps=1e-6, offset=1.0, casting="gemma"))
 
 
 def test_fused_add_rms_norm_module():
-    norm = LigerFusedAddRMSNorm(8, eps=1e-5, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True).to(
-        DEVICE
-    )
-    x, residual = torch.randn(3, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE)
+    how = dict(eps=1e-5, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=True)
+    norm = LigerFusedAddRMSNorm(8, **how).to(DEVICE)
+    x, residual = torch.randn(2, 3, 8, device=DEVICE)
     y, s = norm(x, residual)
     torch.testing.assert_close((y, s), (F.rms_norm(x + residual, (8,), eps=1e-5), x + residual))
     torch.testing.assert_close(liger_fused_add_rms_norm(x, residual, norm.weight, 1e-5, 1.0, "gemma"), (y, s))
@@ -226,13 +202,12 @@ def test_fused_add_rms_norm_module():
 
 def test_relu_squared_of_what_is_not_finite():
     """And a gradient of what is cut off is zero, whatever flows back."""
-    x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 3.0, -2.0], device=DEVICE, requires_grad=True)
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([nan, inf, -inf, -0.0, 3.0, -2.0], device=DEVICE, requires_grad=True)
     y = LigerReLUSquared()(x)
-    y.backward(torch.tensor([1.0, 1.0, float("inf"), float("nan"), 2.0, float("inf")], device=DEVICE))
+    y.backward(torch.tensor([1.0, 1.0, inf, nan, 2.0, inf], device=DEVICE))
     torch.testing.assert_close(y, F.relu(x).square(), equal_nan=True)
-    torch.testing.assert_close(
-        x.grad, torch.tensor([float("nan"), float("inf"), 0.0, 0.0, 12.0, 0.0], device=DEVICE), equal_nan=True
-    )
+    torch.testing.assert_close(x.grad.tolist(), [nan, inf, 0.0, 0.0, 12.0, 0.0], equal_nan=True)
     torch.testing.assert_close(liger_relu_squared(torch.tensor(3.0, device=DEVICE)), torch.tensor(9.0, device=DEVICE))
     if _op._KERNEL_DEVICES:
         assert torch.equal(LigerReLUSquaredFunction.apply(x[3:].detach()), y[3:].detach())
@@ -241,9 +216,7 @@ def test_relu_squared_of_what_is_not_finite():
 @needs_kernels
 def test_published_launchers_take_a_strided_weight():
     torch.manual_seed(0)
-    x = torch.randn(5, 40, device=DEVICE)
-    dy = torch.randn(5, 40, device=DEVICE)
-    w = torch.randn(40, 3, device=DEVICE)[:, 1]
+    x, dy, w = *torch.randn(2, 5, 40, device=DEVICE), torch.randn(40, 3, device=DEVICE)[:, 1]
     y, rows, rstd, block, warps, casting = rms_norm_forward(x, w, 1e-6)
     expected, _, again, *_ = rms_norm_forward(x, w.contiguous(), 1e-6)
     assert torch.equal(y, expected)

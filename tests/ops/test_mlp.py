@@ -8,12 +8,14 @@ import weakref
 
 import pytest
 import torch
-from devices import DEVICE, needs_kernels
+from devices import DEVICE, assert_beside, leaves, needs_kernels
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from watching import calls_of, saved, saved_unchanged
 
 from liger_kernel.nn import LigerFalconH1MLP, LigerMLP, LigerSwiGLUMLP
 from liger_kernel.ops import LigerMLPFunction
 from liger_kernel.ops.projections.mlp import mlp
-from liger_kernel.testing import assert_as_accurate, assert_same_bits, like, run
+from liger_kernel.testing import assert_same_bits, like, run
 
 CONFIG = types.SimpleNamespace(
     hidden_size=16, intermediate_size=24, hidden_act="silu", mlp_bias=False, mlp_multipliers=(0.5, 0.75)
@@ -21,9 +23,7 @@ CONFIG = types.SimpleNamespace(
 
 
 def arguments() -> dict:
-    torch.manual_seed(0)
-    shapes = dict(x=(3, 5, 16), gate=(24, 16), up=(24, 16), down=(16, 24))
-    return {k: torch.randn(s, device=DEVICE, requires_grad=True) for k, s in shapes.items()}
+    return leaves(x=(3, 5, 16), gate=(24, 16), up=(24, 16), down=(16, 24))
 
 
 def of(module):
@@ -37,10 +37,11 @@ def of(module):
 
 @needs_kernels
 def test_saves_two_activations():
-    args, saved = arguments(), {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.numel()}), lambda t: t):
+    args = arguments()
+    with saved() as kept:
         mlp(**args)
-    assert sum(saved.values()) - sum(t.numel() for t in args.values()) == 2 * 15 * 24
+    sizes = {t.data_ptr(): t.numel() for t in kept}
+    assert sum(sizes.values()) - sum(t.numel() for t in args.values()) == 2 * 15 * 24
 
 
 @needs_kernels
@@ -51,23 +52,17 @@ def test_function_takes_what_the_published_one_takes():
     assert_same_bits(run(lambda **a: LigerMLPFunction.apply(*a.values()), like(args)), run(mlp, like(args)))
 
 
-def test_module_equals_one_of_linear_layers():
+@pytest.mark.parametrize("falcon", [False, True])
+def test_modules(falcon):
+    """As one of linear layers, and as that of transformers."""
     ours, theirs = LigerMLP(CONFIG), LigerSwiGLUMLP(CONFIG)
+    if falcon:
+        modeling = pytest.importorskip("transformers.models.falcon_h1.modeling_falcon_h1")
+        ours, theirs = LigerFalconH1MLP(CONFIG), modeling.FalconH1MLP(CONFIG)
+        with pytest.raises(ValueError, match="mlp_bias must be False"):
+            LigerFalconH1MLP(types.SimpleNamespace(**vars(CONFIG) | {"mlp_bias": True}))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
-    args = arguments()
-    assert_as_accurate(
-        run(of(ours), like(args)), run(of(theirs), like(args)), run(of(theirs), like(args, torch.float64))
-    )
-
-
-def test_falcon_equals_that_of_transformers():
-    modeling = pytest.importorskip("transformers.models.falcon_h1.modeling_falcon_h1")
-    ours, theirs, args = LigerFalconH1MLP(CONFIG), modeling.FalconH1MLP(CONFIG), arguments()
-    assert_as_accurate(
-        run(of(ours), like(args)), run(of(theirs), like(args)), run(of(theirs), like(args, torch.float64))
-    )
-    with pytest.raises(ValueError, match="mlp_bias must be False"):
-        LigerFalconH1MLP(types.SimpleNamespace(**vars(CONFIG) | {"mlp_bias": True}))
+    assert_beside(of(ours), of(theirs), arguments())
 
 
 def test_autocast():
@@ -118,18 +113,15 @@ class Gated(torch.nn.Module):
 @pytest.fixture
 def wholes(monkeypatch) -> list[dict]:
     """Calls of the operator by patched models."""
-    mlps, calls = pytest.importorskip("liger_kernel.transformers.recognise.mlps"), []
-    monkeypatch.setattr(mlps, "mlp", lambda *args, **options: calls.append(options) or mlp(*args, **options))
-    return calls
+    return calls_of(monkeypatch, pytest.importorskip("liger_kernel.transformers.recognise.mlps"), "mlp")
 
 
 def gated(packed: bool = False):
     """A module, and what a patch makes of its forward."""
     from liger_kernel.transformers.recognise import slots
 
-    label = "glu(gate_up_proj, down_proj, act_fn)" if packed else "glu(gate_proj, up_proj, down_proj, act_fn)"
-    module = Gated(packed)
-    return module, lambda x: slots.VARIANTS[label](Gated.forward)(module, x)
+    module, label = Gated(packed), f"glu({'gate_up_proj' if packed else 'gate_proj, up_proj'}, down_proj, act_fn)"
+    return module, lambda x, *tiles: slots.VARIANTS[label](Gated.forward, *tiles)(module, x)
 
 
 def gradients(module, y) -> dict[str, torch.Tensor]:
@@ -141,15 +133,12 @@ def gradients(module, y) -> dict[str, torch.Tensor]:
 @needs_kernels
 @pytest.mark.parametrize("packed", [False, True])
 def test_patched_mlps_in_tiles_are_one_node(packed):
-    from liger_kernel.transformers.recognise import slots
-
-    module, whole = gated(packed)
-    label = f"glu({'gate_up_proj' if packed else 'gate_proj, up_proj'}, down_proj, act_fn)"
+    module, forward = gated(packed)
     x = torch.randn(3, 5, 16, device=DEVICE)
-    y = slots.VARIANTS[label](Gated.forward, 4)(module, x)
+    y = forward(x, 4)
     assert y.grad_fn.name() == "AdaptedMLPFunctionBackward"
     tiled = gradients(module, y)
-    for name, t in gradients(module, whole(x)).items():
+    for name, t in gradients(module, forward(x)).items():
         torch.testing.assert_close(tiled[name], t)
 
 
@@ -170,40 +159,27 @@ def test_patched_mlps_are_one_operator(wholes, packed):
     assert len(wholes) == 2
 
 
-def _adapted(module):
-    module.up_proj = torch.nn.Sequential(module.up_proj)
-
-
-def _biased(module):
-    module.gate_proj.bias = torch.nn.Parameter(torch.zeros(24, device=DEVICE))
-
-
 def _replaced(module):
     module.gate_proj.forward = lambda x: torch.nn.functional.linear(x, module.gate_proj.weight)
 
 
-def _parametrised(module):
-    torch.nn.utils.parametrizations.weight_norm(module.down_proj)
-
-
-def _hooked(module):
-    module.down_proj.register_full_backward_hook(lambda *_: None)
-
-
-def _another_activation(module):
-    module.act_fn = torch.nn.Softplus()
-
-
-def _mixed(module):
-    module.double()
+CHANGES = {
+    "adapted": lambda m: setattr(m, "up_proj", torch.nn.Sequential(m.up_proj)),
+    "biased": lambda m: setattr(m.gate_proj, "bias", torch.nn.Parameter(torch.zeros(24, device=DEVICE))),
+    "replaced": _replaced,
+    "parametrised": lambda m: torch.nn.utils.parametrizations.weight_norm(m.down_proj),
+    "hooked": lambda m: m.down_proj.register_full_backward_hook(lambda *_: None),
+    "another activation": lambda m: setattr(m, "act_fn", torch.nn.Softplus()),
+    "mixed": lambda m: m.double(),
+}
 
 
 @needs_kernels
-@pytest.mark.parametrize("change", [_adapted, _biased, _replaced, _parametrised, _hooked, _another_activation, _mixed])
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_more_than_products_is_called(wholes, change):
     module, forward = gated()
-    change(module)
-    x = torch.randn(3, 5, 16, device=DEVICE, dtype=torch.float64 if change is _mixed else torch.float32)
+    CHANGES[change](module)
+    x = torch.randn(3, 5, 16, device=DEVICE, dtype=torch.float64 if change == "mixed" else torch.float32)
     gradients(module, forward(x))
     with torch.no_grad():
         forward(x)
@@ -231,19 +207,16 @@ def test_nothing_is_written_over_that_is_seen_again(packed):
     for retain_graph in (True, True, False):
         again = torch.autograd.grad(loss, [x, *module.parameters()], retain_graph=retain_graph)
         assert all(map(torch.equal, once, again))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t, t.clone())) or t, lambda t: t):
-        loss = forward(x).square().sum()
-    again = torch.autograd.grad(loss, [x, *module.parameters()])
-    assert all(map(torch.equal, once, again)) and len(kept) > 4 and all(torch.equal(t, copy) for t, copy in kept)
+    with saved_unchanged():
+        again = torch.autograd.grad(forward(x).square().sum(), [x, *module.parameters()])
+    assert all(map(torch.equal, once, again))
 
 
 @needs_kernels
 def test_projections_are_written_over():
     """Where nobody sees them again: otherwise a backward would need two buffers more."""
-    args, kept = arguments(), []
-    y = mlp(**args)
-    kept = [t for t in y.grad_fn.saved_tensors[4:]]
+    y = mlp(**arguments())
+    kept = y.grad_fn.saved_tensors[4:]
     before = [t.clone() for t in kept]
     y.sum().backward()
     assert len(kept) == 2 and not any(map(torch.equal, kept, before))
@@ -253,16 +226,12 @@ def test_projections_are_written_over():
 @pytest.mark.parametrize("frozen", [("gate", "up", "down"), ("down",), ("gate", "up")])
 def test_frozen_weights(frozen):
     args = {name: (t.detach() / 4).requires_grad_(name not in frozen) for name, t in arguments().items()}
-    parts = lambda x, gate, up, down: torch.nn.functional.linear(
-        torch.nn.functional.silu(x @ gate.t()) * (x @ up.t()), down
-    )
+    parts = lambda x, gate, up, down: (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
     y = mlp(**args)
     assert (y.grad_fn.saved_tensors[0] is None) == ({"gate", "up"} <= set(frozen))
     learn = [t for t in args.values() if t.requires_grad]
-    for ours, theirs in zip(
-        torch.autograd.grad(y.square().sum(), learn), torch.autograd.grad(parts(**args).square().sum(), learn)
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    ours, theirs = (torch.autograd.grad(out.square().sum(), learn) for out in (y, parts(**args)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -271,11 +240,7 @@ def test_frozen_weights(frozen):
 def test_checkpointing(monkeypatch, reentrant, recompute):
     """Gradients are the same bits, and what is computed again ends before the last product, as
     for stock modules."""
-    from torch.utils.checkpoint import checkpoint
-
-    module = sys.modules[LigerMLPFunction.__module__]
-    products, stock = [], module.output
-    monkeypatch.setattr(module, "output", lambda *args: products.append(1) or stock(*args))
+    products = calls_of(monkeypatch, sys.modules[LigerMLPFunction.__module__], "output")
     args = arguments()
     call = lambda x: x + mlp(x, **{k: v for k, v in args.items() if k != "x"}, recompute=recompute)
     expected = torch.autograd.grad(call(args["x"]).square().sum(), list(args.values()))
@@ -289,14 +254,8 @@ def test_checkpointing(monkeypatch, reentrant, recompute):
 @needs_kernels
 def test_checkpointing_twice():
     """A graph that is kept is computed again for each backward."""
-    from torch.utils.checkpoint import checkpoint
-
     args = arguments()
-    y = (
-        checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), args["x"], use_reentrant=False)
-        .square()
-        .sum()
-    )
+    y = checkpoint(mlp, *args.values(), use_reentrant=False).square().sum()
     once = torch.autograd.grad(y, list(args.values()), retain_graph=True)
     assert all(map(torch.equal, once, torch.autograd.grad(y, list(args.values()))))
     with pytest.raises(RuntimeError, match="second time"):
@@ -306,8 +265,6 @@ def test_checkpointing_twice():
 @needs_kernels
 def test_checkpointing_frees_its_input():
     """As soon as a layer's backward is over, not with the graph."""
-    from torch.utils.checkpoint import checkpoint
-
     args, alive = arguments(), []
     x = args["x"] * 1
     x.register_hook(lambda _: alive.append(inner() is not None))
@@ -320,18 +277,14 @@ def test_checkpointing_frees_its_input():
 @needs_kernels
 def test_selective_checkpointing():
     """A policy that saves matrix products sees those of an MLP."""
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
     args, products = arguments(), []
 
     def policy(ctx, op, *args, **kwargs):
         products.append((ctx.is_recompute, op == torch.ops.aten.mm.default))
         return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
 
-    call = lambda x: mlp(x, args["gate"], args["up"], args["down"])
-    expected = torch.autograd.grad(call(args["x"]).square().sum(), list(args.values()))
-    y = checkpoint(
-        call, args["x"], use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-    )
+    expected = torch.autograd.grad(mlp(**args).square().sum(), list(args.values()))
+    contexts = lambda: create_selective_checkpoint_contexts(policy)
+    y = checkpoint(mlp, *args.values(), use_reentrant=False, context_fn=contexts)
     assert all(map(torch.equal, expected, torch.autograd.grad(y.square().sum(), list(args.values()))))
     assert products.count((False, True)) == 3

@@ -7,8 +7,9 @@ import types
 
 import pytest
 import torch
-from devices import DEVICE, needs_kernels
+from devices import DEVICE, assert_beside, leaves, needs_kernels
 from quick import further
+from watching import Watch, calls_of, saved, saved_unchanged
 
 from liger_kernel.compile.launches import distinct, launches
 from liger_kernel.compile.targets import compiling_for
@@ -37,10 +38,6 @@ def arguments(
     return {name: cast(name, t) for name, t in args.items()}
 
 
-def assert_right(args: dict, fn=moe) -> None:
-    assert_as_accurate(run(fn, args), run(reference, like(args)), run(reference, like(args, torch.float64)))
-
-
 @needs_kernels
 @pytest.mark.parametrize("n, E", [(100, 300), (1, 1), (0, 2), (640, 8), *further((5000, 3))])
 def test_routing_is_a_stable_sort(n, E):
@@ -55,22 +52,25 @@ def test_routing_is_a_stable_sort(n, E):
     assert torch.equal(offs.long(), torch.bincount(key, minlength=E + 1).cumsum(0)[:E])
 
 
+def far_from_limits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """On one side or the other: where rounding decides, a gradient is a matter of luck."""
+    return (torch.randint(-1, 2, shape) * 12.0).to(DEVICE, dtype).requires_grad_()
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_gradient_at_once(dtype):
     args = arguments(dtype=dtype) | dict(limit=6.0, offset=1.0, alpha=1.5)
-    # far from the limit on one side or the other: where rounding decides, a gradient is a matter of
-    # luck
-    args["gate_up_bias"] = (torch.randint(-1, 2, (4, 48)) * 12.0).to(DEVICE, dtype).requires_grad_()
+    args["gate_up_bias"] = far_from_limits(4, 48, dtype=dtype)
     args["down_bias"] = torch.randn(4, 16).to(DEVICE, dtype).requires_grad_()
-    assert_right(args)
+    assert_beside(moe, reference, args)
 
 
 @needs_kernels
 def test_tiles_of_several_strips_and_steps():
     """More tiles of rows than a strip has, more columns than a tile, more rows of an expert than
     a step."""
-    assert_right(arguments(400, 1, 40, 20, 2, grads=("x", "gate_up")))
+    assert_beside(moe, reference, arguments(400, 1, 40, 20, 2, grads=("x", "gate_up")))
 
 
 @needs_kernels
@@ -106,7 +106,7 @@ def test_pytorch_products_that_leave_what_is_empty(monkeypatch):
     monkeypatch.setattr(torch, "_grouped_mm", grouped)
     args = arguments(used=2)
     args["topk_index"][::3, 0] = -1
-    assert_right(args)
+    assert_beside(moe, reference, args)
     assert calls == [3, 3, 3, 2, 2, 3]
 
 
@@ -126,20 +126,6 @@ def test_only_aligned_matrices_go_to_tma(t, aligned):
     assert grouped_tma.aligned(t.bfloat16() if t.is_contiguous() and t.storage_offset() == 0 else t) is aligned
 
 
-class Products(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the matrix products that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.partition(".")[0]
-        if name in ("moe_up", "grouped_mm", "grouped_outer"):
-            self.names.append(name.replace("moe_up", "grouped_mm"))
-        return func(*args, **(kwargs or {}))
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     "grads, mm, outer",
@@ -153,20 +139,20 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
     ],
 )
 def test_what_is_frozen_has_no_products(grads, mm, outer):
-    with Products() as products:
+    with Watch() as seen:
         run(moe, arguments(grads=grads))
-    assert (products.names.count("grouped_mm"), products.names.count("grouped_outer")) == (mm, outer)
+    count = seen.names.count
+    assert (count("moe_up") + count("grouped_mm"), count("grouped_outer")) == (mm, outer)
 
 
 @needs_kernels
 def test_saves_one_activation():
     """Beside the arguments: what gate_up yields, and the order."""
     args = arguments(grads=("x", "gate_up", "down", "topk_weight"))
-    given = {t.data_ptr() for t in args.values()}
-    saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.numel()}), lambda t: t):
+    with saved() as kept:
         moe(**args)
-    assert sum(n for p, n in saved.items() if p not in given) == 22 * 48 + 2 * 22 + 4
+    sizes = {t.data_ptr(): t.numel() for t in kept}
+    assert sum(n for p, n in sizes.items() if p not in {t.data_ptr() for t in args.values()}) == 22 * 48 + 2 * 22 + 4
 
 
 @needs_kernels
@@ -183,9 +169,8 @@ def test_autocast():
         assert out.dtype == torch.bfloat16
         out.sum().backward()
     assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in differentiable(args).values())
-    experts = LigerExperts(
-        types.SimpleNamespace(hidden_size=16, intermediate_size=8, num_local_experts=4, hidden_act="silu")
-    ).to(DEVICE)
+    config = types.SimpleNamespace(hidden_size=16, intermediate_size=8, num_local_experts=4, hidden_act="silu")
+    experts = LigerExperts(config).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert experts(args["x"], args["topk_index"], args["topk_weight"]).dtype == torch.float32
 
@@ -197,26 +182,15 @@ def test_experts_equal_those_of_transformers(shape):
     config._experts_implementation = "eager"
     theirs, ours = modeling.Qwen3MoeExperts(config).to(DEVICE), LigerExperts(config).to(DEVICE)
     args = arguments()
-    with torch.no_grad():
-        for module in (theirs, ours):
-            module.gate_up_proj.copy_(args["gate_up"])
-            module.down_proj.copy_(args["down"])
     ours.load_state_dict(theirs.state_dict())
 
     def of(module):
-        module.zero_grad()
+        def forward(x, gate_up, down, *routing):
+            return torch.func.functional_call(module, {"gate_up_proj": gate_up, "down_proj": down}, (x, *routing))
 
-        def forward(x, topk_index, topk_weight, **weights):
-            call = torch.func.functional_call
-            return call(
-                module, {"gate_up_proj": weights["gate_up"], "down_proj": weights["down"]}, (x, topk_index, topk_weight)
-            )
+        return lambda **args: forward(*args.values())
 
-        return forward
-
-    flat = run(of(theirs), like(args))
-    truth = run(of(theirs.double()), like(args, torch.float64))
-    assert_as_accurate(run(of(ours), like(args)), flat, truth)
+    assert_beside(of(ours), of(theirs), args)
     out = ours(args["x"].view(shape), args["topk_index"].view(*shape[:-1], 2), args["topk_weight"].view(*shape[:-1], 2))
     assert out.shape == shape
 
@@ -232,31 +206,18 @@ def test_gpt_oss_layout_needs_no_copies():
         for p in theirs.parameters():
             p.normal_()
     args = arguments()
-    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    args = {k: args[k] for k in ("x", "topk_index", "topk_weight")} | {
-        n: getattr(theirs, n).detach().clone().requires_grad_() for n in names
-    }
+    args = {k: args[k] for k in ("x", "topk_index", "topk_weight")} | like(dict(theirs.named_parameters()))
 
     def stock(x, topk_index, topk_weight, **parameters):
         return torch.func.functional_call(theirs, parameters, (x, topk_index, topk_weight))
 
-    def fused(x, topk_index, topk_weight, gate_up_proj, gate_up_proj_bias, down_proj, down_proj_bias):
-        return moe(
-            x,
-            gate_up_proj.mT,
-            down_proj.mT,
-            topk_index,
-            topk_weight,
-            gate_up_bias=gate_up_proj_bias,
-            down_bias=down_proj_bias,
-            interleaved=True,
-            alpha=theirs.alpha,
-            limit=theirs.limit,
-            offset=1.0,
-        )
+    how = dict(interleaved=True, alpha=theirs.alpha, limit=theirs.limit, offset=1.0)
 
-    ours = run(fused, like(args))
-    assert_as_accurate(ours, run(stock, like(args)), run(stock, like(args, torch.float64)))
+    def fused(x, topk_index, topk_weight, gate_up_proj, gate_up_proj_bias, down_proj, down_proj_bias):
+        biases = dict(gate_up_bias=gate_up_proj_bias, down_bias=down_proj_bias)
+        return moe(x, gate_up_proj.mT, down_proj.mT, topk_index, topk_weight, **biases, **how)
+
+    ours = assert_beside(fused, stock, args)
     assert ours["dgate_up_proj"].is_contiguous() and ours["ddown_proj"].is_contiguous()
 
 
@@ -267,37 +228,28 @@ def test_gpt_oss_layout_needs_no_copies():
 @pytest.mark.parametrize("adapted", ["none", "down", "both"])
 def test_recomputed(adapted, grads):
     """The same bits, from x, the routing, the weights and a thin product alone."""
-    args, saved, fn = arguments(grads=grads), [], moe if adapted == "none" else lora_moe
+    args, fn = arguments(grads=grads), moe if adapted == "none" else lora_moe
     args = args if adapted == "none" else with_adapters(args, gate_up=adapted == "both")
     expected = run(fn, args)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved() as kept:
         y = fn(**like(args), recompute=True)
     assert_same_bits(run(functools.partial(fn, recompute=True), like(args)), expected)
-    assert y.requires_grad and not [t for t in saved if t.shape == (22, 48)] and saved
+    assert y.requires_grad and not [t for t in kept if t.shape == (22, 48)] and kept
 
 
 def with_adapters(args: dict, *, gate_up: bool = True) -> dict:
-    torch.manual_seed(1)
-    shapes = (dict(gate_up_a=(4, 3, 16), gate_up_b=(4, 48, 3)) if gate_up else {}) | dict(
-        down_a=(4, 3, 24), down_b=(4, 16, 3)
-    )
-    return args | {name: torch.randn(shape, device=DEVICE).requires_grad_() for name, shape in shapes.items()}
+    of_gate_up = dict(gate_up_a=(4, 3, 16), gate_up_b=(4, 48, 3)) if gate_up else {}
+    return args | leaves(**of_gate_up, down_a=(4, 3, 24), down_b=(4, 16, 3))
 
 
 @needs_kernels
 @pytest.mark.parametrize("adapted", [False, True])
 def test_what_others_may_see_is_not_overwritten(adapted):
     """The backward writes the gradient of h into h, unless somebody has kept it."""
-    args = with_adapters(arguments()) if adapted else arguments()
-    fn = lora_moe if adapted else moe
-    expected = torch.autograd.grad(fn(**args).sum(), list(differentiable(args).values()))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t, t.clone())) or t, lambda t: t):
-        y = fn(**args)
-    assert_same_bits(
-        dict(enumerate(torch.autograd.grad(y.sum(), list(differentiable(args).values())))), dict(enumerate(expected))
-    )
-    assert kept and all(torch.equal(t, before) for t, before in kept)
+    args, fn = (with_adapters(arguments()), lora_moe) if adapted else (arguments(), moe)
+    expected = run(fn, like(args))
+    with saved_unchanged():
+        assert_same_bits(run(fn, like(args)), expected)
 
 
 @needs_kernels
@@ -306,8 +258,7 @@ def test_what_others_may_see_is_not_overwritten(adapted):
     [
         ({}, False),
         (dict(limit=6.0, offset=1.0, alpha=1.5), False),
-        (dict(interleaved=True), False),
-        (dict(interleaved=True), True),
+        *((dict(interleaved=True), t) for t in (False, True)),
     ],
     ids=["halves", "limits", "interleaved", "transposed"],
 )
@@ -321,20 +272,17 @@ def test_products_by_tma(sizes, form, transposed, monkeypatch):
     if transposed:
         args["gate_up"] = args["gate_up"].detach().mT.contiguous().requires_grad_()
     if "limit" in form:
-        args["gate_up_bias"] = (
-            (torch.randint(-1, 2, args["gate_up"].shape[:2]) * 12.0).to(DEVICE, torch.bfloat16).requires_grad_()
-        )
+        args["gate_up_bias"] = far_from_limits(*args["gate_up"].shape[:2], dtype=torch.bfloat16)
     if args["topk_index"].numel() > 1:
         args["topk_index"][::3, 0] = -1
     of = lambda op: lambda gate_up, **more: op(gate_up=gate_up.mT if transposed else gate_up, **more, **form)
     plain, truth = run(of(moe), like(args)), run(of(reference), like(args, torch.float64))
-    ran = []
     monkeypatch.setattr(grouped_tma, "supported", lambda a, b: b.is_contiguous() or b.mT.is_contiguous())
-    monkeypatch.setattr(grouped_tma, "product", lambda *a, of=grouped_tma.product: ran.append(len(a)) or of(*a))
+    ran = calls_of(monkeypatch, grouped_tma, "product")
     with torch.no_grad():
         y = of(moe)(**args)
     by_tma = run(of(moe), like(args))
-    assert ran == [7, 4, 7, 4, 4, 4]
+    assert [len(given) for given, _ in ran] == [7, 4, 7, 4, 4, 4]
     assert torch.equal(y, next(iter(by_tma.values())))
     assert_as_accurate(by_tma, plain, truth)
 

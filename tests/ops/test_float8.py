@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import DEVICE, drawn, needs_kernels
+from watching import calls_of
 
 from liger_kernel.ops.projections import adapted, float8
 from liger_kernel.ops.projections.adapted import Adapter, Projection
@@ -68,8 +69,6 @@ def test_products_are_those_of_the_rounded_values(recipe, kept):
     weight = stored(48, 80, per_row, keep=kept)
     x, dy, bias = drawn(9, 80, seed=1), drawn(9, 48, seed=2), drawn(48, seed=3)
     w = weight.w.double() * weight.scale.double()
-    gradients = (dy * weight.scale.view(-1)).double() / weight.scale.double().t() if per_row else dy.double()
-    assert gradients.shape == dy.shape
     if per_row:
         q, scale = reference(dy, weight.scale.view(-1), E4, True)
         seen = q.double() * scale.double() / weight.scale.double().t()
@@ -102,42 +101,29 @@ def test_the_error_is_that_of_the_formats(recipe):
     assert error(leaf.grad, dy.double() @ w) == pytest.approx(0.026 if per_row else 0.053, rel=0.1)
 
 
-class Counted:
-    def __init__(self, monkeypatch):
-        self.casts: list[tuple] = []
-        stock = float8.cast
-        monkeypatch.setattr(
-            float8,
-            "cast",
-            lambda x, *args, **more: self.casts.append((tuple(x.shape), args[0])) or stock(x, *args, **more),
-        )
+def casts_of(monkeypatch):
+    """Shapes and dtypes of all casts from now on."""
+    calls = calls_of(monkeypatch, float8, "cast")
+    return lambda: [(tuple(args[0].shape), args[1]) for args, _ in calls]
 
 
 def adapter(N: int, K: int, seed: int) -> Adapter:
-    return Adapter(
-        *(drawn(*s, dtype=torch.float32, seed=seed).mul_(0.1).requires_grad_() for s in ((4, K), (N, 4))), 0.5
-    )
+    draw = lambda *shape: drawn(*shape, dtype=torch.float32, seed=seed).mul_(0.1).requires_grad_()
+    return Adapter(draw(4, K), draw(N, 4), 0.5)
 
 
 def same_by_dense(p: Projection) -> Projection:
-    w = p.weight.dense(torch.float64)
-    adapters = tuple(
-        Adapter(a.a.detach().double().requires_grad_(), a.b.detach().double().requires_grad_(), a.scale)
-        for a in p.adapters
-    )
-    return Projection(dense(w), p.bias if p.bias is None else p.bias.double(), adapters)
+    wide = lambda t: t.detach().double().requires_grad_()
+    adapters = tuple(Adapter(wide(a.a), wide(a.b), a.scale) for a in p.adapters)
+    return Projection(dense(p.weight.dense(torch.float64)), p.bias if p.bias is None else p.bias.double(), adapters)
 
 
 def gradients_of(ys, x, projections):
     ys = ys if isinstance(ys, tuple) else (ys,)
     sum((y * drawn(*y.shape, dtype=y.dtype, seed=i + 5)).sum() for i, y in enumerate(ys)).backward()
+    adapters = [t for p in projections for a in p.adapters for t in (a.a, a.b)]
     found = {f"y{i}": y.detach() for i, y in enumerate(ys)} | {"dx": x.grad}
-    return found | {
-        f"{name}{i}": t.grad
-        for i, p in enumerate(projections)
-        for a in p.adapters
-        for name, t in (("da", a.a), ("db", a.b))
-    }
+    return found | {f"d{i}": t.grad for i, t in enumerate(adapters)}
 
 
 def assert_close_as_fp8_is(found, truth):
@@ -157,10 +143,10 @@ def test_one_cast_serves_all_projections(recipe, monkeypatch):
         Projection(stored(N, 96, per_row, i), drawn(N, seed=i) if i else None, (adapter(N, 96, i),) * (i < 2))
         for i, N in enumerate(sizes)
     ]
-    x, counted = drawn(2, 20, 96, seed=9).requires_grad_(), Counted(monkeypatch)
+    x, counted = drawn(2, 20, 96, seed=9).requires_grad_(), casts_of(monkeypatch)
     found = gradients_of(linears(x, some), x, some)
     backward = E4 if per_row else E5
-    assert counted.casts == [((40, 96), E4), *(((40, N), backward) for N in sizes)]
+    assert counted() == [((40, 96), E4), *(((40, N), backward) for N in sizes)]
     exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
     assert_close_as_fp8_is(found, gradients_of(linears(wide, exact), wide, exact))
 
@@ -170,22 +156,13 @@ def test_one_cast_serves_all_projections(recipe, monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_mlp_casts_what_it_multiplies_once(recipe, recompute, monkeypatch):
     per_row = RECIPES[recipe]
-    some = [
-        Projection(stored(N, K, per_row, i), None, (adapter(N, K, i),))
-        for i, (N, K) in enumerate(((64, 32), (64, 32), (32, 64)))
-    ]
-    x, counted = drawn(24, 32, seed=9).requires_grad_(), Counted(monkeypatch)
+    sizes = (64, 32), (64, 32), (32, 64)
+    some = [Projection(stored(*s, per_row, i), None, (adapter(*s, i),)) for i, s in enumerate(sizes)]
+    x, counted = drawn(24, 32, seed=9).requires_grad_(), casts_of(monkeypatch)
     found = gradients_of(adapted_mlp(x, some[:2], some[2], recompute=recompute), x, some)
     backward = E4 if per_row else E5
-    again = [((24, 32), E4)] * recompute
-    assert counted.casts == [
-        ((24, 32), E4),
-        ((24, 64), E4),
-        *again,
-        ((24, 32), backward),
-        ((24, 64), backward),
-        ((24, 64), backward),
-    ]
+    forwards = [((24, columns), E4) for columns in (32, 64, *[32] * recompute)]
+    assert counted() == forwards + [((24, columns), backward) for columns in (32, 64, 64)]
     exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
     linear = lambda x, p: linears(x, [p])[0]
     y = linear(torch.nn.functional.silu(linear(wide, exact[0])) * linear(wide, exact[1]), exact[2])
@@ -213,9 +190,8 @@ def test_no_rows():
 
 def test_a_gpu_without_fp8_raises(monkeypatch):
     monkeypatch.setattr(float8, "_capability", lambda index: (8, 0))
-    assert (
-        float8.lacking(torch.device("cuda", 0)) == "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0"
-    )
+    said = "FP8 needs an NVIDIA GPU of compute capability 8.9 or newer, got 8.0"
+    assert float8.lacking(torch.device("cuda", 0)) == said
     monkeypatch.setattr(float8, "lacking", lambda device: "FP8 needs more")
     with pytest.raises(ValueError, match="FP8 needs more"):
         cast(drawn(4, 16), E4, False)
@@ -224,11 +200,10 @@ def test_a_gpu_without_fp8_raises(monkeypatch):
 @needs_kernels
 def test_launchers_have_true_schemas_and_fakes():
     x, by = torch.randn(3, 32, device=DEVICE, dtype=torch.bfloat16), torch.rand(32, device=DEVICE)
-    for args in ((x, None, E4, False), (x, by, E4, True)):
-        torch.library.opcheck(torch.ops.liger.float8_cast.default, args, test_utils="test_faketensor")
-    torch.library.opcheck(torch.ops.liger.transpose_bytes.default, (x.to(E4),), test_utils="test_faketensor")
-    torch.library.opcheck(
-        torch.ops.liger.dense_experts.default,
-        (x.to(E4)[None], by[:1].view(1, 1, 1), torch.bfloat16),
-        test_utils="test_faketensor",
-    )
+    for name, *args in (
+        ("float8_cast", x, None, E4, False),
+        ("float8_cast", x, by, E4, True),
+        ("transpose_bytes", x.to(E4)),
+        ("dense_experts", x.to(E4)[None], by[:1].view(1, 1, 1), torch.bfloat16),
+    ):
+        torch.library.opcheck(getattr(torch.ops.liger, name).default, tuple(args), test_utils="test_faketensor")

@@ -9,6 +9,7 @@ from devices import DEVICE, drawn, needs_kernels
 from quick import further
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from watching import calls_of, saved
 
 from liger_kernel.ops.activations.glu import MAXIMA, Form, glu_bwd_, glu_fwd
 from liger_kernel.ops.projections import float8_training as f8
@@ -33,9 +34,8 @@ def of_torchao(weight: torch.Tensor, recipe: f8.Recipe) -> nn.Linear:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.quantization.quantize_.common import KernelPreference
 
-        layer.forward = lambda x: _to_mxfp8_then_scaled_mm(
-            x, layer.weight, KernelPreference.EMULATED, ScaleCalculationMode.RCEIL
-        )
+        how = KernelPreference.EMULATED, ScaleCalculationMode.RCEIL
+        layer.forward = lambda x: _to_mxfp8_then_scaled_mm(x, layer.weight, *how)
         return layer
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
@@ -43,6 +43,15 @@ def of_torchao(weight: torch.Tensor, recipe: f8.Recipe) -> nn.Linear:
     config = Float8LinearConfig.from_recipe_name(recipe.name)
     object.__setattr__(config, "emulate", True)
     return Float8Linear.from_float(layer, config)
+
+
+def assert_same_casts(found, expected) -> None:
+    """Of rows and of columns, each or none."""
+    for one, other in zip(found, expected):
+        assert (one is None) == (other is None)
+        for mine, theirs in zip(one or (), other or ()):
+            assert mine.dtype == theirs.dtype
+            torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @needs_kernels
@@ -60,24 +69,16 @@ def test_casts_are_those_of_the_reference(M, N, by_rows, powers_of_2):
     for dtype in (E4, E5):
         for rows, columns in ((True, True), (True, False), (False, True)):
             how = dict(rows=rows, columns=columns)
-            both = f8.casts(x, dtype, amax, powers_of_2, **how), f8.reference(x, amax, dtype, powers_of_2, **how)
-            for found, expected in zip(*both):
-                assert (found is None) == (expected is None)
-                for one, other in zip(found or (), expected or ()):
-                    assert one.shape == other.shape and one.dtype == other.dtype
-                    torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)
-                assert found is None or ((found.scale > 0).all() and found.scale.isfinite().all())
+            both = f8.casts(x, dtype, amax, powers_of_2, **how)
+            assert_same_casts(both, f8.reference(x, amax, dtype, powers_of_2, **how))
+            assert all(found is None or ((found.scale > 0) & found.scale.isfinite()).all() for found in both)
 
 
 @needs_kernels
 def test_tensors_that_one_launch_searches():
     """Each has its own largest value, whatever the sizes, strides and dtypes of the others are."""
-    xs = [
-        drawn(70, 144, seed=1),
-        drawn(1, 16, seed=2),
-        drawn(9, 300, seed=3).t().contiguous().t(),
-        drawn(300, 33, seed=4)[:, :20],
-    ]
+    xs = [drawn(70, 144, seed=1), drawn(1, 16, seed=2)]
+    xs += [drawn(9, 300, seed=3).t().contiguous().t(), drawn(300, 33, seed=4)[:, :20]]
     for x, size in zip(xs, (3.0, 500.0, 7.0, 1e4)):
         x[0, 3], x[-1, 5] = -size, float("nan")
     for count in range(1, f8.MOST + 1):
@@ -99,14 +100,7 @@ def test_two_tensors_cast_together(how, powers_of_2):
             one = f8.CastRequest(x, (E4, E5)[i % 2], f8.amax_of(x, False), *how)
             two = f8.CastRequest(other, E4, f8.amax_of(other, False), False, True)
             for found, (of, dtype, amax, rows, columns) in zip(f8.casts_together([one, two], powers_of_2), (one, two)):
-                for mine, alone in zip(found, f8.casts(of, dtype, amax, powers_of_2, rows=rows, columns=columns)):
-                    assert (mine is None) == (alone is None)
-                    if mine is not None:
-                        assert mine.values.shape == alone.values.shape and mine.values.dtype == alone.values.dtype
-                        assert torch.equal(mine.scale, alone.scale)
-                        torch.testing.assert_close(
-                            mine.values.float(), alone.values.float(), rtol=0, atol=0, equal_nan=True
-                        )
+                assert_same_casts(found, f8.casts(of, dtype, amax, powers_of_2, rows=rows, columns=columns))
 
 
 @needs_kernels
@@ -115,12 +109,8 @@ def test_casts_in_memory_memory():
     x = drawn(48, 144)
     amax = f8.amax_of(x, False)
     expected = f8.casts(x, E5, amax, False, rows=True, columns=True)
-    for memory, fits in (
-        (drawn(48, 144), True),
-        (drawn(144, 48).t(), False),
-        (drawn(48, 144, dtype=torch.float32), True),
-        (drawn(47, 144), False),
-    ):
+    fitting, others = (drawn(48, 144), drawn(48, 144, dtype=torch.float32)), (drawn(144, 48).t(), drawn(47, 144))
+    for memory, fits in (*((m, True) for m in fitting), *((m, False) for m in others)):
         found = f8.casts(x, E5, amax, False, rows=True, columns=True, memory=memory)
         for one, other in zip(found, expected):
             assert torch.equal(one.values.float(), other.values.float()) and one.scale == other.scale
@@ -133,10 +123,18 @@ def learning(call, x, dy, learnt):
     return [y, *torch.autograd.grad(y, [x, *learnt], dy)]
 
 
+def assert_errors_are_those_of(found, theirs, truth) -> None:
+    """Beside fp64, at most 1.1 times those."""
+    for ours, their, true in zip(found, theirs, truth):
+        error = lambda t, true=true: ((t.double() - true).norm() / true.norm()).item()
+        assert 1e-4 < error(ours) <= 1.1 * error(their) + 1e-6
+        assert ours.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("tokens", [48, 40])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_errors_are_those_of_torchao(recipe, tokens):
-    """Of y, dx and dw beside fp64, at most 1.1 times those of the layer that torchao emulates."""
+    """Of y, dx and dw, beside those of the layer that torchao emulates."""
     K, N = 96, 64
     tokens += -tokens % 32 * recipe.blocks  # torchao has no others
     weight, x, dy = drawn(N, K, seed=1), drawn(tokens, K, seed=2), drawn(tokens, N, seed=3)
@@ -146,25 +144,20 @@ def test_errors_are_those_of_torchao(recipe, tokens):
     found = learning(lambda x: linears(x, [Projection(f8.float8_trained(w, recipe))])[0], x, dy, [w])
     other = learning(theirs, x, dy, [theirs.weight])
     wide = weight.double().requires_grad_()
-    truth = learning(lambda x: x @ wide.t(), x.double(), dy.double(), [wide])
-    for ours, their, true in zip(found, other, truth):
-        error = lambda t, true=true: ((t.double() - true).norm() / true.norm()).item()
-        assert 1e-4 < error(ours) <= 1.1 * error(their) + 1e-6
-        assert ours.dtype == torch.bfloat16
+    assert_errors_are_those_of(found, other, learning(lambda x: x @ wide.t(), x.double(), dy.double(), [wide]))
 
 
 def test_a_forward_alone_casts_by_rows(monkeypatch):
     """Without gradients, nothing needs the transposed casts."""
-    made, casts = [], f8.casts_together
-    note = lambda requests, *how: made.extend((each.rows, each.columns) for each in requests) or casts(requests, *how)
-    monkeypatch.setattr(f8, "casts_together", note)
+    calls = calls_of(monkeypatch, f8, "casts_together")
+    made = lambda: [(each.rows, each.columns) for (requests, *_), _ in calls for each in requests]
     x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
     run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
     y = run()
-    assert made == [(True, True), (True, False)]
+    assert made() == [(True, True), (True, False)]
     with torch.no_grad():
         assert torch.equal(run(), y)
-    assert made[2:] == [(True, False), (True, False)]
+    assert made()[2:] == [(True, False), (True, False)]
 
 
 @needs_kernels
@@ -175,11 +168,8 @@ def test_the_cast_of_a_weight_for_compiled_graphs(by_rows):
     values, scale = f8.float8_transposed(w, torch.bfloat16, *amax, by_rows, w)
     expected = f8.reference(w.bfloat16(), amax, E4, by_rows, False, True)[1]
     assert torch.equal(values.float(), expected.values.float()) and torch.equal(scale, expected.scale)
-    torch.library.opcheck(
-        torch.ops.liger.float8_transposed.default,
-        (w, torch.bfloat16, *amax, by_rows, w),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    args, which = (w, torch.bfloat16, *amax, by_rows, w), ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.liger.float8_transposed.default, args, test_utils=which)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, **named)
@@ -190,10 +180,9 @@ def test_what_outlives_the_forward(recipe):
     ws = [drawn(48, 64, seed=i).requires_grad_() for i in (2, 3)]
     adapter = Adapter(drawn(4, 64, seed=4).requires_grad_(), drawn(48, 4, seed=5).requires_grad_())
     for adapters in ((), (adapter,)):
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+        with saved() as kept:
             linears(x.requires_grad_(), [Projection(f8.float8_trained(w, recipe), None, adapters) for w in ws])
-        held = [t for t in saved if t.numel() == x.numel()]
+        held = [t for t in kept if t.numel() == x.numel()]
         if adapters or not recipe.weight_gradient:
             assert len(held) == 1 and held[0].data_ptr() == x.data_ptr()
         else:
@@ -235,12 +224,9 @@ def test_largest_values_of_an_activation(packed, M, N):
     up[0, 0], up[-1, -1], dh = float("inf"), float("nan"), drawn(M, N, seed=3)
     size = lambda t: t.float().abs().nan_to_num(posinf=0, nan=0).max()
     h, maxima = f8.glu_and_maxima(gate, up, "silu", *Form())
-    assert torch.equal(
-        h.float().nan_to_num(), glu_fwd(gate, up, "silu", *Form()).float().nan_to_num()
-    ) and maxima.max() == size(h)
-    torch.library.opcheck(
-        torch.ops.liger.glu_and_maxima.default, (gate, up, "silu", *Form()), test_utils="test_faketensor"
-    )
+    args = (gate, up, "silu", *Form())
+    assert torch.equal(h.float().nan_to_num(), glu_fwd(*args).float().nan_to_num()) and maxima.max() == size(h)
+    torch.library.opcheck(torch.ops.liger.glu_and_maxima.default, args, test_utils="test_faketensor")
     maxima = torch.zeros(3, MAXIMA, device=DEVICE)
     glu_bwd_(dh, gate, up, "silu", True, *Form(), maxima=maxima)
     for found, t in zip(maxima, (dh, gate, up)):
@@ -261,17 +247,11 @@ def test_a_gated_mlp(recipe, checkpointed, tiles):
     gate, up, down = (Projection(f8.float8_trained(w, recipe)) for w in ours)
     node = lambda x: adapted_mlp(x, [gate, up], down, ends=True, tiles=tiles)
     call = (lambda x: checkpoint(node, x, use_reentrant=False)) if checkpointed else node
-    found = learning(call, x, dy, ours)
-    other = learning(
-        lambda x: layers[2](nn.functional.silu(layers[0](x)) * layers[1](x)), x, dy, [m.weight for m in layers]
-    )
+    of = lambda gate, up, down: lambda x: down(nn.functional.silu(gate(x)) * up(x))
+    other = learning(of(*layers), x, dy, [m.weight for m in layers])
     wide = [w.double().requires_grad_() for w in values]
-    truth = learning(
-        lambda x: (nn.functional.silu(x @ wide[0].t()) * (x @ wide[1].t())) @ wide[2].t(), x.double(), dy.double(), wide
-    )
-    for mine, their, true in zip(found, other, truth):
-        error = lambda t, true=true: ((t.double() - true).norm() / true.norm()).item()
-        assert error(mine) <= 1.1 * error(their) + 1e-6
+    truth = learning(of(*(lambda x, w=w: x @ w.t() for w in wide)), x.double(), dy.double(), wide)
+    assert_errors_are_those_of(learning(call, x, dy, ours), other, truth)
 
 
 @needs_kernels
@@ -292,20 +272,16 @@ def test_a_gated_mlp_of_two_recipes():
 def test_weights_are_searched_once_a_step(monkeypatch):
     """Over accumulation and checkpointing, too; and again after a step, a change in place, and
     ``forget``."""
-    made, maxima_of = [], f8.maxima_of
-    w = drawn(32, 16, seed=1).requires_grad_()
-    monkeypatch.setattr(
-        f8, "maxima_of", lambda xs: made.extend(t.data_ptr() == w.data_ptr() for t in xs) or maxima_of(xs)
-    )
+    calls, w = calls_of(monkeypatch, f8, "maxima_of"), drawn(32, 16, seed=1).requires_grad_()
     kept, x = f8.WeightCache(), drawn(32, 16, seed=2)
     optimizer = torch.optim.SGD([w], lr=1e-2)
 
     def step() -> int:
-        made.clear()
+        calls.clear()
         for _ in range(2):
             run = lambda x: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], kept))])[0]
             checkpoint(run, x, use_reentrant=False).float().sum().backward()
-        return sum(made)
+        return sum(t.data_ptr() == w.data_ptr() for (xs,), _ in calls for t in xs)
 
     assert step() == 1
     assert step() == 0
@@ -323,10 +299,8 @@ def test_weights_are_searched_once_a_step(monkeypatch):
 
 def test_adapters_beside_a_dense_weight_are_as_before():
     """A node of an FP8 and a dense weight of one input keeps the input itself."""
-    x, w, v = drawn(16, 32, seed=1), drawn(16, 32, seed=2).requires_grad_(), drawn(16, 32, seed=3).requires_grad_()
-    a, b = linears(
-        x.requires_grad_(), [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"])), Projection(dense(v))]
-    )
+    x, w, v = (drawn(16, 32, seed=seed).requires_grad_() for seed in (1, 2, 3))
+    a, b = linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"])), Projection(dense(v))])
     (a.sum() + b.sum()).backward()
     assert torch.equal(v.grad, torch.ones(16, 16, dtype=x.dtype, device=x.device) @ x.detach())
     assert w.grad is not None and (w.grad - v.grad).norm() < 0.1 * v.grad.norm()
@@ -337,14 +311,9 @@ def test_adapters_beside_a_dense_weight_are_as_before():
 def test_a_layer_starts_few_kernels(learns, monkeypatch):
     """Projections of one input and their gradients search in two launches what has one scale,
     and each product casts both its operands in one."""
-    started, launch = [], f8.launch
-    monkeypatch.setattr(
-        f8, "launch", lambda kernel, *args, **how: started.append(kernel.fn.__name__) or launch(kernel, *args, **how)
-    )
+    calls = calls_of(monkeypatch, f8, "launch")
     ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
     projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.WeightCache())) for w in ws]
     ys = linears(drawn(48, 32).requires_grad_(), projections)
-    assert started == ["_maxima", "_casts", "_casts", "_casts"]
-    started.clear()
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-    assert started == ["_maxima", "_casts", "_casts", "_casts"]
+    assert [args[0].fn.__name__ for args, _ in calls] == 2 * ["_maxima", "_casts", "_casts", "_casts"]

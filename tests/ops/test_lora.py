@@ -7,9 +7,9 @@ import importlib
 
 import pytest
 import torch
-from devices import DEVICE, needs_kernels
-from torch.utils._python_dispatch import TorchDispatchMode
+from devices import DEVICE, assert_beside, leaves, needs_kernels
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from watching import Watch, calls_of
 
 from liger_kernel.ops import OPS, lora_linear
 from liger_kernel.ops._core.operator import T
@@ -24,26 +24,12 @@ from liger_kernel.ops.projections.weights import Dequantized, Weight, dense
 from liger_kernel.testing import assert_as_accurate, differentiable, like, run
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
-            self.shapes.append(tuple(out.shape))
-        return out
-
-
 def products(op, learn: set[str]) -> int:
     args = op.cases[0].make(torch.float32, DEVICE)
     args = {k: v.detach().requires_grad_(k in learn) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    with Products() as seen:
+    with Watch() as seen:
         run(op.fn, args)
-    return len(seen.shapes)
+    return seen.products
 
 
 @needs_kernels
@@ -71,12 +57,9 @@ def test_selective_checkpointing(name):
     seen = []
 
     def policy(ctx, what, *args, **kwargs):
-        seen.append((ctx.is_recompute, what.overloadpacket.__name__))
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if what.overloadpacket.__name__ in ("mm", "addmm", "add")
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        seen.append((ctx.is_recompute, name := what.overloadpacket.__name__))
+        kept = name in ("mm", "addmm", "add")
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     call = lambda *tensors: tuple(torch.utils._pytree.tree_leaves(op.fn(**(args | dict(zip(names, tensors))))))
     total = lambda out: sum(t.square().sum() for t in out)
@@ -107,14 +90,8 @@ def test_autocast():
 
 @pytest.mark.parametrize("name", ["weight", "a", "b", "bias", "magnitude"])
 def test_arguments_are_where_x_is(name):
-    args = dict(
-        x=torch.randn(6, 8),
-        weight=torch.randn(4, 8),
-        a=torch.randn(2, 8),
-        b=torch.randn(4, 2),
-        bias=torch.randn(4),
-        magnitude=torch.randn(4),
-    )
+    shapes = dict(x=(6, 8), weight=(4, 8), a=(2, 8), b=(4, 2), bias=(4,), magnitude=(4,))
+    args = {k: torch.randn(shape) for k, shape in shapes.items()}
     with pytest.raises(ValueError, match=f"lora_linear: {name} must be on x's device, cpu, got meta"):
         lora_linear(**args | {name: args[name].to("meta")})
 
@@ -138,15 +115,11 @@ def test_four_bits(nested, dtype):
         scales = absmax
     halves = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1).flatten()
     expected = (code[halves.long()] * scales.repeat_interleave(block)).view(N, K).to(dtype)
-    here = lambda t: None if t is None else t.to(DEVICE)
-    found = dense_four_bits(
-        *map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset)), [N, K], block, block2, dtype
-    )
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=0)
-    stored = [*map(here, (packed, absmax, code, absmax2, code2 if nested else None, offset))]
-    torch.library.opcheck(
-        torch.ops.liger.dense_four_bits.default, (*stored, [N, K], block, block2, dtype), test_utils="test_faketensor"
-    )
+    tensors = packed, absmax, code, absmax2, code2 if nested else None, offset
+    args = (*(t if t is None else t.to(DEVICE) for t in tensors), [N, K], block, block2, dtype)
+    rtol = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(dense_four_bits(*args).cpu(), expected, rtol=rtol, atol=0)
+    torch.library.opcheck(torch.ops.liger.dense_four_bits.default, args, test_utils="test_faketensor")
 
 
 @needs_kernels
@@ -156,35 +129,28 @@ def test_a_checkpointed_mlp_has_a_tile_at_a_time(rows, tiles, made_dense, monkey
     """It projects once more, a tile at a time, and its recomputation ends before the first
     product; gradients are those of the whole."""
     monkeypatch.setattr(importlib.import_module("liger_kernel.ops.projections.mlp"), "TILE", 4)
-    seen, product = [], Weight.forward
-    monkeypatch.setattr(Weight, "forward", lambda self, x, y: seen.append(x.rows.shape[0]) or product(self, x, y))
+    products, opened = calls_of(monkeypatch, Weight, "forward"), []
     generator = torch.Generator().manual_seed(0)
     drawn = lambda *shape: torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(DEVICE)
-    made = lambda w: (
-        Dequantized(tuple(w.shape), None, dequantize=lambda dtype: opened.append(1) or w.to(dtype))
-        if made_dense
-        else dense(w)
-    )
-    layer = lambda N, K: Projection(
-        made(drawn(N, K)), drawn(N), (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),)
-    )
+    stored = lambda w: Dequantized(tuple(w.shape), None, dequantize=lambda dtype: opened.append(1) or w.to(dtype))
+    adapter = lambda N, K: Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5)
+    layer = lambda N, K: Projection((stored if made_dense else dense)(drawn(N, K)), drawn(N), (adapter(N, K),))
     gate, up, down = layer(24, 16), layer(24, 16), layer(16, 24)
     learnt = [t for p in (gate, up, down) for a in p.adapters for t in (a.a, a.b)]
     x, dy = drawn(rows, 16).requires_grad_(), drawn(rows, 16)
-    found, products, opened = [], [], []
-    whole, tiled = lambda f: f(x), lambda f: checkpoint(f, x, use_reentrant=False)
-    for call in (whole, tiled):
-        seen.clear()
-        opened.clear()
-        y = call(lambda x: adapted_mlp(x, [gate, up], down, ends=True))
-        forward = len(seen)
-        found.append([y, *torch.autograd.grad(y, [x, *learnt], dy)])
-        products.append((seen[:forward], seen[forward:]))
-        assert len(opened) == made_dense * 6
     each = lambda times: [n for n in tiles for _ in range(times)]
-    assert products == [([rows] * 3, []), (each(3), each(2))]
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    found, node = [], lambda x: adapted_mlp(x, [gate, up], down, ends=True)
+    for call, forward, backward in (
+        (node, [rows] * 3, []),
+        (lambda x: checkpoint(node, x, use_reentrant=False), each(3), each(2)),
+    ):
+        products.clear()
+        opened.clear()
+        y = call(x)
+        found.append([y, *torch.autograd.grad(y, [x, *learnt], dy)])
+        assert [args[1].rows.shape[0] for args, _ in products] == forward + backward
+        assert len(opened) == made_dense * 6
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @needs_kernels
@@ -209,16 +175,13 @@ def test_thin_results_beyond_fp16(a, b, magnitude):
     args["magnitude"] = torch.rand(40, device=DEVICE, requires_grad=True) if magnitude else None
     thin = lambda x, a, b: args[x].detach().float() @ args[a].detach().t()
     assert max(thin("x", "a", "b").abs().max(), args["b"].abs().max()) > 65504
-    found, stock = (run(fn, like(args)) for fn in (lora_linear, lora.reference))
-    assert all(t.isfinite().all() for t in stock.values())
-    assert_as_accurate(found, stock, run(lora.reference, like(args, torch.float64)))
+    assert all(t.isfinite().all() for t in assert_beside(lora_linear, lora.reference, args).values())
 
 
 def test_dropout_of_thin_results_beyond_fp16():
     x = torch.full((6, 64), 30.0, dtype=torch.float16, device=DEVICE, requires_grad=True)
-    w, a, b = (
-        torch.full(shape, value, device=DEVICE) for shape, value in (((40, 64), 0.0), ((3, 64), 1e3), ((40, 3), 1e-4))
-    )
+    full = lambda value, *shape: torch.full(shape, value, device=DEVICE)
+    w, a, b = full(0.0, 40, 64), full(1e3, 3, 64), full(1e-4, 40, 3)
     for p, q in ((a, b), (a * 1e-8, b * 1e8)):
         (y,) = linears(x, [Projection(dense(w.half()), None, (Adapter(p, q, 1.0, 0.5), Adapter(p, q)))])
         dy = torch.full_like(y, 10.0)
@@ -238,8 +201,7 @@ def test_norms_of_rows(N, K, r, w_dtype, dtype):
     """Of rows of which the adapter leaves little or nothing, as exact as by the sum in fp32."""
     torch.manual_seed(0)
     w = torch.randn(N, 2 * K, device=DEVICE).to(w_dtype)[:, ::2]
-    a = torch.randn(r, K, device=DEVICE).to(dtype)
-    b = torch.zeros(N, r, device=DEVICE).to(dtype)
+    a, b = torch.randn(r, K, device=DEVICE).to(dtype), torch.zeros(N, r, device=DEVICE, dtype=dtype)
     b[3:] = torch.randn(N - 3, r) / 8
     a[0] = w[0]
     for row, left in enumerate((0.0, 2.0**-7, 0.125)):  # numbers of bf16
@@ -255,12 +217,6 @@ def test_norms_of_rows(N, K, r, w_dtype, dtype):
 
 @pytest.mark.parametrize("shape", [(), (1,), (40,)], ids=str)
 def test_a_scale_that_is_a_tensor(shape):
-    torch.manual_seed(0)
-    args = {
-        k: v.make(torch.float32, DEVICE).detach().requires_grad_()
-        for k, v in dict(x=T((7, 24)), **_layer(24, 40, 3)).items()
-    }
+    args = leaves(x=(7, 24), **{k: t.shape for k, t in _layer(24, 40, 3).items()})
     args["scale"] = (torch.rand(shape, device=DEVICE) + 0.5).requires_grad_()
-    found = {fn: run(fn, like(args)) for fn in (lora_linear, lora.reference)}
-    assert found[lora_linear]["dscale"].shape == shape
-    assert_as_accurate(found[lora_linear], found[lora.reference], run(lora.reference, like(args, torch.float64)))
+    assert assert_beside(lora_linear, lora.reference, args)["dscale"].shape == shape

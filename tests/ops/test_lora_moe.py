@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICE, needs_kernels
+from devices import DEVICE, assert_beside, needs_kernels
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watch, saved
 
+from liger_kernel.ops._core.operator import Case
 from liger_kernel.ops.projections import grouped_mm as _grouped_mm
 from liger_kernel.ops.projections import moe as moe_module
 from liger_kernel.ops.projections.adapted import Adapter
@@ -16,7 +17,7 @@ from liger_kernel.ops.projections.lora_moe import _args, lora_moe
 from liger_kernel.ops.projections.moe import adapted_moe
 from liger_kernel.ops.projections.moe import experts_in_torch as reference
 from liger_kernel.ops.projections.weights import Dequantized
-from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run, upstream
+from liger_kernel.testing import assert_same_bits, differentiable, like, run, upstream
 
 ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 WEIGHTS = ("gate_up", "down")
@@ -26,43 +27,34 @@ def arguments(
     tokens=11, K=2, H=16, I=24, E=4, r=3, *, dtype=torch.float32, learn=("x", "topk_weight", *ADAPTERS), seed=0, **more
 ) -> dict:
     torch.manual_seed(seed)
-    drawn = {
-        k: v.make(dtype, DEVICE) if hasattr(v, "make") else v for k, v in _args(tokens, K, H, I, E, r, **more).items()
-    }
+    drawn = Case("", _args(tokens, K, H, I, E, r, **more)).make(dtype, DEVICE, seed)
     drawn["topk_index"] = drawn["topk_index"].contiguous()
-    return {
-        k: v.detach().requires_grad_(k in learn and v.is_floating_point()) if isinstance(v, Tensor) else v
-        for k, v in drawn.items()
-    }
-
-
-def assert_right(args: dict, fn=lora_moe, stock=reference) -> None:
-    assert_as_accurate(run(fn, like(args)), run(stock, like(args)), run(stock, like(args, torch.float64)))
+    learns = lambda k, t: t.detach().requires_grad_(k in learn and t.is_floating_point())
+    return {k: learns(k, v) if isinstance(v, Tensor) else v for k, v in drawn.items()}
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_gradient_at_once(dtype):
-    args = arguments(dtype=dtype, learn=("x", "topk_weight", *WEIGHTS, *ADAPTERS)) | dict(
-        limit=6.0, offset=1.0, alpha=1.5
-    )
+    args = arguments(dtype=dtype, learn=("x", "topk_weight", *WEIGHTS, *ADAPTERS))
+    args |= dict(limit=6.0, offset=1.0, alpha=1.5)
     # far from the limit on one side or the other: where rounding decides, a gradient is a matter of
     # luck
     args["gate_up_bias"] = (torch.randint(-1, 2, (4, 48)) * 30.0).to(DEVICE, dtype).requires_grad_()
     args["down_bias"] = torch.randn(4, 16).to(DEVICE, dtype).requires_grad_()
-    assert_right(args)
+    assert_beside(lora_moe, reference, args)
 
 
 @needs_kernels
 @pytest.mark.parametrize("r", [1, 16, 33, 100])
 def test_any_rank(r):
     """Of one block or several, with columns that are left over."""
-    assert_right(arguments(r=r))
+    assert_beside(lora_moe, reference, arguments(r=r))
 
 
 @needs_kernels
 def test_more_rows_columns_and_steps_than_a_tile():
-    assert_right(arguments(200, 1, 40, 70, 2, 5))
+    assert_beside(lora_moe, reference, arguments(200, 1, 40, 70, 2, 5))
 
 
 @needs_kernels
@@ -87,7 +79,7 @@ def test_products_that_leave_what_is_empty(monkeypatch):
     monkeypatch.setattr(torch, "_grouped_mm", grouped)
     args = arguments(used=2)
     args["topk_index"][::3, 0] = -1
-    assert_right(args)
+    assert_beside(lora_moe, reference, args)
 
 
 PARTS, SCALES = [2, 3], (0.5, -2.0)
@@ -113,7 +105,7 @@ def of_weights(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_adapters(dtype):
     """They are joined; the sum of weights and adapters, as PEFT makes it, is the same."""
-    assert_right(arguments(r=5, dtype=dtype), of_adapters, of_weights)
+    assert_beside(of_adapters, of_weights, arguments(r=5, dtype=dtype))
 
 
 @needs_kernels
@@ -135,9 +127,8 @@ def test_thin_results_beyond_fp16(of, a, b, monkeypatch):
     fp32."""
     thin, thin_rows = [], moe_module.thin_rows
     monkeypatch.setattr(moe_module, "thin_rows", lambda *args: thin.append(thin_rows(*args)) or thin[-1])
-    args = arguments(dtype=torch.float16, H=64, learn=("x", *ADAPTERS)) | dict.fromkeys(
-        name for name in ADAPTERS if not name.startswith(of)
-    )
+    args = arguments(dtype=torch.float16, H=64, learn=("x", *ADAPTERS))
+    args |= dict.fromkeys(name for name in ADAPTERS if not name.startswith(of))
     for name, size in ((f"{of}_a", a), (f"{of}_b", b)):
         args[name] = (args[name].detach().float().abs() * size).requires_grad_()
     args["x"] = (args["x"].detach().abs() * 4).requires_grad_()
@@ -154,44 +145,19 @@ def test_a_stored_weight_is_made_dense_for_each_product():
     made: list[tuple[int, ...]] = []
 
     def stored(name: str) -> Dequantized:
-        weight = args[name].detach()
-        return Dequantized(
-            tuple(weight.shape),
-            None,
-            dequantize=lambda dtype: made.append(tuple(weight.shape)) or weight.to(dtype, copy=True),
-        )
+        weight, shape = args[name].detach(), tuple(args[name].shape)
+        return Dequantized(shape, None, dequantize=lambda dtype: made.append(shape) or weight.to(dtype, copy=True))
 
     def fn(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, *, scale):
         pairs = [Adapter(gate_up_a, gate_up_b, scale)], [Adapter(down_a, down_b, scale)]
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        with saved() as kept:
             y = adapted_moe(x, stored("gate_up"), stored("down"), topk_index, topk_weight, *pairs)
-        assert args["gate_up"].numel() not in saved and args["down"].numel() not in saved
+        assert not {args[name].numel() for name in WEIGHTS} & {t.numel() for t in kept}
         return y
 
     found = run(fn, like(args))
     assert made == [(4, 48, 16), (4, 16, 24), (4, 16, 24), (4, 48, 16)]
     assert_same_bits(found, run(lora_moe, like(args)))
-
-
-class Launches(TorchDispatchMode):
-    """The launchers that run, and the largest tensor in new memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.__name__.partition(".")[0])
-        place = lambda t: t.untyped_storage().data_ptr()
-        given = {place(t) for t in args if isinstance(t, Tensor)}
-        outs = out if isinstance(out, tuple | list) else [out]
-        self.largest = max(
-            [self.largest, *(t.numel() for t in outs if isinstance(t, Tensor) and place(t) not in given)]
-        )
-        return out
 
 
 @needs_kernels
@@ -211,7 +177,7 @@ class Launches(TorchDispatchMode):
 def test_what_is_frozen_has_no_products(learn, wide, thin):
     """Grouped products with the weights; thin ones of rows, added, and over rows. The gradient
     of a frozen weight is never made."""
-    with Launches() as seen:
+    with Watch() as seen:
         run(lora_moe, arguments(learn=learn))
     assert seen.names.count("grouped_mm") == wide and "grouped_outer" not in seen.names
     assert tuple(map(seen.names.count, ("thin_rows", "add_thin_", "thin_outer"))) == thin
@@ -220,7 +186,7 @@ def test_what_is_frozen_has_no_products(learn, wide, thin):
 @needs_kernels
 def test_nothing_is_as_large_as_the_weights():
     args = arguments(3, 1, 16, 24, 8, 2)
-    with Launches() as seen:
+    with Watch() as seen:
         run(lora_moe, args)
     assert 0 < seen.largest < args["down"].numel()
 
@@ -231,13 +197,11 @@ def test_what_is_saved():
     the kernels read it."""
     args = arguments()
     given = {t.data_ptr() for t in args.values() if isinstance(t, Tensor)}
-    saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t.numel()}), lambda t: t):
+    with saved() as kept:
         lora_moe(**args)
-    assert (
-        sum(n for p, n in saved.items() if p not in given)
-        == 22 * 48 + 22 * 3 + 2 * 22 + 4 + args["gate_up_b"].numel() + args["down_b"].numel()
-    )
+    sizes = {t.data_ptr(): t.numel() for t in kept if t.data_ptr() not in given}
+    b = args["gate_up_b"].numel() + args["down_b"].numel()
+    assert sum(sizes.values()) == 22 * 48 + 22 * 3 + 2 * 22 + 4 + b
 
 
 @needs_kernels
@@ -249,14 +213,7 @@ def test_autocast():
         y = lora_moe(**args)
     assert y.dtype == torch.bfloat16
     y.backward(upstream({"out0": y})["out0"])
-    halves = like(
-        {
-            k: v.to(torch.bfloat16) if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in args.items()
-            if k != "topk_weight"
-        }
-    )
-    expected = run(lora_moe, halves | dict(topk_weight=args["topk_weight"]))
+    expected = run(lora_moe, like(args, torch.bfloat16) | dict(topk_weight=args["topk_weight"]))
     for name, t in differentiable(args).items():
         assert t.grad.dtype == torch.float32
         torch.testing.assert_close(t.grad, expected[f"d{name}"].float(), rtol=2**-7, atol=1e-3)

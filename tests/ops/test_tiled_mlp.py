@@ -2,15 +2,17 @@
 what is kept for the backward."""
 
 import copy
-import threading
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from devices import DEVICE, needs_kernels
+from devices import DEVICE, drawn, needs_kernels
 from torch import nn
+from watching import saved
 
 from liger_kernel.nn import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, LigerTiledSwiGLUMLP
 from liger_kernel.ops import LigerTiledMLPFunction, apply_tiled_mlp
@@ -44,12 +46,7 @@ def mlp(tiles: int | None, dtype: torch.dtype = torch.float32, p: float = 0.0, s
 
 
 def data(dtype: torch.dtype = torch.float32, T: int = 50, seed: int = 0) -> torch.Tensor:
-    return (
-        torch.randn(2, T, 32, generator=torch.Generator().manual_seed(seed))
-        .to(DEVICE, torch.bfloat16)
-        .to(dtype)
-        .requires_grad_()
-    )
+    return drawn(2, T, 32, seed=seed).to(dtype).requires_grad_()
 
 
 def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -63,13 +60,8 @@ def results(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     [(torch.float32, 50, 1), (torch.float32, 50, 7), (torch.bfloat16, 320, 32), (torch.bfloat16, 3, 50)],
 )
 def test_equals_the_mlp_in_one_piece(dtype, T, tiles):
-    pairs = [
-        (
-            results(mlp(None, dtype, seed=s), data(dtype, T, s)),
-            results(mlp(None, torch.float64, seed=s), data(torch.float64, T, s)),
-        )
-        for s in range(8)
-    ]
+    whole = lambda s, dtype: results(mlp(None, dtype, seed=s), data(dtype, T, s))
+    pairs = [(whole(s, dtype), whole(s, torch.float64)) for s in range(8)]
     assert_as_accurate(results(mlp(tiles, dtype), data(dtype, T)), *pairs[0], *pairs[1:])
 
 
@@ -92,8 +84,7 @@ def test_dropout_draws_the_same_again():
     torch.manual_seed(1)
     found = results(ours, data())
     assert torch.equal(torch.rand(3), after), "the backward moved the generator"
-    for k, v in expected.items():
-        torch.testing.assert_close(found[k], v)
+    torch.testing.assert_close(found, expected)
 
 
 def test_hooks_run_once_and_gradients_accumulate():
@@ -104,7 +95,7 @@ def test_hooks_run_once_and_gradients_accumulate():
     first = {k: v.clone() for k, v in results(module, data()).items()}
     assert sorted(calls) == sorted(2 * ["up.weight", "up.bias", "down.weight"])
     second = results(module, data())
-    assert_same_bits({k: second[k] for k in first if k in ("out0", "dx")}, {k: first[k] for k in ("out0", "dx")})
+    assert_same_bits(*({k: found[k] for k in ("out0", "dx")} for found in (second, first)))
     torch.testing.assert_close(second["dup.weight"], 2 * first["dup.weight"])
 
 
@@ -126,17 +117,13 @@ def test_frozen(frozen):
         x.requires_grad_(frozen != "x")
         return results(module, x)
 
-    expected = run(None)
-    ours = run(4)
-    for k, v in expected.items():
-        assert (ours[k] is None) == (v is None), k
-        if v is not None:
-            torch.testing.assert_close(ours[k], v)
+    present = lambda found: {k: v for k, v in found.items() if v is not None}
+    torch.testing.assert_close(present(run(4)), present(run(None)))
 
 
 def test_keeps_the_input_and_the_weights_only():
-    module, x, kept = mlp(5), data(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    module, x = mlp(5), data()
+    with saved() as kept:
         y = module(x)
     assert sum(t.numel() for t in kept) == x.numel() + sum(p.numel() for p in module.parameters())
     with torch.no_grad():
@@ -167,34 +154,19 @@ def test_autocast_is_that_of_the_forward():
 def test_weights_from_outside_are_refused():
     scale = torch.ones(32, device=DEVICE, requires_grad=True)
     y = LigerTiledMLPFunction.apply(lambda module, x: MLP.one(module, x) * scale, mlp(None), data(), 3, [scale])
-    with pytest.raises(
-        ValueError, match=r"fn must use no tensor outside mlp_module that asks for a gradient, got one of shape \(32,\)"
-    ):
+    said = r"fn must use no tensor outside mlp_module that asks for a gradient, got one of shape \(32,\)"
+    with pytest.raises(ValueError, match=said):
         y.sum().backward()
 
 
 def test_threads_share_a_module():
     """The backward exchanges the module's weights for a while, which no other thread may see."""
-    module, wrong = mlp(3), []
-    x = torch.randn(2, 12, 32, device=DEVICE)
+    module, x = mlp(3), torch.randn(2, 12, 32, device=DEVICE)
     weights = list(module.parameters())
-    expected = torch.autograd.grad(module(x).sum(), weights)
-
-    def work() -> None:
-        try:
-            for _ in range(10):
-                wrong.extend(
-                    a for a, b in zip(torch.autograd.grad(module(x).sum(), weights), expected) if not torch.equal(a, b)
-                )
-        except Exception as error:  # a thread has no other way to fail the test
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    grads = lambda _: torch.autograd.grad(module(x).sum(), weights)
+    expected = grads(0)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(all(map(torch.equal, found, expected)) for found in threads.map(grads, range(40)))
 
 
 def test_says_what_is_wrong():
@@ -216,8 +188,8 @@ def test_compiles_whole():
     torch._dynamo.reset()
     module = mlp(4)
     ours = results(torch.compile(module, fullgraph=True, backend="aot_eager"), data())
-    for (_, a), b in zip(sorted(ours.items()), (v for _, v in sorted(results(mlp(None), data()).items()))):
-        torch.testing.assert_close(a, b)
+    ours = {name.replace("_orig_mod.", ""): t for name, t in ours.items()}
+    torch.testing.assert_close(ours, results(mlp(None), data()))
 
 
 @pytest.fixture
@@ -240,14 +212,13 @@ def test_wrapped(wrapper, process_group):
         model = fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
     else:
         model = FullyShardedDataParallel(module, use_orig_params=wrapper == "fsdp1", device_id=torch.device("cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     expected, x = mlp(None), data()
-    reference = torch.optim.SGD(expected.parameters(), 0.1)
-    for _ in range(2):
-        for m, o in ((model, optimizer), (expected, reference)):
+    for m in (model, expected):
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
             m(x).square().mean().backward()
-            o.step()
-            o.zero_grad()
+            optimizer.step()
     torch.testing.assert_close(model(x), expected(x))
 
 
@@ -256,18 +227,14 @@ def test_wrapped(wrapper, process_group):
 
 def projections(dtype: torch.dtype, kind: str, packed: bool = False) -> list[Projection]:
     """Gate, up and down, of ``kind``: learnt, frozen, dequantized, or with adapters."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = lambda *shape: (
-        torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(torch.bfloat16).to(DEVICE, dtype)
-    )
+    seeds = itertools.count()
+    new = lambda *shape: (drawn(*shape, seed=next(seeds)) / shape[-1] ** 0.5).to(dtype)
 
     def one(N: int, K: int) -> Projection:
-        w, bias = drawn(N, K).requires_grad_(kind == "learnt"), drawn(N).requires_grad_(kind == "learnt")
+        w, bias = new(N, K).requires_grad_(kind == "learnt"), new(N).requires_grad_(kind == "learnt")
         weight = Dequantized((N, K), None, dequantize=lambda dtype: w.to(dtype)) if kind == "dequantized" else dense(w)
-        adapters = (
-            (Adapter(drawn(3, K).requires_grad_(), drawn(N, 3).requires_grad_(), 0.5),) if kind == "adapters" else ()
-        )
-        return Projection(weight, bias, adapters)
+        adapter = Adapter(new(3, K).requires_grad_(), new(N, 3).requires_grad_(), 0.5)
+        return Projection(weight, bias, (adapter,) * (kind == "adapters"))
 
     return [one(48, 16), one(16, 24)] if packed else [one(24, 16), one(24, 16), one(16, 24)]
 
@@ -276,12 +243,7 @@ def by_node(
     dtype: torch.dtype, kind: str, tiles: int, packed: bool = False, run=lambda f, x: f(x)
 ) -> dict[str, torch.Tensor]:
     *first, down = projections(dtype, kind, packed)
-    x = (
-        torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
-        .to(torch.bfloat16)
-        .to(DEVICE, dtype)
-        .requires_grad_()
-    )
+    x = drawn(2, 5, 16, seed=1).to(dtype).requires_grad_()
     y = run(lambda x: adapted_mlp(x, first, down, ends=True, tiles=tiles), x)
     y.mul(x.detach() + 1).sum().backward()
     learnt = [t for p in (*first, down) for t in p.tensors() if t is not None and t.requires_grad]
@@ -295,9 +257,7 @@ def by_node(
 @pytest.mark.parametrize("tiles", [3, 4, 10, 50])
 def test_a_node_in_tiles(kind, tiles, packed):
     whole, tiled = (by_node(torch.float32, kind, count, packed) for count in (1, tiles))
-    assert whole.keys() == tiled.keys()
-    for name, t in whole.items():
-        torch.testing.assert_close(tiled[name], t, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-5)
 
 
 @needs_kernels
@@ -317,9 +277,7 @@ def test_a_node_in_tiles_under_autocast(reentrant):
             return f(x) if reentrant is None else torch.utils.checkpoint.checkpoint(f, x, use_reentrant=reentrant)
 
     whole, tiled = (by_node(torch.float32, "learnt", tiles, run=run) for tiles in (1, 3))
-    for name, t in whole.items():
-        assert tiled[name].dtype == t.dtype
-        torch.testing.assert_close(tiled[name].float(), t.float(), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(tiled, whole, rtol=0.05, atol=0.05)
 
 
 @needs_kernels
@@ -327,8 +285,10 @@ def test_a_node_in_tiles_saves_its_input_and_the_weights_only():
     kept = []
 
     def run(f, x):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            return f(x)
+        with saved() as found:
+            y = f(x)
+        kept.extend(found)
+        return y
 
     by_node(torch.float32, "learnt", 3, run=run)
     assert sum(t.numel() for t in kept) == 10 * 16 + 3 * 24 * 16 + 24 + 24 + 16

@@ -274,31 +274,6 @@ def test_losses_as_functions():
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1).where(valid, 0))
 
 
-def test_pairs_without_autograd(monkeypatch):
-    from liger_kernel.ops import rms_norm_backward, rms_norm_forward, swiglu_backward, swiglu_forward
-    from liger_kernel.ops._core import operator as _op
-
-    if not (_op.INTERPRET or torch.cuda.is_available()):
-        pytest.skip("no kernels here")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 8, device=device)
-    b = torch.randn(2, 3, 8, device=device)
-    w = torch.randn(8, device=device)
-    dy = torch.randn(2, 3, 8, device=device)
-    leaves = [t.clone().requires_grad_() for t in (x, w)]
-    want = torch.nn.functional.rms_norm(leaves[0], (8,), leaves[1], 1e-6)
-    y, rows, rstd, *rest = rms_norm_forward(x, w, 1e-6, 0.0, "llama", None)
-    torch.testing.assert_close(y, want)
-    got = rms_norm_backward(dy, rows, w, rstd, 0.0, rest[2], rest[0], rest[1], True, None)
-    torch.testing.assert_close(got, torch.autograd.grad(want, leaves, dy))
-    leaves = [t.clone().requires_grad_() for t in (x, b)]
-    want = torch.nn.functional.silu(leaves[0] * 0.5) * leaves[1]
-    *saved, c = swiglu_forward(x, b, 0.5)
-    torch.testing.assert_close(c, want)
-    torch.testing.assert_close(swiglu_backward(*saved, dy, 0.5), torch.autograd.grad(want, leaves, dy))
-
-
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 def test_launchers_without_autograd():
     """What they return, and the chains that LinkedIn's Functions make of them."""
@@ -390,42 +365,6 @@ def test_functions_as_veomni_0_1_12_calls_them():
     torch.testing.assert_close(
         liger_rotary_pos_emb(q, k, cos[:, 0], sin[:, 0]), tuple(t * cos + half(t) * sin for t in (q, k))
     )
-
-
-@needs_kernels
-def test_vocabulary_parallel_loss_as_deepspeed_0_19_8_calls_it():
-    from liger_kernel.ops.losses.vocab_parallel.cross_entropy import LigerVocabParallelCEFunction
-
-    logits = torch.randn(2, 5, 32, device=DEVICE, requires_grad=True)
-    target = torch.randint(0, 32, (2, 5), device=DEVICE)
-    target[0, 1] = -100
-    loss = LigerVocabParallelCEFunction.apply(
-        logits.reshape(-1, 1, 32), target.reshape(-1, 1), None, -100, 0.0, "pytorch", "global"
-    ).reshape_as(target)
-    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(2, 5)
-    torch.testing.assert_close(loss, want)
-    guarded = []
-    loss.register_hook(lambda g: guarded.append(g) or g)  # what it hangs on the loss
-    torch.testing.assert_close(torch.autograd.grad(loss.sum(), logits), torch.autograd.grad(want.sum(), logits))
-    assert len(guarded) == 1
-
-
-def test_the_pair_of_the_head_without_autograd():
-    from liger_kernel.ops import fused_linear_cross_entropy_backward, fused_linear_cross_entropy_forward
-
-    torch.manual_seed(0)
-    x, w, b = (torch.randn(*shape, requires_grad=True) for shape in ((6, 8), (11, 8), (11,)))
-    target = torch.tensor([0, 3, -100, 10, 7, 7])
-    want = torch.nn.functional.cross_entropy(x @ w.t() + b, target, reduction="sum")
-    loss, z_loss, accuracy, predicted, *grads = fused_linear_cross_entropy_forward(
-        x, w, target, bias=b, reduction="sum", return_token_accuracy=True
-    )
-    torch.testing.assert_close(loss, want)
-    assert not loss.requires_grad and z_loss is predicted is None and 0 <= accuracy <= 1
-    torch.testing.assert_close(
-        fused_linear_cross_entropy_backward(torch.tensor(3.0), *grads), torch.autograd.grad(3 * want, (x, w, b))
-    )
-    assert fused_linear_cross_entropy_forward(x, w, target)[-1] is None
 
 
 def test_simpo_as_a_function_has_no_nll():

@@ -35,14 +35,8 @@ FUNCTIONS = {  # and the units in the last place by which they may be off; a slo
 
 
 def test_accurate_functions():
-    x = torch.cat(
-        [
-            torch.logspace(-37, 38, 20001),
-            torch.linspace(-87, 87, 40001),
-            torch.linspace(0.5, 2, 9999),
-            torch.linspace(-1, 1, 9999),
-        ]
-    ).to(DEVICE)
+    ranges = (-87, 87, 40001), (0.5, 2, 9999), (-1, 1, 9999)
+    x = torch.cat([torch.logspace(-37, 38, 20001), *(torch.linspace(*each) for each in ranges)]).to(DEVICE)
     y = torch.empty(len(FUNCTIONS), len(x), device=DEVICE)
     _all[(cdiv(len(x), 1024),)](x, y, len(x), BLOCK=1024)
     found = {}

@@ -16,23 +16,13 @@ from liger_kernel.transformers import experimental
 
 module = sys.modules["liger_kernel.ops.token_embedding"]
 GPU = torch.cuda.is_available()
+MANY = [0] * 3 + [1] * 5 + [2] * 4 + [3] * 7
 
 
 @needs_kernels
 @pytest.mark.parametrize("cut", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize(
-    "index",
-    [
-        [],
-        [1],
-        [2] * 8,
-        [2] * 9,
-        [0] * 3 + [1] * 5 + [2] * 4 + [3] * 7,
-        [0] * 4 + [2] * 13,
-        [3, 1, 0, 3, 2, 3, 3, 1] * 3,
-        [4] * 9,
-    ],
-    ids=str,
+    "index", [[], [1], [2] * 8, [2] * 9, MANY, [0] * 4 + [2] * 13, [3, 1, 0, 3, 2, 3, 3, 1] * 3, [4] * 9], ids=str
 )
 def test_runs_that_end_before_at_and_after_a_cut(index, cut, monkeypatch):
     """Row 2 is the padding, 4 is no row."""
@@ -52,10 +42,8 @@ def test_gradients_are_summed_in_fp32_and_rounded_once(dtype):
     index, w = torch.randint(0, 3, (300,), device=DEVICE), torch.randn(3, 4, device=DEVICE).to(dtype).requires_grad_()
     dy = torch.randint(-99, 99, (300, 4), device=DEVICE).to(dtype)  # their sums are exact in fp32
     embedding(index, w).backward(dy)
-    assert w.grad.dtype == dtype
-    assert torch.equal(
-        w.grad, torch.zeros(3, 4, dtype=torch.float64, device=DEVICE).index_add_(0, index, dy.double()).to(dtype)
-    )
+    expected = torch.zeros(3, 4, dtype=torch.float64, device=DEVICE).index_add_(0, index, dy.double())
+    assert w.grad.dtype == dtype and torch.equal(w.grad, expected.to(dtype))
 
 
 @pytest.mark.parametrize("fn", [embedding, reference], ids=["embedding", "reference"])
@@ -78,14 +66,10 @@ def test_checked_mode_names_the_index(monkeypatch):
 
 
 def test_shapes_of_indices():
-    w = torch.randn(6, 4, device=DEVICE)
-    for index in (
-        torch.tensor(3, device=DEVICE),
-        torch.randint(0, 6, (2, 0), device=DEVICE),
-        torch.randint(0, 6, (3, 8), device=DEVICE)[:, ::2].T,
-    ):
+    w, strided = torch.randn(6, 4, device=DEVICE), torch.randint(0, 6, (3, 8), device=DEVICE)[:, ::2].T
+    for index in (torch.tensor(3, device=DEVICE), torch.randint(0, 6, (2, 0), device=DEVICE), strided):
         for dtype in (torch.int64, torch.int32):
-            torch.testing.assert_close(embedding(index.to(dtype), w), F.embedding(index, w), rtol=0, atol=0)
+            assert torch.equal(embedding(index.to(dtype), w), F.embedding(index, w))
 
 
 def test_32_bit_indices_have_the_same_gradient():
@@ -97,13 +81,12 @@ def test_32_bit_indices_have_the_same_gradient():
 
 def test_module():
     for padding in (None, 1, -1):
-        torch.manual_seed(0)
-        stock = torch.nn.Embedding(7, 4, padding).to(DEVICE)
-        torch.manual_seed(0)
-        ours = LigerEmbedding(7, 4, padding).to(DEVICE)
-        assert torch.equal(ours.weight, stock.weight) and repr(ours) == repr(stock).replace(
-            "Embedding", "LigerEmbedding"
-        )
+        modules = []
+        for cls in (LigerEmbedding, torch.nn.Embedding):
+            torch.manual_seed(0)
+            modules.append(cls(7, 4, padding).to(DEVICE))
+        ours, stock = modules
+        assert torch.equal(ours.weight, stock.weight) and repr(ours) == f"Liger{stock}"
         assert ours.padding_idx == stock.padding_idx and (padding is None or not ours.weight[padding].any())
         ours.load_state_dict(stock.state_dict())
         index = torch.tensor([[0, 1, 6, 1], [5, 5, 6, 0]], device=DEVICE)

@@ -30,9 +30,8 @@ def test_an_expert_is_cast_as_a_linear_layer_is(per_output, transposed):
     q, scale = (q.view(torch.int8).mT, scale.mT) if transposed else (q.view(torch.int8), scale)
     for e in range(3):
         expected, expected_scale = float8.cast(w[e], float8.E4, per_output)
-        assert torch.equal(q[e], expected.view(torch.int8)) and torch.equal(
-            scale[e].flatten(), expected_scale.flatten()
-        )
+        assert torch.equal(q[e], expected.view(torch.int8))
+        assert torch.equal(scale[e].flatten(), expected_scale.flatten())
 
 
 @needs_kernels

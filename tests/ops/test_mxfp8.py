@@ -15,9 +15,8 @@ def drawn(M: int, N: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) ->
     """Values of very different sizes, among them blocks of zeros, of one value, and of tiny
     ones."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(M, N, generator=generator) * torch.exp2(
-        torch.randint(-20, 20, (M, N // 32), generator=generator)
-    ).repeat_interleave(32, 1)
+    sizes = torch.exp2(torch.randint(-20, 20, (M, N // 32), generator=generator)).repeat_interleave(32, 1)
+    x = torch.randn(M, N, generator=generator) * sizes
     x[0, :32], x[-1, -32:], x[M // 2, :32] = 0, 448.0, 1e-38
     return x.to(dtype).to(DEVICE)
 
@@ -57,10 +56,10 @@ def test_casts_are_those_of_the_reference(M, N, dtype):
     assert expected[1][0].shape == (N, M + -M % 32)
 
 
-@pytest.mark.skipif(
-    float8.lacking(torch.device(DEVICE), mxfp8.CAPABILITY) is not None,
-    reason="this GPU has no FP8 with scales of blocks",
-)
+LACKING = float8.lacking(torch.device(DEVICE), mxfp8.CAPABILITY)
+
+
+@pytest.mark.skipif(LACKING is not None, reason="this GPU has no FP8 with scales of blocks")
 def test_products_are_those_of_the_rounded_values():
     a, b = (mxfp8.reference(drawn(M, 96, seed=M), True, False)[0] for M in (48, 64))
     wide = lambda values, scale: (
@@ -92,11 +91,8 @@ def test_other_gpus_and_shapes_are_refused(monkeypatch):
     monkeypatch.setattr(float8, "_capability", lambda index: (9, 0))
     cuda = torch.device("cuda", 0)
     assert float8.lacking(cuda) is None
-    assert (
-        float8.lacking(cuda, mxfp8.CAPABILITY)
-        == "FP8 with scales of blocks needs an NVIDIA GPU of compute capability 10.0 or newer, got 9.0"
-    )
-    with pytest.raises(
-        ValueError, match="LigerFloat8TrainingLinear: weight must have sizes that are multiples of 32, got"
-    ):
+    said = "FP8 with scales of blocks needs an NVIDIA GPU of compute capability 10.0 or newer, got 9.0"
+    assert float8.lacking(cuda, mxfp8.CAPABILITY) == said
+    said = "LigerFloat8TrainingLinear: weight must have sizes that are multiples of 32, got"
+    with pytest.raises(ValueError, match=said):
         LigerFloat8TrainingLinear.of(torch.nn.Linear(48, 64), "mxfp8_rceil")

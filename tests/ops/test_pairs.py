@@ -49,7 +49,10 @@ def test_rms_norms():
     assert_equal((y, s), want)
     assert_equal(ops.fused_add_rms_norm_backward(dy, ds, s, w, rstd, 1.0, casting, *numbers, False), grads)
     assert ops.fused_add_rms_norm_backward(dy, ds, s, w, rstd, 1.0, casting, *numbers, False, needs_dw=False)[2] is None
-    y, rows, rstd, *_ = ops.rms_norm_forward(x, w, 1e-6, 1.0, "gemma", None)
+    want, grads = gradients(reference("rms_norm", offset=1.0, casting="gemma"), [x, w], dy)
+    y, rows, rstd, *numbers, casting = ops.rms_norm_forward(x, w, 1e-6, 1.0, "gemma", None)
+    assert_equal(y, want)
+    assert_equal(ops.rms_norm_backward(dy, rows, w, rstd, 1.0, casting, *numbers, True, None), grads)
     assert ops.rms_norm_backward(dy, rows, w, rstd, 1.0, "gemma", 0, 0, False, None, needs_dw=False)[1] is None
 
 
@@ -100,6 +103,10 @@ def test_activations():
     *saved, c = ops.geglu_forward(a, b)
     assert_equal(c, want)
     assert_equal(ops.geglu_backward(*saved, dy), grads)
+    want, grads = gradients(lambda a, b: F.silu(a * 0.5) * b, [a, b], dy)
+    *saved, c = ops.swiglu_forward(a, b, 0.5)
+    assert_equal(c, want)
+    assert_equal(ops.swiglu_backward(*saved, dy, 0.5), grads)
     (packed,) = draw((2, 3, 16))
     want, grads = gradients(lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1], [packed], dy)
     y, c = ops.swiglu_fused_gate_up_forward(packed)
@@ -134,6 +141,13 @@ def test_the_head_with_less_and_with_weights():
     *_, dx, dw, db = ops.fused_linear_cross_entropy_forward(x, w, TARGET, reduction="none", token_grad_output=g)
     assert_equal((dx, dw), gradients(of_tokens, [x, w], g)[1])
     assert db is None
+    want, wanted = gradients(lambda x, w, b: F.cross_entropy(x @ w.t() + b, TARGET, reduction="sum"), [x, w, w[:, 0]])
+    loss, z_loss, accuracy, predicted, *grads = ops.fused_linear_cross_entropy_forward(
+        x, w, TARGET, bias=w[:, 0], reduction="sum", return_token_accuracy=True
+    )
+    assert_equal(loss, want)
+    assert not loss.requires_grad and z_loss is predicted is None and 0 <= accuracy <= 1
+    assert_equal(ops.fused_linear_cross_entropy_backward(torch.tensor(3.0), *grads), [3 * g for g in wanted])
     assert ops.fused_linear_cross_entropy_forward(x, w, TARGET, weight_requires_grad=False)[-2] is None
     loss, *rest = ops.fused_linear_cross_entropy_forward(x, w, TARGET, compute_gradients=False)
     assert rest[-3:] == [None] * 3 and not loss.requires_grad
@@ -155,6 +169,21 @@ def test_divergences():
     loss, *found = ops.fused_linear_jsd_forward(x, w, tx, tw, TARGET, 0.3, -100, True, 2.0)
     assert_equal(loss, want)
     assert_equal(ops.fused_linear_jsd_backward(torch.tensor(3.0), *found), [3 * g for g in grads])
+
+
+def test_divergences_of_published_losses():
+    s, t, *g = draw((6, 11), (6, 11), (6,), (6,))
+    ce, tvd, *saved = ops.fused_ce_tvd_forward(s, t, TARGET, -100)
+    want, grads = gradients(lambda s: OPS["fused_ce_tvd"].reference(s, t, TARGET), [s], tuple(g))
+    assert_equal((ce, tvd), want)
+    assert_equal(ops.fused_ce_tvd_backward(*g, s, t, TARGET, *saved, -100), grads)
+    x, w, p = *draw((6, 8), (11, 8)), t.softmax(-1)
+    for labels, has_labels in ((TARGET, True), (None, False)):
+        kl = reference("linear_divergence", teacher_probs=p, target=labels, kind="forward_kl", eps=1e-10)
+        want, grads = gradients(kl, [x, w])
+        loss, *found = ops.fused_linear_kl_div_forward(x, w, p, TARGET, "batchmean", -100, has_labels, 1.0, 1e-10)
+        assert_equal(loss, want)
+        assert_equal(ops.fused_linear_kl_div_backward(torch.tensor(3.0, device=DEVICE), *found), [3 * g for g in grads])
 
 
 def test_attention_over_depth():

@@ -11,7 +11,6 @@ from devices import DEVICE, assert_beside
 from liger_kernel import ops
 from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 from liger_kernel.nn import LigerFusedCETVDLoss, LigerFusedLinearJSD, LigerFusedLinearKLDivLoss
-from liger_kernel.ops._core import operator
 from liger_kernel.ops.losses.grpo_loss import fused_selective_log_softmax
 from liger_kernel.transformers import functional
 
@@ -88,25 +87,6 @@ def test_kl_ignores_what_its_rows_hold():
     torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w)))
 
 
-def test_kl_without_autograd():
-    from liger_kernel.ops import fused_linear_kl_div_backward, fused_linear_kl_div_forward
-
-    x = randn(6, 8).requires_grad_()
-    w = randn(30, 8, seed=1).requires_grad_()
-    p = randn(6, 30, seed=2).softmax(-1)
-    y = labels(6, 30)
-    loss, *grads = fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, True, 1.0, 1e-10)
-    expected = given(x, w, p, y)
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(
-        fused_linear_kl_div_backward(torch.tensor(3.0, device=DEVICE), *grads),
-        torch.autograd.grad(3 * expected, (x, w)),
-    )
-    torch.testing.assert_close(
-        fused_linear_kl_div_forward(x, w, p, y, "batchmean", -100, False, 1.0, 1e-10)[0], given(x, w, p).detach()
-    )
-
-
 def test_kl_refuses():
     x, w, p = randn(5, 8), randn(30, 8), randn(5, 30).softmax(-1)
     for options, probs, said in (
@@ -154,20 +134,6 @@ def test_the_teacher_is_constant_and_nothing_may_count():
         assert not ce.any() and not tvd.any()
         ds, dt = torch.autograd.grad((ce + tvd).sum(), (s, t), allow_unused=True)
         assert dt is None and not ds.any()
-
-
-def test_the_pair_of_cross_entropy_and_total_variation():
-    from liger_kernel.ops import fused_ce_tvd_backward, fused_ce_tvd_forward
-
-    s, t, y = randn(6, 40).requires_grad_(), randn(6, 40, seed=1), labels(6, 40)
-    g = randn(6, seed=2), randn(6, seed=3)
-    ce, tvd, *saved = fused_ce_tvd_forward(s, t, y, -100)
-    expected = LigerFusedCETVDLoss()(s, t, y)
-    torch.testing.assert_close((ce, tvd), tuple(e.detach() for e in expected))
-    if operator.INTERPRET or DEVICE == "cuda":
-        torch.testing.assert_close(
-            fused_ce_tvd_backward(*g, s, t, y, *saved, -100), torch.autograd.grad(expected, s, g)[0]
-        )
 
 
 # -- extreme logits ----------------------------------------------------------------------------

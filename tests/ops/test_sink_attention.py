@@ -4,11 +4,11 @@ rows without padding."""
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE
+from devices import DEVICE, assert_beside
 from torch import Tensor
 
 from liger_kernel.ops import OPS, sink_attention
-from liger_kernel.testing import assert_as_accurate, like, run
+from liger_kernel.testing import like, run
 
 reference = OPS["sink_attention"].reference
 
@@ -32,24 +32,18 @@ def stock(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_is_attention_with_one_more_key(dtype):
-    draws = [{k: v.detach().to(dtype).requires_grad_() for k, v in heads(seed=seed).items()} for seed in range(4)]
-    expected = [(run(stock, like(a)), run(stock, like(a, torch.float64))) for a in draws]
-    ours = lambda i: run(sink_attention, like(draws[i]))
-    assert_as_accurate(ours(0), *expected[0], *expected[1:], again=ours)
+    assert_beside(sink_attention, stock, lambda seed: like(heads(seed=seed), dtype), draws=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_rounds_the_output_does_not_reach_the_gradients(dtype):
     """The gradient of an fp32 sink over one key, whose probability is not rounded, is that of an
     fp32 output."""
-    args = {k: v.detach().to(dtype) for k, v in heads(K=4, T=1).items()} | dict(
-        sinks=torch.full((4,), -2.0, device=DEVICE, requires_grad=True)
-    )
-    args = {k: v.requires_grad_() for k, v in (args | dict(k=args["q"].clone())).items()}
+    args = like(heads(K=4, T=1), dtype) | dict(sinks=torch.full((4,), -2.0, device=DEVICE, requires_grad=True))
+    args["k"] = args["q"].detach().clone().requires_grad_()
     expected = run(reference, like(args, torch.float64))["dsinks"]
-    torch.testing.assert_close(
-        run(sink_attention, args)["dsinks"].double(), expected, rtol=0, atol=1e-4 * expected.abs().max().item()
-    )
+    found, atol = run(sink_attention, args)["dsinks"].double(), 1e-4 * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("sink", [-float("inf"), -1e4, 1e4])
@@ -72,11 +66,8 @@ def test_documents_are_rows_of_their_own():
     first = torch.tensor(bounds[:-1]).repeat_interleave(sizes)[None].to(DEVICE)
     packed = run(lambda **a: sink_attention(**a, first=first), like(args))
     parts = lambda t: t.split(sizes.tolist(), 2)
-    alone = lambda q, k, v, sinks: torch.cat(
-        [sink_attention(*row, sinks) for row in zip(parts(q), parts(k), parts(v))], 2
-    )
-    for name, expected in run(alone, like(args)).items():
-        torch.testing.assert_close(packed[name], expected, rtol=1e-4, atol=1e-5)
+    alone = lambda sinks, **qkv: torch.cat([sink_attention(*row, sinks) for row in zip(*map(parts, qkv.values()))], 2)
+    torch.testing.assert_close(packed, run(alone, like(args)), rtol=1e-4, atol=1e-5)
 
 
 def test_padding_on_the_left_moves_a_row():

@@ -45,20 +45,9 @@ SIZES = {2: (40, 40), 3: (17, 30, 9)}  # classes of each rank
 
 
 def full(
-    logits: Tensor,
-    target: Tensor,
-    lo: int,
-    hi: int,
-    *,
-    label_smoothing=0.0,
-    formula="pytorch",
-    mode="global",
-    reduction="mean",
-    z_loss=0.0,
-    logit_scale=1.0,
-    softcap=None,
-    entropy=False,
-):
+    logits: Tensor, target: Tensor, lo: int, hi: int, *, label_smoothing=0.0, formula="pytorch", mode="global",
+    reduction="mean", z_loss=0.0, logit_scale=1.0, softcap=None, entropy=False,
+):  # fmt: skip
     """The loss over all classes, from its definition: a distribution over labels; and the entropy,
     if asked for.
 
@@ -106,80 +95,39 @@ class Rank:
         return y.to(self.device)
 
     def randn(self, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-        return (
-            (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale)
-            .to(dtype)
-            .to(self.device)
-            .requires_grad_()
-        )
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+        return drawn.to(dtype).to(self.device).requires_grad_()
 
-    def dense(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        logits: Tensor | None = None,
-        fn=vocab_parallel_cross_entropy,
-        **options,
-    ) -> None:
-        """This rank's loss and gradient, and those over all classes."""
-        target = self.target(*shape)
-        logits = self.randn(*shape, self.V, dtype=dtype) if logits is None else logits
-        mine = self.own(logits.detach()).clone().requires_grad_()
-        ours = run(lambda logits: fn(logits, target, self.group, **self.slices, **options), dict(logits=mine))
+    def leaf(self, t: Tensor, dim: int = -1) -> Tensor:
+        """This rank's part of what all drew."""
+        return self.own(t.detach(), dim).clone().requires_grad_(t.requires_grad)
 
-        def truth(seed: int, dtype: torch.dtype):
-            values = logits if seed == 0 else self.randn(*shape, self.V, dtype=logits.dtype, seed=seed)
-            found = run(
-                lambda logits: full(logits, target, self.lo, self.hi, **options), like(dict(logits=values), dtype)
-            )
-            return found | dict(dlogits=self.own(found["dlogits"]))
-
-        draws = [(truth(seed, logits.dtype), truth(seed, torch.float64)) for seed in range(8)]
+    def beside(self, fn, stock, draw, parts: dict[str, int]) -> None:
+        """This rank's results and gradients, and those over all classes. ``parts``: the arguments that
+        ranks share, and in which dim."""
+        own = lambda found: {k: self.own(v, parts[k[1:]]) if k[1:] in parts else v for k, v in found.items()}
+        ours = run(fn, {k: self.leaf(v, parts[k]) if k in parts else v for k, v in draw(0).items()})
+        theirs = lambda seed, dtype: own(run(stock, like(draw(seed), dtype)))
+        draws = [(theirs(seed, None), theirs(seed, torch.float64)) for seed in range(8)]
         assert_as_accurate(ours, *draws[0], *draws[1:])
 
-    def linear(
-        self,
-        M: int,
-        H: int,
-        dtype: torch.dtype,
-        *,
-        bias: bool = False,
-        frozen: tuple[str, ...] = (),
-        chunk_rows=None,
-        **options,
-    ) -> None:
-        target = self.target(M)
+    def dense(self, shape: tuple[int, ...], dtype: torch.dtype, fn=vocab_parallel_cross_entropy, **options) -> None:
+        target = self.target(*shape)
+        draw = lambda seed: dict(logits=self.randn(*shape, self.V, dtype=dtype, seed=seed))
+        ours = lambda logits: fn(logits, target, self.group, **self.slices, **options)
+        self.beside(ours, lambda logits: full(logits, target, self.lo, self.hi, **options), draw, dict(logits=-1))
 
+    def linear(self, M: int, H: int, dtype: torch.dtype, *, bias=False, frozen=(), chunk_rows=None, **options) -> None:
         def draw(seed: int) -> dict[str, Tensor]:
-            args = dict(
-                x=self.randn(M, H, dtype=dtype, seed=10 * seed),
-                w=self.randn(self.V, H, dtype=dtype, seed=10 * seed + 1, scale=0.5),
-            )
+            x = self.randn(M, H, dtype=dtype, seed=10 * seed)
+            args = dict(x=x, w=self.randn(self.V, H, dtype=dtype, seed=10 * seed + 1, scale=0.5))
             args |= dict(bias=self.randn(self.V, dtype=dtype, seed=10 * seed + 2)) if bias else {}
             return {k: v.detach().requires_grad_(k not in frozen) for k, v in args.items()}
 
-        def theirs(seed: int, to: torch.dtype):
-            found = run(
-                lambda x, w, bias=None: full(F.linear(x, w, bias), target, self.lo, self.hi, **options),
-                like(draw(seed), to),
-            )
-            return {k: self.own(v, 0) if k in ("dw", "dbias") else v for k, v in found.items()}
-
-        mine = {
-            k: (v if k == "x" else self.own(v.detach(), 0).clone().requires_grad_(k not in frozen))
-            for k, v in draw(0).items()
-        }
-        fn = functools.partial(
-            vocab_parallel_linear_cross_entropy,
-            group=self.group,
-            target=target,
-            chunk_rows=chunk_rows,
-            **self.slices,
-            **options,
-        )
-        ours = run(lambda x, w, bias=None: fn(x=x, w=w, bias=bias), mine)
-        draws = [(theirs(seed, dtype), theirs(seed, torch.float64)) for seed in range(8)]
-        assert_as_accurate(ours, *draws[0], *draws[1:])
+        of = dict(target=self.target(M), group=self.group, chunk_rows=chunk_rows)
+        ours = functools.partial(vocab_parallel_linear_cross_entropy, **of, **self.slices, **options)
+        stock = lambda x, w, bias=None: full(F.linear(x, w, bias), of["target"], self.lo, self.hi, **options)
+        self.beside(ours, stock, draw, dict(w=0, bias=0))
 
 
 CHECKS = {}
@@ -244,22 +192,15 @@ def labels_out_of_range_are_nan(r: Rank) -> None:
     assert logits.grad.isnan().all(-1).tolist() == wrong and not logits.grad[-1].any()
     loss = vocab_parallel_cross_entropy(logits.double(), target, r.group, reduction="none", **r.slices)
     assert loss.isnan().tolist() == wrong
-    x = torch.ones(6, 4, device=r.device)
-    w = torch.ones(r.hi - r.lo, 4, device=r.device)
-    assert (
-        vocab_parallel_linear_cross_entropy(x, w, target, r.group, reduction="none", chunk_rows=2, **r.slices)
-        .isnan()
-        .tolist()
-        == wrong
-    )
+    x, w = torch.ones(6, 4, device=r.device), torch.ones(r.hi - r.lo, 4, device=r.device)
+    loss = vocab_parallel_linear_cross_entropy(x, w, target, r.group, reduction="none", chunk_rows=2, **r.slices)
+    assert loss.isnan().tolist() == wrong
 
 
 @check
 def everything_ignored(r: Rank) -> None:
-    logits = r.own(r.randn(3, r.V, dtype=torch.float32)).detach().requires_grad_()
-    loss = vocab_parallel_cross_entropy(
-        logits, torch.full((3,), 7, device=r.device), r.group, ignore_index=7, reduction="sum", **r.slices
-    )
+    logits, target = r.leaf(r.randn(3, r.V, dtype=torch.float32)), torch.full((3,), 7, device=r.device)
+    loss = vocab_parallel_cross_entropy(logits, target, r.group, ignore_index=7, reduction="sum", **r.slices)
     loss.backward()
     assert loss == 0 and not logits.grad.any()
 
@@ -269,20 +210,17 @@ def unequal_slices_are_refused(r: Rank) -> None:
     """Without ``sizes`` there is no telling before the collective: then the loss is NaN, never a
     wrong number."""
     N = 5 + (r.rank == 0)
-    logits = torch.zeros(4, N, device=r.device, requires_grad=True)
+    given = torch.zeros(4, N, device=r.device, requires_grad=True), torch.arange(4, device=r.device), r.group
     for label_smoothing in (0.0, 0.1):
-        loss = vocab_parallel_cross_entropy(
-            logits, torch.arange(4, device=r.device), r.group, reduction="none", label_smoothing=label_smoothing
-        )
-        assert loss.isnan().all()
-        assert torch.autograd.grad(loss.sum(), logits)[0].isnan().all()
+        loss = vocab_parallel_cross_entropy(*given, reduction="none", label_smoothing=label_smoothing)
+        assert loss.isnan().all() and torch.autograd.grad(loss.sum(), given[0])[0].isnan().all()
     with pytest.raises(ValueError, match=f"sizes must be the classes of {r.ranks} ranks, {N} of rank {r.rank}, got"):
-        vocab_parallel_cross_entropy(logits, torch.arange(4, device=r.device), r.group, sizes=(N + 1,) * r.ranks)
+        vocab_parallel_cross_entropy(*given, sizes=(N + 1,) * r.ranks)
 
 
 @check
 def the_logits_stay_and_backward_repeats(r: Rank) -> None:
-    logits = r.own(r.randn(6, r.V, dtype=torch.bfloat16).detach()).clone().requires_grad_()
+    logits = r.leaf(r.randn(6, r.V, dtype=torch.bfloat16))
     before = logits.detach().clone()
     loss = vocab_parallel_cross_entropy(logits, r.target(6), r.group, **r.slices)
     first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
@@ -291,9 +229,8 @@ def the_logits_stay_and_backward_repeats(r: Rank) -> None:
 
 @check
 def all_ranks_have_the_same_bits(r: Rank) -> None:
-    loss = vocab_parallel_cross_entropy(
-        r.own(r.randn(50, r.V, dtype=torch.float32).detach()), r.target(50), r.group, reduction="none", **r.slices
-    )
+    logits = r.own(r.randn(50, r.V, dtype=torch.float32).detach())
+    loss = vocab_parallel_cross_entropy(logits, r.target(50), r.group, reduction="none", **r.slices)
     everyone = [torch.empty_like(loss) for _ in range(r.ranks)]
     dist.all_gather(everyone, loss)
     assert all(torch.equal(loss, other) for other in everyone)
@@ -304,13 +241,13 @@ def as_deepspeed_calls_it(r: Rank) -> None:
     if not r.even:
         return
     logits, target = r.randn(2, 3, r.V, dtype=torch.float32), r.target(2, 3)
-    mine = r.own(logits.detach()).clone().requires_grad_()
-    N = mine.shape[-1]
-    loss = LigerVocabParallelCEFunction.apply(
-        mine.reshape(-1, 1, N), target.reshape(-1, 1), r.group, -100, 0.0, "pytorch", "global"
-    )
+    mine = r.leaf(logits)
+    given = mine.reshape(-1, 1, mine.shape[-1]), target.reshape(-1, 1), r.group
+    loss, guarded = LigerVocabParallelCEFunction.apply(*given, -100, 0.0, "pytorch", "global"), []
     assert loss.shape == (6, 1) and loss.dtype == torch.float32
+    loss.register_hook(lambda g: guarded.append(g) or g)  # what it hangs on the loss
     loss.sum().backward()
+    assert len(guarded) == 1
     expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
     torch.testing.assert_close(loss[:, 0], expected)
     (dz,) = torch.autograd.grad(expected.sum(), logits)
@@ -322,12 +259,8 @@ def the_module(r: Rank) -> None:
     if not r.even:
         return
     for reduction in ("none", "mean", "sum"):
-        r.dense(
-            (4, 3),
-            torch.float32,
-            fn=lambda z, y, group, **o: LigerVocabParallelCrossEntropy(reduction=o["reduction"])(z, y, group),
-            reduction=reduction,
-        )
+        module = lambda z, y, group, reduction: LigerVocabParallelCrossEntropy(reduction=reduction)(z, y, group)
+        r.dense((4, 3), torch.float32, fn=module, reduction=reduction)
 
 
 @check
@@ -340,9 +273,8 @@ def linear_in_every_dtype(r: Rank) -> None:
 @check
 def linear_options(r: Rank) -> None:
     r.linear(10, 16, torch.float32, bias=True, reduction="none", chunk_rows=3, label_smoothing=0.1, formula="megatron")
-    r.linear(
-        10, 16, torch.float32, bias=True, reduction="sum", chunk_rows=10, z_loss=1e-2, logit_scale=0.5, softcap=2.0
-    )
+    options = dict(reduction="sum", z_loss=1e-2, logit_scale=0.5, softcap=2.0)
+    r.linear(10, 16, torch.float32, bias=True, chunk_rows=10, **options)
     r.linear(24, 16, torch.bfloat16, chunk_rows=2)
 
 
@@ -361,16 +293,14 @@ def scaled_cross_entropy_over_ranks(r: Rank) -> None:
     target = r.target(2, 5)
     for shape in ((10,), (2, 5)):
         x, w = r.randn(*shape, 16, dtype=torch.float32), r.randn(r.V, 16, dtype=torch.float32, seed=1)
-        mine = r.own(w.detach(), 0).clone().requires_grad_()
-        y = target.view(shape)
-        loss, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(
-            x, mine, y, r.group, 0.7, -100, 1, True, **r.slices
-        )
+        mine, y = r.leaf(w, 0), target.view(shape)
+        apply = LigerFusedLinearScaledCrossEntropyTPFunction.apply
+        loss, entropy = apply(x, mine, y, r.group, 0.7, -100, 1, True, **r.slices)
         a, b = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
         expected = LigerFusedLinearScaledCrossEntropyFunction.apply(a, b, y, 0.7, -100, 1, True)
         torch.testing.assert_close((loss.double(), entropy.double()), expected, rtol=1e-5, atol=1e-6)
         assert loss.shape == entropy.shape == shape
-        g = r.randn(*shape, dtype=torch.float32, seed=2).detach(), r.randn(*shape, dtype=torch.float32, seed=3).detach()
+        g = tuple(r.randn(*shape, dtype=torch.float32, seed=seed).detach() for seed in (2, 3))
         dx, dw = torch.autograd.grad((loss, entropy), (x, mine), g)
         ex, ew = torch.autograd.grad(expected, (a, b), tuple(t.double() for t in g))
         torch.testing.assert_close((dx.double(), dw.double()), (ex, r.own(ew, 0)), rtol=1e-4, atol=1e-5)
@@ -408,9 +338,8 @@ def log_probabilities_are_not_positive_nor_entropies_negative(r: Rank) -> None:
         padding = torch.zeros(w.shape[0], device=r.device, dtype=torch.bfloat16)
         padding[: 5 if r.rank else w.shape[0]] = -math.inf
         for bias in (None, padding):
-            nll, entropy = vocab_parallel_linear_cross_entropy(
-                x, w, best, r.group, bias, reduction="none", entropy=True, **r.slices
-            )
+            how = dict(reduction="none", entropy=True, **r.slices)
+            nll, entropy = vocab_parallel_linear_cross_entropy(x, w, best, r.group, bias, **how)
             assert (nll >= 0).all() and (entropy >= 0).all() and entropy.isfinite().all()
             assert torch.autograd.grad((nll.isfinite() * entropy).sum(), x)[0].isfinite().all()
 
@@ -434,15 +363,11 @@ def linear_gradients_that_are_needed(r: Rank) -> None:
 
 @check
 def terms_of_dx_add_up(r: Rank) -> None:
-    args = dict(
-        x=r.randn(7, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32, seed=1).detach(), 0)
-    )
-    for x_dtype in (torch.float32, torch.float64):
-        args = {k: v.detach().to(x_dtype).requires_grad_(k == "x") for k, v in args.items()}
-        fn = functools.partial(
-            vocab_parallel_linear_cross_entropy, **args, target=r.target(7), group=r.group, chunk_rows=3, **r.slices
-        )
-        (whole,), (term,) = torch.autograd.grad(fn(), args["x"]), torch.autograd.grad(fn(sum_dx=False), args["x"])
+    for dtype in (torch.float32, torch.float64):
+        x, w = r.randn(7, 16, dtype=dtype), r.own(r.randn(r.V, 16, dtype=dtype, seed=1).detach(), 0)
+        how = dict(target=r.target(7), group=r.group, chunk_rows=3, **r.slices)
+        fn = functools.partial(vocab_parallel_linear_cross_entropy, x, w, **how)
+        (whole,), (term,) = (torch.autograd.grad(fn(sum_dx=summed), x) for summed in (True, False))
         assert not torch.allclose(whole, term)
         dist.all_reduce(term)
         torch.testing.assert_close(term, whole)
@@ -450,11 +375,9 @@ def terms_of_dx_add_up(r: Rank) -> None:
 
 @check
 def chunks_without_rows(r: Rank) -> None:
-    x = torch.ones(0, 4, device=r.device, requires_grad=True)
-    w = torch.ones(r.hi - r.lo, 4, device=r.device, requires_grad=True)
-    loss = vocab_parallel_linear_cross_entropy(
-        x, w, torch.zeros(0, dtype=torch.int64, device=r.device), r.group, reduction="sum", **r.slices
-    )
+    x, w = (torch.ones(n, 4, device=r.device, requires_grad=True) for n in (0, r.hi - r.lo))
+    target = torch.zeros(0, dtype=torch.int64, device=r.device)
+    loss = vocab_parallel_linear_cross_entropy(x, w, target, r.group, reduction="sum", **r.slices)
     loss.backward()
     assert loss == 0 and not w.grad.any() and x.grad.shape == (0, 4)
 
@@ -468,22 +391,17 @@ def a_group_that_is_part_of_the_world(r: Rank) -> None:
     expected = F.cross_entropy(logits, target)
     torch.testing.assert_close(vocab_parallel_cross_entropy(logits, target, alone), expected)
     if r.rank >= r.ranks - 2:
-        torch.testing.assert_close(
-            vocab_parallel_cross_entropy(logits.chunk(2, -1)[r.rank - r.ranks + 2], target, pair), expected
-        )
+        half = logits.chunk(2, -1)[r.rank - r.ranks + 2]
+        torch.testing.assert_close(vocab_parallel_cross_entropy(half, target, pair), expected)
 
 
 @check
 def compiles_whole(r: Rank) -> None:
-    logits, target = r.own(r.randn(6, r.V, dtype=torch.float32).detach()).clone(), r.target(6)
-    args = dict(
-        x=r.randn(6, 16, dtype=torch.float32), w=r.own(r.randn(r.V, 16, dtype=torch.float32).detach(), 0).clone()
-    )
-    sizes = {} if r.even else {"sizes": r.sizes}
-    dense = lambda logits: vocab_parallel_cross_entropy(logits, target, r.group, label_smoothing=0.1, **sizes)
-    linear = lambda x, w: vocab_parallel_linear_cross_entropy(x, w, target, r.group, chunk_rows=4, **sizes)
+    logits, target = r.leaf(r.randn(6, r.V, dtype=torch.float32)), r.target(6)
+    args = dict(x=r.randn(6, 16, dtype=torch.float32), w=r.leaf(r.randn(r.V, 16, dtype=torch.float32), 0))
+    dense = lambda logits: vocab_parallel_cross_entropy(logits, target, r.group, label_smoothing=0.1, **r.slices)
+    linear = lambda x, w: vocab_parallel_linear_cross_entropy(x, w, target, r.group, chunk_rows=4, **r.slices)
     for fn, tensors in ((dense, dict(logits=logits)), (linear, args)):
-        tensors = {k: v.detach().requires_grad_() for k, v in tensors.items()}
         compiled = torch.compile(fn, fullgraph=True, backend="inductor" if r.device == "cuda" else "aot_eager")
         torch.testing.assert_close(run(compiled, like(tensors)), run(fn, like(tensors)))
 
@@ -492,9 +410,8 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     if ranks <= GPUS:
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if ranks <= GPUS else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+    how = dict(init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group("nccl" if ranks <= GPUS else "gloo", **how)
     r = Rank(rank, ranks)
     for name, fn in CHECKS.items():
         said = Path(folder) / f"{name}.{rank}"
@@ -512,10 +429,8 @@ def outcome(ranks: int) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(ProcessException):
             processes.start_ranks(_rank, (ranks, folder), ranks)
-        files = {name: [Path(folder) / f"{name}.{rank}" for rank in range(ranks)] for name in CHECKS}
-        return {
-            name: [f.read_text() if f.exists() else "not reached" for f in of_ranks] for name, of_ranks in files.items()
-        }
+        said = lambda file: file.read_text() if file.exists() else "not reached"
+        return {name: [said(Path(folder) / f"{name}.{rank}") for rank in range(ranks)] for name in CHECKS}
 
 
 @pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed")
@@ -545,10 +460,10 @@ def test_one_rank_is_the_loss_itself():
         (vocab_parallel_cross_entropy, cross_entropy, dict(logits=logits)),
         (vocab_parallel_linear_cross_entropy, linear_cross_entropy, dict(x=x, w=w)),
     ):
-        values = run(lambda **t: ours(**t, target=target, **options), args)  # noqa: B023
-        expected = run(lambda **t: theirs(**t, target=target, **options), args)  # noqa: B023
-        for name in expected:
-            torch.testing.assert_close(values[name], expected[name])
+        found, expected = (run(functools.partial(fn, target=target, **options), args) for fn in (ours, theirs))
+        torch.testing.assert_close(found, expected)
+    deepspeeds = LigerVocabParallelCEFunction.apply(logits, target, None, -100, 0.0, "pytorch", "global")
+    torch.testing.assert_close(deepspeeds, F.cross_entropy(logits, target, reduction="none"))
 
 
 def test_the_module_refuses_what_it_does_not_know():

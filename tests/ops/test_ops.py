@@ -71,17 +71,13 @@ def _params(keep) -> list:
 def _accuracy() -> list:
     """Every case in every dtype; in the interpreter fp16 is slow, and bf16 of what is not the
     first of an operator."""
-    found = []
-    for op in OPS.values():
-        for case, dtype in itertools.product(_cases(op), DTYPES):
-            slow = not GPU and (dtype == torch.float16 or (dtype == torch.bfloat16 and case not in _first(op)))
-            if not case.timed and (GPU or not case.gpu):
-                found.append(
-                    pytest.param(
-                        op, case, dtype, id=f"{str(dtype)[6:]}-{op.name}-{case.name}", marks=[pytest.mark.slow] * slow
-                    )
-                )
-    return found
+    slow = lambda o, c, d: not GPU and (d == torch.float16 or (d == torch.bfloat16 and c not in _first(o)))
+    return [
+        pytest.param(o, c, d, id=f"{str(d)[6:]}-{o.name}-{c.name}", marks=[pytest.mark.slow] * slow(o, c, d))
+        for o in OPS.values()
+        for c, d in itertools.product(_cases(o), DTYPES)
+        if not c.timed and (GPU or not c.gpu)
+    ]
 
 
 # a row kernel, a loss, a head with its loss in chunks, experts, adapters
@@ -196,17 +192,10 @@ def test_more_than_2_to_31_elements(op):
         pytest.skip("rows of indices: a test of its own in tests/ops")
     rows = 2**31 // math.prod(case.args[x].shape[1:]) + 9
     per_row = {"reduction": "none"} if "reduction" in inspect.signature(op.fn).parameters else {}
-    large = dataclasses.replace(
-        case,
-        args=dict(case.args)
-        | {k: dataclasses.replace(case.args[k], shape=(rows, *case.args[k].shape[1:])) for k in rows_of}
-        | per_row,
-    )
-    args = large.make(torch.bfloat16, DEVICE)
-    last = {k: v.detach()[-4:].clone() if k in rows_of else v for k, v in args.items()}
-    last = {
-        k: v.detach().requires_grad_(args[k].requires_grad) if isinstance(v, Tensor) else v for k, v in last.items()
-    }
+    more = {k: dataclasses.replace(case.args[k], shape=(rows, *case.args[k].shape[1:])) for k in rows_of}
+    args = dataclasses.replace(case, args=dict(case.args) | more | per_row).make(torch.bfloat16, DEVICE)
+    last = lambda k, v: (v[-4:] if k in rows_of else v).detach().clone().requires_grad_(v.requires_grad)
+    last = {k: last(k, v) if isinstance(v, Tensor) else v for k, v in args.items()}
     expected = run(op.reference, like(last), threes), run(op.reference, like(last, torch.float64), threes)
     ours = run(op.fn, args, threes)
     of_rows = [k for k in expected[0] if ours[k].ndim and ours[k].shape[0] == rows]
@@ -285,18 +274,12 @@ ANY_GRAPH = ("cross_entropy", "linear_cross_entropy", "linear_divergence", "moe"
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
-    "op, how",
-    [
-        pytest.param(o, how, id=f"{o.name}-{how}")
-        for o in OPS.values()
-        for how in RECORDERS
-        if how == "export" or o.name in ANY_GRAPH
-    ],
+    "name, how", [(name, how) for name in OPS for how in RECORDERS if how == "export" or name in ANY_GRAPH]
 )
-def test_recorded_graphs_have_gradients(op, how):
+def test_recorded_graphs_have_gradients(name, how):
     """And only PyTorch's operators: launchers have no autograd, so that a graph of them would
     leave out gradients."""
-    case = _first(op)[0]
+    op, case = OPS[name], _first(OPS[name])[0]
     module = Called(op.fn, args := case.make(torch.float32, DEVICE))
     graph = RECORDERS[how](module, tuple(like(args)[k] for k in module.names))
     assert not re.search(r"ops\.liger|liger::|\^\w", str(graph.graph))
@@ -345,15 +328,13 @@ def test_fake_tensors_have_the_shapes_of_results(op):
 @needs_kernels
 def test_functions_are_not_exported():
     """They have no reference, and a graph of their launchers would have no gradients."""
+    module = Called(lambda x: LigerRMSNormFunction.apply(x, None, 1e-6), {"x": torch.ones(2, 4)})
     with pytest.raises(ValueError, match="rms_norm_fwd: an exported graph must have PyTorch's operators"):
-        torch.export.export(
-            Called(lambda x: LigerRMSNormFunction.apply(x, None, 1e-6), {"x": torch.ones(2, 4)}),
-            (torch.ones(2, 4, requires_grad=True),),
-        )
+        torch.export.export(module, (torch.ones(2, 4, requires_grad=True),))
 
 
 @first
-@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=[pytest.mark.slow] * (not GPU)), False])
+@pytest.mark.parametrize("reentrant", [*further(True), False])
 def test_checkpoints(op, case, reentrant):
     """Activation checkpointing computes the same again: the same gradients, and losses to the last
     bit or two.
@@ -361,28 +342,21 @@ def test_checkpoints(op, case, reentrant):
     A loss whose gradient nobody wants yet comes from a kernel compiled for that.
     """
     args = case.make(torch.bfloat16, DEVICE)
-    names = list(args)
-
-    def checkpointed(**kwargs):
-        return torch.utils.checkpoint.checkpoint(
-            lambda *values: op.fn(**dict(zip(names, values))), *kwargs.values(), use_reentrant=reentrant
-        )
-
+    by_name = lambda *values: op.fn(**dict(zip(args, values)))
+    checkpointed = lambda **a: torch.utils.checkpoint.checkpoint(by_name, *a.values(), use_reentrant=reentrant)
     results = []
     for fn in (op.fn, checkpointed):
         fresh = like(args)
         outs = forward(fn, fresh)
         grads = upstream(outs)
+        # reentrant checkpoints have no torch.autograd.grad
         torch.autograd.backward([outs[k] for k in grads], list(grads.values()))
-        results.append(
-            ({k: o.detach() for k, o in outs.items()}, {f"d{k}": v.grad for k, v in differentiable(fresh).items()})
-        )
+        results.append((outs, {f"d{k}": v.grad for k, v in differentiable(fresh).items()}))
     (outs, grads), (again, grads_again) = results
     assert_same_bits(grads, grads_again)
     for k, o in outs.items():
-        torch.testing.assert_close(
-            again[k], o, rtol=2 * torch.finfo(o.dtype).eps if o.is_floating_point() else 0, atol=0, equal_nan=True
-        )
+        rtol = 2 * torch.finfo(o.dtype).eps if o.is_floating_point() else 0
+        torch.testing.assert_close(again[k], o, rtol=rtol, atol=0, equal_nan=True)
 
 
 def _refused() -> list:
@@ -402,12 +376,10 @@ def recorded(op_name: str, case: int, frozen: str | None) -> dict[str, dict[str,
     """Calls of launchers by an operator's case, with one input frozen or none."""
     calls: dict[str, dict[str, tuple]] = {}
     args = OPS[op_name].cases[case].make(torch.float32, DEVICE)
-    some = {
-        k: v.detach().clone().requires_grad_(v.requires_grad and k != frozen) if isinstance(v, Tensor) else v
-        for k, v in args.items()
-    }
+    if frozen:
+        args[frozen] = args[frozen].detach()
     with Launches() as launches:
-        run(OPS[op_name].fn, some)
+        run(OPS[op_name].fn, args)
     for func, fargs, fkwargs, _ in launches.calls:
         kind = tuple((a.ndim, a.dtype) if isinstance(a, Tensor) else a for a in fargs)
         calls.setdefault(func._schema.name.removeprefix("liger::"), {}).setdefault(repr(kind), (func, fargs, fkwargs))
@@ -517,8 +489,7 @@ for op in OPS.values():
 
 
 def test_works_without_triton(user_env):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON], env=user_env, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    done = subprocess.run(command, env=user_env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == list(OPS)

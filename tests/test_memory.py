@@ -3,22 +3,22 @@ change or free what it works with."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from devices import DEVICE
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from watching import Watch, calls_of
 
 from liger_kernel import memory
 from liger_kernel.memory import offload as offloading
@@ -29,24 +29,15 @@ from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference
 from liger_kernel.ops.norms.rms_norm import rms_norm
 
 
-class Kept(TorchDispatchMode):
-    """Bytes of what was computed under it and is still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            # views are of what was there
-            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given:
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def bytes(self) -> int:
-        return sum(n for storage, n in self.storages.values() if not storage.expired())
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """What is freed meanwhile is freed by counting references."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
@@ -128,9 +119,9 @@ def assert_equal(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], t), name
 
 
-def held(layer: nn.Module, x: Tensor, run=lambda layer, x: layer(x)) -> tuple[int, Kept]:
+def held(layer: nn.Module, x: Tensor, run=lambda layer, x: layer(x)) -> tuple[int, Watch]:
     """Bytes that one forward leaves for its backward, besides its output."""
-    with Kept() as kept:
+    with Watch() as kept:
         out = run(layer, x)
     return kept.bytes() - out.nbytes, kept
 
@@ -162,32 +153,25 @@ def test_small_values_are_kept(monkeypatch, calls):
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_frees_with_the_graph(failing):
-    gc.collect()
-    gc.disable()
-    try:
-        left = []  # nothing; but a backward that failed in a GPU's thread may leave some for the garbage collector
-        for layer in (Layer(), Rematerialised()):
-            x = x_of()
-            with Kept() as kept:
-                out = layer(x)
+    left = []  # nothing; but a backward that failed in a GPU's thread may leave some for the garbage collector
+    for layer in (Layer(), Rematerialised()):
+        with without_collector():
+            with Watch() as kept:
+                out = layer(x_of())
             if failing:
-                node = out.grad_fn
                 out.register_hook(lambda g: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     out.sum().backward()
-                del node
             assert kept.bytes() > out.nbytes
             del out
             left.append(kept.bytes())
             assert left[-1] == 0 or (failing and DEVICE == "cuda")
-        assert left[1] <= left[0]
-    finally:
-        gc.enable()
+    assert left[1] <= left[0]
 
 
 def test_nothing_is_kept_after_the_backward():
     layer, x = Rematerialised(), x_of()
-    with Kept() as kept:
+    with Watch() as kept:
         out = layer(x)
         loss = out.sum()
     loss.backward()
@@ -216,16 +200,19 @@ def test_second_derivatives():
         x = x_of()
         (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
         found.append(dict(zip("xw", torch.autograd.grad(dx.square().sum(), [x, layer.w]))))
-    for name, t in found[0].items():
-        torch.testing.assert_close(found[1][name], t)
+    torch.testing.assert_close(found[1], found[0])
 
 
-def test_second_derivatives_of_kernels_raise():
+def with_kernels() -> None:
+    """In the interpreter, on a CPU."""
     if DEVICE == "cpu" and not _op.INTERPRET:
         pytest.skip("without Triton")
     _op._KERNEL_DEVICES.add(DEVICE)
-    layer = Rematerialised()
-    x = x_of()
+
+
+def test_second_derivatives_of_kernels_raise():
+    with_kernels()
+    layer, x = Rematerialised(), x_of()
     run = memory.rematerialised(lambda self, x: self.q(memory.cheap(rms_norm, x, self.w)))
     (dx,) = torch.autograd.grad(run(layer, x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
@@ -245,18 +232,6 @@ def test_steps_aside_under_checkpointing(calls, reentrant):
     assert_equal(*learned)
 
 
-def test_checkpointing_inside():
-    def body(self, x):
-        y = memory.cheap(norm, x, self.w)
-        a = self.q(y)
-        b = checkpoint(lambda y: self.down(memory.cheap(gated, self.gate(y), self.up(y))), y, use_reentrant=False)
-        return b + F.pad(a[..., :8], (0, 8)) + self.k(y).sum()
-
-    stock, ours = both(body)
-    assert held(ours, x_of())[0] < held(stock, x_of())[0]
-    assert_equal(learn(ours), learn(stock))
-
-
 def test_steps_aside_for_hooks_of_others():
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
@@ -265,28 +240,10 @@ def test_steps_aside_for_hooks_of_others():
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         out = Rematerialised()(x_of())
     assert memory._local.region is None and offloading.top_hooks() is None
-    layer = Rematerialised()
-    parameters = dict(layer.named_parameters())
-    x = x_of()
-    ours = torch.func.grad(lambda p: torch.func.functional_call(layer, p, (x,)).square().sum())(parameters)
-    stock = learn(Layer())
-    for name, t in ours.items():
-        torch.testing.assert_close(t, stock[name])
-
-
-def test_hooks_pushed_inside_are_left_alone():
-    """Hooks that somebody pushes and pops while ours are in place, over the end of our stretch."""
-
-    def body(self, x):
-        y = memory.cheap(norm, x, self.w)
-        with torch.autograd.graph.save_on_cpu():
-            a = self.q(y)
-            memory.readers_done()
-            b = self.k(y)
-        return self.down(a * b)
-
-    assert_equal(*map(learn, both(body, "gate", "up")))
-    assert offloading.top_hooks() is None
+    layer, x = Rematerialised(), x_of()
+    functional = lambda parameters: torch.func.functional_call(layer, parameters, (x,)).square().sum()
+    ours, stock = torch.func.grad(functional)(dict(layer.named_parameters())), learn(Layer())
+    torch.testing.assert_close(ours, {name: stock[name] for name in ours})
 
 
 def test_an_error_in_the_forward_leaves_no_hooks():
@@ -298,36 +255,52 @@ def test_an_error_in_the_forward_leaves_no_hooks():
     assert offloading.top_hooks() is None and memory._local.region is None
 
 
-def in_place(y: Tensor) -> Tensor:
-    return y.mul_(1.5)
+BETWEEN = {
+    "in place": lambda y: y.mul_(1.5),
+    "in place, unseen": lambda y: torch.no_grad()(y.mul_)(1.5),
+    "copy": lambda y: y.clone(),
+    "part": lambda y: torch.cat((y[:1], y[1:] * 3)),
+    "twice": twice,
+}
 
 
-def in_place_unseen(y: Tensor) -> Tensor:
-    with torch.no_grad():
-        y.mul_(1.5)
-    return y
-
-
-def detached_copy(y: Tensor) -> Tensor:
-    return y.clone()
-
-
-def part(y: Tensor) -> Tensor:
-    return torch.cat((y[:1], y[1:] * 3))
-
-
-@pytest.mark.parametrize("between", [in_place, in_place_unseen, detached_copy, part, twice])
+@pytest.mark.parametrize("between", BETWEEN)
 def test_a_changed_output_is_saved_as_it_is(between):
-    assert_equal(learn(Rematerialised(between)), learn(Layer(between)))
+    assert_equal(learn(Rematerialised(BETWEEN[between])), learn(Layer(BETWEEN[between])))
 
 
-def test_views_of_an_output():
-    def body(self, x):
-        y = memory.cheap(norm, x, self.w)
-        a, b = self.q(y[1:]).sum(0), self.k(y.transpose(0, 1)[::2].flatten(0, 1)).sum(0)
-        return a + b + self.gate(y[..., 4:].repeat(1, 1, 2)[..., :16]).sum((0, 1))
+def checkpointed_part(self, x: Tensor) -> Tensor:
+    y = memory.cheap(norm, x, self.w)
+    b = checkpoint(lambda y: self.down(memory.cheap(gated, self.gate(y), self.up(y))), y, use_reentrant=False)
+    return b + F.pad(self.q(y)[..., :8], (0, 8)) + self.k(y).sum()
 
-    assert_equal(*map(learn, both(body, "up", "down")))
+
+def hooks_pushed_inside(self, x: Tensor) -> Tensor:
+    """Somebody pushes and pops them while ours are in place, over the end of our stretch."""
+    y = memory.cheap(norm, x, self.w)
+    with torch.autograd.graph.save_on_cpu():
+        a = self.q(y)
+        memory.readers_done()
+        b = self.k(y)
+    return self.down(a * b)
+
+
+def views(self, x: Tensor) -> Tensor:
+    y = memory.cheap(norm, x, self.w)
+    a, b = self.q(y[1:]).sum(0), self.k(y.transpose(0, 1)[::2].flatten(0, 1)).sum(0)
+    return a + b + self.gate(y[..., 4:].repeat(1, 1, 2)[..., :16]).sum((0, 1))
+
+
+@pytest.mark.parametrize(
+    "body, unused",
+    [(checkpointed_part, ()), (hooks_pushed_inside, ("gate", "up")), (views, ("up", "down"))],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_forwards(body, unused):
+    stock, ours = both(body, *unused)
+    assert body is hooks_pushed_inside or held(ours, x_of())[0] < held(stock, x_of())[0]
+    assert_equal(learn(ours), learn(stock))
+    assert offloading.top_hooks() is None
 
 
 def test_an_output_changed_after_it_was_saved():
@@ -424,26 +397,11 @@ def test_nothing_without_gradients(calls):
 
 
 def test_threads_do_not_meet():
-    learned: dict[int, dict[str, Tensor]] = {}
-    barrier = threading.Barrier(2)
-
-    def between(y: Tensor) -> Tensor:
-        barrier.wait(10)
-        return y
-
-    layers = [Rematerialised(between) for _ in range(2)]
-
-    def run(i: int) -> None:
-        learned[i] = learn(layers[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    stock = learn(Layer())
-    assert_equal(learned[0], stock)
-    assert_equal(learned[1], stock)
+    barrier, stock = threading.Barrier(2), learn(Layer())
+    layers = [Rematerialised(lambda y: (barrier.wait(10), y)[1]) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for learned in threads.map(learn, layers):
+            assert_equal(learned, stock)
 
 
 def test_compiles_as_if_it_were_not_there():
@@ -460,18 +418,11 @@ def test_compiles_as_if_it_were_not_there():
 
 
 def test_levels():
-    assert [memory.level_of(v) for v in (True, False, None, "off", "cheap", "mlp")] == [
-        "cheap",
-        "off",
-        "off",
-        "off",
-        "cheap",
-        "mlp",
-    ]
+    for given, level in ((True, "cheap"), (False, "off"), (None, "off"), *((v, v) for v in ("off", "cheap", "mlp"))):
+        assert memory.level_of(given) == level
+    said = r"rematerialise: must be True, False or one of \('off', 'cheap', 'mlp'\), got"
     for wrong in ("all", 1, 2.0):
-        with pytest.raises(
-            ValueError, match=r"rematerialise: must be True, False or one of \('off', 'cheap', 'mlp'\), got"
-        ):
+        with pytest.raises(ValueError, match=said):
             memory.level_of(wrong)
 
 
@@ -499,16 +450,6 @@ def test_streams_do_not_share():
 
 
 # -- attention in checkpointed layers -------------------------------------------------------------
-
-
-class Attentions(TorchDispatchMode):
-    """Counts calls of attention."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in memory.attention_operators()
-        return function(*args, **(kwargs or {}))
 
 
 class Attends(nn.Module):
@@ -540,40 +481,28 @@ def attended(module: nn.Module, keeps: bool, backwards: int = 1, **more) -> tupl
     x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
     torch.manual_seed(2)
     y = checkpoint(module, x, use_reentrant=False, **more)
-    with Attentions() as attentions:
+    with Watch() as seen:
         for i in range(backwards):
             y.square().sum().backward(retain_graph=i < backwards - 1)
-    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in module.named_parameters()}, attentions.count
+    count = sum(name in {f.__name__.partition(".")[0] for f in memory.attention_operators()} for name in seen.names)
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in module.named_parameters()}, count
 
 
 @pytest.mark.parametrize("backwards", [1, 3])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_attention_is_kept(sinks, backwards):
-    if sinks and DEVICE == "cpu" and not _op.INTERPRET:
-        pytest.skip("without Triton")
-    if sinks:
-        _op._KERNEL_DEVICES.add(DEVICE)
-    stock, again = attended(Attends(sinks=sinks), False, backwards)
-    ours, kept = attended(Attends(sinks=sinks), True, backwards)
+@pytest.mark.parametrize(
+    "options, kept",
+    [({}, True), ({"sinks": True}, True), ({"dropout": 0.3}, False), ({"after": lambda y: y.mul_(1.5)}, False)],
+    ids=["plain", "sinks", "dropout", "changed in place"],
+)
+def test_attention_is_kept(options, kept, backwards):
+    """With dropout it runs again, or what is drawn after it would differ."""
+    if "sinks" in options:
+        with_kernels()
+    stock, again = attended(Attends(**options), False, backwards)
+    ours, more = attended(Attends(**options), True, backwards)
     assert_equal(ours, stock)
-    assert (again, kept) == (2 * backwards, 0)
-
-
-def test_attention_with_dropout_runs_again():
-    """Or what is drawn after it would differ."""
-    stock, again = attended(Attends(dropout=0.3), False)
-    ours, kept = attended(Attends(dropout=0.3), True)
-    assert_equal(ours, stock)
-    assert again == kept
-
-
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_attention_that_is_changed_in_place_runs_again(backwards):
-    change = lambda y: y.mul_(1.5)
-    stock, again = attended(Attends(change), False, backwards)
-    ours, kept = attended(Attends(change), True, backwards)
-    assert_equal(ours, stock)
-    assert again == kept == 2 * backwards
+    # PyTorch's attention with dropout is a sum of parts on a CPU
+    assert again == 2 * backwards * ("dropout" not in options or DEVICE != "cpu") and more == (0 if kept else again)
 
 
 def test_operators_of_higher_order_pass():
@@ -581,17 +510,12 @@ def test_operators_of_higher_order_pass():
     from torch.nn.attention.flex_attention import flex_attention
 
     layer = nn.Linear(16, 16, device=DEVICE)
-
-    def run(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            attended = flex_attention(*3 * [x.detach()])
-        return attended + layer(x)
-
+    run = lambda x: torch.no_grad()(flex_attention)(*3 * [x.detach()]) + layer(x)
     found = []
     with torch.compiler.set_stance("force_eager"):
         for more in ({}, dict(context_fn=memory.keeping_attention)):
             layer.zero_grad()
-            x = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+            x = x_of((1, 2, 16, 16))
             checkpoint(run, x, use_reentrant=False, **more).sum().backward()
             found.append({"x": x.grad, "weight": layer.weight.grad.clone()})
     assert_equal(*found)
@@ -600,44 +524,24 @@ def test_operators_of_higher_order_pass():
 def test_kept_attention_is_offloaded(monkeypatch):
     for name, value in dict(LEAST=1, STAYS=("meta",)).items():
         monkeypatch.setattr(offloading, name, value)
-    moved: list[tuple[int, ...]] = []
-    init = offloading._Moved.__init__
-    monkeypatch.setattr(
-        offloading._Moved,
-        "__init__",
-        lambda self, run, lane, t, blocks: moved.append(tuple(t.shape)) or init(self, run, lane, t, blocks),
-    )
-    body = lambda self, x: checkpoint(
-        Attends.forward, self, x, use_reentrant=False, context_fn=memory.keeping_attention
-    )
+    moved, how = calls_of(monkeypatch, offloading._Moved, "__init__"), dict(context_fn=memory.keeping_attention)
+    body = lambda self, x: checkpoint(Attends.forward, self, x, use_reentrant=False, **how)
     module, found = type("Offloaded", (Attends,), {"forward": offloading.offloaded(body)})(), []
-    for each in (lambda x: module(x), lambda x: body(module, x)):
-        x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+    for run in (Attends.__call__, body):
         torch.manual_seed(2)
-        module.zero_grad()
-        each(x * 1).square().sum().backward()
-        found.append({"x": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()})
+        found.append(learn(module, x_of((2, 48, 64)), run))
     assert_equal(*found)
-    assert moved.count((2, 2, 48, 32)) == 2  # the outputs of attention
+    assert [tuple(args[3].shape) for args, _ in moved].count((2, 2, 48, 32)) == 2  # the outputs of attention
 
 
 def test_kept_attention_is_freed_with_the_graph():
-    gc.collect()
-    gc.disable()
-    try:
-        with Kept() as kept:
-            y = checkpoint(
-                Attends(),
-                torch.randn(2, 48, 64, device=DEVICE),
-                use_reentrant=False,
-                context_fn=memory.keeping_attention,
-            )
-        held = kept.bytes()
-        assert held >= y.nbytes + 2 * 2 * 48 * 64 * 4
+    x, module = torch.randn(2, 48, 64, device=DEVICE), Attends()
+    with without_collector():
+        with Watch() as kept:
+            y = checkpoint(module, x, use_reentrant=False, context_fn=memory.keeping_attention)
+        assert kept.bytes() >= y.nbytes + 2 * 2 * 48 * 64 * 4
         del y
         assert kept.bytes() == 0
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -690,21 +594,29 @@ def patched(model: nn.Module, level: bool | str, **flags: bool) -> nn.Module:
     return model
 
 
+def assert_levels_learn_the_same(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of all levels, which have the same bits."""
+    _, expected = step(patched(model, False))
+    for level in (True, "mlp"):
+        assert_same_bits(step(patched(model, level))[1], expected)
+    return expected
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
 @pytest.mark.parametrize("level", [True, "mlp"])
 @pytest.mark.parametrize("family", [*FAMILIES, "nemotron", "cohere"])
-def test_gradients_are_equal(family, level):
+def test_gradients_are_equal(family, level, monkeypatch):
     model = make(family)
     if family == "nemotron":  # an activation of one projection
         model.config.hidden_act = "relu2"
-    with mock.patch.object(memory._Recipe, "_compute", autospec=True, side_effect=memory._Recipe._compute) as compute:
-        _, expected = step(patched(model, False))
-        assert compute.call_count == 0
-        _, learned = step(patched(model, level))
-        assert compute.call_count > 0
+    computed = calls_of(monkeypatch, memory._Recipe, "_compute")
+    _, expected = step(patched(model, False))
+    assert not computed
+    _, learned = step(patched(model, level))
+    assert computed
     assert_same_bits(learned, expected)
 
 
@@ -716,7 +628,7 @@ def test_classes():
     _, expected = step(model)
     restore()
     ours.apply_liger_kernel_to_llama(rematerialise=True)
-    with Kept() as kept:
+    with Watch() as kept:
         model(**tokens(), use_cache=False)
     _, learned = step(model)
     assert_same_bits(learned, expected)
@@ -758,28 +670,15 @@ class FlashAttnFunc(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
-def saved_bytes(
-    level: bool | str,
-    layers: int,
-    hooked: bool = False,
-    hidden: int = 2048,
-    batch: int = 2,
-    length: int = 512,
-    fp8: str | None = None,
-) -> int:
+def saved_bytes(level: bool | str, layers: int, hooked: bool = False, fp8: str | None = None) -> int:
     """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone;
     ``hooked``: its MLPs must call their parts. ``fp8``: a recipe."""
+    hidden, batch, length = 2048, 2, 512
     attention = lambda module, q, k, v, *args, **kwargs: (FlashAttnFunc.apply(q, k, v).transpose(1, 2), None)
     transformers.AttentionInterface.register("saving_little", attention)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=hidden,
-        intermediate_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        attn_implementation="saving_little",
-    )
+    sizes = dict(vocab_size=128, hidden_size=hidden, intermediate_size=8192, num_hidden_layers=layers)
+    heads = dict(num_attention_heads=32, num_key_value_heads=8, attn_implementation="saving_little")
+    config = transformers.LlamaConfig(**sizes, **heads)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(batch, length, dtype=torch.long)
@@ -788,10 +687,9 @@ def saved_bytes(
     patched(model, level, **(dict(fp8=fp8, fp8_filter=lambda m, name: name != "lm_head") if fp8 else {}))
     for layer in layers_of(model) if hooked else ():
         layer.mlp.down_proj.register_forward_hook(lambda *_: None)
-    with _op.intercept_launches(lambda *_: None, device="meta"), Kept() as kept:
-        out = model.model(
-            input_ids=ids, attention_mask=torch.ones(batch, 1, length, length, device="meta"), use_cache=False
-        ).last_hidden_state
+    with _op.intercept_launches(lambda *_: None, device="meta"), Watch() as kept:
+        mask = torch.ones(batch, 1, length, length, device="meta")
+        out = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     assert out.grad_fn is not None
     return kept.bytes()
 
@@ -811,20 +709,11 @@ def test_saved_bytes_of_a_layer():
 
 def test_experts_compute_again(monkeypatch):
     """At level "mlp"; gradients have the same bits."""
-    model, asked, found = make("qwen3_moe", num_hidden_layers=1), [], []
+    model = make("qwen3_moe", num_hidden_layers=1)
     recognised("qwen3_moe")
-    monkeypatch.setattr(
-        experts,
-        "moe",
-        lambda *args, recompute, of=experts.moe, **how: (
-            asked.append(recompute) or of(*args, recompute=recompute, **how)
-        ),
-    )
-    for level in (False, True, "mlp"):
-        found.append(step(patched(model, level))[1])
-    assert asked == [False, False, True]
-    assert_same_bits(found[1], found[0])
-    assert_same_bits(found[2], found[0])
+    asked = calls_of(monkeypatch, experts, "moe")
+    assert_levels_learn_the_same(model)
+    assert [how["recompute"] for _, how in asked] == [False, False, True]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil"])
@@ -876,27 +765,26 @@ def with_adapters(model: nn.Module) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=4, **how)).train()
 
 
+CHECKPOINTS = [functools.partial(checkpointed, reentrant=reentrant) for reentrant in (False, True)]
+
+
 @pytest.mark.parametrize(
     "change",
-    [functools.partial(checkpointed, reentrant=False), functools.partial(checkpointed, reentrant=True), quantised,
-     with_adapters, None],
+    [*CHECKPOINTS, quantised, with_adapters, None],
     ids=["checkpointed", "reentrant", "quantised", "adapters", "autocast"],
-)  # fmt: skip
+)
 def test_models_of_others(change):
     """A Linear that saves its input in a Function of its own, dropout, checkpoints, autocast."""
-    model, found = make("llama"), []
+    model = make("llama")
     if change:
         change(model)
-    for level in (False, True, "mlp"):
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=change is None):
-            found.append(step(patched(model, level))[1])
-    assert any("lora_A" in name for name in found[0]) == (change is with_adapters)
-    assert_same_bits(found[1], found[0])
-    assert_same_bits(found[2], found[0])
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=change is None):
+        found = assert_levels_learn_the_same(model)
+    assert any("lora_A" in name for name in found) == (change is with_adapters)
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_fsdp2(alone):
+def test_fsdp2(alone, monkeypatch):
     """Weights of layers are freed after the forward and gathered again for the backward; those
     of norms that are units of their own before that."""
     import torch.distributed as dist
@@ -906,6 +794,7 @@ def test_fsdp2(alone):
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh, learned, rebuilt = init_device_mesh(DEVICE, (1,)), [], []
+        calls = calls_of(monkeypatch, memory._Recipe, "_compute")
         for level in (False, True, "mlp"):
             model = patched(make("llama"), level)
             for layer in layers_of(model):
@@ -913,12 +802,10 @@ def test_fsdp2(alone):
                     fully_shard(unit, mesh=mesh)
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             fully_shard(model, mesh=mesh)
-            with mock.patch.object(
-                memory._Recipe, "_compute", autospec=True, side_effect=memory._Recipe._compute
-            ) as compute:
-                _, found = step(model)
+            calls.clear()
+            _, found = step(model)
             learned.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()})
-            rebuilt.append(compute.call_count)
+            rebuilt.append(len(calls))
     finally:
         dist.destroy_process_group()
     for each in learned[1:]:
@@ -956,9 +843,7 @@ def test_module_hooks():
     norm.register_full_backward_hook(lambda m, dx, dy: fired.append(dy[0].clone()))
     layers_of(model)[1].mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
     layers_of(model)[1].mlp.register_full_backward_hook(lambda m, dx, dy: fired.append(dy[0].clone()))
-    _, expected = step(patched(model, False))
-    for level in (True, "mlp"):
-        assert_same_bits(step(patched(model, level))[1], expected)
+    assert_levels_learn_the_same(model)
     assert len(fired) == 6 and torch.equal(fired[0], fired[2]) and torch.equal(fired[1], fired[3])
 
 
@@ -986,10 +871,8 @@ def test_a_patched_model_compiles_in_one_graph():
 def test_with_interpreted_kernels():
     if DEVICE == "cuda":
         pytest.skip("kernels are used everywhere there")
-    if not _op.INTERPRET:
-        pytest.skip("without Triton")
+    with_kernels()
     model, batch = make("llama", num_hidden_layers=1), tokens(1, 5, ignored=1)
-    _op._KERNEL_DEVICES.add("cpu")
     _, expected = step(patched(model, False), batch)
     _, learned = step(patched(model, True), batch)
     assert_same_bits(learned, expected)

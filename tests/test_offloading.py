@@ -14,6 +14,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -99,11 +100,8 @@ def moved(monkeypatch) -> list[Tensor]:
     """What is copied to the host."""
     found: list[Tensor] = []
     init = offloading._Moved.__init__
-    monkeypatch.setattr(
-        offloading._Moved,
-        "__init__",
-        lambda self, run, lane, t, blocks: found.append(t.detach()) or init(self, run, lane, t, blocks),
-    )
+    noted = lambda self, run, lane, t, blocks: found.append(t.detach()) or init(self, run, lane, t, blocks)
+    monkeypatch.setattr(offloading._Moved, "__init__", noted)
     return found
 
 
@@ -149,9 +147,8 @@ def learn(module: nn.Module, backwards: int = 1, run=lambda module, x: module(x)
     y = run(module, x * 1.0)
     for i in range(backwards):
         y.square().sum().backward(retain_graph=i < backwards - 1)
-    return {"y": y.detach(), "x": x.grad} | {
-        n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
-    }
+    grads = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad} | grads
 
 
 def assert_equal(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
@@ -184,79 +181,73 @@ def test_a_graph_that_is_kept(checkpointed, lane):
     assert_equal(learn(Offloaded(checkpointed), backwards=3), learn(Layers(checkpointed), backwards=3))
 
 
-def test_views_and_repetitions_are_copied_once(moved, lane):
-    def body(self, x):
-        y = x.exp()  # saves its output
-        a, b = y.transpose(0, 2), y[:, 1:]
-        return (a * a.sin()).sum() + (b @ b.mT).sum() + (y[0] * y[1]).sum() + (y.view(torch.int32) & 1).sum() * y.sum()
-
-    x, other = x_of(), x_of()
-    y = offloads(body)(x)
-    y.backward()
-    body(None, other).backward()
-    assert torch.equal(x.grad, other.grad)
-    storages = [t.untyped_storage()._cdata for t in moved]
-    # exp, sin, cos, and a view as integers
-    assert len(set(storages)) == len(storages) and sum(t.numel() == x.numel() for t in moved) <= 4
+class Marked(Tensor):
+    pass
 
 
-def test_several_readers_of_what_comes_back(lane):
+def views_and_repetitions(self, x: Tensor) -> Tensor:
+    y = x.exp()  # saves its output
+    a, b = y.transpose(0, 2), y[:, 1:]
+    return (a * a.sin()).sum() + (b @ b.mT).sum() + (y[0] * y[1]).sum() + (y.view(torch.int32) & 1).sum() * y.sum()
+
+
+def several_readers(self, x: Tensor) -> Tensor:
     """The first one waits for the copy, too."""
+    first = x * 1
+    y = first.sin()
+    for _ in range(4):
+        y = y.exp().sin()
+    return y * first.cos() * first.tanh()
 
-    def body(self, x):
-        first = x * 1
-        y = first.sin()
-        for _ in range(4):
-            y = y.exp().sin()
-        return y * first.cos() * first.tanh()
 
+def changed_between_two_savings(self, x: Tensor) -> Tensor:
+    """Each has its own value; only the second one is read."""
+    y = x * 1
+    self.unread = y.square()
+    y.add_(1)
+    z = y.square()
+    for _ in range(4):
+        z = z.sin()
+    return z
+
+
+def other_tensors(self, x: Tensor) -> Tensor:
+    z = torch.complex(x, x)
+    return x.as_subclass(Marked).exp().as_subclass(Tensor).sum() + torch.view_as_real(z.conj() * z).sum()
+
+
+@pytest.mark.parametrize("body", [views_and_repetitions, several_readers, changed_between_two_savings, other_tensors])
+def test_gradients_of_other_forwards(body, moved, lane):
     x, other = x_of(), x_of()
     offloads(body)(x).sum().backward()
-    body(None, other).sum().backward()
+    stock = SimpleNamespace()
+    body(stock, other).sum().backward()
     assert torch.equal(x.grad, other.grad)
+    assert not any(type(t) is Marked or t.is_conj() for t in moved)
+    if body is views_and_repetitions:  # exp, sin, cos, and a view as integers are copied, each once
+        storages = [t.untyped_storage()._cdata for t in moved]
+        assert len(set(storages)) == len(storages) and sum(t.numel() == x.numel() for t in moved) <= 4
 
 
-def test_a_change_between_two_savings(moved, lane):
-    """Each has its own value; only the second one is read."""
-
-    def body(self, x):
-        y = x * 1
-        unread = y.square()
-        y.add_(1)
-        z = y.square()
-        for _ in range(4):
-            z = z.sin()
-        return z, unread
-
-    x, other = x_of(), x_of()
-    offloads(body)(x)[0].sum().backward()
-    body(None, other)[0].sum().backward()
-    assert torch.equal(x.grad, other.grad)
+def changed_in_place(self, x: Tensor) -> Tensor:
+    y = x * 1
+    z = y.square()  # saves y
+    y.add_(1)
+    return z * y
 
 
-def test_a_change_in_place_is_noticed(lane):
-    def body(self, x):
-        y = x * 1
-        z = y.square()  # saves y
-        y.add_(1)
-        return z * y
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        offloads(body)(x_of()).sum().backward()
+def changed_before_it_is_saved_again(self, x: Tensor) -> Tensor:
+    y = x * 1
+    z = (y.detach() * x).sum()
+    y.add_(1)  # what was saved of y was detached: it has the same storage, and the same versions
+    return z * 0 + (y * y.exp()).sum()
 
 
-def test_a_change_before_it_is_saved_again(moved, lane):
-    def body(self, x):
-        y = x * 1
-        z = (y.detach() * x).sum()
-        y.add_(1)  # what was saved of y was detached: it has the same storage, and the same versions
-        return z * 0 + (y * y.exp()).sum()
-
-    x, other = x_of(), x_of()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        body(None, other).backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        offloads(body)(x).backward()
+@pytest.mark.parametrize("body", [changed_in_place, changed_before_it_is_saved_again])
+def test_a_change_in_place_is_noticed(body, lane):
+    for run in (functools.partial(body, None), offloads(body)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(x_of()).sum().backward()
 
 
 # -- the order of copies ---------------------------------------------------------------------
@@ -288,19 +279,8 @@ def test_one_layer_ahead(log, checkpointed, monkeypatch):
     log.clear()
     monkeypatch.setattr(offloading, "AHEAD", 1)  # so that it fetches one at a time
     y.sum().backward()
-    assert log == [
-        ("read", 3),
-        ("back", 2),
-        ("leaves", 3),
-        ("read", 2),
-        ("back", 1),
-        ("leaves", 2),
-        ("read", 1),
-        ("back", 0),
-        ("leaves", 1),
-        ("read", 0),
-        ("leaves", 0),
-    ]  # a layer a step
+    steps = [[("read", i), ("back", i - 1), ("leaves", i)] for i in (3, 2, 1, 0)]  # a layer a step
+    assert log == [each for step in steps for each in step if each != ("back", -1)]
 
 
 def test_nothing_comes_back_twice(log):
@@ -316,15 +296,8 @@ def test_further_ahead_where_tensors_are_small(log, monkeypatch):
     y = Offloaded(False, layers=4)(x_of() * 1)
     log.clear()
     y.sum().backward()
-    assert [e for e in log if e[0] != "leaves"] == [
-        ("read", 3),
-        ("back", 2),
-        ("back", 1),
-        ("read", 2),
-        ("back", 0),
-        ("read", 1),
-        ("read", 0),
-    ]
+    said = " ".join(f"{what} {i}" for what, i in log if what != "leaves")
+    assert said == "read 3 back 2 back 1 read 2 back 0 read 1 read 0"
 
 
 def test_some_copies_may_be_late(monkeypatch, log):
@@ -394,69 +367,48 @@ def test_what_the_host_has_no_room_for_stays(monkeypatch, moved, fits):
 
     monkeypatch.setattr(offloading.Lane, "_pin", counted)
     monkeypatch.setattr(offloading, "host_memory_left", lambda: left[0])
-    with pytest.warns(
-        UserWarning,
-        match=r"activation_offloading: the host has 0\.0 GB of memory left, so the activations that do not fit stay",
-    ) as said:
+    text = r"activation_offloading: the host has 0\.0 GB of memory left, so the activations that do not fit stay"
+    with pytest.warns(UserWarning, match=text) as said:
         ours = learn(Offloaded(False))
     assert_equal(ours, learn(Layers(False)))
     assert len(moved) == fits and len(said) == 1
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("CUDA error: out of memory\nmore"), OSError("CUDA error: out of memory")],
-    ids=lambda e: type(e).__name__,
+    "error", [RuntimeError("CUDA error: out of memory\nmore"), OSError("CUDA error: out of memory")]
 )
 def test_memory_that_cannot_be_pinned(monkeypatch, error):
-    def refuse(*args, **kwargs):
-        raise error
-
     lane = offloading.Lane(torch.device("cpu"))
-    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=error))
     with pytest.warns(UserWarning, match=r"no more memory can be pinned \(CUDA error: out of memory\)"):
         assert lane.take(1000) is None
-
-
-def test_room_of_the_host():
-    assert 2**20 < offloading.host_memory_left() < 2**50
 
 
 GB = 2**30
 
 
+def group(most: int | str, used: int, folder: str = "", stat: str | None = None) -> dict[str, int | str]:
+    """Files of a control group of the second version."""
+    files = {f"{folder}memory.max": most, f"{folder}memory.current": used}
+    return files | ({} if stat is None else {f"{folder}memory.stat": stat})
+
+
+def first(folder: str, most: int, used: int) -> dict[str, int | str]:
+    """Of the first version."""
+    return {f"{folder}/memory.limit_in_bytes": most, f"{folder}/memory.usage_in_bytes": used}
+
+
 @pytest.mark.parametrize(
     "own, files, gb",
     [
-        (
-            "0::/",
-            {"memory.max": 8 * GB, "memory.current": GB, "memory.stat": f"anon 5\ninactive_file {GB}\n"},
-            8,
-        ),  # a container
-        ("0::/", {"memory.max": "max", "memory.current": GB}, 24),
-        (
-            "0::/system.slice/run.scope",
-            {"system.slice/run.scope/memory.max": 8 * GB, "system.slice/run.scope/memory.current": GB},
-            7,
-        ),
-        (
-            "0::/job/step",
-            {
-                "job/memory.max": 6 * GB,
-                "job/memory.current": GB,
-                "job/step/memory.max": "max",
-                "job/step/memory.current": 5,
-            },
-            5,
-        ),
-        ("0::/gone", {"memory.max": 8 * GB, "memory.current": GB, "memory.stat": "anon 5\n"}, 7),
-        (
-            "4:cpu,memory:/job\n2:pids:/x",
-            {"memory/job/memory.limit_in_bytes": 4 * GB, "memory/job/memory.usage_in_bytes": GB},
-            3,
-        ),
-        ("4:memory:/docker/1", {"memory/memory.limit_in_bytes": 4 * GB, "memory/memory.usage_in_bytes": 0}, 4),
-        (None, {"memory.max": 8 * GB, "memory.current": GB}, 7),
+        ("0::/", group(8 * GB, GB, stat=f"anon 5\ninactive_file {GB}\n"), 8),  # a container
+        ("0::/", group("max", GB), 24),
+        ("0::/system.slice/run.scope", group(8 * GB, GB, "system.slice/run.scope/"), 7),
+        ("0::/job/step", group(6 * GB, GB, "job/") | group("max", 5, "job/step/"), 5),
+        ("0::/gone", group(8 * GB, GB, stat="anon 5\n"), 7),
+        ("4:cpu,memory:/job\n2:pids:/x", first("memory/job", 4 * GB, GB), 3),
+        ("4:memory:/docker/1", first("memory", 4 * GB, 0), 4),
+        (None, group(8 * GB, GB), 7),
     ],
     ids=str,
 )
@@ -470,76 +422,40 @@ def test_limits_of_the_host(tmp_path, own, files, gb):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     assert offloading.host_memory_left(tmp_path) == gb * GB
+    assert offloading.host_memory_left(tmp_path / "a host that says nothing") > 2**50
+    assert 2**20 < offloading.host_memory_left() < 2**50
 
 
-def test_a_host_that_says_nothing(tmp_path):
-    assert offloading.host_memory_left(tmp_path) > 2**50
+def no_pages(*args, **more):
+    raise OSError(12, "Cannot allocate memory")
 
 
-class Driver:
-    """Stands in for CUDA's runtime."""
-
-    cudaError = SimpleNamespace(success=0)
-
-    def __init__(self, answers):
-        self.answers, self.kept = answers, []
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.kept.append(len(offloading._pages))
-        if isinstance(self.answers, BaseException):
-            raise self.answers
-        return self.answers
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    monkeypatch.setattr(offloading, "_pages", [])
+@pytest.mark.parametrize(
+    "answer, device, mapped, pages",
+    [
+        (0, "cuda", None, 1),
+        (KeyboardInterrupt(), "cuda", None, 1),  # while they are registered: they may be
+        (2, "cuda", None, 0),  # the driver refuses
+        (AssertionError("Torch not compiled with CUDA enabled"), "xpu", None, 0),  # others pin as PyTorch does
+        (0, "cuda", no_pages, 0),
+    ],
+    ids=str,
+)
+def test_pages_that_are_registered_stay(answer, device, mapped, pages, monkeypatch):
+    register = mock.Mock(side_effect=[answer])
+    runtime = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=register)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(offloading, "_pages", [])
     empty = torch.empty
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *size, **more: empty(*(n if n < 2**40 else 0 for n in size), **more | {"pin_memory": False}),
-    )
-
-    def of(answers) -> Driver:
-        found = Driver(answers)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-        return found
-
-    return of
-
-
-GPU = torch.device("cuda", 0)
-
-
-def test_registered_pages_stay(driver):
-    """Also if somebody interrupts the process while they are registered."""
-    driver(0)
-    block = offloading._pinned(2**20, GPU)
-    assert block.nbytes == 2**20 and not block.any() and len(offloading._pages) == 1
-    interrupted = driver(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        offloading._pinned(2**20, GPU)
-    assert interrupted.kept == [2] and len(offloading._pages) == 2
-
-
-def test_pages_that_the_driver_refuses(driver):
-    driver(2)
-    assert offloading._pinned(2**20, GPU).nbytes == 2**20 and not offloading._pages
-
-
-def test_other_accelerators_pin_as_pytorch_does(driver):
-    driver(AssertionError("Torch not compiled with CUDA enabled"))
-    assert offloading._pinned(2**20, torch.device("xpu", 0)).nbytes == 2**20
-
-
-def test_a_system_that_gives_no_pages(driver, monkeypatch):
-    driver(0)
-    monkeypatch.setattr(
-        offloading.mmap, "mmap", lambda *args, **more: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory"))
-    )
-    assert offloading._pinned(2**20, GPU).nbytes == 2**20 and not offloading._pages
+    unpinned = lambda *size, **more: empty(*(n if n < 2**40 else 0 for n in size), **more | {"pin_memory": False})
+    monkeypatch.setattr(torch, "empty", unpinned)
+    if mapped:
+        monkeypatch.setattr(offloading.mmap, "mmap", mapped)
+    with pytest.raises(KeyboardInterrupt) if isinstance(answer, KeyboardInterrupt) else contextlib.nullcontext():
+        block = offloading._pinned(2**20, torch.device(device, 0))
+        assert block.nbytes == 2**20 and not (pages and block.any())
+    assert len(offloading._pages) == pages
 
 
 # -- what stays ------------------------------------------------------------------------------
@@ -569,22 +485,6 @@ def test_small_tensors_and_parts_of_large_ones_stay(monkeypatch, moved):
     y.sum().backward()
 
 
-def test_other_tensors_stay(moved):
-    class Marked(Tensor):
-        pass
-
-    def body(self, x):
-        return (
-            x.as_subclass(Marked).exp().as_subclass(Tensor).sum()
-            + torch.view_as_real(torch.complex(x, x).conj() * torch.complex(x, x)).sum()
-        )
-
-    x, other = x_of(), x_of()
-    offloads(body)(x).backward()
-    body(None, other).backward()
-    assert torch.equal(x.grad, other.grad) and not any(type(t) is Marked or t.is_conj() for t in moved)
-
-
 def test_on_a_cpu_nothing_is_moved(monkeypatch, moved):
     monkeypatch.undo()
     module = Offloaded().cpu()
@@ -595,20 +495,33 @@ def test_on_a_cpu_nothing_is_moved(monkeypatch, moved):
 # -- beside other code -----------------------------------------------------------------------
 
 
-def test_it_steps_aside_for_hooks_of_others(moved):
-    """Such as torch's ``save_on_cpu``, or the hooks of TRL and torchtune, which are in place
-    around the whole step."""
+def under_hooks(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return module(x)
 
-    def under_hooks(module: nn.Module, x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return module(x)
 
-    with pytest.warns(
-        UserWarning,
-        match=r"activation_offloading: it steps aside for the hooks for saved tensors of torch\.autograd\.graph",
-    ):
-        ours = learn(Offloaded(False), run=under_hooks)
-    assert_equal(ours, learn(Layers(False)))
+OF_HOOKS = r"activation_offloading: it steps aside for the hooks for saved tensors of torch\."
+ASIDE = {  # of save_on_cpu, or the hooks of TRL and torchtune, which are in place around the whole step
+    "hooks": (under_hooks, OF_HOOKS + r"autograd\.graph"),
+    "checkpoint": (lambda module, x: checkpoint(module, x, use_reentrant=False), OF_HOOKS + r"utils\.checkpoint"),
+    "torch.func": (lambda module, x: torch.func.vjp(module, x)[0], "steps aside for torch.func"),
+    "torch.compile": (
+        lambda module, x: torch.compile(module, backend="aot_eager", fullgraph=True)(x),
+        "steps aside for torch.compile, which chooses what it keeps: compile the layers, not the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ASIDE)
+def test_it_steps_aside(how, moved):
+    torch._dynamo.reset()
+    run, said = ASIDE[how]
+    with pytest.warns(UserWarning, match=said):
+        ours = learn(Offloaded(False if how == "hooks" else None), run=run)
+    stock = learn(Layers())
+    (torch.testing.assert_close if how.startswith("torch") else assert_equal)(ours, stock)
+    with torch.no_grad():
+        assert torch.equal(Offloaded()(x_of()), Layers()(x_of()))
     assert not moved
 
 
@@ -643,34 +556,6 @@ def test_modules_within_modules(moved):
     assert len(moved) == 6
 
 
-def test_a_recomputed_forward_does_not_offload(moved):
-    run = lambda module, x: checkpoint(module, x, use_reentrant=False)
-    with pytest.warns(UserWarning, match=r"steps aside for the hooks for saved tensors of torch\.utils\.checkpoint"):
-        ours = learn(Offloaded(), run=run)
-    assert_equal(ours, learn(Layers(), run=run))
-    assert not moved
-
-
-def test_torch_func(moved):
-    module, x = Offloaded(), x_of()
-    with pytest.warns(UserWarning, match="steps aside for torch.func"):
-        ours = torch.func.grad(lambda x: module(x).square().sum())(x.detach())
-    torch.testing.assert_close(ours, learn(Layers())["x"])
-    assert not moved
-
-
-def test_torch_compile_of_the_module(moved):
-    torch._dynamo.reset()
-    compiled = torch.compile(Offloaded(), backend="aot_eager", fullgraph=True)
-    with pytest.warns(
-        UserWarning,
-        match="steps aside for torch.compile, which chooses what it keeps: compile the layers, not the model",
-    ):
-        ours = compiled(x_of())
-    torch.testing.assert_close(ours, Layers()(x_of()))
-    assert not moved
-
-
 def test_torch_compile_of_the_layers(moved):
     torch._dynamo.reset()
     learned = []
@@ -680,12 +565,6 @@ def test_torch_compile_of_the_layers(moved):
         learned.append(learn(module))
     assert_equal(*learned)
     assert moved
-
-
-def test_without_gradients(moved):
-    with torch.no_grad():
-        assert torch.equal(Offloaded()(x_of()), Layers()(x_of()))
-    assert not moved
 
 
 def test_an_error_in_the_forward_leaves_no_hooks():
@@ -743,18 +622,14 @@ def test_rematerialisation_within(moved, monkeypatch):
 
 
 def test_several_graphs_at_once(lane):
-    """Two forwards before their backwards, as losses of preference have them."""
+    """Two forwards before their backwards, as losses of preference have them; of a copied module."""
     learned = []
-    for module in (Offloaded(False), Layers(False)):
+    for module in (copy.deepcopy(Offloaded(False)), Layers(False)):
         x = x_of()
         one, other = module(x * 1), module(x * 2)
         (one * other).sum().backward()
         learned.append({"x": x.grad} | {n: p.grad for n, p in module.named_parameters()})
     assert_equal(*learned)
-
-
-def test_copies_of_a_module(lane):
-    assert_equal(learn(copy.deepcopy(Offloaded(False))), learn(Layers(False)))
 
 
 # -- on a GPU --------------------------------------------------------------------------------
@@ -774,9 +649,8 @@ def test_less_memory_of_a_gpu(monkeypatch, checkpointed):
         for p in module.parameters():
             nn.init.normal_(p, std=0.02)
         for _ in range(3):
-            x = torch.randn(
-                16384, 1024, device=DEVICE, dtype=torch.bfloat16, generator=torch.Generator(DEVICE).manual_seed(0)
-            ).requires_grad_()
+            generator = torch.Generator(DEVICE).manual_seed(0)
+            x = torch.randn(16384, 1024, device=DEVICE, dtype=torch.bfloat16, generator=generator).requires_grad_()
             module.zero_grad()
             before = torch.cuda.memory_allocated()
             y = module(x)

@@ -58,6 +58,12 @@ def assert_learns(model: nn.Module, like: nn.Module, fused: bool = True) -> None
     assert_same_learning(learned, step(like)[1])
 
 
+def assert_close_with_gradients(found: Any, want: Any, leaves: Any, total: Any) -> None:
+    torch.testing.assert_close(found, want)
+    grads = (torch.autograd.grad(total(each), leaves) for each in (found, want))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
 # -- losses wrapped and replaced -----------------------------------------------------------
 
 
@@ -167,7 +173,7 @@ def test_axolotl_0_19_and_lmms_engine_0_1_4_replace_torchs_own(monkeypatch):
         ((torch.randn(5), torch.tensor(2)), {}),
     ]
     expected = [stock(*args, **kwargs) for args, kwargs in calls]
-    losses = [step(make("llama"))[1], step(patched())[1]]
+    losses = [step(model)[1] for model in (make("llama"), patched())]
     monkeypatch.setattr("transformers.loss.loss_utils.nn.functional.cross_entropy", liger_cross_entropy)
     assert F.cross_entropy is liger_cross_entropy
     torch.testing.assert_close([F.cross_entropy(*args, **kwargs) for args, kwargs in calls], expected)
@@ -250,36 +256,34 @@ def test_llama_factory_0_9_5(model_type):
     assert_same_learning(learned, expected[1])
 
 
-def test_llama_factory_0_9_5_v1():
-    """Every parameter but ``model`` is a toggle, and all of them are passed."""
-    apply = liger.apply_liger_kernel_to_qwen3
-    toggles = [n for n in inspect.signature(apply).parameters if n != "model"]
-    model = make("qwen3")
-    apply(**{n: n in ("rms_norm", "fused_linear_cross_entropy") for n in toggles}, model=model)
-    assert_learns(model, make("qwen3"))
+EVERY = dict(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True)
 
 
-def test_rlinf_0_3():
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen2, apply_liger_kernel_to_qwen3_moe
-
-    for model_type, apply in (("qwen2", apply_liger_kernel_to_qwen2), ("qwen3_moe", apply_liger_kernel_to_qwen3_moe)):
-        model = make(model_type)
-        apply(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True, model=model)
-        assert_learns(model, make(model_type))
-
-
-def test_nemo_automodel_0_7():
-    model = make("mistral")
-    off = dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
-    liger.apply_liger_kernel_to_mistral(model=model, **off)
-    assert_learns(model, make("mistral"), fused=False)
+@pytest.mark.parametrize(
+    "model_type, flags, fused",
+    [
+        ("qwen3", ("rms_norm", "fused_linear_cross_entropy"), True),  # LLaMA-Factory 0.9.5, v1
+        ("qwen2", EVERY, True),  # RLinf 0.3
+        ("qwen3_moe", EVERY, True),
+        (
+            "mistral",
+            dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=False),
+            False,
+        ),  # NeMo AutoModel 0.7
+    ],
+)
+def test_flags_for_a_model_that_is_made(model_type, flags, fused):
+    apply, model = getattr(liger, f"apply_liger_kernel_to_{model_type}"), make(model_type)
+    if isinstance(flags, tuple):  # every parameter but ``model`` is a toggle, and all of them are passed
+        flags = {n: n in flags for n in inspect.signature(apply).parameters if n != "model"}
+    apply(model=model, **flags)
+    assert_learns(model, make(model_type), fused)
     liger._apply_liger_kernel_to_instance(model=model)
     assert step(model)[0].logits is None
 
 
 def test_oumi_0_9_patches_after_the_model_is_made():
-    model, other = make("llama"), make("llama")
-    expected = step(other)[1]
+    model, expected = make("llama"), step(make("llama"))[1]
     liger._apply_liger_kernel(model.config.model_type)
     out, learned = step(model)
     assert out.logits is None
@@ -346,12 +350,10 @@ def test_verl_0_9_1():
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 16, device=DEVICE, requires_grad=True) for n in (9, 31))
     ids = torch.randint(0, 31, (9,), device=DEVICE)
-    nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids, 0.7, -100, 1, True)
+    found = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids, 0.7, -100, 1, True)
     log_p = (hidden @ weight.t() / 0.7).log_softmax(-1)
     want = -log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    torch.testing.assert_close((nll, entropy), want)
-    grad = lambda a, b: torch.autograd.grad((a * 0.3 - b).sum(), (hidden, weight))
-    torch.testing.assert_close(grad(nll, entropy), grad(*want), rtol=1e-4, atol=1e-5)
+    assert_close_with_gradients(found, want, (hidden, weight), lambda pair: (pair[0] * 0.3 - pair[1]).sum())
 
     model = make("llama")
     _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, swiglu=True)
@@ -399,20 +401,6 @@ def test_lmms_engine_0_1_4_and_peft():
     _patch_rms_norm_module(wrapper)
     assert is_patched(wrapper.original_module) and is_patched(wrapper.modules_to_save["default"])
     torch.testing.assert_close(wrapper(x), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_forwards_as_functions(name):
-    """User code assigns ``lce_forward`` to a class."""
-    module = __import__(f"liger_kernel.transformers.model.{name}", fromlist=["lce_forward"])
-    cls = type(make(name))
-    stock, cls.forward = cls.forward, module.lce_forward
-    try:
-        out, learned = step(make(name))
-    finally:
-        cls.forward = stock
-    assert out.logits is None and type(out).__name__ == "LigerCausalLMOutputWithPast"
-    assert_same_learning(learned, step(make(name))[1])
 
 
 def test_modelopt_0_47():
@@ -477,12 +465,11 @@ def test_heads_that_are_gathered_for_the_forward_alone():
     torch.manual_seed(0)
     x, ref, y = torch.randn(4, 5, 8), torch.randn(4, 5, 8), torch.randint(0, 20, (4, 5))
     drawn = torch.randn(4)
+    marks = dict(preference_labels=torch.arange(4) % 2 == 0, kl=torch.zeros(1))
     losses = {
         "dpo": lambda x, w: chunked_loss.LigerFusedLinearDPOLoss()(w, x, y, None, ref, w.detach().clone(), None)[0],
         "orpo": lambda x, w: chunked_loss.LigerFusedLinearORPOLoss()(w, x, y)[0],
-        "kto": lambda x, w: chunked_loss.LigerFusedLinearKTOLoss()(
-            x, w, y, preference_labels=torch.arange(4) % 2 == 0, kl=torch.zeros(1)
-        )[0],
+        "kto": lambda x, w: chunked_loss.LigerFusedLinearKTOLoss()(x, w, y, **marks)[0],
         "grpo": lambda x, w: chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0)(x, w, y, torch.ones(4, 5), drawn)[0],
         "jsd": lambda x, w: chunked_loss.LigerFusedLinearJSDLoss()(x, w, ref, w.detach().clone(), y),
     }
@@ -497,22 +484,6 @@ def test_heads_that_are_gathered_for_the_forward_alone():
             out.backward()
             found.append((out.detach(), leaf.grad, w.grad))
         torch.testing.assert_close(*found, rtol=0, atol=0, msg=name)
-
-
-def test_the_head_that_trl_is_going_to_need():
-    """Log-probabilities and entropies of tokens from hidden states, with gradients: what remains
-    of its losses are formulas."""
-    from liger_kernel.ops import linear_logprobs
-
-    torch.manual_seed(0)
-    x, w = torch.randn(2 * 5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    ids = torch.randint(0, 20, (2 * 5,))
-    logp, entropy = linear_logprobs(x, w, ids, temperature=0.8, outputs=("entropy",))
-    log_p = (x @ w.t() / 0.8).log_softmax(-1)
-    want = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    torch.testing.assert_close((logp, entropy), want)
-    grad = lambda pair: torch.autograd.grad((pair[0].exp() - 0.1 * pair[1]).sum(), (x, w))
-    torch.testing.assert_close(grad((logp, entropy)), grad(want), rtol=1e-4, atol=1e-5)
 
 
 # -- accelerate ----------------------------------------------------------------------------

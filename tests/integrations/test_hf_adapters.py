@@ -43,9 +43,8 @@ def ran(monkeypatch) -> list[int]:
 def adapted(dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
     model = make("llama", dtype, num_hidden_layers=1)
     torch.manual_seed(0)
-    model = adapters.drawn(
-        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", **more))
-    ).to(DEVICE)
+    config = peft.LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", **more)
+    model = adapters.drawn(peft.get_peft_model(model, config)).to(DEVICE)
     model.enable_input_require_grads()  # for reentrant checkpoints; newer transformers do that themselves
     return model
 
@@ -109,10 +108,8 @@ def test_under_autocast(tmp_path, ran, dtype):
 def test_save_and_resume(tmp_path, ran):
     """What a checkpoint has is what stock writes; from one a training goes on as if it had not
     been interrupted, and stock PEFT loads it."""
-    schedule = dict(
-        max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant", gradient_accumulation_steps=1
-    )
-    run = functools.partial(Adapted, **schedule)
+    schedule = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
+    run = functools.partial(Adapted, **schedule, gradient_accumulation_steps=1)
     whole, stock = run(tmp_path / "ours", True), run(tmp_path / "stock", False)
     assert_same(whole, stock)
     weights = lambda which: peft.load_peft_weights(str(tmp_path / which / "checkpoint-4"), "cpu")

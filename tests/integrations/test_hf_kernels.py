@@ -14,6 +14,7 @@ import torch
 import transformers
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from torch import nn
+from watching import calls_of
 
 from liger_kernel import hub
 from liger_kernel.hub import layers
@@ -33,10 +34,8 @@ def test_layers_have_no_state(layer):
 def with_layers(model: nn.Module, names: dict[str, str], compiled: bool = False) -> nn.Module:
     kernels = pytest.importorskip("kernels", reason="kernels is not installed: make test-integrations")
     mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE if compiled else kernels.Mode.TRAINING
-    mapping = {
-        name: {DEVICE: {mode: kernels.LocalLayerRepository(hub.PATH, layer_name=layer)}}
-        for name, layer in names.items()
-    }
+    layer_of = lambda layer: kernels.LocalLayerRepository(hub.PATH, layer_name=layer)
+    mapping = {name: {DEVICE: {mode: layer_of(layer)}} for name, layer in names.items()}
     with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
         return kernels.kernelize(model.train(), mode=mode, device=DEVICE, use_fallback=True)
 
@@ -46,9 +45,7 @@ def with_layers(model: nn.Module, names: dict[str, str], compiled: bool = False)
 def test_models_learn_the_same(model_type, compiled, monkeypatch):
     """olmo2 multiplies by the weight before it rounds, llama after: the layer does as the norm
     does whose place it takes."""
-    calls = {"rope": 0, "rms_norm": 0}
-    for name in calls:
-        monkeypatch.setattr(layers, name, counted(getattr(layers, name), calls, name))
+    calls = {name: calls_of(monkeypatch, layers, name) for name in ("rope", "rms_norm")}
     model = make(model_type)
     expected = step(model)[1]
     model = with_layers(model, {"RMSNorm": "LigerRMSNorm", "rotary_pos_emb": "LigerRotaryPosEmb"}, compiled)
@@ -59,15 +56,7 @@ def test_models_learn_the_same(model_type, compiled, monkeypatch):
         torch.testing.assert_close(run(**tokens(), use_cache=False).loss.detach(), expected["loss"])
     else:
         assert_same_learning(step(model)[1], expected)
-        assert calls == {"rope": len(model.model.layers), "rms_norm": len(norms)}
-
-
-def counted(function, calls, name):
-    def call(*args, **kwargs):
-        calls[name] += 1
-        return function(*args, **kwargs)
-
-    return call
+        assert (len(calls["rope"]), len(calls["rms_norm"])) == (len(model.model.layers), len(norms))
 
 
 def test_in_bf16_every_bit(monkeypatch):
@@ -149,10 +138,8 @@ def test_every_layer_that_transformers_maps(in_place_of_the_hub):
     mapped = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
     repositories = {r for of in mapped.values() for value in of.values() for r in _repositories(value)}
     names = {r.layer_name for r in repositories if getattr(r, "_repo_id", "") == "kernels-community/liger-kernels"}
-    assert names == {
-        *("LigerRMSNorm", "LigerLinear", "LigerForCausalLMLossLayer"),
-        *("LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerTiledSwiGLUMLP", "LigerTiledGEGLUMLP"),
-    }
+    mlps = {f"Liger{tiled}{act}MLP" for tiled in ("", "Tiled") for act in ("SwiGLU", "GEGLU")}
+    assert names == {"LigerRMSNorm", "LigerLinear", "LigerForCausalLMLossLayer"} | mlps
     found = in_place_of_the_hub.get_kernel("kernels-community/liger-kernels", version=3, backend="cpu")
     assert all(getattr(found.layers, name) is getattr(layers, name) for name in names)
 
@@ -179,9 +166,8 @@ def test_modules_on_ours(model_type, in_place_of_the_hub, tmp_path):
     auto = transformers.AutoModelForCausalLM
     # the implementation of attention is not in a checkpoint
     expected = step(auto.from_pretrained(tmp_path, dtype=torch.float32).to(DEVICE).train())[1]
-    model = auto.from_pretrained(
-        tmp_path, dtype=torch.float32, use_kernels=True, kernel_config=hub.kernel_config(model_type)
-    ).to(DEVICE)
+    how = dict(dtype=torch.float32, use_kernels=True, kernel_config=hub.kernel_config(model_type))
+    model = auto.from_pretrained(tmp_path, **how).to(DEVICE)
     for mode in (False, True):
         assert ran_by_ours(model.train(mode)) == marked | added
     assert_same_learning(step(model)[1], expected)

@@ -29,42 +29,23 @@ class Rows(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {k: v[0].cpu() for k, v in tokens(1, 12, seed=i, ignored=1 + i).items()} | {
-            "attention_mask": torch.ones(12, dtype=torch.long)
-        }
+        row = {k: v[0].cpu() for k, v in tokens(1, 12, seed=i, ignored=1 + i).items()}
+        return row | {"attention_mask": torch.ones(12, dtype=torch.long)}
 
 
 class Run:
     """A training: ``logs`` and final ``weights``."""
 
     def __init__(
-        self,
-        folder: Path,
-        use_liger_kernel: bool,
-        model: nn.Module | None = None,
-        times: int = 1,
-        resume: bool = False,
+        self, folder: Path, use_liger_kernel: bool, model: nn.Module | None = None, times: int = 1, resume: Any = False,
         **more: Any,
-    ):
+    ):  # fmt: skip
         self.model = make("llama") if model is None else model
         own = {k: more.pop(k) for k in ("compute_metrics", "compute_loss_func", "callbacks") if k in more}
-        defaults = dict(
-            max_steps=2,
-            gradient_accumulation_steps=2,
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=3,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            learning_rate=0.1,
-            optim="sgd",
-        )
-        args = transformers.TrainingArguments(
-            str(folder), use_cpu=DEVICE == "cpu", use_liger_kernel=use_liger_kernel, **(defaults | more)
-        )
+        how = dict(max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=2, logging_steps=1)
+        how |= dict(per_device_eval_batch_size=3, eval_strategy="steps", eval_steps=1, save_strategy="no")
+        how |= dict(report_to=[], disable_tqdm=True, learning_rate=0.1, optim="sgd", use_cpu=DEVICE == "cpu")
+        args = transformers.TrainingArguments(str(folder), use_liger_kernel=use_liger_kernel, **(how | more))
         self.trainer = transformers.Trainer(self.model, args, train_dataset=Rows(), eval_dataset=Rows(), **own)
         for _ in range(times):
             self.trainer.train(resume_from_checkpoint=resume)
@@ -79,9 +60,8 @@ class Run:
 def assert_same(ours: Run, stock: Run, rough: bool = False) -> None:
     assert ours.patched and not stock.patched
     assert len(ours.logs) == len(stock.logs) > 2
-    torch.testing.assert_close(
-        ours.logs, stock.logs, **(dict(rtol=3e-2, atol=3e-3) if rough else dict(rtol=2e-5, atol=1e-5))
-    )
+    tolerances = dict(rtol=3e-2, atol=3e-3) if rough else dict(rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(ours.logs, stock.logs, **tolerances)
     if not rough:
         torch.testing.assert_close(ours.weights, stock.weights, rtol=1e-4, atol=1e-5)
 
@@ -92,9 +72,8 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def halved(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    loss = nn.functional.cross_entropy(
-        outputs["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
-    )
+    logits = outputs["logits"][:, :-1].flatten(0, 1).float()
+    loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
     return loss / 2 / (num_items_in_batch if num_items_in_batch is not None else (labels[:, 1:] != -100).sum())
 
 
@@ -164,9 +143,8 @@ def test_peft(tmp_path, lora):
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return peft.get_peft_model(
-            make("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **lora)
-        )
+        config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **lora)
+        return peft.get_peft_model(make("llama"), config)
 
     assert_same(Run(tmp_path, True, model()), Run(tmp_path, False, model()))
 
@@ -182,12 +160,9 @@ def test_classification_and_base_models(tmp_path):
     config = make("llama").config
     config.pad_token_id, config.num_labels = 0, 3
     batch = {"input_ids": tokens()["input_ids"], "labels": torch.tensor([0, 2], device=DEVICE)}
-    for cls, keys in (
-        (transformers.LlamaForSequenceClassification, batch),
-        (transformers.LlamaModel, {"input_ids": batch["input_ids"]}),
-    ):
+    for name, keys in (("ForSequenceClassification", batch), ("Model", {"input_ids": batch["input_ids"]})):
         torch.manual_seed(0)
-        model = cls(config).to(DEVICE)
+        model = getattr(transformers, f"Llama{name}")(config).to(DEVICE)
         expected = model(**keys)[0]
         assert liger._apply_liger_kernel_to_instance(model=model) is None
         patched = sum(is_patched(m) for m in model.modules())

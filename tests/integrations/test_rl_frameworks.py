@@ -89,9 +89,8 @@ def test_verl_with_megatron(group):
     sizes = FusedLinearCrossEntropyConfig(max_tokens=M, hidden_size=H, local_vocab_size=V, group="verl_tp")
     with pytest.warns(UserWarning, match="no native kernels"):
         configure(process_groups={"verl_tp": group}, bootstrap_group=group, device=hidden.device, flsce=sizes)
-    nll, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(
-        hidden, weight, labels.long(), group, temperature=0.7, ignore_index=-100, return_entropy=True
-    )
+    how = dict(temperature=0.7, ignore_index=-100, return_entropy=True)
+    nll, entropy = LigerFusedLinearScaledCrossEntropyTPFunction.apply(hidden, weight, labels.long(), group, **how)
     found, want = (-nll, entropy), expected(hidden, weight, labels, 0.7)
     same(found, want, (hidden, weight), lambda both: both[0].sum() * 0.3 - both[1].sum())
 
@@ -154,14 +153,8 @@ def test_ms_swift():
     mask = torch.ones(3, 4)
     mask[1, 2:] = 0
     ref, ratio, advantages = logp.detach() - 0.1, torch.rand(3, 4) + 0.5, torch.tensor([1.0, -0.5, 0.3])
-    inputs = dict(
-        completion_ids=ids,
-        completion_mask=mask,
-        advantages=advantages,
-        old_per_token_logps=logp.detach() - 0.05,
-        ref_per_token_logps=ref,
-        rollout_is_weights=ratio,
-    )
+    inputs = dict(completion_ids=ids, completion_mask=mask, advantages=advantages, ref_per_token_logps=ref)
+    inputs |= dict(old_per_token_logps=logp.detach() - 0.05, rollout_is_weights=ratio)
     loss, metrics = names["compute_liger_loss"](hidden, layer, inputs)
     r = torch.exp(logp - inputs["old_per_token_logps"])
     a = advantages[:, None]

@@ -53,6 +53,10 @@ def test_rms_norms():
     y, rows, rstd, *numbers, casting = ops.rms_norm_forward(x, w, 1e-6, 1.0, "gemma", None)
     assert_equal(y, want)
     assert_equal(ops.rms_norm_backward(dy, rows, w, rstd, 1.0, casting, *numbers, True, None), grads)
+    found, grads_found = gradients(
+        lambda x, w: ops.LigerRMSNormFunction.apply(x, w, 1e-6, 1.0, "gemma", False), [x, w], dy
+    )
+    assert_equal((found, *grads_found), (want, *grads))
     assert ops.rms_norm_backward(dy, rows, w, rstd, 1.0, "gemma", 0, 0, False, None, needs_dw=False)[1] is None
 
 
@@ -107,6 +111,7 @@ def test_activations():
     *saved, c = ops.swiglu_forward(a, b, 0.5)
     assert_equal(c, want)
     assert_equal(ops.swiglu_backward(*saved, dy, 0.5), grads)
+    assert_equal(ops.LigerSiLUMulFunction.apply(a, b, 0.5), want)
     (packed,) = draw((2, 3, 16))
     want, grads = gradients(lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1], [packed], dy)
     y, c = ops.swiglu_fused_gate_up_forward(packed)

@@ -11,26 +11,9 @@ from liger_kernel.deploy.job import Job
 from liger_kernel.train.config import UserError
 
 FIELDS = [field.name for field in dataclasses.fields(Job) if field.name != "train"]
-HOSTILE = [
-    "",
-    " ",
-    "a b",
-    "a; rm -rf /",
-    "$(reboot)",
-    "`id`",
-    "{{ .Values.image }}",
-    '{{ include "x" . }}',
-    "}}",
-    "<b>",
-    "<{{ x }}>",
-    "'",
-    '"',
-    "a'b",
-    "a: b",
-    "- a",
-    "&a",
-    "*a",
-    "!!python/object/apply:os.system [id]",
+TEXTS = ["", " ", "a b", "a; rm -rf /", "$(reboot)", "`id`", "{{ .Values.image }}", '{{ include "x" . }}', "}}", "<b>"]
+TEXTS += ["<{{ x }}>", "'", '"', "a'b", 'a"b', "a: b", "- a", "&a", "*a", "!!python/object/apply:os.system [id]", "# a"]
+TEXTS += [
     "a\nb: c",
     "a\n---\nkind: Secret",
     "../../../x",
@@ -42,26 +25,10 @@ HOSTILE = [
     "0x10",
     "yes",
     "null",
-    "# a",
-    'a"b',
-    "lots",
-    "x" * 5000,
-    "\0",
-    "\ufeff",
-    "Ünïcode",
-    10**6,
-    -1,
-    1.5,
-    True,
-    [],
-    [1, "x"],
-    {},
-    {"a": 1},
-    {"a; b": "c"},
-    {"a": "b c"},
-    {"": "x"},
-    {"A=B": "x"},
 ]
+TEXTS += ["lots", "x" * 5000, "\0", "\ufeff", "Ünïcode"]
+MAPS = [{}, {"a": 1}, {"a; b": "c"}, {"a": "b c"}, {"": "x"}, {"A=B": "x"}]
+HOSTILE: list[Any] = [*TEXTS, 10**6, -1, 1.5, True, [], [1, "x"], *MAPS]
 OF_ITEMS = {  # of fields that hold items: what a value may be in them
     **{
         name: [lambda v: {"A": v}, lambda v: {"example.com/a": v}]
@@ -86,12 +53,8 @@ def hostile(name: str, job: Callable[..., Job]) -> Iterator[tuple[Any, Job | Non
     """(value, the job that has it in field ``name``, by ``job``, or None where it was refused by
     its name) of each hostile value."""
     for value in HOSTILE:
-        around = {
-            "queue": "team",
-            "cluster_queue": "gpus",
-            "quota_nodes": 3,
-            "extra_volumes": [{"name": "x", "emptyDir": {}}],
-        }
+        around = {"queue": "team", "cluster_queue": "gpus", "quota_nodes": 3}
+        around |= {"extra_volumes": [{"name": "x", "emptyDir": {}}]}
         around |= {"overlay": "eks"} if name in ("efa", "role") else {}
         for put in [value, *(form(value) for form in OF_ITEMS.get(name, ()))]:
             try:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE, assert_beside
 
 import liger_kernel
 from liger_kernel import backends, functional
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.testing import assert_as_accurate, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = backends.TRITON
 needs_kernels = pytest.mark.skipif(not (_op.INTERPRET or torch.cuda.is_available()), reason="no kernels here")
 
@@ -39,6 +40,11 @@ def _rms(x, w, eps, offset):
 
 def _half_turn(t):
     return torch.cat((-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]), -1)
+
+
+def _turned(t):
+    cos, sin = (table.to(t.dtype)[:, None] for table in (ANGLES.cos(), ANGLES.sin()))
+    return t * cos + _half_turn(t) * sin
 
 
 def _jsd(q, p):
@@ -67,12 +73,14 @@ CALLS = {
     "rope": (
         (draw(2, 4, 5, 8), draw(2, 2, 5, 8)),
         dict(cos=ANGLES.cos(), sin=ANGLES.sin()),
-        lambda *qk: tuple(
-            t * ANGLES.cos().to(t.dtype)[:, None] + _half_turn(t) * ANGLES.sin().to(t.dtype)[:, None] for t in qk
-        ),
+        lambda *qk: tuple(map(_turned, qk)),
     ),
     "jsd": ((log_probs(5, 24), log_probs(5, 24)), {}, _jsd),
-    "kl_div": ((log_probs(5, 24),), dict(y_true=draw(5, 24).softmax(-1)), None),
+    "kl_div": (
+        (log_probs(5, 24),),
+        dict(y_true=(P := draw(5, 24).softmax(-1))),
+        lambda x: F.kl_div(x, P.to(x.dtype), reduction="batchmean"),
+    ),
     "cross_entropy": (
         (draw(6, 11),),
         dict(target=TARGET, label_smoothing=0.1),
@@ -89,33 +97,22 @@ CALLS = {
         lambda x, w, tx, tw: _jsd(*((a @ b.t() / 2).log_softmax(-1) for a, b in ((x, w), (tx.detach(), tw.detach())))),
     ),
 }
-CALLS["kl_div"] = (
-    *CALLS["kl_div"][:2],
-    lambda x: F.kl_div(x, CALLS["kl_div"][1]["y_true"].to(x.dtype), reduction="batchmean"),
-)
-
-
-def called(function, name: str, dtype: torch.dtype, **more):
-    """Results and gradients of ``function`` of the arguments of ``CALLS[name]``."""
-    tensors = CALLS[name][0]
-    frozen = 2 if name == "fused_linear_jsd" else len(tensors)  # the teacher learns nothing
-    leaves = {f"x{i}": t.to(dtype).requires_grad_(i < frozen) for i, t in enumerate(tensors)}
-
-    def first(**leaves):
-        out = function(*leaves.values(), **more)
-        return out[0] if "cross_entropy" in name and isinstance(out, tuple) else out
-
-    return run(first, leaves)
 
 
 @needs_kernels
 @pytest.mark.parametrize("impl", ["triton", "torch", None])
 @pytest.mark.parametrize("name", functional.__all__)
 def test_beside_pytorch(name, impl):
-    _, more, stock = CALLS[name]
+    tensors, more, stock = CALLS[name]
     more = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in more.items()}
-    ours = called(getattr(functional, name), name, torch.float32, **more, impl=impl)
-    assert_as_accurate(ours, called(stock, name, torch.float32), called(stock, name, torch.float64))
+    learn = 2 if name == "fused_linear_jsd" else len(tensors)  # the teacher learns nothing
+
+    def ours(**leaves):
+        out = getattr(functional, name)(*leaves.values(), **more, impl=impl)
+        return out[0] if "cross_entropy" in name and isinstance(out, tuple) else out
+
+    args = {f"x{i}": t.float().requires_grad_(i < learn) for i, t in enumerate(tensors)}
+    assert_beside(ours, lambda **leaves: stock(*leaves.values()), args)
 
 
 def test_a_named_implementation_runs(monkeypatch):
@@ -149,13 +146,12 @@ def test_what_is_preferred_runs_where_nobody_names_one(monkeypatch):
         def forward(ctx, x):
             return torch.zeros_like(x)
 
-    backends.register_op("softmax", backend="zero", preference_rank=1)(Zero)
+    register = functools.partial(backends.register_op, "softmax", backend="zero", preference_rank=1)
+    register()(Zero)
     assert backends.available_impls("softmax")[0] == "zero"
     assert backends.resolve_impl("softmax").autograd_function is Zero
     assert not functional.softmax(torch.ones(2, 3)).any()
-    backends.register_op(
-        "softmax", backend="zero", preference_rank=1, capability=backends.Capability(modules=["no_such_module"])
-    )(Zero)
+    register(capability=backends.Capability(modules=["no_such_module"]))(Zero)
     assert functional.softmax(torch.ones(2, 3)).any()
 
 
@@ -183,9 +179,8 @@ def test_names_of_implementations():
     assert liger_kernel.available_impls("rms_norm") == backends.available_impls("rms_norm")
     assert liger_kernel.functional is functional
     x, w = torch.randn(3, 8), torch.randn(8)
-    torch.testing.assert_close(
-        backends.dispatch("rms_norm", x, w, 1e-5, 1.0, "gemma", False, None, impl="torch"), _rms(x, w, 1e-5, 1.0)
-    )
+    found = backends.dispatch("rms_norm", x, w, 1e-5, 1.0, "gemma", False, None, impl="torch")
+    torch.testing.assert_close(found, _rms(x, w, 1e-5, 1.0))
 
 
 def test_capabilities():
@@ -254,16 +249,11 @@ def test_native_kernels_are_not_here():
     with pytest.warns(UserWarning, match="no native kernels"):
         assert configure(flsce=FusedLinearCrossEntropyConfig(1, 2, 3), moe=MoEConfig(1, 2, 3, 4, 5, 6)) is False
 
-    class Two:
-        def size(self):
-            return 2
-
     with pytest.raises(backends.ImplNotAvailableError, match="NVSHMEM"):
-        LigerExpertParallelFusedMoe(Two())
+        LigerExpertParallelFusedMoe(SimpleNamespace(size=lambda: 2))
     x, gate, up, down = draw(5, 8), draw(3, 4, 8), draw(3, 4, 8), draw(3, 8, 4)
     index, weight = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], device=DEVICE), draw(5, 2)
     out = LigerExpertParallelFusedMoe()(x, index.int(), weight, gate, up, down, 3)
-    each = torch.einsum(
-        "eti,ehi->teh", F.silu(torch.einsum("th,eih->eti", x, gate)) * torch.einsum("th,eih->eti", x, up), down
-    )
+    up_x = lambda w: torch.einsum("th,eih->eti", x, w)
+    each = torch.einsum("eti,ehi->teh", F.silu(up_x(gate)) * up_x(up), down)
     torch.testing.assert_close(out, (each.gather(1, index[..., None].expand(-1, -1, 8)) * weight[..., None]).sum(1))

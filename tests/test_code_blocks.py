@@ -74,9 +74,8 @@ def checkpoint(tmp_path_factory) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|end|>"])}, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokens, eos_token="<|end|>", pad_token="<|end|>"
-    ).save_pretrained(folder)
+    special = dict(eos_token="<|end|>", pad_token="<|end|>")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder)
     return folder
 
 

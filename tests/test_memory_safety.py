@@ -9,6 +9,7 @@ addresses, so none of this needs a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import math
@@ -16,7 +17,9 @@ import mmap
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import processes
 import pytest
@@ -42,16 +45,19 @@ libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def _map(n_bytes: int) -> int:
     """Address of private zero pages that cost nothing until they are touched; never freed."""
-    address = libc.mmap(
-        None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0
-    )
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    address = libc.mmap(None, n_bytes, protection, flags, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise MemoryError(f"mmap of {n_bytes} bytes: errno {ctypes.get_errno()}")
     return address
 
 
+def _elements(shape, stride) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+
+
 def _at(address: int, shape, stride, dtype: torch.dtype) -> Tensor:
-    elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+    elements = _elements(shape, stride)
     buffer = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype, count=elements).as_strided(shape, stride)
 
@@ -70,7 +76,7 @@ def guarded(shape, dtype: torch.dtype, *, front: bool = False, padding: int = 0)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     stride = contiguous(shape, shape[-1] + padding if len(shape) > 1 else None)
-    n_bytes = (1 + sum((n - 1) * s for n, s in zip(shape, stride))) * dtype.itemsize
+    n_bytes = _elements(shape, stride) * dtype.itemsize
     pages = -(-n_bytes // PAGE) * PAGE
     base = _map(pages + 2 * PAGE)
     for guard in (base, base + PAGE + pages):
@@ -85,7 +91,7 @@ def sparse(shape, dtype: torch.dtype) -> Tensor:
     if len(shape) < 2 or rows < 2:
         return torch.empty(shape, dtype=dtype)
     stride = contiguous(shape, -(-SPARSE_SPAN // (rows - 1)) // 8 * 8 + 8)
-    return _at(_map((1 + sum((n - 1) * s for n, s in zip(shape, stride))) * dtype.itemsize), shape, stride, dtype)
+    return _at(_map(_elements(shape, stride) * dtype.itemsize), shape, stride, dtype)
 
 
 def moved(tensors: dict, place) -> dict:
@@ -96,13 +102,18 @@ def moved(tensors: dict, place) -> dict:
     }
 
 
-def _allocate_from(place) -> None:
+@contextlib.contextmanager
+def _allocate_from(place) -> Iterator[None]:
     """Make what launchers allocate come from ``place``."""
     shape_of = lambda size: tuple(size[0]) if size and isinstance(size[0], (tuple, list)) else tuple(size)
-    torch.Tensor.new_empty = lambda t, *size, dtype=None, device=None: place(shape_of(size), dtype or t.dtype)
-    torch.Tensor.new_zeros = lambda t, *size, dtype=None, device=None: place(shape_of(size), dtype or t.dtype).zero_()
-    torch.empty_like = lambda t, dtype=None: place(tuple(t.shape), dtype or t.dtype)
-    torch.zeros_like = lambda t, dtype=None: place(tuple(t.shape), dtype or t.dtype).zero_()
+    new_empty = lambda t, *size, dtype=None, device=None: place(shape_of(size), dtype or t.dtype)
+    empty_like = lambda t, dtype=None: place(tuple(t.shape), dtype or t.dtype)
+    zeros = lambda empty: lambda *args, **more: empty(*args, **more).zero_()
+    with (
+        mock.patch.multiple(torch.Tensor, new_empty=new_empty, new_zeros=zeros(new_empty)),
+        mock.patch.multiple(torch, empty_like=empty_like, zeros_like=zeros(empty_like)),
+    ):
+        yield
 
 
 FIRST = "first"  # case, and not "all"
@@ -117,27 +128,14 @@ def check_guarded(op) -> None:
     """Every case, with every tensor that it is given or allocates next to an unreadable page."""
     for name, options in {"end": {}, "front": {"front": True}, "rows": {"padding": 3}}.items():
         place = lambda shape, dtype, options=options: guarded(shape, dtype, **options)
-        allocators = {
-            (owner, n): getattr(owner, n)
-            for owner, n in (
-                (torch.Tensor, "new_empty"),
-                (torch.Tensor, "new_zeros"),
-                (torch, "empty_like"),
-                (torch, "zeros_like"),
-            )
-        }
         for case in _small_cases(op):
             print(f"{op.name} {case.name}, unreadable page at {name}", flush=True)
             args = case.make(torch.bfloat16, "cpu")
             ours = moved(args, place)
             # outputs are contiguous: launchers do not ask for padding between rows
-            _allocate_from(lambda shape, dtype, front=name == "front": guarded(shape, dtype, front=front))
-            try:
+            with _allocate_from(lambda shape, dtype, front=name == "front": guarded(shape, dtype, front=front)):
                 outs = forward(op.fn, ours)
                 grads = backward(outs, ours, moved(upstream(outs), place))
-            finally:
-                for (owner, n), stock in allocators.items():
-                    setattr(owner, n, stock)
             assert_accurate({k: o.detach() for k, o in outs.items()} | grads, op, case, torch.bfloat16)
 
 
@@ -201,9 +199,8 @@ def _in_its_own_process(checks: list[str], op_name: str, cases: str, folder: Pat
     return process.exitcode, said.read_text() if said.exists() else ""
 
 
-by_addresses = pytest.mark.skipif(
-    not _op.INTERPRET, reason="addresses are checked in the interpreter; on a GPU by compute-sanitizer"
-)
+ELSEWHERE = "addresses are checked in the interpreter; on a GPU by compute-sanitizer"
+by_addresses = pytest.mark.skipif(not _op.INTERPRET, reason=ELSEWHERE)
 
 
 def _takes_integers(op) -> bool:

@@ -28,10 +28,8 @@ def installed(tmp_path_factory) -> Path:
     site = tmp_path_factory.mktemp("site")
     for name in ("l2_normalise.py", "test_l2_normalise.py"):
         (site / name).write_text((EXAMPLE / name).read_text())
-    points = re.search(
-        r'^\[project\.entry-points\."(.+)"\]\n(.+) = "(.+)"', (EXAMPLE / "pyproject.toml").read_text(), re.M
-    )
-    group, name, module = points.groups()
+    project = (EXAMPLE / "pyproject.toml").read_text()
+    group, name, module = re.search(r'^\[project\.entry-points\."(.+)"\]\n(.+) = "(.+)"', project, re.M).groups()
     for package, value in (("own_operator", module), ("broken", "no_such_module")):
         info = site / f"{package}-0.1.dist-info"
         info.mkdir()

@@ -33,27 +33,10 @@ from liger_kernel.transformers import (
     restore,
 )
 
-SHOWN = (
-    graphs,
-    hub,
-    memory,
-    attention,
-    by_sharding,
-    call_instead,
-    expert_load,
-    glu,
-    load_balancing_loss,
-    parallelize,
-    train,
-    TrainConfig,
-    linear_loss,
-    LigerExperts,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearPreferenceBase,
-    AutoLigerKernelForCausalLM,
-    projections_report,
-    quantize_base,
-)
+SHOWN: tuple[object, ...] = ()
+SHOWN += (graphs, hub, memory, attention, by_sharding, call_instead, expert_load, glu, load_balancing_loss)
+SHOWN += (parallelize, train, TrainConfig, linear_loss, LigerExperts, LigerFusedLinearGRPOLoss)
+SHOWN += (LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM, projections_report, quantize_base)
 
 
 def other_door() -> LigerRMSNorm:

@@ -70,11 +70,8 @@ def make(site_packages: Path) -> list[str]:
     for library, versions in libraries.items():
         with tempfile.TemporaryDirectory() as made:
             script = Path(made, "versions")
-            script.write_text(
-                "".join(
-                    f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items() if version
-                )
-            )
+            said = (f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in versions.items() if version)
+            script.write_text("".join(said))
             build = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", "-x", "c", "-", f"-Wl,-soname,{library}"]
             build += [f"-Wl,--version-script={script}"] if any(versions) else []
             source = "".join(f"int {name}(void) {{ return 0; }}\n" for names in versions.values() for name in names)

@@ -104,11 +104,8 @@ def _pods(found):
 
 def _choices(found):
     if isinstance(found, dict):
-        wrong = [
-            f"{name}: {value!r} is none of {sorted(CHOICES[name])}"
-            for name, value in found.items()
-            if name in CHOICES and value not in CHOICES[name]
-        ]
+        wrong = {name: value for name, value in found.items() if name in CHOICES and value not in CHOICES[name]}
+        wrong = [f"{name}: {value!r} is none of {sorted(CHOICES[name])}" for name, value in wrong.items()]
         return wrong + [e for value in found.values() for e in _choices(value)]
     return [e for value in found for e in _choices(value)] if isinstance(found, list) else []
 

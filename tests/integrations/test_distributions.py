@@ -41,9 +41,8 @@ print("loss", out.loss.item())
 
 def ran(*argv, **options):
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run(
-        [*map(str, argv)], capture_output=True, text=True, check=False, env=env | options.pop("env", {}), **options
-    )
+    how = dict(capture_output=True, text=True, check=False, env=env | options.pop("env", {}))
+    done = subprocess.run([*map(str, argv)], **how, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -75,12 +74,8 @@ def test_both_are_as_an_index_wants_them(built, tmp_path):
     with zipfile.ZipFile(wheel, "a") as archive:  # the last of two files of one name counts
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         archive.writestr(metadata, f"Metadata-Version: 2.4\nName: liger-kernel\nVersion: {liger_kernel.__version__}\n")
-    assert (
-        subprocess.run(
-            [sys.executable, "-m", "twine", "check", "--strict", str(wheel)], capture_output=True, check=False
-        ).returncode
-        != 0
-    )
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(wheel)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
 
 
 def test_both_hold_every_file_of_the_package(built, wheel):

@@ -36,21 +36,9 @@ from liger_kernel.train.config import TrainConfig, checked
 ROOT = Path(__file__).parents[2]
 KIND = ROOT / "deploy" / "kind"
 TRAIN = {"model": "m", "checkpoint_every": 10, "parallel": "fsdp2", "store": "s3://b/run"}
-FULL = dict(
-    overlay="eks",
-    efa=4,
-    role="arn:aws:iam::1:role/r",
-    queue="team",
-    cluster_queue="gpus",
-    quota_nodes=4,
-    secret="tokens",
-    volume="claim",
-    nodes=2,
-    node_selector={"a": "b"},
-    tolerations=[{"key": "k", "operator": "Exists"}],
-    environment={"NCCL_DEBUG": "INFO"},
-    monitor_labels={"release": "prometheus"},
-)
+FULL = dict(overlay="eks", efa=4, role="arn:aws:iam::1:role/r", queue="team", cluster_queue="gpus", quota_nodes=4)
+FULL |= dict(secret="tokens", volume="claim", nodes=2, node_selector={"a": "b"}, environment={"NCCL_DEBUG": "INFO"})
+FULL |= dict(tolerations=[{"key": "k", "operator": "Exists"}], monitor_labels={"release": "prometheus"})
 JOBS = {
     "pytorchjob": dict(kind="pytorchjob", min_nodes=1, **FULL),
     "trainjob": dict(kind="trainjob", **FULL),
@@ -80,6 +68,7 @@ def test_what_the_drill_applies_is_valid():
 
 
 # (job, kind, path to what is changed, value, part of what is said)
+FLAVOR = "spec.resourceGroups.0.flavors.0"
 REPLICATED = "spec.replicatedJobs.0.template.spec"
 POD = "spec.pytorchReplicaSpecs.Worker.template.spec.containers.0"
 TWINS = [
@@ -100,13 +89,7 @@ TWINS = [
     ("pytorchjob", "PyTorchJob", f"{POD}.ports.0.containerPort", "9400", "integer"),
     ("pytorchjob", "NetworkPolicy", "spec.egresses", [], "egresses"),
     ("pytorchjob", "ConfigMap", "datas", {}, "datas"),
-    (
-        "pytorchjob",
-        "ClusterQueue",
-        "spec.resourceGroups.0.flavors.0.resources.0.nominalQuota",
-        "many",
-        "does not match",
-    ),
+    ("pytorchjob", "ClusterQueue", f"{FLAVOR}.resources.0.nominalQuota", "many", "does not match"),
     ("pytorchjob", "LocalQueue", "spec.queue", "gpus", "queue"),
     ("pytorchjob", "PodMonitor", "spec.podMetricsEndpoints.0.interval", "often", "does not match"),
     ("pytorchjob", "PrometheusRule", "spec.groups.0.rules.1.severity", "page", "severity"),

@@ -21,17 +21,11 @@ s3fs = pytest.importorskip("s3fs", reason="tests/integrations/environments.py s3
 def bucket(monkeypatch):
     """The name of a bucket of a server on this machine."""
     port = free_port()
-    server = subprocess.Popen(
-        [Path(sys.executable).parent / "moto_server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
-    )
-    settings = dict(
-        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
-        AWS_ACCESS_KEY_ID="x",
-        AWS_SECRET_ACCESS_KEY="y",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
+    command = [Path(sys.executable).parent / "moto_server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    settings = dict(ENDPOINT_URL=f"http://127.0.0.1:{port}", ACCESS_KEY_ID="x", SECRET_ACCESS_KEY="y")
+    for name, value in (settings | dict(DEFAULT_REGION="us-east-1")).items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     try:
         end = time.monotonic() + 60
         while True:

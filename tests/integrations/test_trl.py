@@ -9,6 +9,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import torch
 from hf_models import DEVICE, make, served_by_kernels_or_references
 from torch import nn
+from watching import calls_of
 
 trl = pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: make setup")
@@ -77,14 +79,9 @@ def rows(kind: str) -> Any:
 
 
 def taught(
-    folder: Path,
-    trainer: str,
-    kind: str,
-    use: bool,
-    model: nn.Module | None = None,
-    trainer_kwargs: Any = None,
+    folder: Path, trainer: str, kind: str, use: bool, model: nn.Module | None = None, trainer_kwargs: Any = None,
     **options: Any,
-):
+):  # fmt: skip
     """Metrics of each step and of evaluations, and the weights after two steps."""
     cls, config_cls = trainer_of(trainer), trainer_of(trainer.removeprefix("Liger").replace("Trainer", "Config"))
     if model is None:  # from a folder, as TRL makes the reference of it
@@ -100,11 +97,9 @@ def taught(
     made = cls(model=model, args=args, train_dataset=rows(kind), processing_class=tokenizer(), **more)
     with heads_that_run() if use and IN_TABLE else contextlib.nullcontext() as made.heads:
         made.train()
-    skip = "runtime", "per_second", "epoch", "learning_rate", "time", "flos"
-    logs = [
-        {k: v for k, v in e.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
-        for e in made.state.log_history
-    ]
+    skip = re.compile("runtime|per_second|epoch|learning_rate|time|flos")
+    kept = lambda k, v: isinstance(v, (int, float)) and not skip.search(k)
+    logs = [{k: v for k, v in e.items() if kept(k, v)} for e in made.state.log_history]
     return made, logs, {n: p.detach() for n, p in model.state_dict().items()}
 
 
@@ -210,17 +205,19 @@ def kind_of(trainer: str) -> str:
     return "unpaired" if trainer == "KTOTrainer" else "pairs"
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+
 # -- supervised ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "kind, options",
     [
-        pytest.param("text", {}, marks=pytest.mark.smoke),
+        smoke("text", {}),
         ("text", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
-        pytest.param("chat", {"assistant_only_loss": True}, marks=pytest.mark.smoke),
+        smoke("chat", {"assistant_only_loss": True}),
         ("chat", {"loss_type": "dft"}),
-        ("text", {"eval_strategy": "steps", "eval_steps": 1}),
+        ("text", EVALUATED),
         ("text", {"liger_kernel_config": {"unpad": True}, "gradient_checkpointing": True}),
     ],
     ids=str,
@@ -407,13 +404,11 @@ def test_preferences_without_a_reference(tmp_path, trainer, options):
     assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt_length(trainer))))
 
 
-def orpo(
-    tmp_path: Path, ours: bool, model: Any = None, patched: bool = False, flag: bool = False, **options: Any
-) -> tuple:
+def orpo(tmp_path: Path, ours: bool, model: Any = None, flag: bool = False, **options: Any) -> tuple:
     """``taught`` by our trainer, or by TRL's."""
     name = "LigerORPOTrainer" if ours else "ORPOTrainer"
     options = {"max_length": 48} | prompt_length("ORPOTrainer") | options
-    return taught(tmp_path / str(ours), name, "pairs", flag or (ours and patched), model and model(), **options)
+    return taught(tmp_path / str(ours), name, "pairs", flag, model and model(), **options)
 
 
 WRAPPED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -447,20 +442,18 @@ def adapted(head: bool = False) -> nn.Module:
         (adapted, {}),
         smoke(lambda: adapted(head=True), {}),
         (None, {"gradient_checkpointing": True}),
-        (None, {"patched": True}),
+        (None, {"flag": True}),
         (lambda: make("qwen3_moe", vocab_size=64, output_router_logits=True), {}),
+        (None, EVALUATED | {"trainer_kwargs": lambda: {"eval_dataset": rows("pairs")}}),
     ],
-    ids=["peft", "peft of the head", "checkpointing", "patched", "auxiliary loss"],
+    ids=["peft", "peft of the head", "checkpointing", "patched", "auxiliary loss", "evaluated"],
 )
 def test_our_orpo_trainer_with(tmp_path, model, options):
-    assert_same(orpo(tmp_path, True, model, **options), orpo(tmp_path, False, model, **options))
-
-
-def test_our_orpo_trainer_evaluates(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": lambda: {"eval_dataset": rows("pairs")}}
-    ours, stock = (orpo(tmp_path, which, **options) for which in (True, False))
+    ours, stock = (
+        orpo(tmp_path, which, model, **(options | {"flag": which and "flag" in options})) for which in (True, False)
+    )
     assert_same(ours, stock)
-    assert any("eval_logits/chosen" in entry for entry in ours[1])
+    assert any("eval_logits/chosen" in entry for entry in ours[1]) == ("eval_steps" in options)
 
 
 def test_our_orpo_trainer_under_autocast(tmp_path):
@@ -613,10 +606,7 @@ HEADS = [
     ("KTOTrainer", "unpaired", {}),
     ("GRPOTrainer", "prompts", REWARDED),
     ("RLOOTrainer", "prompts", REWARDED),
-    *(
-        ("DistillationTrainer", "prompts", GENERATES | dict(beta=beta, trainer_kwargs=TEACHER))
-        for beta in (0.0, 0.5, 1.0)
-    ),
+    *(("DistillationTrainer", "prompts", GENERATES | dict(beta=b, trainer_kwargs=TEACHER)) for b in (0.0, 0.5, 1.0)),
     ("DistillationTrainer", "prompts", GENERATES | dict(trainer_kwargs=lambda: TEACHER() | with_lora("q_proj"))),
 ]
 
@@ -632,12 +622,9 @@ def test_which_head_runs(tmp_path, monkeypatch, trainer, kind, options):
     first = "1.14" if trainer in ("DPOTrainer", "KTOTrainer", "GRPOTrainer") else "1.15"
     if Version(first) > VERSION:
         pytest.skip(f"{trainer} has a head that we know from trl {first} on")
-    divergences = trainer == "DistillationTrainer"
-    name, find = (
-        ("linear_divergence", trl_head._of_divergences) if divergences else ("linear_logprobs", trl_head._of_logprobs)
-    )
-    ours, calls = getattr(trl_head, name), []
-    monkeypatch.setattr(trl_head, name, lambda *args, **kwargs: (calls.append(name), ours(*args, **kwargs))[1])
+    name = "divergence" if trainer == "DistillationTrainer" else "logprobs"
+    find = getattr(trl_head, "_of_logprobs" if name == "logprobs" else "_of_divergences")
+    calls = calls_of(monkeypatch, trl_head, f"linear_{name}")
     runs, counts = [], []
     for use, more in ((False, {}), (True, {"fused_logprobs": False}), (True, {})):
         calls.clear()

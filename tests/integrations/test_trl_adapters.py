@@ -16,7 +16,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
 import adapters
 from adapters import EVERY, Gradients, assert_rounds_as
 from hf_models import DEVICE, assert_same_learning, forget_training, make
-from test_trl import FUSED, MEANS, assert_same, reward, rows, taught
+from test_trl import EVALUATED, FUSED, MEANS, assert_same, reward, rows, smoke, taught
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
@@ -48,15 +48,9 @@ def lora(**more: Any) -> Any:
 
 
 def trained(
-    folder: Path,
-    trainer: str,
-    kind: str,
-    ours: bool,
-    model: nn.Module | None = None,
-    config: Any = None,
-    flags: Any = None,
-    **options: Any,
-):
+    folder: Path, trainer: str, kind: str, ours: bool, model: nn.Module | None = None, config: Any = None,
+    flags: Any = None, **options: Any,
+):  # fmt: skip
     """As ``taught``, and the gradients of all steps."""
     seen, extra = Gradients(), options.pop("trainer_kwargs", {})
     handed = lambda: {"callbacks": [seen], **extra, **({} if config is None else {"peft_config": config})}
@@ -74,14 +68,9 @@ def assert_learns_the_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = 
 
 
 def compared(
-    folder: Path,
-    ran: list[int],
-    trainer: str,
-    kind: str,
-    differ: tuple[str, ...] = (),
-    model: Any = lambda: None,
+    folder: Path, ran: list[int], trainer: str, kind: str, differ: tuple[str, ...] = (), model: Any = lambda: None,
     **options: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Train with the flag and without, and compare; returns how many forwards the engine ran."""
     ours = trained(folder / "ours", trainer, kind, True, model(), **options)
     forwards = len(ran) // len(FORWARD)
@@ -102,24 +91,17 @@ def adapted() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "config", "forwards"),
     [
-        pytest.param({}, {}, 4, marks=pytest.mark.smoke),
+        smoke({}, {}, 4),
+        ({"flags": STOCK}, {}, 0),
         # without padding: rows follow one another
         ({"packing": True, "max_length": 32, "gradient_accumulation_steps": 1}, {}, 2),
         ({"gradient_checkpointing": True}, {"lora_dropout": 0.5}, 8),
-        (
-            {"eval_strategy": "steps", "eval_steps": 1, "trainer_kwargs": {"eval_dataset": rows("text")}},
-            {"use_dora": True},
-            6,
-        ),
+        (EVALUATED | {"trainer_kwargs": {"eval_dataset": rows("text")}}, {"use_dora": True}, 6),
     ],
-    ids=["plain", "packed", "checkpoints, dropout", "evaluated, dora"],
+    ids=["plain", "no projections", "packed", "checkpoints, dropout", "evaluated, dora"],
 )
 def test_sft(tmp_path, ran, options, config, forwards):
     assert compared(tmp_path, ran, "SFTTrainer", "text", config=lora(**config), **options) == forwards
-
-
-def test_sft_without_projections(tmp_path, ran):
-    assert compared(tmp_path, ran, "SFTTrainer", "text", config=lora(), flags=STOCK) == 0
 
 
 def test_sft_under_autocast(tmp_path, ran):

@@ -7,14 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 stage, use, port = map(int, sys.argv[1:])
-os.environ |= {
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": str(port),
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "DS_ACCELERATOR": "cpu",
-}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 import deepspeed
 import torch

@@ -33,11 +33,8 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title)).strip().lower().replace(" ", "-")
-        for title in titles
-    }
+    titles = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", "\n".join(re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)))
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles.split("\n")}
 
 
 def test_readme_is_short_and_says_at_once_what_this_is():

@@ -49,9 +49,7 @@ def keys(tree: ast.Module) -> list[ast.expr]:
 def constants() -> dict[str, str]:
     """Names in capitals that are one string, wherever they are bound: variables are named by
     them."""
-    return {
-        name: text for source in SOURCES.values() for name, text in re.findall(r'^([A-Z_]+) = "(\w+)"', source, re.M)
-    }
+    return dict(found for source in SOURCES.values() for found in re.findall(r'^([A-Z_]+) = "(\w+)"', source, re.M))
 
 
 def read() -> dict[str, set[str]]:
@@ -60,14 +58,9 @@ def read() -> dict[str, set[str]]:
     named = constants()
     for path, source in SOURCES.items():
         for key in keys(ast.parse(source)) if "environ" in source else ():
-            if isinstance(key, ast.Constant):
-                names = {key.value}
-            elif ast.unparse(key) in named:
-                names = {named[ast.unparse(key)]}
-            else:
-                names = MADE[path]
-            for name in names:
-                found[name].add(path)
+            name = key.value if isinstance(key, ast.Constant) else named.get(ast.unparse(key))
+            for each in [name] if name else MADE[path]:
+                found[each].add(path)
     return found
 
 
@@ -82,14 +75,12 @@ def test_the_table_is_what_the_source_reads():
         assert set(re.findall(r"`([^`]+)`", row[3])) == set().union(*(source[name] for name in names)), names
 
 
+ROCM = "https://rocm"
+
+
 @pytest.mark.parametrize(
     "gpu, reached, given, index",
-    [
-        (False, True, "", "CPU"),
-        (False, False, "", ""),
-        (True, True, "", ""),
-        (False, True, "https://rocm", "https://rocm"),
-    ],
+    [(False, True, "", "CPU"), (False, False, "", ""), (True, True, "", ""), (False, True, ROCM, ROCM)],
 )
 def test_make_takes_the_build_of_pytorch_that_the_machine_needs(tmp_path, gpu, reached, given, index):
     """Without a GPU that for CPUs, if its index can be reached."""

@@ -96,9 +96,8 @@ def of_operators(variants: str) -> list[Launch]:
 
 
 def _frozen(value, frozen: bool):
-    return (
-        value.detach().requires_grad_(value.requires_grad and not frozen) if isinstance(value, torch.Tensor) else value
-    )
+    tensor = isinstance(value, torch.Tensor)
+    return value.detach().requires_grad_(value.requires_grad and not frozen) if tensor else value
 
 
 def recorded(step: Callable[[], None]) -> list[Launch]:
@@ -149,12 +148,8 @@ def stored_weights() -> None:
         glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, maxima=_new(3, glu.MAXIMA))
         magnitude.column_sums(x, x)
         magnitude.scaled_columns(x, _new(28672))
-        for sizes, scales in (
-            ((128, 1536, 2048), (1, 1)),
-            ((128, 1536, 2048), (1536, 1)),
-            ((32, 2880, 5760), (1, 5760)),
-            ((3, 5, 7), (1, 7)),
-        ):
+        large = (128, 1536, 2048)
+        for sizes, scales in ((large, (1, 1)), (large, (1536, 1)), ((32, 2880, 5760), (1, 5760)), ((3, 5, 7), (1, 7))):
             float8_experts.dense_experts(_new(*sizes, dtype=float8.E4), _new(sizes[0], *scales), dtype)
     float8.transposed(_new(4096, 14336, dtype=float8.E4))
     for dtype in (torch.bfloat16, torch.float32):

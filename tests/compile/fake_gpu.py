@@ -148,6 +148,8 @@ def specialisations() -> dict:
     ids = lambda *shape, high=1: torch.empty(shape, dtype=torch.int64, device="meta")
     w, b = t(64), t(64)
     angles = lambda T: (torch.empty(1, T, 8, dtype=torch.bfloat16, device="meta"),) * 2
+    qk = lambda B, T: (t(B, T, 4, 16), t(B, T, 2, 16))
+    xw, weights = lambda B, T: (t(B * T, 64), t(64, 64)), lambda M: torch.rand(M, 2, device="meta")
     calls = {
         "rms_norm": lambda B, T: ops.rms_norm(t(B, T, 64), w),
         "fused_add_rms_norm": lambda B, T: ops.fused_add_rms_norm(t(B, T, 64), t(B, T, 64), w),
@@ -155,25 +157,17 @@ def specialisations() -> dict:
         "layer_norm": lambda B, T: ops.layer_norm(t(B, T, 64), w, b),
         "glu": lambda B, T: ops.glu(t(B, T, 64), t(B, T, 64)),
         "rope": lambda B, T: ops.rope(t(B, T, 4, 16).transpose(1, 2), t(B, T, 2, 16).transpose(1, 2), *angles(T)),
-        "rope-positions": lambda B, T: ops.rope(
-            t(B, T, 4, 16), t(B, T, 2, 16), *angles(50), ids(B, T), unsqueeze_dim=2
-        ),
+        "rope-positions": lambda B, T: ops.rope(*qk(B, T), *angles(50), ids(B, T), unsqueeze_dim=2),
         "softmax": lambda B, T: ops.softmax(t(B, T, 64)),
         "cross_entropy": lambda B, T: ops.cross_entropy(t(B * T, 64), ids(B * T), ignore_index=-B * T % 17),
         "cross_entropy-temperature": lambda B, T: ops.cross_entropy(t(B * T, 64), ids(B * T), logit_scale=1 / (B + T)),
-        "linear_cross_entropy": lambda B, T: ops.linear_cross_entropy(
-            t(B * T, 64), t(64, 64), ids(B * T), chunk_rows=4096
-        ),
-        "qk_norm_rope": lambda B, T: ops.qk_norm_rope(
-            t(B, T, 4, 16), t(B, T, 2, 16), t(16), t(16), *angles(T), unsqueeze_dim=2
-        ),
+        "linear_cross_entropy": lambda B, T: ops.linear_cross_entropy(*xw(B, T), ids(B * T), chunk_rows=4096),
+        "qk_norm_rope": lambda B, T: ops.qk_norm_rope(*qk(B, T), t(16), t(16), *angles(T), unsqueeze_dim=2),
         "modulated_rms_norm": lambda B, T: ops.modulated_rms_norm(t(B, T, 64), t(B, 64), t(B, 64), w),
         "poly_norm": lambda B, T: ops.poly_norm(t(B, T, 64), t(3), t(1)),
         "relu_squared": lambda B, T: ops.relu_squared(t(B, T, 64)),
         "embedding": lambda B, T: ops.embedding(ids(B, T), t(50, 64)),
-        "moe": lambda B, T: ops.moe(
-            t(B * T, 64), t(4, 32, 64), t(4, 64, 16), ids(B * T, 2), torch.rand(B * T, 2, device="meta")
-        ),
+        "moe": lambda B, T: ops.moe(t(B * T, 64), t(4, 32, 64), t(4, 64, 16), ids(B * T, 2), weights(B * T)),
         "expert_load": lambda B, T: ops.expert_load(t(B * T, 16), ids(B * T, 2))[0],
         "attn_res": lambda B, T: ops.attn_res(t(B, T, 3, 64), t(64), w),
         "jsd": lambda B, T: ops.jsd(t(B * T, 64), t(B * T, 64)),

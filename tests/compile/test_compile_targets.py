@@ -47,9 +47,8 @@ def launched_kernels() -> set[str]:
     modules = {sys.modules[op.fn.__module__] for op in OPS.values()} | {m for n, m in sys.modules.items() if of_ops(n)}
     # the latter of extra.softmax: of short and long rows
     calls = r"\blaunch\(\s*(\w+)(?: if \w+ else (\w+))?,", r"\blaunch_(?:fwd|bwd)\((\w+), (\w+),"
-    named = lambda m: filter(
-        None, itertools.chain(*(found for call in calls for found in re.findall(call, inspect.getsource(m))))
-    )
+    of_call = lambda m, call: itertools.chain(*re.findall(call, inspect.getsource(m)))
+    named = lambda m: [name for call in calls for name in of_call(m, call) if name]
     kernels = [kernel.fn for m in modules for k in named(m) if (kernel := vars(m).get(k))]
     return {f"{fn.__module__.split('.', 2)[2]}.{fn.__name__}" for fn in kernels}
 
@@ -60,11 +59,9 @@ def table(rows: list[dict]) -> str:
     worst: dict[tuple, dict] = {}
     for row in sorted(rows, key=lambda r: (r["spills"], r["registers"], r["shared"])):
         worst[row["kernel"], row["dtypes"]] = row
-    lines = [
-        "| kernel | dtypes | registers | spilled bytes | shared bytes | threads | heaviest variant |",
-        "|---|---|---|---|---|---|---|",
-    ]
     columns = ("kernel", "dtypes", "registers", "spills", "shared", "threads", "meta")
+    lines = ["| kernel | dtypes | registers | spilled bytes | shared bytes | threads | heaviest variant |"]
+    lines.append("|---" * len(columns) + "|")
     return "\n".join([*lines, *("| " + " | ".join(str(worst[k][c]) for c in columns) + " |" for k in sorted(worst))])
 
 
@@ -75,15 +72,11 @@ def found(target: str, variants: str, env: dict[str, str], report: Path) -> list
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())
-    failed = [f"{r['kernel']} {r['dtypes']} {r['meta']}: {r['error']}" for r in rows if "error" in r]
+    name = lambda r: f"{r['kernel']} {r['dtypes']} {r['meta']}"
+    failed = [f"{name(r)}: {r['error']}" for r in rows if "error" in r]
     assert not failed, "\n".join(failed)
-    limits = {"shared": SHARED[target], "threads": 1024}
-    broken = [
-        f"{r['kernel']} {r['dtypes']} {r['meta']} has {r[k]} {k}"
-        for r in rows
-        for k, limit in (limits | {"spills": spills(r["kernel"], variants)}).items()
-        if r[k] > limit
-    ]
+    limits = lambda r: {"shared": SHARED[target], "threads": 1024, "spills": spills(r["kernel"], variants)}
+    broken = [f"{name(r)} has {r[k]} {k}" for r in rows for k, limit in limits(r).items() if r[k] > limit]
     assert not broken, "\n".join(broken)
     return rows
 
@@ -104,9 +97,8 @@ def test_every_kernel_compiles(target, user_env, tmp_path):
     """Those that ``kernels.csv`` has are the same as when they were compiled; all others are
     compiled now, and their rows belong into the table, which is written for both targets at once."""
     rows = found(target, "kernels", user_env, tmp_path / "kernels.json")
-    assert {r["kernel"] for r in rows if not is_own(r["kernel"])} == launched_kernels() - (
-        set() if target == "sm90" else HOPPER
-    ), "a kernel that no case reaches"
+    expected = launched_kernels() - (set() if target == "sm90" else HOPPER)
+    assert {r["kernel"] for r in rows if not is_own(r["kernel"])} == expected, "a kernel that no case reaches"
     new = sorted({r["kernel"] for r in rows if r["new"]})
     if new and of_this_triton():
         pytest.fail(f"{new} changed: run python tests/compile/compile_kernels.py --write, and review its registers")

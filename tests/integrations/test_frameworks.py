@@ -186,11 +186,18 @@ def test_instructlab(saved):
     assert_same_learning(learned, step(loaded.train())[1])
 
 
-def test_nemo_automodel():
-    module = needs("nemo_automodel._transformers.kernel_patches")
-    model = make("llama")
-    assert module._patch_liger_kernel(model) is model
-    assert_learns(model, step(make("llama"))[1])
+@pytest.mark.parametrize(
+    "module, function",
+    [
+        ("nemo_automodel._transformers.kernel_patches", "_patch_liger_kernel"),
+        ("oumi.builders.models", "_patch_model_for_liger_kernel"),
+    ],
+)
+def test_models_that_are_patched_by_one_function(module, function):
+    patch, model = getattr(needs(module), function), make("llama")
+    expected = step(make("llama"))[1]
+    assert patch(model) in (None, model)
+    assert_learns(model, expected)
 
 
 def test_verl():
@@ -203,14 +210,6 @@ def test_verl():
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     grad = lambda pair: torch.autograd.grad((pair[0].exp() + 0.1 * pair[1]).sum(), (hidden, w))
     torch.testing.assert_close(grad(ours), grad(theirs), rtol=1e-4, atol=1e-5)
-
-
-def test_oumi():
-    module = needs("oumi.builders.models")
-    model = make("llama")
-    expected = step(make("llama"))[1]
-    module._patch_model_for_liger_kernel(model)
-    assert_learns(model, expected)
 
 
 # -- Lightning, LitGPT ---------------------------------------------------------------------
@@ -308,17 +307,14 @@ def test_bitsandbytes(kind):
 
     def quantised() -> nn.Module:
         model = make("llama")
-        for parent in [m for m in model.model.modules() if any(isinstance(c, nn.Linear) for c in m.children())]:
-            for name, linear in list(parent.named_children()):
-                if isinstance(linear, nn.Linear):
-                    shape = linear.in_features, linear.out_features
-                    new: nn.Module
-                    if kind == "nf4":
-                        new = bnb.nn.Linear4bit(*shape, bias=False, quant_type="nf4", compute_dtype=torch.float32)
-                    else:
-                        new = bnb.nn.Linear8bitLt(*shape, bias=False, has_fp16_weights=False)
-                    new.load_state_dict(linear.state_dict())
-                    setattr(parent, name, new)
+        make_new = {
+            "nf4": lambda *s: bnb.nn.Linear4bit(*s, bias=False, quant_type="nf4", compute_dtype=torch.float32),
+            "int8": lambda *s: bnb.nn.Linear8bitLt(*s, bias=False, has_fp16_weights=False),
+        }[kind]
+        for path, linear in [(n, m) for n, m in model.model.named_modules() if isinstance(m, nn.Linear)]:
+            new = make_new(linear.in_features, linear.out_features)
+            new.load_state_dict(linear.state_dict())
+            model.model.set_submodule(path, new)
         torch.manual_seed(0)
         named = dict(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
         lora = peft.LoraConfig(r=2, init_lora_weights=False, **named)

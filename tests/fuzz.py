@@ -357,8 +357,7 @@ class Strayed(BaseException):
 
 
 def watched(place: list[Path]) -> None:
-    """From now on nothing is written outside of ``place[0]``, and nothing that files name is
-    read."""
+    """From now on nothing is written outside of ``place[0]``, and nothing that files name read."""
     writes = dict.fromkeys(("os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"), 1)
     writes |= dict.fromkeys(("os.rename", "os.symlink", "os.link"), 2)  # arguments that are paths
 

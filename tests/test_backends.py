@@ -116,8 +116,7 @@ def test_beside_pytorch(name, impl):
 
 
 def test_a_named_implementation_runs(monkeypatch):
-    """By argument, by the environment, for one operator or all, and by ``set_impl``, in this
-    order."""
+    """By argument, by environment, for one operator or all, by ``set_impl``, in this order."""
     x = torch.randn(3, 8, device=DEVICE)
     ran = []
     monkeypatch.setitem(backends._REGISTRY, "softmax", dict(backends._REGISTRY["softmax"]))

@@ -295,8 +295,7 @@ EVERY = {line: page for page in PAGES for line in commands(page)}  # a line of s
 
 
 def parts(line: str) -> list[list[str]]:
-    """The words of every command in a line, without comments, redirections and variables before
-    a command."""
+    """The words of every command in a line, without comments, redirections and variables."""
     words = shlex.split(re.sub(r"<([\w ]+)>", r"\1", line).replace("&&", " ; ").replace("|", " ; "), comments=True)
     found: list[list[str]] = [[]]
     for word in words:
@@ -335,8 +334,7 @@ def test_commands(line, offline, capsys):
 
 
 def run(words: list[str]) -> None:
-    """A command of ours, at a tiny size; or, where that is no matter of seconds, its arguments
-    alone."""
+    """A command of ours, at a tiny size; or, where that takes long, its arguments alone."""
     two = words[0] in ("deploy", "bench") and not "".join(words[1:2]).startswith("-")
     name = " ".join(words[: 1 + two])
     assert words[0] in cli.COMMANDS, words

@@ -30,8 +30,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 
 
 def keys(tree: ast.Module) -> list[ast.expr]:
-    """What ``os.environ`` is asked for in a module: subscripts that are read, ``get``,
-    ``setdefault``, ``in``."""
+    """What a module asks ``os.environ``: subscripts, ``get``, ``setdefault``, ``in``."""
     # of its end alone at first, as unparsing every node of the source takes seconds
     of_environ = lambda node: getattr(node, "attr", "") == "environ" and ast.unparse(node) == "os.environ"
     found: list[ast.expr] = []
@@ -47,8 +46,7 @@ def keys(tree: ast.Module) -> list[ast.expr]:
 
 
 def constants() -> dict[str, str]:
-    """Names in capitals that are one string, wherever they are bound: variables are named by
-    them."""
+    """Names in capitals that are one string: variables are named by them."""
     return dict(found for source in SOURCES.values() for found in re.findall(r'^([A-Z_]+) = "(\w+)"', source, re.M))
 
 

@@ -114,16 +114,14 @@ def graph() -> dict[str, set[str]]:
 
 
 def listed() -> list[str]:
-    """Folders and files of CONTRIBUTING.md's list, from below: what is imported stands above what
-    imports it."""
+    """Folders and files of CONTRIBUTING.md's list, from below."""
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## The shape of the code\n", 1)[1]
     block = re.findall(r"^ {4}(?! )(\S+)", text.split("\n\n")[0], re.M)
     return [name.removesuffix("/").removesuffix(".py") for name in block]
 
 
 def child(package: str, name: str) -> str | None:
-    """Which child of ``package`` module ``name`` is or lies in; None for the package itself and
-    what lies elsewhere."""
+    """Which child of ``package`` module ``name`` lies in; None for itself and others."""
     return name[len(package) + 1 :].split(".")[0] if name.startswith(f"{package}.") else None
 
 

@@ -92,8 +92,7 @@ assert stock == (vars(interpreter), vars(interpreter.InterpreterBuilder))
 
 
 def test_a_user_sets_the_variable(user_env):
-    """Without what these tests do to the interpreter. It is repaired while a kernel of ours
-    runs, and no longer."""
+    """The interpreter is repaired while a kernel of ours runs, and no longer."""
     done = subprocess.run(
         [sys.executable, "-c", OF_A_USER], env=user_env | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )

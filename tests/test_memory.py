@@ -333,8 +333,7 @@ def test_changed_inputs_raise_as_in_stock(what):
 
 
 def test_freed_inputs():
-    """A sharded weight that is gone when the norm has run leaves its output saved; one that goes
-    later is an error, not garbage."""
+    """A weight that is gone early leaves the output saved; gone later it is an error."""
     for early in (True, False):
         layer = Rematerialised()
         weight = nn.Parameter(layer.w.detach().clone())
@@ -656,8 +655,7 @@ def test_undo_and_switches():
 
 
 class FlashAttnFunc(torch.autograd.Function):
-    """Keeps what flash attention keeps, under its name. (PyTorch's own takes another form
-    without a GPU.)"""
+    """Keeps what flash attention keeps, under its name, also without a GPU."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -671,8 +669,7 @@ class FlashAttnFunc(torch.autograd.Function):
 
 
 def saved_bytes(level: bool | str, layers: int, hooked: bool = False, fp8: str | None = None) -> int:
-    """What a forward of Llama-3.2-1B's shape with so many layers leaves, by shapes alone;
-    ``hooked``: its MLPs must call their parts. ``fp8``: a recipe."""
+    """What a forward of Llama-3.2-1B's shape leaves; ``hooked``: MLPs must call their parts."""
     hidden, batch, length = 2048, 2, 512
     attention = lambda module, q, k, v, *args, **kwargs: (FlashAttnFunc.apply(q, k, v).transpose(1, 2), None)
     transformers.AttentionInterface.register("saving_little", attention)
@@ -718,8 +715,7 @@ def test_experts_compute_again(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil"])
 def test_saved_bytes_of_a_layer_in_fp8(recipe):
-    """Of an input that nobody else keeps, a cast; what levels compute again is not kept at all;
-    gate and up are kept in 16 bits. As docs/guides/fp8.md says."""
+    """One cast of an input; gate and up in 16 bits. As docs/guides/fp8.md says."""
     kept = lambda level, fp8: saved_bytes(level, 3, fp8=fp8) - saved_bytes(level, 1, fp8=fp8)
     hidden = 2 * 2 * 512 * 2048 * 2  # bytes of one activation of two layers, in bf16
     for level in (False, True, "mlp"):
@@ -785,8 +781,7 @@ def test_models_of_others(change):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_fsdp2(alone, monkeypatch):
-    """Weights of layers are freed after the forward and gathered again for the backward; those
-    of norms that are units of their own before that."""
+    """Weights are freed after the forward; those of units of their own before that."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

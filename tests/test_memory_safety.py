@@ -85,8 +85,7 @@ def guarded(shape, dtype: torch.dtype, *, front: bool = False, padding: int = 0)
 
 
 def sparse(shape, dtype: torch.dtype) -> Tensor:
-    """An empty tensor whose rows lie so far apart that the last begins at element
-    ``SPARSE_SPAN`` or beyond."""
+    """An empty tensor whose last row begins at element ``SPARSE_SPAN`` or beyond."""
     rows = math.prod(shape[:-1])
     if len(shape) < 2 or rows < 2:
         return torch.empty(shape, dtype=dtype)
@@ -140,8 +139,7 @@ def check_guarded(op) -> None:
 
 
 def check_sparse(op) -> None:
-    """Every case, with rows of the inputs and of the upstream gradients so far apart that their
-    offsets do not fit into 32 bits."""
+    """Rows of inputs and upstream gradients whose offsets do not fit into 32 bits."""
     for case in _small_cases(op):
         print(f"{op.name} {case.name}, offsets beyond 2^31", flush=True)
         args = case.make(torch.bfloat16, "cpu")
@@ -154,8 +152,7 @@ def check_sparse(op) -> None:
 
 
 def check_indices(op) -> None:
-    """Every case that takes integers, with some out of range: what comes out is the operator's
-    business, what is read is not."""
+    """Some integers out of range: what comes out does not matter, what is read does."""
     for case in _small_cases(op):
         args = case.make(torch.bfloat16, "cpu")
         for name in [k for k, v in args.items() if isinstance(v, Tensor) and not v.is_floating_point()]:

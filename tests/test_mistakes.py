@@ -388,8 +388,7 @@ def test_mistakes_in_flags_import_nothing_heavy():
 
 @pytest.mark.parametrize("line", ["deploy render deploy/jobs/plain.yaml", "--help", *further("ops", "train --help")])
 def test_a_pipe_that_is_closed_is_no_mistake(line):
-    """``liger ... | head``: no traceback, no line, and the exit code that shells have for it;
-    argparse itself writes help, and ignores what fails."""
+    """``liger ... | head``: no traceback, no line, and the exit code that shells have for it."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "liger_kernel.cli", *line.split()]

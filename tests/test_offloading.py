@@ -255,8 +255,7 @@ def test_a_change_in_place_is_noticed(body, lane):
 
 @pytest.fixture
 def log(monkeypatch) -> Log:
-    """Copies out and back, by place in the order of saving, reads, and when a tensor leaves the
-    device."""
+    """Copies out and back, reads, and when a tensor leaves, by place in the order of saving."""
     found: Log = []
     cls = offloading._Moved
     for name, said in (("fetch", "back"), ("read", "read"), ("let_go", "leaves")):

@@ -69,8 +69,7 @@ def test_the_distribution_is_liger_kernel():
 
 
 def test_frameworks_see_a_version_of_the_08_series_that_no_index_has():
-    """Frameworks compare the version with the oldest that they support; a pin of ours never
-    matches LinkedIn's release of the same number."""
+    """A pin of ours never matches LinkedIn's release of the same number."""
     version = Version(liger_kernel.__version__)
     assert Version("0.8.5") < version < Version("0.9") and liger_kernel.__version__.endswith(_others.MARK)
     assert version.local and Version(version.public) not in SpecifierSet(f"=={version}")
@@ -128,8 +127,7 @@ def test_another_package_of_our_name_is_reported_once(tmp_path):
 
 
 def test_ours_alone_is_silent(tmp_path):
-    """Also where it is on the path twice, where a folder of data has its name, or where a path
-    is no folder."""
+    """Also on the path twice, beside a folder of data of its name, or a path that is no folder."""
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "rows.jsonl").touch()
     installed(tmp_path, "liger_kernel", liger_kernel.__version__, package=False)
@@ -213,8 +211,7 @@ def test_the_console_script_exists():
 
 
 def test_importing_asks_no_gpu_and_imports_no_compiler(user_env):
-    """Asking for a GPU starts its driver, after which forked processes cannot use it; the compiler takes
-    longer to import than all the rest."""
+    """After a GPU's driver has started, forked processes cannot use it."""
     code = (
         "import torch; torch.cuda.is_available = torch.cuda.device_count = None; import liger_kernel.ops.utils, "
         "liger_kernel.nn, liger_kernel.chunked_loss, sys; assert 'torch._dynamo' not in sys.modules"

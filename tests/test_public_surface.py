@@ -62,8 +62,7 @@ def test_every_family_is_patched_by_either_path():
 
 
 def published() -> list[tuple[str, str, ast.arguments | None]]:
-    """Module, name and parameters of everything in published_names.txt; None where a name has
-    none."""
+    """Module, name and parameters, None where there are none, of published_names.txt."""
     rows, module = [], ""
     for line in LIST.read_text().splitlines()[1:]:
         if line[0] == " ":
@@ -95,8 +94,7 @@ def parameters_of(it) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize("module, name, asked", [pytest.param(*row, id=f"{row[0]}:{row[1]}") for row in PUBLISHED])
 def test_it_takes_what_is_published(module, name, asked):
-    """The same parameters in the same order with the same defaults; there may be more behind
-    them."""
+    """The same parameters, order and defaults; there may be more behind them."""
     owner, _, method = name.partition(".")
     if owner == "LigerORPOTrainer":
         pytest.importorskip("trl", reason="trl is not installed")
@@ -198,8 +196,7 @@ def test_the_loss_of_a_trainable_head():
 
 
 def test_every_form_of_import_finds_a_module():
-    """Unless the module above has an operator of its name. A module may be the one above, too,
-    under another name."""
+    """Unless the module above has an operator of its name."""
     from liger_kernel._legacy import ALIASES
 
     operators = [path for path in ALIASES if path.startswith("liger_kernel.ops.") and path.count(".") == 2]
@@ -398,8 +395,7 @@ def test_cache_of_many_processes(tmp_path, monkeypatch):
 
 
 def test_calls_of_what_fsdp_has_sharded():
-    """What is called sees the gathered parameters, and the module's own ``forward`` is back at
-    once."""
+    """What is called sees the gathered parameters; the module's ``forward`` is back at once."""
     from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
 
     class Wrapper(torch.nn.Module):  # what FSDP1 does around a call

@@ -28,8 +28,7 @@ def test_every_public_name_is_documented_once():
 
 @pytest.mark.parametrize("module", surface.MODULES)
 def test_what_a_module_offers_is_seen(module):
-    """Names of ours without an underscore, counted in another way: a function or class that a
-    user can import is public."""
+    """A function or class that a user can import is public, counted in another way."""
     module = importlib.import_module(module)
     named = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     values = {name: getattr(module, name) for name in named}

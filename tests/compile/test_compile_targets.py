@@ -54,8 +54,7 @@ def launched_kernels() -> set[str]:
 
 
 def table(rows: list[dict]) -> str:
-    """The heaviest variant of each kernel, by spills, then registers; one line a kernel and
-    dtypes."""
+    """The heaviest variant of each kernel and dtypes, by spills, then registers."""
     worst: dict[tuple, dict] = {}
     for row in sorted(rows, key=lambda r: (r["spills"], r["registers"], r["shared"])):
         worst[row["kernel"], row["dtypes"]] = row

@@ -102,8 +102,7 @@ def test_what_cannot_be_warmed_up_is_said(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_pod_finds_the_kernels_of_its_image(user_env, tmp_path):
-    """The image's build compiles them; moved and only read, they are all that the pod's init
-    container and its training need."""
+    """Moved and only read, they are all that the pod's init container and training need."""
     from liger_kernel.train.config import TrainConfig
 
     (tmp_path / "model").mkdir()

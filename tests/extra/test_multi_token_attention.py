@@ -17,8 +17,7 @@ from liger_kernel.transformers.functional import liger_multi_token_attention
     ids=["softmax", "sparsemax"],
 )
 def test_causal_rows_of_any_length(launch, plain):
-    """The first rows of a matrix as wide as takes sweeps, and one whose last columns are the
-    largest."""
+    """The first rows of a wide matrix, and one whose last columns are the largest."""
     N = 33001
     torch.manual_seed(0)
     x = torch.randn(3, N, device=DEVICE)

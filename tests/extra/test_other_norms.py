@@ -46,8 +46,7 @@ def test_group_norm_with_any_parameters(names, long, dtype, monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("N", [1, 15, 16, 17, 127, 128, 129, 1000])
 def test_parts_of_a_group(N, monkeypatch):
-    """Groups that end within, at and after a block, in one part and in several, some of them
-    empty: exact statistics, whatever the mean."""
+    """Groups that end within, at and after a block, in several parts, some of them empty."""
     monkeypatch.setattr(group, "MAX_N", 0)
     monkeypatch.setattr(group, "BLOCK", 16)
     x = 1000 + torch.randn(2, 2, N, device=DEVICE)
@@ -145,8 +144,7 @@ def test_a_scale_of_zero_leaves_the_norm(casting):
 @needs_kernels
 @pytest.mark.parametrize("M, S", [(40, 1), (40, 4), (40, 40), (2, 2), (1, 1)])
 def test_partial_sums_of_samples(M, S, monkeypatch):
-    """Several programs a sample, several samples, and a scale for each row, whatever tiles and
-    processors say."""
+    """Several programs a sample, several samples, and a scale for each row."""
     monkeypatch.setattr(_config, "tile", lambda *_, **__: _config.Tile(2, 32, 1))
     args = leaves(x=(M, 24), scale=(S, 24), shift=(S, 24), w=(24,))
     assert_beside(modulated_rms_norm, modulated_rms_norm_reference, args)

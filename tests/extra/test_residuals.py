@@ -52,8 +52,7 @@ def streams(H: int, C: int, seed: int = 0, **dtypes: torch.dtype) -> dict[str, t
     ids=["default", "mixed", "many-streams"],
 )
 def test_published_defaults(H, dtypes):
-    """20 steps, alphas without dims, phi of another dtype than x, more streams than the kernels
-    serve."""
+    """20 steps, alphas without dims, phi of another dtype, more streams than kernels serve."""
     draw = lambda seed: streams(H, 8, seed, **dtypes)
     # gradients of alphas are single numbers
     ours, args = assert_beside(liger_mhc_coeffs, coeffs_reference, draw, draws=6), draw(0)

@@ -17,8 +17,7 @@ LENGTHS = (40, 40000)  # in registers, and in sweeps
 
 
 def rows(N: int) -> torch.Tensor:
-    """Rows that differ in where their largest values are: everywhere, at the end, far above and
-    far below the first block, behind -inf."""
+    """Largest values everywhere, at the end, far above and below the first block, behind -inf."""
     torch.manual_seed(0)
     x = torch.randn(8, N, dtype=torch.float64)
     x[1, N - 3 :] += 30

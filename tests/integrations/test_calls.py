@@ -69,8 +69,7 @@ def assert_close_with_gradients(found: Any, want: Any, leaves: Any, total: Any) 
 
 @pytest.mark.parametrize("items", [None, 37])
 def test_ms_swift_4_6_wraps_the_loss(items):
-    """Models patched before the wrapper came see it; keywords of padding-free batches arrive and
-    do no harm."""
+    """Models patched before see the wrapper; keywords of padding-free batches do no harm."""
     model, stock, seen = patched(), make("llama"), []
     batch = tokens() | ({} if items is None else {"num_items_in_batch": torch.tensor(items)})
     origin = loss_utils.LigerForCausalLMLoss
@@ -161,8 +160,7 @@ def test_axolotl_0_19_wraps_the_pair_under_compile():
 
 
 def test_axolotl_0_19_and_lmms_engine_0_1_4_replace_torchs_own(monkeypatch):
-    """For models that they know and we were not asked about; whatever else the process does with
-    it goes on as before."""
+    """For models we were not asked about; whatever else uses it goes on as before."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     stock = F.cross_entropy
@@ -186,8 +184,7 @@ def test_axolotl_0_19_and_lmms_engine_0_1_4_replace_torchs_own(monkeypatch):
 
 
 def test_signatures_can_be_read():
-    """axolotl and LLaMA-Factory build keywords from them: real names, all of them flags but
-    ``model``."""
+    """axolotl and LLaMA-Factory build keywords from them: flags, all of them but ``model``."""
     for model_type, apply in liger.MODEL_TYPE_TO_APPLY_LIGER_FN.items():
         parameters = inspect.signature(apply).parameters
         assert "model" in parameters, model_type
@@ -219,8 +216,7 @@ def test_axolotl_0_19_keys(model_type, keys):
 
 
 def test_axolotl_0_19_generic_forward():
-    """``models/base.py``: a forward of its own around ``LigerForCausalLMLoss``, for model types
-    that it knows nothing about."""
+    """A forward of its own around ``LigerForCausalLMLoss``, for any model type."""
     from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
     from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
 
@@ -245,8 +241,7 @@ def test_axolotl_0_19_generic_forward():
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_llama_factory_0_9_5(model_type):
-    """``require_logits``: losses that need logits get the fused cross entropy on them, on the
-    classes, and torch's own stays."""
+    """Losses that need logits get the cross entropy on them, on the classes."""
     apply = getattr(liger, f"apply_liger_kernel_to_{model_type}")
     assert "fused_linear_cross_entropy" in inspect.signature(apply).parameters
     expected = step(make(model_type))
@@ -341,8 +336,7 @@ def test_skyrl_0_3_without_memory():
 
 
 def test_verl_0_9_1():
-    """At import, when patching, and as the head of policies: NLL and entropy of every token,
-    both differentiable."""
+    """At import, when patching, and as the head: NLL and entropy, both differentiable."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
@@ -404,8 +398,7 @@ def test_lmms_engine_0_1_4_and_peft():
 
 
 def test_modelopt_0_47():
-    """The head is made to return hidden states, and its loss called from outside, in the head's
-    dtype."""
+    """The head returns hidden states, and its loss is called from outside, in the head's dtype."""
     model = make("llama", torch.bfloat16)
     model.lm_head.forward = lambda x: x
     hidden = model(tokens()["input_ids"]).logits.float().to(model.lm_head.weight.dtype)
@@ -458,8 +451,7 @@ def test_ms_swift_4_6_grpo():
 
 
 def test_heads_that_are_gathered_for_the_forward_alone():
-    """TRL gathers a ZeRO-3 head around the call of a chunked loss: its gradient is there before
-    it goes."""
+    """TRL gathers a ZeRO-3 head around a chunked loss: its gradient is there before it goes."""
     from liger_kernel import chunked_loss
 
     torch.manual_seed(0)

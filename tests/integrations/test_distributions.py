@@ -94,8 +94,7 @@ def test_both_hold_every_file_of_the_package(built, wheel):
 
 
 def test_the_wheel_works_where_there_is_no_checkout(wheel, tmp_path):
-    """First alone, where only what needs no PyTorch works; then with this environment's PyTorch
-    and transformers."""
+    """Alone, as far as that needs no PyTorch; then with this environment's packages."""
     venv.create(tmp_path / "env", with_pip=True)
     python, liger = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "liger"
     requirement = f"liger-kernel[k8s] @ {wheel.as_uri()}"

@@ -44,8 +44,7 @@ def test_environments_of_a_change():
 
 
 def test_files_of_a_change(tmp_path, monkeypatch):
-    """What is not committed, what a branch has, the last commit of the main branch; a shallow clone
-    does not know."""
+    """Uncommitted ones, a branch's, the main branch's last commit; unknown of a shallow clone."""
 
     def git(*args: str, at: Path = tmp_path / "first") -> None:
         who = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]

@@ -106,8 +106,7 @@ def test_under_autocast(tmp_path, ran, dtype):
 
 
 def test_save_and_resume(tmp_path, ran):
-    """What a checkpoint has is what stock writes; from one a training goes on as if it had not
-    been interrupted, and stock PEFT loads it."""
+    """A checkpoint is what stock writes and loads; a training goes on from it."""
     schedule = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
     run = functools.partial(Adapted, **schedule, gradient_accumulation_steps=1)
     whole, stock = run(tmp_path / "ours", True), run(tmp_path / "stock", False)

@@ -43,8 +43,7 @@ def with_layers(model: nn.Module, names: dict[str, str], compiled: bool = False)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "qwen3"])
 def test_models_learn_the_same(model_type, compiled, monkeypatch):
-    """olmo2 multiplies by the weight before it rounds, llama after: the layer does as the norm
-    does whose place it takes."""
+    """olmo2 multiplies by the weight before it rounds, llama after: so does the layer."""
     calls = {name: calls_of(monkeypatch, layers, name) for name in ("rope", "rms_norm")}
     model = make(model_type)
     expected = step(model)[1]
@@ -150,8 +149,7 @@ def _repositories(value):
 
 @pytest.mark.parametrize("model_type", REACHED)
 def test_modules_on_ours(model_type, in_place_of_the_hub, tmp_path):
-    """By ``use_kernels=True`` and our folder, and by ``kernel_config``, which leaves no trace for
-    the next model."""
+    """By ``use_kernels=True``, and by ``kernel_config``, which leaves no trace."""
     stock = make(model_type).train()
     stock.save_pretrained(tmp_path)
     expected = step(stock)[1]

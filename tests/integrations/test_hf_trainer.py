@@ -106,8 +106,7 @@ def test_as_without_the_flag(tmp_path, more):
 
 
 def test_columns_and_what_is_left_out(tmp_path):
-    """In training there are no logits, in evaluation without metrics none either; ``forward``
-    stays a method that accelerate can unwrap."""
+    """No logits in training, nor in evaluation without metrics; ``forward`` stays a method."""
     run = Run(tmp_path, True, max_steps=1, eval_strategy="no")
     model = run.model
     assert model.forward.__self__ is model
@@ -119,8 +118,7 @@ def test_columns_and_what_is_left_out(tmp_path):
 
 
 def test_state_dict_and_resume(tmp_path):
-    """A checkpoint of a patched model is one of the stock model, and a training goes on from it
-    as if it had not been interrupted."""
+    """Checkpoints are those of the stock model; a training goes on as if uninterrupted."""
     schedule = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
     whole = Run(tmp_path / "whole", True, **schedule)
     stock = Run(tmp_path / "stock", False, **schedule)

@@ -187,8 +187,7 @@ def templated(helm, chart, *argv, release="run", code=0):
 
 
 def plain(found):
-    """Without what a chart adds: labels that name it, and white space, nulls and defaults of the
-    config."""
+    """Without what a chart adds: its labels, white space, nulls and defaults of the config."""
     found = json.loads(json.dumps(found))
     for o in found:
         for name in CHART_LABELS:
@@ -255,8 +254,7 @@ def chart(tmp_path_factory):
 
 @pytest.mark.smoke
 def test_two_releases_share_nothing(helm, chart):
-    """Neither names of objects, selectors and meeting places, nor folders that they write to;
-    they read the same data."""
+    """No names, selectors, meeting places, nor folders that they write to; only data."""
     kinds = []
     for one, other, flags in (("llama", "blue", ["-n", "team"]), ("blue", "green", ["-n", "team"])):
         first, second = (templated(helm, chart, *flags, release=release) for release in (one, other))
@@ -307,8 +305,7 @@ def test_hostile_values_stay_text_in_a_chart(name, helm, tmp_path):
 
 @pytest.mark.smoke
 def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user_env, tmp_path):
-    """The container's command, variables and config, with the volumes in a folder: two ranks,
-    their metrics, SIGTERM, and a pod after it that goes on."""
+    """Two ranks, their metrics, SIGTERM, and a pod after it that goes on."""
     text = tmp_path / "shared" / "text.jsonl"
     text.parent.mkdir()
     docs = sorted((ROOT / "docs").rglob("*.md"))

@@ -418,8 +418,7 @@ ORPO_FAMILIES = ["llama", "recurrent_gemma", "falcon_h1", "xlstm", "modernbert-d
 
 @pytest.mark.parametrize("model_type", [smoke(family) if family == "gemma2" else family for family in ORPO_FAMILIES])
 def test_our_orpo_trainer(tmp_path, monkeypatch, model_type):
-    """Its losses and metrics without logits are TRL's with them, whatever a family does to its
-    logits."""
+    """Losses and metrics without logits are TRL's, whatever a family does to its logits."""
     more = {"pad_token_id": 0} if model_type == "modernbert-decoder" else {}
     model = lambda: make(model_type, vocab_size=64, **more)
     stock = orpo(tmp_path, False, model)
@@ -486,8 +485,7 @@ def recipes_of_heads(patch: Any = setattr) -> list[Any]:
 
 
 def on_two_ranks(folder: Path, ours: bool, **options: Any) -> tuple:
-    """The recipes for logits and logs of the first of two ranks, and the weights, which are the
-    same on both."""
+    """Recipes for logits and logs of the first of two ranks, and the weights, equal on both."""
     folder.mkdir()
     processes.start_ranks(_rank, (folder, processes.free_port(), ours, options), 2)
     (recipes, logs, weights), (*_, others) = (torch.load(folder / f"{rank}.pt") for rank in range(2))
@@ -615,8 +613,7 @@ HEADS = [
     "trainer, kind, options", [*HEADS[:3], smoke(*HEADS[3]), *HEADS[4:6], smoke(*HEADS[6]), *HEADS[7:]]
 )
 def test_which_head_runs(tmp_path, monkeypatch, trainer, kind, options):
-    """Ours with the flag, TRL's own without it or without ``fused_logprobs``; the losses are the
-    same."""
+    """Ours with the flag, TRL's own without it or ``fused_logprobs``; the losses are the same."""
     from liger_kernel.transformers import restore, trl_head
 
     first = "1.14" if trainer in ("DPOTrainer", "KTOTrainer", "GRPOTrainer") else "1.15"

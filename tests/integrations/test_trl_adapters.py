@@ -117,8 +117,7 @@ def test_sft_under_autocast(tmp_path, ran):
 
 
 def four_bits(folder: Path, compute: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """A model in NF4 with adapters of 16 bits, its other weights and hidden states in fp32, and
-    the same model in fp32."""
+    """A model in NF4 with adapters of 16 bits, the rest in fp32, and the same model in fp32."""
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make setup")
     make("llama", **SIZES).save_pretrained(folder)
     double = dict(bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
@@ -180,15 +179,13 @@ def test_dpo_with_the_adapters_off(tmp_path, ran):
 
 
 def test_dpo_with_an_adapter_of_the_reference(tmp_path, ran):
-    """Where the adapters are trained already, the reference is a copy of them, to which TRL
-    switches."""
+    """Of adapters that are trained already, the reference is a copy, to which TRL switches."""
     assert compared(tmp_path, ran, "DPOTrainer", "pairs", MEANS, model=adapted) == 8
 
 
 @pytest.mark.parametrize("model", [None, adapted], ids=["off", "copy"])
 def test_grpo(tmp_path, ran, model):
-    """Prompts are completed between the steps; log-probabilities of old policies and of the
-    reference, by both ways, are computed without gradients."""
+    """Log-probabilities of old policies and of the reference are computed without gradients."""
     options = dict(num_generations=4, max_completion_length=6, num_iterations=2, max_steps=3, temperature=0.9)
     options |= dict(beta=0.04, trainer_kwargs={"reward_funcs": reward})
     more = {"config": lora()} if model is None else {"model": model}

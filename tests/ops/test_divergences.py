@@ -171,8 +171,7 @@ def test_fp16_gradients_of_a_mean_do_not_underflow(scaled):
 @dtypes
 @pytest.mark.parametrize("in_place", [False, True])
 def test_row_kernel(kind, dtype, in_place):
-    """As the fused losses call it: on views of a chunk, the gradient over the logits, ``g`` and
-    ``norm`` on the device."""
+    """As fused losses call it: on views of a chunk, the gradient over the logits."""
     s, t = draw(9, 300, dtype=dtype), draw(9, 300, dtype=dtype, seed=1)
     labels = torch.arange(9, device=DEVICE)
     g, norm = draw(9, dtype=dtype, seed=2), torch.tensor(7.0, dtype=dtype, device=DEVICE)

@@ -127,8 +127,7 @@ def gradients_of(ys, x, projections):
 
 
 def assert_close_as_fp8_is(found, truth):
-    """Each within the errors of up to four casts in a chain, two of them to e5m2: 12 % of its
-    root mean square."""
+    """Each within the errors of up to four casts, two of them to e5m2: 12 % of its RMS."""
     for name, t in truth.items():
         error = (found[name].double() - t).square().mean().sqrt() / t.square().mean().sqrt()
         assert error < 0.12, (name, error.item())

@@ -59,8 +59,7 @@ def truth_of(x, w, target, **options):
 @pytest.mark.parametrize("peaked", [True, *further(False)])
 @recipes
 def test_errors_beside_fp64(recipe, peaked):
-    """Less than those of a linear layer in FP8, whose gradients are cast together with that of
-    the target."""
+    """Less than a linear layer's in FP8, which casts all gradients with that of the target."""
     x, w, target = drawn(96, 256, 1500, peaked)
     truth, ours = truth_of(x, w, target), found(x, w, target, fp8=recipe, chunk_rows=48)
     plain = found(x, w, target, fn=lambda *a, **k: reference(*a, **k), fp8=recipe)
@@ -126,8 +125,7 @@ def test_what_bf16_makes_of_labels_and_numbers(chunk_rows):
 
 
 def test_what_cannot_be_told_from_zero():
-    """Classes that a bias excludes, in a block of their own: nothing is NaN, and they learn
-    nothing."""
+    """Classes that a bias excludes, in a block of their own: no NaN, and they learn nothing."""
     x, w, _ = drawn(20, 32, 160)
     bias = torch.zeros(160, device=DEVICE, dtype=x.dtype)
     bias[64:] = -float("inf")

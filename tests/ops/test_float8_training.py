@@ -174,8 +174,7 @@ def test_the_cast_of_a_weight_for_compiled_graphs(by_rows):
 
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_what_outlives_the_forward(recipe):
-    """Of x, the transposed cast alone, once for all projections; x itself where adapters or a
-    product in 16 bits need it."""
+    """Of x, one transposed cast; x itself where adapters or 16-bit products need it."""
     x = drawn(32, 64, seed=1)
     ws = [drawn(48, 64, seed=i).requires_grad_() for i in (2, 3)]
     adapter = Adapter(drawn(4, 64, seed=4).requires_grad_(), drawn(48, 4, seed=5).requires_grad_())
@@ -192,8 +191,7 @@ def test_what_outlives_the_forward(recipe):
 @pytest.mark.parametrize("frozen", ["x", "w", "none"])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_projections_of_one_input(recipe, frozen):
-    """Together they give what each gives alone, with biases, adapters, frozen parts, and in a
-    checkpoint."""
+    """Together as each alone, with biases, adapters, frozen parts, and in a checkpoint."""
     x, dy = drawn(2, 24, 32, seed=1), drawn(2, 24, 64, seed=2)
     ws = [drawn(64, 32, seed=i).requires_grad_(frozen != "w") for i in (3, 4)]
     bias = drawn(64, seed=5).requires_grad_()
@@ -237,8 +235,7 @@ def test_largest_values_of_an_activation(packed, M, N):
 @pytest.mark.parametrize(("checkpointed", "tiles"), [(False, 1), (True, 3), *further((True, 1), (False, 3))])
 @pytest.mark.parametrize("recipe", RECIPES, **named)
 def test_a_gated_mlp(recipe, checkpointed, tiles):
-    """The errors beside fp64 are those of three layers of torchao with an activation between
-    them, or less."""
+    """The errors are at most those of three layers of torchao with an activation between."""
     H, I, M = 64, 96, 64
     values = [drawn(I, H, seed=1) / H**0.5, drawn(I, H, seed=2) / H**0.5, drawn(H, I, seed=3) / I**0.5]
     x, dy = drawn(M, H, seed=4), drawn(M, H, seed=5)
@@ -256,8 +253,7 @@ def test_a_gated_mlp(recipe, checkpointed, tiles):
 
 @needs_kernels
 def test_a_gated_mlp_of_two_recipes():
-    """The gradient of gate in 16 bits reads the gradient of its output, whose memory the casts
-    for up may not take."""
+    """The gradient of gate reads what the casts for up may not be written over."""
     x, dy = drawn(48, 32, seed=4), drawn(48, 32, seed=5)
     of = {"rowwise_with_gw_hp": drawn(64, 32, seed=1), "tensorwise": drawn(64, 32, seed=2)}
     ws = [w.requires_grad_() for w in (*of.values(), drawn(32, 64, seed=3))]
@@ -270,8 +266,7 @@ def test_a_gated_mlp_of_two_recipes():
 
 
 def test_weights_are_searched_once_a_step(monkeypatch):
-    """Over accumulation and checkpointing, too; and again after a step, a change in place, and
-    ``forget``."""
+    """Over accumulation and checkpoints; again after a step, a change in place, ``forget``."""
     calls, w = calls_of(monkeypatch, f8, "maxima_of"), drawn(32, 16, seed=1).requires_grad_()
     kept, x = f8.WeightCache(), drawn(32, 16, seed=2)
     optimizer = torch.optim.SGD([w], lr=1e-2)
@@ -309,8 +304,7 @@ def test_adapters_beside_a_dense_weight_are_as_before():
 @needs_kernels
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_layer_starts_few_kernels(learns, monkeypatch):
-    """Projections of one input and their gradients search in two launches what has one scale,
-    and each product casts both its operands in one."""
+    """One launch searches what has one scale; each product casts both operands in one."""
     calls = calls_of(monkeypatch, f8, "launch")
     ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
     projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.WeightCache())) for w in ws]

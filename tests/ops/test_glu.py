@@ -26,8 +26,7 @@ ACTS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, a
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="accuracy is that of the GPU's exponential")
 @pytest.mark.parametrize("act", ACTS)
 def test_fp32_is_as_accurate_as_pytorch(act):
-    """In units of the last place; the exponential that narrow dtypes take would be off by
-    several times that."""
+    """The exponential that narrow dtypes take would be several units in the last place off."""
     generator = torch.Generator("cuda").manual_seed(0)
     gate, up = (torch.randn(1024, 8192, generator=generator, device="cuda") * 3 for _ in range(2))
     fn = ACTS[act]

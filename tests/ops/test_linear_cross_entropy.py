@@ -52,8 +52,7 @@ def test_only_the_products_that_are_needed(watch):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_frozen_head_with_adapters_makes_nothing_of_its_size(reduction, watch):
-    """Neither its sum with the adapters, nor a gradient; four thin products more than the two of
-    a frozen head."""
+    """Neither its sum with adapters, nor a gradient; four thin products more than frozen."""
     x, w, target = inputs(M=20, H=16, V=60)
     xa, wb = (torch.randn(n, 2, device=DEVICE, requires_grad=True) for n in (20, 60))
     linear_cross_entropy(x, w.detach(), target, xa=xa, wb=wb, reduction=reduction, chunk_rows=5).sum().backward()

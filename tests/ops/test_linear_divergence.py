@@ -72,8 +72,7 @@ def test_only_the_products_that_are_needed(watch):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kind", ["jsd", "cosine", "topk", "no-tail"])
 def test_without_kernels(kind, reduction):
-    """fp64 runs in torch, chunk by chunk, with gradients that the forward makes: against those of
-    all logits at once."""
+    """fp64 runs in torch, chunk by chunk: against all logits at once."""
     x, w, tx, tw, target = inputs(dtype=torch.float64)
     bias, teacher_bias = (torch.randn(50, dtype=torch.float64, device=DEVICE) for _ in range(2))
     options = dict(target=target, bias=bias.requires_grad_(), beta=0.3, temperature=1.7, reduction=reduction)
@@ -180,8 +179,7 @@ def test_all_labels_ignored(dtype, num_items):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
 @pytest.mark.parametrize("tail", [True, False])
 def test_top_k_rows_without_tokens(tail, dtype):
-    """Row 0 has no tokens; row 1 none of any probability, which without a tail is the same. In
-    row 2, the student excludes a token of probability 0."""
+    """Row 0 has no tokens, row 1 none of any probability; the student excludes one of row 2."""
     x, w, tx, tw, _ = inputs(dtype=dtype)
     bias = torch.zeros(50, dtype=dtype, device=DEVICE)
     bias[7] = -float("inf")
@@ -215,8 +213,7 @@ def test_fp16_sums_over_tokens_do_not_overflow():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["jsd", "forward_kl", "reverse_kl"])
 def test_extreme_logits(kind, dtype):
-    """Probabilities of 0 and 1, the teacher's and the student's in other places: no NaN, and
-    what fp64 finds."""
+    """Probabilities of 0 and 1 in different places: no NaN, and what fp64 finds."""
     x, w, tx, tw, target = inputs(dtype=torch.float64)
     given = [t.detach().mul(100).to(dtype) for t in (x, w, tx, tw)]
     leaves, truths = ([t.to(d).requires_grad_() for t in given[:2]] for d in (dtype, torch.float64))
@@ -230,8 +227,7 @@ def test_extreme_logits(kind, dtype):
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd"])
 @pytest.mark.parametrize("likely", [3, 8999], ids=["in the first block", "in the last block"])
 def test_entropy_of_certain_rows(kind, likely):
-    """It is never negative, and small numbers are exact, also where the largest logit is far from
-    those that were read before it."""
+    """Never negative, small numbers exact, also where the largest logit comes late."""
     x = torch.tensor([[0.0], [1.0], [5.0], [12.0], [20.0], [60.0], [1000.0]], device=DEVICE)
     w = torch.zeros(9000, 1, device=DEVICE)
     w[likely] = 1

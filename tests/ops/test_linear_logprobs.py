@@ -144,8 +144,7 @@ OF_HEADS = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("of_heads", OF_HEADS)
 def test_zero_3_gathers_the_heads_for_the_backward(of_heads, tied, monkeypatch):
-    """DeepSpeed has divided them again by then: they are empty, and have a ``ds_id``. What is ``tied``
-    to an embedding in use is whole, and stays so."""
+    """They are empty by then, and have a ``ds_id``; what is ``tied`` to a used one is whole."""
     x, w, y = head()
     heads = [torch.nn.Parameter(t) for t in (w, w.flip(0))]
     expected = torch.autograd.grad(OF_HEADS[of_heads](x, *heads, y).sum(), (x, heads[0]))

@@ -194,8 +194,7 @@ def test_every_token_ignored():
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("compact", [False, True])
 def test_fp16_slopes_of_any_size(slopes, whole, compact):
-    """A sum over many tokens, a mean, and chunks of different slopes: nothing overflows, and
-    what a loss scaler could save does not underflow."""
+    """Nothing overflows, nor underflows what a loss scaler could save."""
     x, w, target, bias = inputs(torch.float16)
     rate = torch.tensor(slopes, device=DEVICE, dtype=torch.float64).repeat_interleave(B // 2)[:, None]
     scaler = 2.0**10 / max(slopes)

@@ -35,8 +35,7 @@ def products(op, learn: set[str]) -> int:
 @needs_kernels
 @pytest.mark.parametrize("name", ["lora_linear", "lora_qkv", "lora_mlp"])
 def test_frozen_inputs_cost_no_products(name):
-    """A weight that learns adds a product, adapters that do not learn save some; the A's of one
-    input are one product."""
+    """A weight that learns adds a product; the A's of one input are one product."""
     op = OPS[name]
     names = set(differentiable(op.cases[0].make(torch.float32, DEVICE)))
     weights = {n for n in names if n in ("weight", "q", "k", "v", "gate", "up", "down")}
@@ -100,8 +99,7 @@ def test_arguments_are_where_x_is(name):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_bits(nested, dtype):
-    """The first value of a byte lies in its upper half; scales are of blocks, with double
-    quantisation bytes of blocks themselves."""
+    """The first value of a byte is its upper half; scales are of blocks, or bytes of blocks."""
     generator = torch.Generator().manual_seed(0)
     N, K, block, block2 = 6, 128, 64, 4
     packed = torch.randint(0, 256, (N * K // 2, 1), dtype=torch.uint8, generator=generator)
@@ -126,8 +124,7 @@ def test_four_bits(nested, dtype):
 @pytest.mark.parametrize("made_dense", [False, True])
 @pytest.mark.parametrize(("rows", "tiles"), [(10, [5, 5]), (9, [5, 4]), (4, [4]), (3, [3])])
 def test_a_checkpointed_mlp_has_a_tile_at_a_time(rows, tiles, made_dense, monkeypatch):
-    """It projects once more, a tile at a time, and its recomputation ends before the first
-    product; gradients are those of the whole."""
+    """Recomputation projects once more, a tile at a time, and ends before the last product."""
     monkeypatch.setattr(importlib.import_module("liger_kernel.ops.projections.mlp"), "TILE", 4)
     products, opened = calls_of(monkeypatch, Weight, "forward"), []
     generator = torch.Generator().manual_seed(0)

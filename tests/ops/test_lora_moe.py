@@ -110,8 +110,7 @@ def test_several_adapters(dtype):
 
 @needs_kernels
 def test_dtypes_of_adapters():
-    """Adapters in 32 bits beside 16 are multiplied in 16, and their gradients are in 32, as
-    accurate as those of a cast."""
+    """In 32 bits beside 16: multiplied in 16, gradients in 32, as those of a cast."""
     args = arguments(dtype=torch.bfloat16)
     wide = args | {name: args[name].detach().float().requires_grad_() for name in ADAPTERS}
     narrow, found = run(lora_moe, like(args)), run(lora_moe, like(wide))
@@ -123,8 +122,7 @@ def test_dtypes_of_adapters():
 @pytest.mark.parametrize("of", ["gate_up", "down"])
 @pytest.mark.parametrize(("a", "b"), [(1e4, 1e-4), (1e-4, 2e4)])
 def test_thin_results_beyond_fp16(of, a, b, monkeypatch):
-    """A x in the forward, or B^T dy in the backward. The gradients of adapters in fp32 are in
-    fp32."""
+    """A x in the forward, or B^T dy in the backward; gradients of fp32 adapters are in fp32."""
     thin, thin_rows = [], moe_module.thin_rows
     monkeypatch.setattr(moe_module, "thin_rows", lambda *args: thin.append(thin_rows(*args)) or thin[-1])
     args = arguments(dtype=torch.float16, H=64, learn=("x", *ADAPTERS))
@@ -175,8 +173,7 @@ def test_a_stored_weight_is_made_dense_for_each_product():
     ],
 )
 def test_what_is_frozen_has_no_products(learn, wide, thin):
-    """Grouped products with the weights; thin ones of rows, added, and over rows. The gradient
-    of a frozen weight is never made."""
+    """Grouped products with weights; thin ones of rows, added, and over rows."""
     with Watch() as seen:
         run(lora_moe, arguments(learn=learn))
     assert seen.names.count("grouped_mm") == wide and "grouped_outer" not in seen.names
@@ -193,8 +190,7 @@ def test_nothing_is_as_large_as_the_weights():
 
 @needs_kernels
 def test_what_is_saved():
-    """Beside the arguments: the output of gate_up, the thin product, the order, and each b as
-    the kernels read it."""
+    """Output of gate_up, thin product, order, and each b as the kernels read it."""
     args = arguments()
     given = {t.data_ptr() for t in args.values() if isinstance(t, Tensor)}
     with saved() as kept:
@@ -206,8 +202,7 @@ def test_what_is_saved():
 
 @needs_kernels
 def test_autocast():
-    """Weights and adapters in 32 bits are multiplied in autocast's dtype, and have gradients in
-    their own."""
+    """Weights in 32 bits are multiplied in autocast's dtype; gradients are in their own."""
     args = arguments(learn=("x", *WEIGHTS, *ADAPTERS))
     with torch.autocast(DEVICE, torch.bfloat16):
         y = lora_moe(**args)

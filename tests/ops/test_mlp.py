@@ -104,8 +104,7 @@ class Gated(torch.nn.Module):
         self.down_proj, self.act_fn = linear(16, 24), torch.nn.SiLU()
 
     def forward(self, x):
-        """What the variant runs only where it does not know the activation, or somebody sees its
-        calls."""
+        """Runs only where the activation is unknown, or somebody sees its calls."""
         assert type(self.act_fn) is not torch.nn.SiLU or torch.nn.modules.module._has_any_global_hook()
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
@@ -198,8 +197,7 @@ def test_global_hooks_are_called(wholes):
 @needs_kernels
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_is_written_over_that_is_seen_again(packed):
-    """Two backwards through one graph, and hooks that keep what is saved, find what was there;
-    gradients are the same bits."""
+    """Two backwards through one graph, and hooks that keep what is saved, find what was there."""
     module, forward = gated(packed)
     x = torch.randn(3, 5, 16, device=DEVICE, requires_grad=True)
     once = torch.autograd.grad(forward(x).square().sum(), [x, *module.parameters()])
@@ -238,8 +236,7 @@ def test_frozen_weights(frozen):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(monkeypatch, reentrant, recompute):
-    """Gradients are the same bits, and what is computed again ends before the last product, as
-    for stock modules."""
+    """The same bits; what is computed again ends before the last product, as in stock."""
     products = calls_of(monkeypatch, sys.modules[LigerMLPFunction.__module__], "output")
     args = arguments()
     call = lambda x: x + mlp(x, **{k: v for k, v in args.items() if k != "x"}, recompute=recompute)

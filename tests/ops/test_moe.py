@@ -68,8 +68,7 @@ def test_every_gradient_at_once(dtype):
 
 @needs_kernels
 def test_tiles_of_several_strips_and_steps():
-    """More tiles of rows than a strip has, more columns than a tile, more rows of an expert than
-    a step."""
+    """More row tiles than a strip, columns than a tile, rows of an expert than a step."""
     assert_beside(moe, reference, arguments(400, 1, 40, 20, 2, grads=("x", "gate_up")))
 
 
@@ -83,8 +82,7 @@ def test_no_expert_at_all():
 
 @needs_kernels
 def test_pytorch_products_that_leave_what_is_empty(monkeypatch):
-    """What serves Hopper, here as a loop: nothing relies on rows of no group, nor on groups
-    without rows, being written."""
+    """Nothing relies on rows of no group, nor on groups without rows, being written."""
 
     def grouped(a, b, *, offs):
         ends = offs.tolist()
@@ -196,8 +194,7 @@ def test_experts_equal_those_of_transformers(shape):
 
 
 def test_gpt_oss_layout_needs_no_copies():
-    """Weights stored as (E, H, 2 I) and (E, I, H) are passed transposed, and their gradients
-    come back as they are stored."""
+    """Weights (E, H, 2 I) and (E, I, H) are passed transposed, gradients come back as stored."""
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     config = modeling.GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=4)
     config._experts_implementation = "eager"
@@ -266,8 +263,7 @@ def test_what_others_may_see_is_not_overwritten(adapted):
     "sizes", [dict(), dict(tokens=70, K=1, I=40, E=2), dict(tokens=1, E=1, K=1), dict(tokens=40, used=2, E=5)], ids=str
 )
 def test_products_by_tma(sizes, form, transposed, monkeypatch):
-    """The kernels of Hopper, with rows of no group, which are nan where nothing writes them, and
-    tiles over the end of groups and of columns."""
+    """With rows of no group, nan where nothing writes, and tiles over the end of groups."""
     args = arguments(dtype=torch.bfloat16, **sizes)
     if transposed:
         args["gate_up"] = args["gate_up"].detach().mT.contiguous().requires_grad_()
@@ -290,8 +286,7 @@ def test_products_by_tma(sizes, form, transposed, monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("arch, products", [("sm90", {"_mm_tma"}), ("sm80", {"_glu", "_mm"})])
 def test_who_multiplies(arch, products):
-    """Launches without data, as a warm-up sees them: one for each kernel, whatever the number of
-    tokens."""
+    """Launches without data, as a warm-up sees them: one for each kernel."""
     draw = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
     def step():

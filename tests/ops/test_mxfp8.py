@@ -12,8 +12,7 @@ from liger_kernel.ops.projections import float8, mxfp8
 
 
 def drawn(M: int, N: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Values of very different sizes, among them blocks of zeros, of one value, and of tiny
-    ones."""
+    """Values of very different sizes: blocks of zeros, of one value, and of tiny ones as well."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp2(torch.randint(-20, 20, (M, N // 32), generator=generator)).repeat_interleave(32, 1)
     x = torch.randn(M, N, generator=generator) * sizes
@@ -43,8 +42,7 @@ def test_casts_are_those_of_torchao(M, N, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("M, N", [(64, 128), (70, 96), (1, 32), (130, 288)])
 def test_casts_are_those_of_the_reference(M, N, dtype):
-    """With infinities and NaN, rows that are no multiple of 32, and strides; also one cast
-    alone."""
+    """With infinities, NaN, rows that are no multiple of 32, and strides; also one cast alone."""
     x = torch.cat([drawn(M, N, dtype), drawn(M, 32, dtype)], 1)[:, :N]
     x[0, 0], x[-1, -1] = float("inf"), float("nan")
     expected = mxfp8.reference(x, True, True)

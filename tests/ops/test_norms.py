@@ -124,8 +124,7 @@ def test_a_gradient_of_the_sum_alone_launches_nothing(monkeypatch):
 
 
 def test_the_two_gradients_accumulate_apart():
-    """x and residual get the same values; a second backward, or a step on one of them, must not
-    reach the other."""
+    """x and residual get equal values; a second backward of one must not reach the other."""
     args = leaves(**SUM_AND_NORM)
     grads = []
     for _ in range(2):

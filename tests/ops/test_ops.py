@@ -57,8 +57,7 @@ def _first(op, n: int = 2 if GPU else 1) -> list:
 
 
 def _params(keep) -> list:
-    """Pairs of operators and cases. In the interpreter, what is not the first of an operator is
-    slow."""
+    """Operators and cases; in the interpreter, what is not the first of an operator is slow."""
     slow = lambda o, c: not GPU and c not in _first(o)
     return [
         pytest.param(o, c, id=f"{o.name}-{c.name}", marks=[pytest.mark.slow] * slow(o, c))
@@ -69,8 +68,7 @@ def _params(keep) -> list:
 
 
 def _accuracy() -> list:
-    """Every case in every dtype; in the interpreter fp16 is slow, and bf16 of what is not the
-    first of an operator."""
+    """Every case in every dtype; in the interpreter fp16 is slow, and bf16 but of the first."""
     slow = lambda o, c, d: not GPU and (d == torch.float16 or (d == torch.bfloat16 and c not in _first(o)))
     return [
         pytest.param(o, c, d, id=f"{str(d)[6:]}-{o.name}-{c.name}", marks=[pytest.mark.slow] * slow(o, c, d))
@@ -133,8 +131,7 @@ def test_kernels_run(op):
 
 @pytest.mark.parametrize("op, case", _of_each_kind(_params(lambda c: not c.gpu)))
 def test_compiles_whole(op, case):
-    """Losses with an output head plan their chunks by the number of rows, so of these a few versions
-    are right."""
+    """Losses with a head plan chunks by the number of rows: of these, a few versions are right."""
     # while compiling, every row is computed, as with compact=False: in FP8 the ignored ones count
     # in the scale of x
     compact = case.args.get("compact")
@@ -184,8 +181,7 @@ def test_empty_input(op, case):
 )
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_more_than_2_to_31_elements(op):
-    """The last rows of a tensor that 32-bit offsets do not span, forward and backward, are what
-    they are alone."""
+    """The last rows beyond 32-bit offsets, forward and backward, are what they are alone."""
     case = next(c for c in op.cases if c.gpu)
     rows_of, x = sharing_rows(case), next(iter(case.args))
     if case.args[x].dtype == torch.int64:
@@ -216,8 +212,7 @@ def test_modifies_nothing(op, case):
 
 @first
 def test_default_device_does_not_matter(op, case):
-    """``torch.set_default_device``: what an operator needs besides its tensors is where they
-    are."""
+    """What an operator needs besides its tensors is where they are."""
     args = case.make(torch.float32, DEVICE)
     expected = run(op.fn, like(args), ones)
     with torch.device("meta"):
@@ -277,8 +272,7 @@ ANY_GRAPH = ("cross_entropy", "linear_cross_entropy", "linear_divergence", "moe"
     "name, how", [(name, how) for name in OPS for how in RECORDERS if how == "export" or name in ANY_GRAPH]
 )
 def test_recorded_graphs_have_gradients(name, how):
-    """And only PyTorch's operators: launchers have no autograd, so that a graph of them would
-    leave out gradients."""
+    """And only PyTorch's operators: a graph of launchers would leave out gradients."""
     op, case = OPS[name], _first(OPS[name])[0]
     module = Called(op.fn, args := case.make(torch.float32, DEVICE))
     graph = RECORDERS[how](module, tuple(like(args)[k] for k in module.names))
@@ -314,8 +308,7 @@ def test_forward_mode_is_that_of_the_reference(op):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_fake_tensors_have_the_shapes_of_results(op):
-    """Also beside real ones, as estimators of memory have them. A backward launches nothing
-    then."""
+    """Also beside real ones, as estimators of memory have them."""
     case = _first(op)[0]
     compact = {"compact": True} if "compact" in inspect.signature(op.fn).parameters else {}
     args = case.make(torch.float32, DEVICE)

@@ -174,8 +174,7 @@ def test_extreme_logits_make_no_nan(dtype):
 @DTYPES
 @pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=str)
 def test_scaled_cross_entropy(dtype, shape):
-    """Losses, entropies and chosen log-probabilities, of hidden states of two and three dims,
-    with all gradients."""
+    """Losses, entropies and chosen log-probabilities, of two and three dims, with gradients."""
     V, H, temperature = 61, 16, 0.7
     y, ids = labels(10, V).view(shape), torch.tensor([3, 60, 3, 0], device=DEVICE)
     draw = lambda seed: dict(
@@ -245,8 +244,7 @@ def test_log_probabilities_are_not_positive_nor_entropies_negative(V):
 
 @pytest.mark.parametrize("top", [22.0, 60.0, 87.0, 300.0])
 def test_entropies_of_a_class_that_comes_late(top):
-    """The largest logit by far is beyond the first block, from whose largest the sums are
-    counted at first."""
+    """The largest logit by far is beyond the first block, by whose largest sums are counted."""
     V = 9001
     w = torch.zeros(V, 1, device=DEVICE)
     w[-2:] = top

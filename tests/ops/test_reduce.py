@@ -67,8 +67,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("tokens", [7, 0])
 def test_losses_of_no_tokens_have_no_gradient(name, reduction, dtype, tokens):
-    """0, or the mean of nothing, NaN, as PyTorch's cross entropy; also divided by their number, 0, as
-    trainers do."""
+    """0, or the mean of nothing, NaN, as PyTorch's; also divided by 0 tokens, as trainers do."""
     x, w = (torch.randn(n, 16, device=DEVICE, dtype=dtype, requires_grad=True) for n in (tokens, 20))
     loss = LOSSES[name](x, w, torch.full((tokens,), -100, device=DEVICE), reduction=reduction)
     assert loss == 0 or (reduction == "mean" and loss.isnan())

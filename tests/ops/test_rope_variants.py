@@ -63,8 +63,7 @@ def twice(angles: Tensor) -> tuple[Tensor, Tensor]:
 )
 @pytest.mark.parametrize("unsqueeze_dim", [1, *further(2)])
 def test_without_upcast_it_is_bit_for_bit_what_models_compute(model, layout, casting, unsqueeze_dim, dtype, tables):
-    """Products are rounded to bf16, on a GPU as well: a policy with our kernels and a reference
-    without them agree. Tables in fp32: under autocast."""
+    """Products are rounded to bf16, on a GPU as well. Tables in fp32: under autocast."""
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
     torch.manual_seed(0)
     shape = lambda heads: (2, heads, 37, 32) if unsqueeze_dim == 1 else (2, 37, heads, 32)
@@ -88,8 +87,7 @@ def llama4(dtype: torch.dtype, *table: int) -> tuple[dict, Tensor]:
 
 
 def check_llama4(ours, theirs, args: dict, freqs: Tensor) -> None:
-    """By the rule of accuracy, as PyTorch fuses a product and a sum of complex numbers on some
-    processors; of real ones, bit for bit."""
+    """Complex products may be fused on some processors; real ones are bit for bit."""
     exact = freqs.to(torch.complex128).reshape(-1, 5, 1, 4)
     product = lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * exact).flatten(3)
     truth = run(lambda q, k: (product(q), product(k)), like(args, torch.float64))
@@ -150,8 +148,7 @@ def test_vision(dtype):
 @in_dtypes
 @pytest.mark.parametrize("width", [16, 17])
 def test_tables_of_one_sequence(dtype, width):
-    """(T, R) for all; of heads of an odd width the last column passes through. Results are of
-    the dtypes of q and k."""
+    """(T, R) for all; of an odd width the last column passes through."""
     torch.manual_seed(0)
     cos, sin = twice(torch.randn(5, 8, device=DEVICE))
     args = dict(q=random(2, 3, 5, width, dtype=dtype), k=random(2, 1, 5, width, dtype=dtype))
@@ -254,8 +251,7 @@ def _norm_and_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     "slices", [lambda x: x.split((4, 2, 2), 2), lambda x: x.unflatten(2, (4, 2)).unbind(3)[:2]], ids=["split", "unbind"]
 )
 def test_slices_of_a_projection_are_read_where_they_are(fn, slices):
-    """Kernels get the memory of the caller's tensors, transposed gradients included; a packed
-    gradient arrives."""
+    """Kernels get the caller's memory, gradients included; a packed gradient arrives."""
     torch.manual_seed(0)
     angles = torch.randn(1, 5, 4, device=DEVICE)
     qkv, cos, sin = random(2, 5, 8, 8), angles.cos(), angles.sin()

@@ -20,8 +20,7 @@ def heads(B: int = 2, H: int = 4, K: int = 2, T: int = 45, D: int = 16, seed: in
 
 
 def stock(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    """PyTorch's attention whose heads have one more key, with the sink for a score and zero for
-    a value."""
+    """PyTorch's attention with one more key: the sink for a score and zero for a value."""
     B, H, T, _ = q.shape
     k, v = (F.pad(t.repeat_interleave(H // k.shape[1], 1), (0, 0, 1, 0)) for t in (k, v))
     bias = torch.full((T, T + 1), -float("inf"), dtype=q.dtype, device=q.device).triu(2).expand(B, H, T, T + 1)
@@ -37,8 +36,7 @@ def test_is_attention_with_one_more_key(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_rounds_the_output_does_not_reach_the_gradients(dtype):
-    """The gradient of an fp32 sink over one key, whose probability is not rounded, is that of an
-    fp32 output."""
+    """The gradient of an fp32 sink over one key is that of an fp32 output."""
     args = like(heads(K=4, T=1), dtype) | dict(sinks=torch.full((4,), -2.0, device=DEVICE, requires_grad=True))
     args["k"] = args["q"].detach().clone().requires_grad_()
     expected = run(reference, like(args, torch.float64))["dsinks"]
@@ -71,8 +69,7 @@ def test_documents_are_rows_of_their_own():
 
 
 def test_padding_on_the_left_moves_a_row():
-    """What tokens see, and what they learn, is what they see and learn without padding; tokens
-    that see nothing give zero."""
+    """Tokens see and learn the same; those that see nothing give zero."""
     args, n = heads(B=1, T=37), 9
     moved = {
         name: (F.pad(t.detach(), (0, 0, n, 0), value=1.0) if t.ndim == 4 else t.detach().clone()).requires_grad_()

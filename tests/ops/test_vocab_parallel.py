@@ -207,8 +207,7 @@ def everything_ignored(r: Rank) -> None:
 
 @check
 def unequal_slices_are_refused(r: Rank) -> None:
-    """Without ``sizes`` there is no telling before the collective: then the loss is NaN, never a
-    wrong number."""
+    """Nothing tells before the collective: the loss is NaN, never a wrong number."""
     N = 5 + (r.rank == 0)
     given = torch.zeros(4, N, device=r.device, requires_grad=True), torch.arange(4, device=r.device), r.group
     for label_smoothing in (0.0, 0.1):
@@ -288,8 +287,7 @@ def linear_entropy(r: Rank) -> None:
 
 @check
 def scaled_cross_entropy_over_ranks(r: Rank) -> None:
-    """As the function for one rank says of all classes, hidden states of two and three dims;
-    here by kernels, there by the reference in fp64."""
+    """As of all classes on one rank, by the reference in fp64; of two and three dims."""
     target = r.target(2, 5)
     for shape in ((10,), (2, 5)):
         x, w = r.randn(*shape, 16, dtype=torch.float32), r.randn(r.V, 16, dtype=torch.float32, seed=1)

@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -130,18 +130,13 @@ def of_tensors(content: bytes, rng: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
-class Kind:
-    """A kind of file: its name in ``template``, a folder that is copied for each case, how it is
-    changed, and what reads that folder."""
+class Kind(NamedTuple):
+    """A kind of file."""
 
-    def __init__(
-        self,
-        template: Path,
-        name: str,
-        change: Callable[[bytes, random.Random], bytes],
-        read: Callable[[Path, random.Random], Any],
-    ):
-        self.template, self.name, self.change, self.read = template, name, change, read
+    template: Path  # a folder that is copied for each case
+    name: str  # in it
+    change: Callable[[bytes, random.Random], bytes]
+    read: Callable[[Path, random.Random], Any]  # what reads the folder
 
     def make(self, place: Path, rng: random.Random) -> None:
         shutil.copytree(self.template, place)
@@ -239,9 +234,7 @@ class Readers:
             "draft": Kind(files, "draft/state.json", of_json, lambda place, _: tokenise.Draft(place / "draft").rows(4)),
             "tokenizer": Kind(cache, "tokenizer.json", of_json, lambda place, _: tokenise.loaded(place)),
             "tokenizer-config": Kind(cache, "tokenizer_config.json", of_json, lambda place, _: tokenise.loaded(place)),
-            "model-config": Kind(
-                files, "config.json", of_json, lambda place, _: hub.configuration(str(place / "config.json"))
-            ),
+            "model-config": Kind(files, "config.json", of_json, self.model_config),
             "results": Kind(files, "result.json", of_json, lambda place, _: results.read(place / "result.json")),
             "results-csv": Kind(files, "result.csv", damaged, lambda place, _: results.read(place / "result.csv")),
             "kernels": Kind(files, "__grp__kernel.json", of_json, self.kernels),
@@ -302,6 +295,9 @@ class Readers:
 
     def part(self, place: Path, rng: random.Random) -> None:
         stream.described(place / "part-000000.safetensors")
+
+    def model_config(self, place: Path, rng: random.Random) -> None:
+        hub.configuration(str(place / "config.json"))
 
     def kernels(self, place: Path, rng: random.Random) -> None:
         from liger_kernel.compile.cache import LigerTritonFileCacheManager

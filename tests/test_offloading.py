@@ -438,7 +438,6 @@ def no_pages(*args, **more):
         (AssertionError("Torch not compiled with CUDA enabled"), "xpu", None, 0),  # others pin as PyTorch does
         (0, "cuda", no_pages, 0),
     ],
-    ids=str,
 )
 def test_pages_that_are_registered_stay(answer, device, mapped, pages, monkeypatch):
     register = mock.Mock(side_effect=[answer])

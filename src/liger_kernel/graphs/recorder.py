@@ -40,7 +40,8 @@ class FilledNumbers(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is torch.tensor and kwargs.keys() <= {"dtype", "device"} and isinstance(args[0], int | float):
+        plain = function is torch.tensor and args and kwargs.keys() <= {"dtype", "device"}
+        if plain and isinstance(args[0], int | float):
             return torch.full((), args[0], **kwargs)
         return function(*args, **kwargs)
 

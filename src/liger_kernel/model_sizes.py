@@ -25,6 +25,12 @@ def _sized(hidden: int, intermediate: int, layers: int, heads: int, **more: Any)
     )
 
 
+def _with_attention(layers: int, most: str, some: str, *at: int) -> list[str]:
+    """Kinds of layers: ``some`` at those indices, ``most`` elsewhere."""
+    return [some if i in at else most for i in range(layers)]
+
+
+KIMI = _with_attention(27, "linear_attention", "full_attention", 3, 7, 11, 15, 19, 23, 26)
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": LLAMA32 | _sized(2048, 8192, 16, 32, head_dim=64),
     "llama-3.2-3b": LLAMA32 | _sized(3072, 8192, 28, 24, head_dim=128),
@@ -54,6 +60,13 @@ MODELS: dict[str, dict[str, Any]] = {
     | DELTA,
     "lfm2-1.2b": _sized(2048, 12288, 16, 32, model_type="lfm2", num_key_value_heads=8)
     | dict(vocab_size=65536, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
+    "kimi-linear": _sized(2304, 9216, 27, 32, model_type="kimi_linear", num_key_value_heads=32)
+    | dict(vocab_size=163840, moe_intermediate_size=1024, num_experts=256, num_experts_per_token=8)
+    | dict(linear_num_heads=32, linear_head_dim=128, layer_types=KIMI),
+    "granite-4-h": _sized(1536, 512, 40, 12, model_type="granitemoehybrid", num_key_value_heads=4)
+    | dict(vocab_size=100352, tie_word_embeddings=True, shared_intermediate_size=1024, num_local_experts=64)
+    | dict(num_experts_per_tok=6, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128)
+    | dict(layer_types=_with_attention(40, "mamba", "attention", 5, 15, 25, 35)),
     "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
     "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
     "gemma-3-1b": _sized(1152, 6912, 26, 4, model_type="gemma3_text", num_key_value_heads=1, head_dim=256)
@@ -68,6 +81,9 @@ def config_of(values: dict[str, Any]) -> Any:
     import transformers
 
     values = dict(values)
+    # a measurement may take fewer layers than the model has
+    if kinds := values.get("layer_types"):
+        values["layer_types"] = kinds[: values["num_hidden_layers"]]
     return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
 
 
@@ -80,7 +96,7 @@ def step_flops(values: dict[str, Any], batch: int, seq: int, causal: bool = True
     experts of a token), H V those of the output head (looking up an embedding is free), A heads x
     head size, and C the mean number of tokens attended
     to: T / 2 under a causal mask, W - W^2 / 2T under a sliding window W < T, T without ``causal``.
-    A gated delta rule needs 18 K V for each head, with K x V the size of its state.
+    A delta rule needs 18 K V for each head, with K x V the size of its state, a scan 12 K V.
     Each multiply-add is 2 in the forward and 4 in the backward.
     """
     import torch
@@ -97,7 +113,7 @@ def token_flops(model: Any, seq: int, causal: bool = True) -> float:
     import torch
 
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    experts = getattr(config, "num_experts_per_tok", 0)
+    experts = getattr(config, "num_experts_per_tok", 0) or getattr(config, "num_experts_per_token", 0)
 
     def weights(m: torch.nn.Module) -> int:
         """Those in the matrices of ``m`` itself that multiply a token."""
@@ -107,14 +123,18 @@ def token_flops(model: Any, seq: int, causal: bool = True) -> float:
         return sum(p.numel() for p in matrices) if isinstance(m, torch.nn.Linear) or kind.endswith("Router") else 0
 
     matrices = sum(weights(m) for m in model.modules() if m is not head)
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # of latent attention, queries and keys are wider than values
+    width = (config.qk_head_dim + config.v_head_dim) / 2 if hasattr(config, "qk_nope_head_dim") else width
+    width *= config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = min(getattr(config, "sliding_window", None) or seq, seq)
-    context = {"sliding_attention": window - window**2 / (2 * seq), "full_attention": seq / 2}
-    context |= dict.fromkeys(("linear_attention", "conv"), 0)
+    context = {"sliding_attention": window - window**2 / (2 * seq), "full_attention": seq / 2, "attention": seq / 2}
+    context |= dict.fromkeys(("linear_attention", "conv", "mamba"), 0)
     attended = sum(context[kind] if causal else seq * (context[kind] > 0) for kind in kinds)
-    state = [getattr(config, f"linear_{n}", 0) for n in ("num_value_heads", "key_head_dim", "value_head_dim")]
-    recurrent = 18 * math.prod(state) * list(kinds).count("linear_attention")
+    state = lambda *names: math.prod(getattr(config, name, 0) for name in names)
+    rule = state("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    rule += state("linear_num_heads", "linear_head_dim", "linear_head_dim")
+    scan = state("mamba_n_heads", "mamba_d_head", "mamba_d_state")
+    recurrent = 18 * rule * list(kinds).count("linear_attention") + 12 * scan * list(kinds).count("mamba")
     return 6 * (matrices + head.weight.numel()) + 12 * width * attended + recurrent

@@ -169,7 +169,7 @@ def test_models_are_of_the_size_in_their_names():
 
     sizes = {"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3-8b": 8.03, "qwen3-0.6b": 0.60, "qwen3-8b": 8.19}
     sizes |= {"qwen3-14b": 14.77, "gemma-2b": 2.51, "gemma-3-1b": 1.00, "qwen3-30b-a3b": 30.53}
-    sizes |= {"qwen3.5-9b": 8.95, "qwen3-next-80b": 79.67, "lfm2-1.2b": 1.17}
+    sizes |= {"qwen3.5-9b": 8.95, "qwen3-next-80b": 79.67, "lfm2-1.2b": 1.17, "kimi-linear": 49.12, "granite-4-h": 6.94}
     assert {name: round(billions(name), 2) for name in sizes} == sizes
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import DEVICE, assert_same_learning, checkpointed, noted, step, tokens
+from hf_models import DEVICE, assert_same_learning, checkpointed, step, tokens
 from torch import Tensor, nn
+from watching import noted
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.recognise import mlps, projections

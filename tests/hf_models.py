@@ -76,20 +76,6 @@ def checkpointed(model: nn.Module, reentrant: bool = False) -> nn.Module:
     return model
 
 
-def noted(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any], found: list[Any] | None = None
-) -> list[Any]:
-    """``note`` of the arguments of every call of ``owner.name``, from now on."""
-    notes, function = [] if found is None else found, getattr(owner, name)
-
-    def spy(*args: Any, **options: Any) -> Any:
-        notes.append(note(*args, **options))
-        return function(*args, **options)
-
-    monkeypatch.setattr(owner, name, spy)
-    return notes
-
-
 @contextlib.contextmanager
 def group_of_one(device: str = DEVICE) -> Iterator[Any]:
     """A process group of this process; its mesh."""

@@ -4,7 +4,7 @@ for a backward."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,8 +66,20 @@ def saved_unchanged() -> Iterator[None]:
     assert kept and all(torch.equal(t, before) for t, before in kept)
 
 
-def calls_of(monkeypatch, owner: Any, name: str) -> list[tuple[tuple, dict[str, Any]]]:
+def noted(
+    monkeypatch: Any, owner: Any, name: str, note: Callable[..., Any], found: list[Any] | None = None
+) -> list[Any]:
+    """``note`` of the arguments of every call of ``owner.name``, from now on."""
+    notes, function = [] if found is None else found, getattr(owner, name)
+
+    def spy(*args: Any, **options: Any) -> Any:
+        notes.append(note(*args, **options))
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, spy)
+    return notes
+
+
+def calls_of(monkeypatch: Any, owner: Any, name: str) -> list[tuple[tuple, dict[str, Any]]]:
     """Arguments of every call of a function from now on."""
-    calls, function = [], getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args, **more: calls.append((args, more)) or function(*args, **more))
-    return calls
+    return noted(monkeypatch, owner, name, lambda *args, **more: (args, more))

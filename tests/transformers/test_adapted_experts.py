@@ -26,7 +26,8 @@ from adapters import (
     patch,
     recomputed,
 )
-from hf_models import DEVICE, assert_same_learning, make, noted, step, tokens
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from watching import noted
 
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.transformers import projections_report, restore

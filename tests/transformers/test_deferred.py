@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 import transformers
-from hf_models import DEVICE, assert_same_learning, make, noted, step, tokens
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from torch import nn
 from transformers import LlamaForCausalLM
+from watching import noted
 
 from liger_kernel.nn import LigerCrossEntropyLoss, liger_cross_entropy
 from liger_kernel.ops import (

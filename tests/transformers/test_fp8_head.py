@@ -4,8 +4,9 @@ import types
 
 import pytest
 import torch
-from hf_models import make, noted, step, tokens
+from hf_models import make, step, tokens
 from torch import nn
+from watching import noted
 
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.transformers.head import loss as head_loss

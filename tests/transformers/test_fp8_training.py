@@ -13,7 +13,6 @@ from hf_models import (
     checkpointed,
     everything_of,
     make,
-    noted,
     served_by_kernels_or_references,
     snapshot,
     step,
@@ -22,6 +21,7 @@ from hf_models import (
 from quick import further
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from watching import noted
 
 from liger_kernel import transformers as liger
 from liger_kernel.nn import float8_training

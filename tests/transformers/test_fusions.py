@@ -12,11 +12,12 @@ import weakref
 
 import pytest
 import torch
-from hf_models import DEVICE, group_of_one, make, noted, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step, tokens
 from quick import further
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 from transformers.utils.deprecation import deprecate_kwarg
+from watching import noted
 
 import liger_kernel.transformers as ours
 from liger_kernel.ops._core import operator as _op

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
 
-from hf_models import DEVICE, assert_same_learning, checkpointed, make, noted, step, tokens
+from hf_models import DEVICE, assert_same_learning, checkpointed, make, step, tokens
 from test_token_scores import of_logits, of_scores
+from watching import noted
 
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import instance_patches

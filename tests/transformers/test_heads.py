@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import DEVICE, assert_same_learning, make, noted, step, tokens
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from quick import further
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput
+from watching import noted
 
 from liger_kernel.transformers import instance_patches
 from liger_kernel.transformers.head import loss as head_loss

@@ -15,8 +15,9 @@ from torch import nn
 monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="this version builds no other classes")
 
 from adapters import drawn, learnt
-from hf_models import DEVICE, assert_same_learning, make, noted, recognised
+from hf_models import DEVICE, assert_same_learning, make, recognised
 from transformers.loss.loss_utils import ForCausalLMLoss
+from watching import noted
 
 from liger_kernel import hub
 from liger_kernel.hub import layers, layouts, registered_experts

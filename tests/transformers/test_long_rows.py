@@ -21,7 +21,6 @@ from hf_models import (
     everything_of,
     group_of_one,
     make,
-    noted,
     served_by_kernels_or_references,
     snapshot,
     step,
@@ -30,6 +29,7 @@ from hf_models import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.liger import apply_liger_kernel
+from watching import noted
 
 import liger_kernel.transformers as liger
 from liger_kernel import memory

@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
-from hf_models import DEVICE, group_of_one, make, noted, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step, tokens
 from quick import further
 from torch import nn
+from watching import noted
 
 from liger_kernel import transformers as liger
 from liger_kernel.nn import LigerFloat8Linear

@@ -5,8 +5,9 @@ import importlib
 
 import pytest
 import torch
-from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, noted, recognised, step
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, make, recognised, step
 from transformers.models.qwen3_moe import modeling_qwen3_moe
+from watching import noted
 
 from liger_kernel.ops import expert_load
 from liger_kernel.ops._core import operator

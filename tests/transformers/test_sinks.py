@@ -8,10 +8,11 @@ import pickle
 import pytest
 import torch
 import transformers
-from hf_models import assert_same_bits, assert_same_learning, checkpointed, make, noted, step, stock, tokens
+from hf_models import assert_same_bits, assert_same_learning, checkpointed, make, step, stock, tokens
 from quick import further
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from watching import noted
 
 from liger_kernel.transformers import _apply_liger_kernel, _apply_liger_kernel_to_instance, restore
 from liger_kernel.transformers.lazy_mask import LAZILY_EAGER, LazyMask, first_of, known

@@ -498,11 +498,13 @@ class IndexWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
+        # of the results, since PyTorch 2.11 writes the places into a copy of the metadata
+        parts = {part.index: part.storage_data for of_rank in results for part in of_rank}
         index = {}
         for name, tensor in metadata.state_dict_metadata.items():
             chunks = []
             for chunk in tensor.chunks:  # type: ignore[union-attr]  # all values are tensors
-                part = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                part = parts[MetadataIndex(name, chunk.offsets)]
                 chunks.append([*map(list, (chunk.offsets, chunk.sizes)), part.relative_path, part.offset, part.length])
             index[name] = {"size": list(tensor.size), "chunks": chunks}  # type: ignore[union-attr]  # as above
         write(Path(self.path) / INDEX, json.dumps(index))

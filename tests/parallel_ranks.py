@@ -918,7 +918,7 @@ def ulysses_refuses() -> None:
         assert before.config._attn_implementation == name and before.training
         assert len(before._forward_pre_hooks) == hooks
     hybrid = make("kimi_linear")
-    _apply_liger_kernel_to_instance(model=hybrid, recurrent=True)
+    _apply_liger_kernel_to_instance(model=hybrid)
     refused(lambda: parallelize(hybrid, "ulysses"), "model.layers.0.self_attn (KimiLinearDeltaAttention)")
     refused(lambda: parallelize(nn.Linear(2, 2), "ulysses"), "is no model of Transformers")
     refused(lambda: parallelize(make("llama").to("meta"), "ulysses", mesh=mesh()), "has no weights yet")
@@ -1397,7 +1397,7 @@ def learns_beside_recurrent_layers() -> None:
         truth = step(make(model_type), batch())[1]
         model = make(model_type)
         spread(model)
-        _apply_liger_kernel_to_instance(model=model, recurrent=True)
+        _apply_liger_kernel_to_instance(model=model)
         assert_same_learning(trained(model, use_cache=False)[1], truth, 1e-4)  # stock's decays are rounded more
 
 

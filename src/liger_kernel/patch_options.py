@@ -99,9 +99,8 @@ class PatchOptions:
     fused_logprobs: bool = _switch(
         True, "trainers of TRL compute log-probabilities with our head, which stores no logits", option=None
     )
-    # off until the tests of its kernels have run on a GPU
     recurrent: bool = _switch(
-        False, "short convolutions, delta rules and scans of recurrent layers, and of packed documents each by itself"
+        True, "short convolutions, delta rules and scans of recurrent layers, and of packed documents each by itself"
     )
     projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
     fp8: bool | str = _switch(

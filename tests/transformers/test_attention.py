@@ -149,7 +149,7 @@ def serve(monkeypatch, function, windows: list | None = None) -> None:
 def packing_model(model_type: str, patched: bool = False, attends: str = attention.NAME, **more) -> torch.nn.Module:
     model = make(model_type, attention="sdpa", **{**MODELS.get(model_type, {}), **more}).cpu()
     if patched:
-        _apply_liger_kernel_to_instance(model, recurrent=True)
+        _apply_liger_kernel_to_instance(model)
     if attends == attention.NAME:
         assert attention.use(model) is None
     return model

@@ -97,7 +97,7 @@ def said(model, **batch):
 
 def patched(model_type, **config):
     model = tiny_model(model_type, **config)
-    _apply_liger_kernel_to_instance(model)
+    _apply_liger_kernel_to_instance(model, recurrent=False)
     return model
 
 
@@ -168,7 +168,7 @@ def hybrid(tmp_path_factory):
 @pytest.mark.parametrize("more", [{}, dict(trainer="hf"), dict(trainer="lightning"), dict(stream=1.0), dict(lora=2)])
 def test_packing_documents_is_refused_before_anything_is_written(hybrid, tmp_path, more):
     more |= dict(out=str(tmp_path / "out"), device="cpu")
-    config = TrainConfig(model=str(hybrid), packing="documents", **more)
+    config = TrainConfig(model=str(hybrid), packing="documents", recurrent=False, **more)
     with pytest.raises(UserError, match=r"^packing documents: model\.layers\.0\.conv \(Lfm2ShortConv\) carries"):
         train(config)
     assert not list(tmp_path.iterdir())
@@ -178,9 +178,9 @@ def test_documents_that_were_packed_before_are_refused(hybrid, tmp_path):
     packed = {"ids": torch.ones(4, dtype=torch.int32), "positions": torch.zeros(4, dtype=torch.int32)}
     save_file(packed, tmp_path / ROWS)
     config = TrainConfig(model=str(hybrid), data=str(tmp_path))
-    check_packing(dataclasses.replace(config, recurrent=True))
+    check_packing(config)
     with pytest.raises(UserError, match="Lfm2ShortConv"):
-        check_packing(config)
+        check_packing(dataclasses.replace(config, recurrent=False))
     save_file({"ids": packed["ids"]}, tmp_path / ROWS)
     check_packing(dataclasses.replace(config, packing="documents"))
 

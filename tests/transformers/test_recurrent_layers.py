@@ -37,7 +37,7 @@ def model_of(family: str, ours: bool = True, **flags) -> torch.nn.Module:
     model = make(family, attention=attention, **(FAMILIES | MORE)[family])
     model.config.output_router_logits = False
     if ours:
-        _apply_liger_kernel_to_instance(model, **{"recurrent": True} | flags)
+        _apply_liger_kernel_to_instance(model, **flags)
     return model
 
 
@@ -71,7 +71,7 @@ def test_learns_as_stock(family, checkpointed):
             found.append(step(model, batch)[1])
     # stock's sums of decays are rounded more than ours, and most those of channels (5.7e-5)
     assert_same_learning(found[1], found[0], 1e-4 if family in CHANNELS else 1e-5)
-    report = str(patches_report(model, dict(recurrent=True)))
+    report = str(patches_report(model))
     rule = "ssd" if family in STATE_SPACES else "kda" if family in CHANNELS else "gated_delta_rule"
     assert "causal_conv1d" in report and (rule in report) == (not family.startswith(("lfm", "inkling")))
 
@@ -201,7 +201,7 @@ def test_off_and_restored():
     off = step(model)[1]
     assert "gated_delta_rule" not in str(patches_report(model, dict(recurrent=False))).partition("stock")[0]
     restore(model)
-    _apply_liger_kernel_to_instance(model, recurrent=True)
+    _apply_liger_kernel_to_instance(model)
     restore(model)
     assert_same_learning(step(model)[1], off)
     assert "gated_delta_rule" not in str(patches_report(model)).partition("stock")[0]

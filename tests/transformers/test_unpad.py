@@ -48,7 +48,7 @@ def model_of(model_type: str, flag: bool = True, attends: str = "sdpa", **more) 
     model = make(model_type, attention=attends, **{**MODELS.get(model_type, {}), **more})
     for config in (model.config, model.config.get_text_config()):
         config.output_router_logits = False
-    _apply_liger_kernel_to_instance(model, unpad=flag, recurrent=True)
+    _apply_liger_kernel_to_instance(model, unpad=flag)
     return model
 
 

@@ -221,7 +221,7 @@ def check_packing(config: TrainConfig) -> None:
     # warnings about kernels that the model on the meta device lacks are of no interest
     transformers.logging.set_verbosity_error()
     if config.kernels == "on":
-        recurrent = config.kernel_flags.get("recurrent", False)
+        recurrent = config.kernel_flags.get("recurrent", True)
         instance_patches(model, model.config.model_type, {"recurrent": recurrent}, None).apply()
     found = joining(model)
     transformers.logging.set_verbosity(verbosity)

@@ -37,6 +37,33 @@ def _decay(x, PRECISE: tl.constexpr):
 
 
 @jit
+def _product(a, b, PRECISION: tl.constexpr, PRECISE: tl.constexpr):
+    """a b: with ``PRECISE`` a sum of sums of 16 products each, which rounds less than one sum of all."""
+    if PRECISE and a.shape[1] > 16:
+        parts: tl.constexpr = a.shape[1] // 16
+        of_a, of_b = tl.reshape(a, (a.shape[0], parts, 16)), tl.reshape(b, (parts, 16, b.shape[1]))
+        k = tl.arange(0, parts)
+        found = tl.zeros((a.shape[0], b.shape[1]), tl.float32)
+        for part in tl.static_range(parts):
+            left = tl.sum(tl.where((k == part)[None, :, None], of_a, 0.0), 1)
+            right = tl.sum(tl.where((k == part)[:, None, None], of_b, 0.0), 0)
+            found += tl.dot(left, right, input_precision=PRECISION)
+    else:
+        found = tl.dot(a, b, input_precision=PRECISION)
+    return found
+
+
+@jit
+def _added(a, b, total, PRECISION: tl.constexpr, PRECISE: tl.constexpr):
+    """total + a b: with ``PRECISE`` a sum of one sum a head."""
+    if PRECISE:
+        total += _product(a, b, PRECISION, PRECISE)
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@jit
 def _between(steps, i, j, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
     """The logarithm of the decay from tokens j to tokens i of a chunk."""
     found = tl.load(steps + CHUNK + i) - tl.load(steps + CHUNK + j)
@@ -200,7 +227,7 @@ def _outputs(
         i, j, p = r + tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, BLOCK_P)
         C = _columns(C_ptr, row, group, 0, end, sC, DN, ROWS, BLOCK_N)
         B = _columns(B_ptr, begin, group, 0, end, sB, DN, CHUNK, BLOCK_N)
-        CB = tl.dot(C, tl.trans(B), input_precision=PRECISION)
+        CB = _product(C, tl.trans(B), PRECISION, PRECISE)
         t = begin.to(tl.int64) + i
         mask = (t < end)[:, None] & (p < DP)[None, :]
         for h in tl.range(h0, stop, num_stages=STAGES):
@@ -209,7 +236,7 @@ def _outputs(
             steps = steps_ptr + (n.to(tl.int64) * H + h) * ((2 + PRECISE) * CHUNK)
             dt, own = tl.load(steps + j), tl.load(steps + CHUNK + i)
             E = _decays(steps, i[:, None], j[None, :], CHUNK, PRECISE)
-            y = tl.dot(C, tl.trans(S), input_precision=PRECISION) * _decay(own, PRECISE)[:, None]
+            y = _product(C, tl.trans(S), PRECISION, PRECISE) * _decay(own, PRECISE)[:, None]
             y = tl.dot((CB * E * dt[None, :]).to(DT), x, y, input_precision=PRECISION)
             if D_ptr is not None:
                 mine = _tile(x_ptr, row, h, 0, end, sx, DP, ROWS, BLOCK_P, False)
@@ -236,7 +263,7 @@ def _readers(
         before = i[:, None] > j[None, :]
         C = _columns(C_ptr, row, group, 0, end, sC, DN, ROWS, BLOCK_N)
         B = _columns(B_ptr, begin, group, 0, end, sB, DN, CHUNK, BLOCK_N)
-        CB = tl.dot(C, tl.trans(B), input_precision=PRECISION)
+        CB = _product(C, tl.trans(B), PRECISION, PRECISE)
         dCB = tl.zeros((ROWS, CHUNK), tl.float32)
         dC = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for h in tl.range(h0, stop, num_stages=STAGES):
@@ -247,13 +274,13 @@ def _readers(
             steps = steps_ptr + at * ((2 + PRECISE) * CHUNK)
             dt, own = tl.load(steps + j), tl.load(steps + CHUNK + i)
             E = _decays(steps, i[:, None], j[None, :], CHUNK, PRECISE)
-            W = tl.dot(dy, tl.trans(x), input_precision=PRECISION) * (E * dt[None, :])
+            W = _product(dy, tl.trans(x), PRECISION, PRECISE) * (E * dt[None, :])
             dCB += W
             decayed = dy.to(tl.float32) * _decay(own, PRECISE)[:, None]
             if rows_ptr is not None:
                 R = tl.where(before, W * CB, 0.0)
                 # by what y has of S, which needs fewer registers than what C has of it
-                rows = tl.sum(tl.dot(C, tl.trans(S), input_precision=PRECISION) * decayed, 1)
+                rows = tl.sum(_product(C, tl.trans(S), PRECISION, PRECISE) * decayed, 1)
                 out = rows_ptr + at * ((1 + PRECISE) * CHUNK)
                 if PRECISE:
                     # of all pairs around token j + 1
@@ -264,17 +291,6 @@ def _readers(
             dC = _added(decayed.to(DT), S, dC, PRECISION, PRECISE)
         dC += tl.dot(dCB.to(DT), B, input_precision=PRECISION)
         _put_shared(dC_ptr, part, M, begin.to(tl.int64) + i, end, group, GROUPS, dC, DN, BLOCK_N)
-
-
-@jit
-def _added(a, b, total, PRECISION: tl.constexpr, PRECISE: tl.constexpr):
-    """total + a b: with ``PRECISE`` a sum of sums of one head each, which rounds less than one sum
-    of all."""
-    if PRECISE:
-        total += tl.dot(a, b, input_precision=PRECISION)
-    else:
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-    return total
 
 
 @jit
@@ -302,7 +318,7 @@ def _writers(
         i, j, p = tl.arange(0, CHUNK), r + tl.arange(0, ROWS), tl.arange(0, BLOCK_P)
         B = _columns(B_ptr, row, group, 0, end, sB, DN, ROWS, BLOCK_N)
         C = _columns(C_ptr, begin, group, 0, end, sC, DN, CHUNK, BLOCK_N)
-        BC = tl.dot(B, tl.trans(C), input_precision=PRECISION)
+        BC = _product(B, tl.trans(C), PRECISION, PRECISE)
         dBC = tl.zeros((ROWS, CHUNK), tl.float32)
         dB = tl.zeros((ROWS, BLOCK_N), tl.float32)
         t = begin.to(tl.int64) + j
@@ -315,7 +331,7 @@ def _writers(
             steps = steps_ptr + at * ((2 + PRECISE) * CHUNK)
             dt, last = tl.load(steps + j), _decay(_between(steps, j * 0 + (CHUNK - 1), j, CHUNK, PRECISE), PRECISE)
             E = _decays(steps, i[None, :], j[:, None], CHUNK, PRECISE)
-            W = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * E
+            W = _product(x, tl.trans(dy), PRECISION, PRECISE) * E
             decayed = (BC * E).to(DT)
             dBC += W * dt[:, None]
             cols = cols_ptr
@@ -326,7 +342,7 @@ def _writers(
                 if not PRECISE:
                     tl.store(cols, tl.sum(tl.where(i[None, :] > j[:, None], W, 0.0), 1))
                 direct = tl.sum(W, 1)
-            u = tl.dot(B, tl.trans(dS), input_precision=PRECISION) * last[:, None]
+            u = _product(B, tl.trans(dS), PRECISION, PRECISE) * last[:, None]
             if cols_ptr is not None:
                 through = tl.sum(u * x32, 1)
                 tl.store(cols + CHUNK, through)

@@ -69,8 +69,10 @@ def options_of(model_type: str, given: Mapping[str, Any]) -> PatchOptions:
         implied |= dict.fromkeys(("swiglu", "geglu"), given[of_glu.pop()])
     options = PatchOptions(**dict.fromkeys(SWITCHES, False) | flags_of(model_type) | implied | dict(given))
     # With everything else off, nothing in a model changes
-    alone = not (options.head or options.fp8 or any(options.slots.values()) or "projections" in given)
-    return dataclasses.replace(options, projections=False, fused_logprobs=False) if alone else options
+    of_slots = any(value for name, value in options.slots.items() if name != "recurrent" or name in given)
+    alone = not (options.head or options.fp8 or of_slots or "projections" in given)
+    off = dict(projections=False, fused_logprobs=False, recurrent=False)
+    return dataclasses.replace(options, **off) if alone else options
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 a replay calls the recorded function again, on the same fixed inputs."""
 
 import copy
+import gc
 import random
 import sys
 import types
@@ -204,17 +205,18 @@ def test_memory_of_smaller_recordings_is_given_to_a_larger_one():
     assert replays == [(0, 0), (1, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
 
 
-def test_a_recording_scores_all_tokens_for_trl(monkeypatch):
+def test_a_recording_scores_all_tokens_for_trl_and_frees_no_cycles(monkeypatch):
     trl, seen = types.ModuleType("trl.trainer.utils"), []
     trl._use_triton = lambda device: True  # "the host may count labels"
     monkeypatch.setitem(sys.modules, trl.__name__, trl)
     model = patched()
     norm, forward = model.model.norm, type(model.model.norm).forward
-    monkeypatch.setattr(type(norm), "forward", lambda self, x: seen.append(trl._use_triton("cuda")) or forward(self, x))
+    now = lambda: (trl._use_triton("cuda"), gc.isenabled())
+    monkeypatch.setattr(type(norm), "forward", lambda self, x: seen.append(now()) or forward(self, x))
     step(model, batch())
     n = len(seen)  # norms in a forward
     step(model, batch())
-    assert seen[: 3 * n] == [*[True] * n, *[False] * 2 * n] and trl._use_triton("cuda")
+    assert seen[: 3 * n] == [*[(True, True)] * n, *[(False, True)] * n, *[(False, False)] * n] and now() == (True, True)
 
 
 @pytest.mark.parametrize(

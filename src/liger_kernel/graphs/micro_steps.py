@@ -29,7 +29,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
 from liger_kernel.graphs.batches import Batch, PackedRow, batch_of, is_packed
-from liger_kernel.graphs.recorder import Clock, CudaGraphs, FilledNumbers, Repeated, other_leaves, recorder_of, unowned
+from liger_kernel.graphs.recorder import (
+    Clock,
+    CudaGraphs,
+    FilledNumbers,
+    Repeated,
+    other_leaves,
+    recorder_of,
+    uncollected,
+    unowned,
+)
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.operator import leaves
 from liger_kernel.ops._core.shards import is_sharded
@@ -98,8 +107,9 @@ class MicroStep:
     def record(self, recorder: CudaGraphs | Repeated) -> None:
         torch.clear_autocast_cache()  # casts of before are not part of the recording
         try:
-            self._replay_forward = recorder.record(self.forward)
-            self._replay_backward = recorder.record(self.backward)
+            with uncollected():
+                self._replay_forward = recorder.record(self.forward)
+                self._replay_backward = recorder.record(self.backward)
         finally:
             torch.clear_autocast_cache()  # casts within are made anew by each replay
         self.learns = [o.requires_grad for o in self.outputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,19 @@ class FilledNumbers(TorchFunctionMode):
         if plain and isinstance(args[0], int | float):
             return torch.full((), args[0], **kwargs)
         return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Meanwhile Python frees no cycles: models are some, and CUDA ends a recording in which the graph of a
+    model that is gone is freed."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Clock:

@@ -86,6 +86,33 @@ def test_bits_of_equal_shapes_and_accumulated_gradients():
     assert recorded(model).replays == 5
 
 
+def test_gradients_that_are_lent_are_those_of_the_replay_until_the_next_forward():
+    stock, model = patched(on=False), patched()
+    with pytest.raises(ValueError, match=r"model must be an nn\.Module, got int"):
+        graphs.lend_gradients(3)
+    graphs.lend_gradients(model)
+    gradients = lambda m: {n: p.grad for n, p in m.named_parameters()}
+    for _ in range(3):
+        assert_same_bits(step(model, batch())[1], step(stock, batch())[1])
+    (recording,) = recorded(model).steps.values()
+    places = [g.data_ptr() for g in gradients(model).values()]
+    assert places == [g.data_ptr() for g in recording.grads]
+    replay, lent = recording._replay_forward, lambda: [g.fill_(torch.nan) for g in recording.grads]
+    recording._replay_forward = lambda: (lent(), replay())  # which uses their memory
+    for m in (stock, model):
+        m.zero_grad()
+        first, second = loss_of(m, 1), loss_of(m, 2)  # the second one runs
+        for loss in (first, second):
+            loss.backward()
+        loss_of(m, 3).backward()
+    assert_same_learning(gradients(model), gradients(stock))
+    assert recorded(model).replays == 4
+    recording.grads = [t := torch.ones(3), t, torch.ones(3), None]
+    a, b, c, nothing = recording._in_place()
+    assert len({t.data_ptr(), a.data_ptr(), b.data_ptr()}) == 3 and nothing is None
+    assert c.data_ptr() == recording.grads[2].data_ptr()
+
+
 def test_dropout_draws_anew():
     model = patched(attention="eager")
     model.config.attention_dropout = 0.2

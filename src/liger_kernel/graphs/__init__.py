@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernel.graphs.micro_steps import KEY, MARK, recorded
+from liger_kernel.graphs.micro_steps import KEY, MARK, lenders, recorded
 
-__all__ = ["forget", "report", "wrap"]
+__all__ = ["forget", "lend_gradients", "report", "wrap"]
 
 
 def wrap(model: nn.Module) -> nn.Module:
@@ -28,6 +28,15 @@ def wrap(model: nn.Module) -> nn.Module:
         function = forward.__func__ if own else lambda self, *args, **kwargs: forward(*args, **kwargs)
         model.forward = types.MethodType(recorded(function), model)
     return model
+
+
+def lend_gradients(model: nn.Module) -> None:
+    """Do not copy the gradients of replayed steps: all that reads them, as clipping and optimizers do, does
+    so before the next forward of ``model``, except through ``.grad`` (accumulation)."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"graphs.lend_gradients: model must be an nn.Module, got {type(model).__name__}")
+    # adapters are around the one that is recorded, and a trainer may patch it later
+    lenders.update(model.modules())
 
 
 def report(model: nn.Module) -> str:

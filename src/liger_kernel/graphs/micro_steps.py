@@ -55,6 +55,9 @@ WAITS = 1.1  # times of the host's time: what the GPU needs in a step in which i
 LARGEST = 1 << 26  # bytes of an output, which each step copies
 
 
+lenders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose gradients are not copied
+
+
 class Gradients:
     """Makes copies of the gradients of ``params``, all in one new buffer for each dtype."""
 
@@ -115,10 +118,10 @@ class MicroStep:
         self.learns = [o.requires_grad for o in self.outputs]
         self.leaves = list(self.gradients.params)  # a function that is called again sees the real ones
         if isinstance(recorder, CudaGraphs):
-            # what autograd has saved is not needed any more, and gradients are copied after each replay:
+            # what autograd has saved is not needed any more, and gradients are copied before another replay:
             # their memory is free for other recordings
             self.outputs = [o.detach() for o in self.outputs]
-            self.grads = [g if g is None else unowned(g) for g in self.grads]
+            self.grads = [g if g is None else unowned(g, self._replay_backward) for g in self.grads]
 
     def _both(self) -> None:
         self.forward()
@@ -166,12 +169,25 @@ class MicroStep:
     def can_be_padded(self) -> bool:
         return all(o.ndim == 0 or self._has_tokens(o) for o in self.outputs)
 
-    def gradients_for(self, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    def gradients_for(self, upstream: tuple[Tensor | None, ...], lend: bool) -> list[Tensor | None]:
         for place, g in zip(self.upstream, upstream):
             if place is not None:
                 place.zero_() if g is None else place.copy_(g)
         self._replay_backward()
-        return self.gradients.copies(self.grads)
+        return self._in_place() if lend else self.gradients.copies(self.grads)
+
+    def _in_place(self) -> list[Tensor | None]:
+        """The gradients themselves; one that is that of several parameters is copied, as clipping would
+        scale it more than once."""
+        places = Counter(g.data_ptr() for g in self.grads if g is not None)
+        lent = lambda g: g.clone() if places[g.data_ptr()] > 1 else g.detach()
+        return [None if g is None else lent(g) for g in self.grads]
+
+    def take_back(self) -> None:
+        """Let what is still in ``.grad`` be a copy: a replay will write over what was lent."""
+        for p, g in zip(self.gradients.params, self.grads):
+            if p.grad is not None and g is not None and p.grad.data_ptr() == g.data_ptr():
+                p.grad = p.grad.clone()
 
 
 class Unfit(Exception):
@@ -179,9 +195,11 @@ class Unfit(Exception):
 
 
 class Pass:
-    """One replayed forward, until its backward: while it lives, its memory is in use."""
+    """One replayed forward, until its backward: while it lives, its memory is in use. ``lent`` notes the
+    step if its gradients are not copied, else it is None."""
 
-    done = False
+    def __init__(self, lent: list[MicroStep] | None):
+        self.done, self.lent = False, lent
 
 
 class _Replayed(torch.autograd.Function):
@@ -199,7 +217,9 @@ class _Replayed(torch.autograd.Function):
         if ctx.current.done:
             raise RuntimeError("graphs: the backward of a recorded step runs once; switch graphs off to run it again")
         step, ctx.step, ctx.current.done = ctx.step, None, True  # the loss may live on, without its memory
-        return None, None, *step.gradients_for(upstream)
+        if (lent := ctx.current.lent) is not None:
+            lent.append(step)
+        return None, None, *step.gradients_for(upstream, lent is not None)
 
 
 Recording = Callable[[Any, Mapping[str, Any]], AbstractContextManager[str]]
@@ -232,6 +252,7 @@ class Graphs:
         self._padded = ""  # why padded batches are not packed
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
+        self._lent: list[MicroStep] = []  # their gradients may be in ``.grad``
         # why rows are not padded, by whether they are packed
         self._exact = {} if pads else dict.fromkeys((False, True), "nobody knows what padding does in it")
         self._changes = 0
@@ -261,10 +282,12 @@ class Graphs:
 
     def output(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> Any:
         """The output of a replayed step; None if the model has to run."""
+        while self._lent:
+            self._lent.pop().take_back()
         found = self._found(model, forward, given)
         if isinstance(found, tuple):
             step, batch = found
-            current = Pass()
+            current = Pass(self._lent if model in lenders else None)
             self._last, self.replays = weakref.ref(current), self.replays + 1
             return step.replayed(batch, current)
         if found is not None:

@@ -51,12 +51,12 @@ class FilledNumbers(TorchFunctionMode):
 def uncollected() -> Iterator[None]:
     """Meanwhile Python frees no cycles: models are some, and CUDA ends a recording in which the graph of a
     model that is gone is freed."""
-    collects = gc.isenabled()
+    on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if on:
             gc.enable()
 
 
@@ -202,16 +202,18 @@ class CudaGraphs:
 
 
 class _Bytes:
-    def __init__(self, storage: torch.UntypedStorage):
+    def __init__(self, storage: torch.UntypedStorage, owner: Any):
+        self.owner = owner
         where = dict(shape=(storage.nbytes(),), typestr="|u1", data=(storage.data_ptr(), False), version=2)
         self.__cuda_array_interface__ = where
 
 
-def unowned(t: Tensor) -> Tensor:
-    """``t``, of which nobody knows that it is there: what is recorded later may use its memory."""
+def unowned(t: Tensor, owner: Any) -> Tensor:
+    """``t``, of which the allocator does not know that it is there: what is recorded later may use its
+    memory, which is not given back while ``owner`` lives."""
     if not t.numel():
         return t
-    memory = torch.as_tensor(_Bytes(t.untyped_storage()), device=t.device).view(t.dtype)
+    memory = torch.as_tensor(_Bytes(t.untyped_storage(), owner), device=t.device).view(t.dtype)
     return memory.as_strided(t.shape, t.stride(), t.storage_offset())
 
 

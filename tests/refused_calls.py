@@ -146,6 +146,8 @@ REFUSED = {
         dict(x=F(4, 8), gate=F(4, 8), w=F(8)),
         (dict(w=F(4)), "w must have shape (8,), got (4,)"),
         (dict(gate=F(1, 8)), "gate must have shape (4, 8), got (1, 8)"),
+        (dict(groups=3, gate_first=True), "groups must divide 8, or be 1 without gate_first, got 3"),
+        (dict(casting="none", gate_first=True), "casting must be 'llama' or 'gemma' with gate_first, got 'none'"),
         (dict(act="swish"), "act must be one of ['gelu', 'gelu_tanh', 'relu2', 'sigmoid', 'silu'], got 'swish'"),
         (dict(casting="bf16"), "casting must be one of ('llama', 'gemma', 'none'), got 'bf16'"),
         (dict(x=integers(4, 8)), "x must be floating point, got torch.int64"),

@@ -16,7 +16,7 @@ import torch
 
 from liger_kernel import memory
 from liger_kernel.ops.activations.glu import glu
-from liger_kernel.ops.norms.gated_rms_norm import gated_rms_norm
+from liger_kernel.ops.norms.gated_rms_norm import MAX_N, gated_rms_norm
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers.recognise.activations import activation, named
@@ -107,14 +107,21 @@ class GatedRMSNorm(Variant):
                     return stock(self, hidden_states, gate)
                 how = dict(eps=epsilon, act=act, casting=casting)
                 return memory.cheap(gated_rms_norm, hidden_states, gate, self.weight, **how)
-            # in fp32 until the weight: these norms round once
-            h, gate = hidden_states.float(), gate if gate is None else gate.float()
-            norm_first = first == "norm_before_gate" and self.norm_before_gate
-            if gate is not None and not norm_first:
-                h = glu(gate, h, act=act)
-            size = h.shape[-1]
+            size = hidden_states.shape[-1]
             if groups:
                 size = self.group_size if groups == "group_size" else size // self.n_groups
+            norm_first = first == "norm_before_gate" and self.norm_before_gate
+            alike = gate is not None and gate.shape == hidden_states.shape and size <= MAX_N
+            # else the result has another dtype than the input
+            alike = alike and (first != "gate" or self.weight.dtype == hidden_states.dtype)
+            if alike and not norm_first:
+                how = dict(eps=epsilon, act=act, casting="llama" if first == "gate" else "gemma", gate_first=True)
+                how |= dict(groups=hidden_states.shape[-1] // size)
+                return memory.cheap(gated_rms_norm, hidden_states, gate, self.weight, **how)
+            # in fp32 until the weight: these norms round once
+            h, gate = hidden_states.float(), gate if gate is None else gate.float()
+            if gate is not None and not norm_first:
+                h = glu(gate, h, act=act)
             h = rms_norm(h.unflatten(-1, (-1, size)), None, eps=epsilon).flatten(-2)
             if first == "gate":
                 return self.weight * h.to(hidden_states.dtype)

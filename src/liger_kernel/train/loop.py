@@ -158,6 +158,8 @@ class _Run(Session):
         self.flops = flops_per_token(model, config.length)
         self.identity  # noqa: B018  # of the whole model
         self.parallel = split(model, config, self.precision, mesh_of(config, device, ranks.world))
+        if config.graphs:
+            graphs.lend_gradients(model)
         self.autocast = self.precision == "bf16-mixed" and not config.fully_sharded
         self.optimizer = optimizer_of(model.parameters(), config)
         self.in_backward = adamw.InBackward(self.optimizer) if config.optimizer_in_backward else None

@@ -30,6 +30,8 @@ from liger_kernel.transformers import (
     attention,
     projections_report,
     quantize_base,
+    record_routes,
+    replay_routes,
     restore,
 )
 
@@ -37,6 +39,7 @@ SHOWN: tuple[object, ...] = ()
 SHOWN += (graphs, hub, memory, attention, by_sharding, call_instead, expert_load, glu, load_balancing_loss)
 SHOWN += (parallelize, train, TrainConfig, linear_loss, LigerExperts, LigerFusedLinearGRPOLoss)
 SHOWN += (LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM, projections_report, quantize_base)
+SHOWN += (record_routes, replay_routes)
 
 
 def other_door() -> LigerRMSNorm:

@@ -36,6 +36,7 @@ _LAZY = {
         "patching.report": "patches_report projections_report",
         "patching.patches": "restore",
         "quantize": "quantize_base",
+        "routes": "record_routes replay_routes",
         "fp8": "train_in_fp8",
     }.items()
     for name in names.split()

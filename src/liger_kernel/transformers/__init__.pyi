@@ -66,6 +66,8 @@ from liger_kernel.transformers.patching.report import patches_report as patches_
 from liger_kernel.transformers.patching.report import projections_report as projections_report
 from liger_kernel.transformers.patching.patches import restore as restore
 from liger_kernel.transformers.quantize import quantize_base as quantize_base
+from liger_kernel.transformers.routes import record_routes as record_routes
+from liger_kernel.transformers.routes import replay_routes as replay_routes
 from liger_kernel.transformers.fp8 import train_in_fp8 as train_in_fp8
 from liger_kernel.patch_options import Filter
 

@@ -52,6 +52,7 @@ IDS = {
 # Blocks that need more than this machine has, by a line in them; a package that is missing is a
 # reason that needs no line here
 NOT_RUN = {
+    "load_in_mxfp4(": "no checkpoint in MXFP4 stands in",
     "FullyShardedDataParallel(model": "FSDP1 needs a GPU",
     "kernel_config=": "the library kernels is in environments of its own",
 }

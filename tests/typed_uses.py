@@ -28,6 +28,7 @@ from liger_kernel.transformers import (
     AutoLigerKernelForCausalLM,
     apply_liger_kernel_to_llama,
     attention,
+    load_in_mxfp4,
     projections_report,
     quantize_base,
     record_routes,
@@ -40,6 +41,7 @@ SHOWN += (graphs, hub, memory, attention, by_sharding, call_instead, expert_load
 SHOWN += (parallelize, train, TrainConfig, linear_loss, LigerExperts, LigerFusedLinearGRPOLoss)
 SHOWN += (LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM, projections_report, quantize_base)
 SHOWN += (record_routes, replay_routes)
+SHOWN += (load_in_mxfp4,)
 
 
 def other_door() -> LigerRMSNorm:

@@ -118,9 +118,10 @@ def _new(*shape: int, dtype: torch.dtype = torch.float32, **more) -> torch.Tenso
 
 
 def stored_weights() -> None:
-    """Kernels of weights in FP8 and in four bits, of experts in FP8, and of training in FP8."""
+    """Kernels of weights in FP8 and in four bits, of experts in FP8 and MXFP4, and of training in
+    FP8."""
     from liger_kernel.ops.activations import glu
-    from liger_kernel.ops.projections import float8, float8_experts, float8_training, four_bits, magnitude
+    from liger_kernel.ops.projections import float8, float8_experts, float8_training, four_bits, magnitude, mxfp4
 
     for dtype in DTYPES:
         for columns in (4096, 14336, 28672):
@@ -151,6 +152,9 @@ def stored_weights() -> None:
         large = (128, 1536, 2048)
         for sizes, scales in ((large, (1, 1)), (large, (1536, 1)), ((32, 2880, 5760), (1, 5760)), ((3, 5, 7), (1, 7))):
             float8_experts.dense_experts(_new(*sizes, dtype=float8.E4), _new(sizes[0], *scales), dtype)
+        part = mxfp4.dense_mxfp4(*(_new(8, 5760, 90, *half, dtype=torch.uint8) for half in ((16,), ())), dtype)
+        for x, w in ((_new(64, 2880, dtype=dtype), part.mT), (_new(64, 5760, dtype=dtype), part)):
+            mxfp4.grouped_mm_part_(x, w, _new(32, dtype=torch.int32), 8, _new(64, w.shape[2], dtype=dtype))
     float8.transposed(_new(4096, 14336, dtype=float8.E4))
     for dtype in (torch.bfloat16, torch.float32):
         packed, absmax = _new(14336 * 2048, 1, dtype=torch.uint8), _new(14336 * 64)

@@ -30,15 +30,30 @@ from liger_kernel.ops.projections.weights import Dequantized
 RECIPES = {"fp8": False, "fp8_rowwise": True}  # whether each row has a scale
 
 
-class _Weight(Tensor):
+class StoredExperts:
+    """A stored parameter of experts, for ``StoredView``."""
+
+    dtype: torch.dtype
+
+    def dense(self, some: Any = None) -> Tensor:
+        """The weights of all experts, or of those with this index, as a new tensor."""
+        raise NotImplementedError
+
+    def store(self, w: Tensor) -> None:
+        """Cast ``w`` and use it as the weights of all experts."""
+        raise NotImplementedError
+
+
+class StoredView(Tensor):
     """A stored weight as others see it; what is written into it, its ``layer`` casts. Who takes
     some experts of it makes only these dense."""
 
-    layer: LigerFloat8Linear | _Experts
+    layer: LigerFloat8Linear | StoredExperts
 
     @staticmethod
-    def __new__(cls, layer: LigerFloat8Linear | _Experts) -> _Weight:
-        shape, device = layer.float8.shape, layer.float8.device
+    def __new__(
+        cls, layer: LigerFloat8Linear | StoredExperts, shape: tuple[int, ...], device: torch.device
+    ) -> StoredView:
         # not in torch's stubs
         seen = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=device)  # type: ignore[attr-defined]
         seen.layer = layer
@@ -52,7 +67,7 @@ class _Weight(Tensor):
         first = args[0] if args else None
         if (
             isinstance(first, cls)
-            and isinstance(first.layer, _Experts)
+            and isinstance(first.layer, StoredExperts)
             and (some := _some_experts(func, args)) is not None
         ):
             return first.layer.dense(some)
@@ -111,7 +126,7 @@ class LigerFloat8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in nn.Linear
-        return _Weight(self)
+        return StoredView(self, self.float8.shape, self.float8.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -177,15 +192,14 @@ class LigerFloat8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe!r}, dtype={self.dtype}"
 
 
-class _Experts:
-    """The bits of a parameter of experts with what they mean, for ``_Weight``."""
+class _Experts(StoredExperts):
+    """The bits of a parameter of experts with what they mean, for ``StoredView``."""
 
     def __init__(self, bits: Tensor, how: LigerFloat8Experts):
         self.float8, self.how, self.dtype = bits, how, how.dtype
 
     @torch.no_grad()
     def dense(self, some: Any = None) -> Tensor:
-        """The weights of all experts, or of those with this index, as a new tensor."""
         bits, scale = self.float8.detach(), self.how.float8_scale.detach()
         if some is None:
             return self.how.stored(bits).dense(self.dtype)
@@ -222,7 +236,7 @@ class LigerFloat8Experts(nn.Module):
 
     def forward(self, bits: Tensor) -> Tensor:
         seen = _Experts(bits, self)
-        return seen.dense() if torch.compiler.is_compiling() else _Weight(seen)
+        return seen.dense() if torch.compiler.is_compiling() else StoredView(seen, bits.shape, bits.device)
 
     @torch.no_grad()
     def right_inverse(self, w: Tensor) -> Tensor:
@@ -246,11 +260,11 @@ class LigerFloat8Experts(nn.Module):
         return f"recipe={self.recipe!r}, dtype={self.dtype}"
 
 
-class _Parametrizations(parametrize.ParametrizationList):
+class StoredParametrizations(parametrize.ParametrizationList):
     """The bits, and what makes weights of them. Where the engine does not run, PEFT puts its sum
     above them during a call."""
 
-    def append(self, module: nn.Module) -> _Parametrizations:  # type: ignore[override]  # torch says Self
+    def append(self, module: nn.Module) -> StoredParametrizations:  # type: ignore[override]  # torch says Self
         # of its two kinds of sum, PEFT 0.21 takes only this one out again after the call
         if type(module).__name__ == "_LoraFactorsProxy":
             from peft.tuners.lora.layer import _LoraParameterProxy
@@ -288,4 +302,4 @@ def store_experts(experts: nn.Module, name: str, recipe: str, transposed: bool =
         experts, name, LigerFloat8Experts(scale, w.dtype, recipe, transposed), unsafe=True
     )
     made: Any = experts.parametrizations
-    made[name].__class__ = _Parametrizations
+    made[name].__class__ = StoredParametrizations

@@ -37,6 +37,7 @@ _LAZY = {
         "patching.patches": "restore",
         "quantize": "quantize_base",
         "routes": "record_routes replay_routes",
+        "load_mxfp4": "load_in_mxfp4",
         "fp8": "train_in_fp8",
     }.items()
     for name in names.split()

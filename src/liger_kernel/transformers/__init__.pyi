@@ -68,6 +68,7 @@ from liger_kernel.transformers.patching.patches import restore as restore
 from liger_kernel.transformers.quantize import quantize_base as quantize_base
 from liger_kernel.transformers.routes import record_routes as record_routes
 from liger_kernel.transformers.routes import replay_routes as replay_routes
+from liger_kernel.transformers.load_mxfp4 import load_in_mxfp4 as load_in_mxfp4
 from liger_kernel.transformers.fp8 import train_in_fp8 as train_in_fp8
 from liger_kernel.patch_options import Filter
 

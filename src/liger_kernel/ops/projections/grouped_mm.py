@@ -75,12 +75,12 @@ def product_of_tile(
 @jit
 def _mm(
     a_ptr, b_ptr, y_ptr, offs_ptr, E, K, N, b_stride_e, b_stride_k, b_stride_n,
-    EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr, LATER: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # only the device knows where groups begin: each program counts the tiles itself
     e = tl.arange(0, BLOCK_E)
-    begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    begin = tl.load(offs_ptr + e - 1, mask=((e > 0) | LATER) & (e < E), other=0)
     end = tl.load(offs_ptr + e, mask=e < E, other=0)
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M * n_tiles, 0)
@@ -190,7 +190,7 @@ def span_of(a: Tensor, K: int, tile: dict) -> dict:
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
 def grouped_mm(a, b, offs) -> Tensor:
-    (M, K), (E, _, N) = a.shape, b.shape
+    M, N = a.shape[0], b.shape[2]
     if tracing(a):
         return a.new_empty(M, N)
     if grouped_tma.supported(a, b):
@@ -200,11 +200,17 @@ def grouped_mm(a, b, offs) -> Tensor:
     # its rows must be aligned, too
     if _cutlass(a, b) and N % 8 == 0:
         return torch._grouped_mm(a, b, offs=offs)
-    y, tile = a.new_empty(M, N), _tile(a, b)
-    grid = _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"]))
-    flags = span_of(a, K, tile) | dict(GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E))
-    launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags, **tile)
+    y = a.new_empty(M, N)
+    write_mm(a, b, offs, y)
     return y
+
+
+def write_mm(a: Tensor, b: Tensor, offs: Tensor, y: Tensor, later: bool = False) -> None:
+    """``grouped_mm`` by the kernel for all GPUs, written to y; ``later`` as in ``grouped_tma.product``."""
+    (M, K), (E, _, N), tile = a.shape, b.shape, _tile(a, b)
+    grid = _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"]))
+    flags = span_of(a, K, tile) | dict(LATER=later, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E))
+    launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags, **tile)
 
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")

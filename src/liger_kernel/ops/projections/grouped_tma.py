@@ -56,15 +56,17 @@ def gated(gate, up, alpha, limit, offset, ACT: tl.constexpr, DTYPE: tl.constexpr
 @jit
 def _mm_tma(
     offs_ptr, a_desc, b_desc, bias_ptr, y_ptr, h_ptr, E, N, alpha, limit, offset,
-    K: tl.constexpr, B_BY_K: tl.constexpr, HALVES: tl.constexpr, ACT: tl.constexpr, FLATTEN: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, B_BY_K: tl.constexpr, HALVES: tl.constexpr, ACT: tl.constexpr, LATER: tl.constexpr,
+    FLATTEN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y = a b[e], or, with ``ACT``, h = a b[e] and its activation y, (M, N / 2). ``HALVES``:
-    gate and up lie side by side, else they are interleaved."""
+    gate and up lie side by side, else they are interleaved. ``LATER``: ``offs`` begins after
+    other groups."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2
     e = tl.arange(0, BLOCK_E)
-    begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    begin = tl.load(offs_ptr + e - 1, mask=((e > 0) | LATER) & (e < E), other=0)
     end = tl.load(offs_ptr + e, mask=e < E, other=0)
     n = N // 2
     n_tiles = tl.cdiv(n, HALF) if ACT is not None else tl.cdiv(N, BLOCK_N)
@@ -147,12 +149,14 @@ def supported(a: Tensor, b: Tensor) -> bool:
 
 def product(
     a: Tensor, b: Tensor, offs: Tensor, y: Tensor, h: Tensor | None = None, bias: Tensor | None = None,
-    form: ExpertForm | None = None,
+    form: ExpertForm | None = None, later: bool = False,
 ) -> None:  # fmt: skip
     """Write a b[e] to y (M, N), all contiguous or b transposed; or, with a ``form``, its activation
     to y (M, N / 2), and a b[e] to h, if h is given.
 
-    gate and up side by side need a b whose columns are dense, as in ``gate_up.mT``.
+    ``later``: ``offs`` is the rest of a tensor, whose value before it is where the first group
+    begins. gate and up side by side need a b whose columns are dense, as in
+    ``gate_up.mT``.
     """
     (M, K), (E, _, N) = a.shape, b.shape
     act, interleaved, alpha, limit, offset = form or (None, True, 1.0, None, 0.0)
@@ -165,6 +169,7 @@ def product(
         b_desc = descriptor(b.mT, (1, block_n, block_k)) if by_k else descriptor(b, (1, block_k, block_n))
     # at most one tile of each group is not full
     tiles = (cdiv(M, c["BLOCK_M"]) + min(E, M)) * cdiv(N, block_n)
-    flags = dict(K=K, B_BY_K=by_k, HALVES=not interleaved, ACT=act, GROUP_M=8, BLOCK_E=next_power_of_2(E)) | c
+    flags = dict(K=K, B_BY_K=by_k, HALVES=not interleaved, ACT=act, LATER=later) | c
+    flags |= dict(GROUP_M=8, BLOCK_E=next_power_of_2(E))
     grid, a_desc = (max(1, min(launch_config.processors(), tiles)),), descriptor(a, (c["BLOCK_M"], block_k))
     launch(_mm_tma, grid, offs, a_desc, b_desc, bias, y, h, E, N, alpha, limit, offset, **flags)

@@ -44,6 +44,7 @@ from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
 from liger_kernel.ops.projections.grouped_thin import add_thin_, thin_outer, thin_rows
+from liger_kernel.ops.projections.mxfp4 import MXFP4Experts, product_in_parts
 from liger_kernel.ops.projections.weights import Weight
 
 ROUTED = 512  # assignments that one program sorts
@@ -411,6 +412,15 @@ def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dense(dtype)
 
 
+def _product(rows: Tensor, weight: Tensor | Weight, offs: Tensor, turned: bool = False) -> Tensor:
+    """Sorted rows times the experts' W^T, or, ``turned``, times W."""
+    if isinstance(weight, MXFP4Experts):
+        return product_in_parts(rows, weight, offs, turned)
+    # a stored weight is dense for this product alone
+    w = _dense(weight, rows.dtype)
+    return grouped_mm(rows, w if turned else w.mT, offs)
+
+
 def _thin(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The matrices of an adapter as the kernels read them, (E, r, K), in this dtype."""
     if t is None or t.dtype == dtype:
@@ -421,7 +431,7 @@ def _thin(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _hidden(rows: Tensor, gate_up: Tensor | Weight, xa: Tensor | None, b, scale: float, offs: Tensor) -> Tensor:
     """h, the product of sorted rows and gate_up with its adapter, if it has one. ``xa``: the
     thin product of these rows and a."""
-    h = grouped_mm(rows, _dense(gate_up, rows.dtype).mT, offs)
+    h = _product(rows, gate_up, offs)
     if xa is not None:
         add_thin_(h, xa, b, offs, scale)
     return h
@@ -451,16 +461,15 @@ class MoEFunction(torch.autograd.Function):
         order, position, offs = moe_route(index, gate_up.shape[0])
         rows = lambda: moe_gather(x, index, order, position, offs, None)[0]  # not kept beyond the call that gets them
         xa = None
-        if a is None:
+        if a is None and not isinstance(gate_up, MXFP4Experts):
             h, z = moe_up(rows(), _dense(gate_up, dtype), bias, index, order, offs, keep, *form)
         else:
-            xa = thin_rows(x, order, index.shape[1], a, offs, 1.0)
+            xa = None if a is None else thin_rows(x, order, index.shape[1], a, offs, 1.0)
             h = _hidden(rows(), gate_up, xa, b, scales[0], offs)
             z = moe_glu_fwd(h, bias, index, order, offs, *form)
             # the backward computes it again
             h = h if keep else h.new_empty(0, h.shape[1])
-        # a stored weight is dense for this product alone
-        y = grouped_mm(z, _dense(down, dtype).mT, offs)
+        y = _product(z, down, offs)
         if last_a is not None:
             add_thin_(y, thin_rows(z, None, 1, last_a, offs, 1.0), last_b, offs, scales[1])
         ctx.scales, ctx.form, ctx.keep, ctx.unshared = scales, form, keep, saving_hooks()[1] in HARMLESS
@@ -479,7 +488,7 @@ class MoEFunction(torch.autograd.Function):
         order, position, offs = route
         need_x, _, need_w, need_gate_up, need_down, need_bias, need_last_bias, *thin = ctx.needs_input_grad[:11]
         need_a, need_b, need_last_a, need_last_b = thin
-        (scale, last_scale), K, dtype = ctx.scales, index.shape[1], x.dtype
+        (scale, last_scale), K = ctx.scales, index.shape[1]
         weights = [weight if stored is None else stored for weight, stored in zip((gate_up, down), ctx.stored)]
         if not ctx.keep:
             h, h_is_ours = _hidden(moe_gather(x, index, *route, None)[0], weights[0], xa, b, scale, offs), True
@@ -491,7 +500,7 @@ class MoEFunction(torch.autograd.Function):
         # the gradient of each assignment, without its weight so far
         dz, dot = moe_gather(dout, index, *route, last_bias if need_w else None)
         if need_dy:
-            dy = grouped_mm(dz, _dense(weights[1], dtype), offs)
+            dy = _product(dz, weights[1], offs, turned=True)
         else:
             dy = h.new_empty((h.shape[0], h.shape[1] // 2) if need_wy else 0)
         if last_a is not None and (need_dy or need_last_a):
@@ -525,7 +534,7 @@ class MoEFunction(torch.autograd.Function):
         if need_a:
             da = thin_outer(dxa, x, order, K, offs, 1.0, ctx.dtypes[0])
         if need_x:
-            dxs = grouped_mm(dh, _dense(weights[0], dtype), offs)
+            dxs = _product(dh, weights[0], offs, turned=True)
             if dxa is not None:
                 add_thin_(dxs, dxa, a, offs, 1.0)
             dx = moe_combine(dxs, index, position, offs, None, None)

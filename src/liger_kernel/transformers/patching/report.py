@@ -34,12 +34,13 @@ from liger_kernel.transformers.recognise.experts import (
     experts_of,
     input_of,
     is_wrapper,
+    storage,
     subclassed,
 )
 from liger_kernel.transformers.recognise.families import Family, family, is_family, rows_of, type_of
 from liger_kernel.transformers.recognise.projections import Fallback, gathered_in_fp8, projection
 from liger_kernel.transformers.recognise.slots import SLOT_OF
-from liger_kernel.transformers.recognise.variant import LINEARS, plain
+from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS, plain
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,8 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
             owner: Any = heads.get(id(m))
             in_the_loss = owner is not None and FP8 in vars(owner) and is_ours(_forward_of(owner))
             reason = fp8.HEAD if in_the_loss else Fallback(in_16_bits[name] or "left by the filter of fp8")
+        elif storage(m):
+            reason = _reason_alone(m)
         else:
             weights = [w for w in map(m._parameters.get, (GATE_UP, DOWN)) if not is_sharded(w)]
             if (why := next(filter(None, map(subclassed, weights)), None)) is None:
@@ -304,7 +307,15 @@ def _reason_of_experts(m: Any, of: str, called: bool) -> str | Fallback:
     if not use_kernels(x):
         return Fallback(f"there are no kernels for {x.dtype} on {x.device.type}")
     found = adapted_experts(m, x)
-    return found if isinstance(found, Fallback) else ""
+    return found if isinstance(found, Fallback) else storage(inside)
+
+
+def _reason_alone(m: Any) -> str | Fallback:
+    """As ``_reason``, for experts in MXFP4 without an adapter."""
+    x, how = input_of(m), storage(m)
+    if _forward_of(m) not in OF_EXPERTS:
+        return Fallback(f"{how}: {type(m).__name__} is not patched")
+    return how if use_kernels(x) else Fallback(f"{how}: there are no kernels for {x.dtype} on {x.device.type}")
 
 
 def _forward_of(m: Any) -> Any:

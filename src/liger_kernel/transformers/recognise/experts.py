@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Experts
+from liger_kernel.nn.mxfp4_experts import LigerMXFP4Experts
 from liger_kernel.ops._core.operator import only_pytorch, use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.load_balancing import load_balancing_loss
@@ -91,8 +92,8 @@ class Stored:
 
 
 def stored(experts: Any, name: str) -> Stored | None:
-    """What a parameter of experts is that is held in FP8 by ``quantize_base``, or in 4 bits by
-    bitsandbytes; None for any other parameter."""
+    """What a parameter of experts is that is held in FP8 by ``quantize_base``, in MXFP4, or in 4
+    bits by bitsandbytes; None for any other parameter."""
     computed = experts._modules.get("parametrizations")
     if computed is None or name not in computed or len(computed[name]) != 1:
         return None
@@ -101,6 +102,9 @@ def stored(experts: Any, name: str) -> Stored | None:
         return None
     if type(how) is LigerFloat8Experts:
         return Stored(data, how.dtype, functools.partial(how.stored, data)) if plain(how.float8_scale) else None
+    if type(how) is LigerMXFP4Experts:  # (E, N, K) however the parameter lies
+        weight = lambda transposed: how.stored(data)
+        return Stored(data, how.dtype, weight) if plain(how.mxfp4_scale) else None
     kind = loaded("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
     if (
         type(how) is not kind
@@ -117,6 +121,14 @@ def _bits(experts: Any, name: str) -> list[Tensor]:
     return [] if computed is None or name not in computed else list(computed[name].parameters())
 
 
+def storage(experts: Any) -> str:
+    """How experts in MXFP4 are stored, with their size; empty for others."""
+    made = experts._modules.get("parametrizations")
+    if made is None or not any(isinstance(m, LigerMXFP4Experts) for m in made.modules()):
+        return ""
+    return f"in MXFP4, {sum(t.nbytes for name in (GATE_UP, DOWN) for t in _bits(experts, name)) / 1e6:.1f} MB"
+
+
 def subclassed(t: Any) -> Fallback | None:
     """Why a weight or bias of experts stays with Transformers' code: its class replaces
     products, for example by torchao's FP8."""
@@ -128,7 +140,7 @@ def subclassed(t: Any) -> Fallback | None:
 
 
 def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weight, Tensor | Weight] | Fallback:
-    """gate_up and down of experts as (E, N, K), dense, in FP8 or in 4 bits, if they can be
+    """gate_up and down of experts as (E, N, K), dense, in 8 or in 4 bits, if they can be
     multiplied by x; otherwise the reason."""
     found: list[Tensor | Weight] = []
     for name in (GATE_UP, DOWN):

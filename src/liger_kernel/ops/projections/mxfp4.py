@@ -1,0 +1,149 @@
+"""MXFP4 (OCP Microscaling Formats, MX, specification v1.0), in the layout in which gpt-oss is
+published: the weights of a mixture's experts, made dense for some experts at a time.
+
+W (E, N, K) is q s. Of the blocks (E, N, K / 32, 16) in uint8, each byte holds two values q in e2m1,
+the first in its lower half. A block of 32 values has the scale s = 2^(b - 127), with b of scales (E,
+N, K / 32) in uint8 (E8M0). A product takes the experts in parts, so that a dense copy of all of them
+is never made; ``PART`` limits the size of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core.operator import acc, launch, launcher, on_gpu, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops.projections import grouped_tma
+from liger_kernel.ops.projections.grouped_mm import grouped_mm, write_mm
+from liger_kernel.ops.projections.weights import Weight
+
+BLOCK = 32  # values with one scale
+# bytes of the experts that are dense at a time; fewer would leave processors without a tile in the
+# last round, reasoned, not measured
+PART = 2**29
+_VALUES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of the lower three bits; the highest is the sign
+
+
+def check(op: str, name: str, blocks: Tensor, scales: Tensor, shape: tuple[int, int, int] | None = None) -> None:
+    """Raise ``ValueError`` unless ``blocks`` and ``scales`` are a weight (E, N, K), of this ``shape``
+    if it is given. Waits for the device, which looks for scales that are NaN."""
+    for what, t in (("blocks", blocks), ("scales", scales)):
+        if t.dtype != torch.uint8:
+            raise ValueError(f"{op}: {name}_{what} must be uint8, got {t.dtype}")
+    if blocks.ndim != 4 or blocks.shape[3] != BLOCK // 2:
+        raise ValueError(f"{op}: {name}_blocks must have shape (E, N, K / 32, 16), got {tuple(blocks.shape)}")
+    if shape is not None and shape != (found := (*blocks.shape[:2], blocks.shape[2] * BLOCK)):
+        raise ValueError(f"{op}: {name}_blocks must hold weights of shape {shape}, got {found}")
+    if scales.shape != blocks.shape[:3]:
+        raise ValueError(f"{op}: {name}_scales must have shape {tuple(blocks.shape[:3])}, got {tuple(scales.shape)}")
+    if not scales.is_meta and bool((scales == 255).any()):
+        raise ValueError(f"{op}: {name}_scales must be at most 254, got 255, which is NaN")
+
+
+def reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights (E, N, K) of these blocks, in ``dtype``."""
+    values = torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=acc(dtype), device=blocks.device)
+    q = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
+    return torch.ldexp(q, scales[..., None].to(torch.int32) - 127).flatten(-2).to(dtype)
+
+
+def rounded(w: Tensor) -> tuple[Tensor, Tensor]:
+    """The blocks and scales nearest to w (E, N, K), K in 32s. The largest value of a block is
+    between 4 and 8 times its scale, as in the specification; above 6 it saturates."""
+    wide = w.float().unflatten(-1, (-1, BLOCK))
+    # frexp: amax = m 2^e with m from 1/2 to 1
+    exponent = (torch.frexp(wide.abs().amax(-1)).exponent - 3).clamp(-127, 127)
+    wide = torch.ldexp(wide, -exponent[..., None])
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=w.device)
+    code = torch.bucketize(wide.abs(), middles).to(torch.uint8) | (wide < 0).to(torch.uint8) << 3
+    return code[..., ::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
+
+
+@jit
+def _value(half):
+    """In fp32, of four bits of e2m1 in int32."""
+    size = half & 7
+    # from two halves on, exponent and fraction lie as those of fp32 do, if these are moved
+    large = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 2, size.to(tl.float32) * 0.5, large)
+    return tl.where(half > 7, -value, value)
+
+
+@jit
+def _dense(blocks_ptr, scales_ptr, y_ptr, bytes, BLOCK_BYTES: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK_BYTES
+    at = start + tl.arange(0, BLOCK_BYTES)
+    byte = tl.load(blocks_ptr + at, mask=at < bytes, other=0).to(tl.int32)
+    bits = tl.load(scales_ptr + at // 16, mask=at < bytes, other=0).to(tl.int32)
+    # 2^-127 has no exponent in fp32, only a fraction
+    scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
+    y = tl.interleave(_value(byte & 15) * scale, _value(byte >> 4) * scale)
+    out = 2 * start + tl.arange(0, 2 * BLOCK_BYTES)
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < 2 * bytes)
+
+
+@launcher("(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor")
+def dense_mxfp4(blocks, scales, dtype) -> Tensor:
+    E, N, G, half = blocks.shape
+    y = blocks.new_empty(E, N, 2 * G * half, dtype=dtype)
+    launch(_dense, (cdiv(blocks.numel(), 2048),), blocks, scales, y, blocks.numel(), BLOCK_BYTES=2048, num_warps=4)
+    return y
+
+
+def dense(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights (E, N, K), as a new tensor of ``dtype``."""
+    if blocks.numel() and use_kernels(blocks.new_empty(0, dtype=dtype)) and blocks.is_contiguous():
+        return dense_mxfp4(blocks, scales.contiguous(), dtype)
+    return reference(blocks, scales, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MXFP4Experts(Weight):
+    """The weights (E, N, K) of experts as the operators multiply by them."""
+
+    blocks: Tensor = field(kw_only=True)
+    scales: Tensor = field(kw_only=True)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return dense(self.blocks, self.scales, dtype)
+
+
+def mxfp4_experts(blocks: Tensor, scales: Tensor) -> MXFP4Experts:
+    E, N, G, _ = blocks.shape
+    return MXFP4Experts((E, N, G * BLOCK), None, True, blocks=blocks, scales=scales)
+
+
+@launcher("(Tensor a, Tensor b, Tensor offs, int first, Tensor(a!) y) -> ()")
+def grouped_mm_part_(a, b, offs, first, y) -> None:
+    """As ``grouped_mm``, for the groups from ``first`` on that b has: writes their rows of y."""
+    if tracing(a):
+        return
+    # the first of them begins where the one before it ends
+    offs, later = offs[first : first + b.shape[0]], first > 0
+    if grouped_tma.supported(a, b):
+        grouped_tma.product(a, b, offs, y, later=later)
+    else:
+        write_mm(a, b, offs, y, later)
+
+
+def product_in_parts(rows: Tensor, weight: MXFP4Experts, offs: Tensor, turned: bool) -> Tensor:
+    """Sorted rows times the experts' W^T, or, ``turned``, times W, some experts after others."""
+    (E, N, K), dtype = weight.shape, rows.dtype
+    count = max(1, min(E, PART // (N * K * dtype.itemsize)))
+    # PyTorch's kernels, which are the faster ones there, need all groups
+    if on_gpu(rows) and launch_config.arch() == "sm100" and dtype == torch.bfloat16:
+        count = E
+    if count == E:
+        w = weight.dense(dtype)
+        return grouped_mm(rows, w if turned else w.mT, offs)
+    y = rows.new_empty(rows.shape[0], K if turned else N)
+    for first in range(0, E, count):
+        some = slice(first, first + count)
+        w = dense(weight.blocks[some], weight.scales[some], dtype)
+        grouped_mm_part_(rows, w if turned else w.mT, offs, first, y)
+        del w  # the next part gets its memory
+    return y

@@ -1,0 +1,121 @@
+"""gpt-oss with its experts in MXFP4, as published, to be trained with adapters:
+``load_in_mxfp4("openai/gpt-oss-20b")``.
+
+Transformers' own loader reads the checkpoint. Its layer in MXFP4 needs kernels from the hub and
+refuses training, and its dequantised experts are four times as large. Here the experts keep
+Transformers' class; their two parameters hold the published tensors (``nn/mxfp4_experts.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from liger_kernel.nn.mxfp4_experts import LigerMXFP4Experts, store_mxfp4
+from liger_kernel.ops.projections import mxfp4
+from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP
+
+METHOD = "liger_mxfp4"
+# names in the checkpoint -> names in the model
+RENAMED = {f"{name}_blocks": f"parametrizations.{name}.original" for name in (GATE_UP, DOWN)}
+RENAMED |= {f"{name}_scales": f"parametrizations.{name}.0.mxfp4_scale" for name in (GATE_UP, DOWN)}
+
+
+def load_in_mxfp4(name: str, **options: Any) -> nn.Module:
+    """``AutoModelForCausalLM.from_pretrained(name, **options)`` for a checkpoint of gpt-oss in
+    MXFP4, whose experts stay in MXFP4 and are frozen.
+
+    Everything else is as Transformers loads it, in ``dtype``, which is bfloat16 unless it is given.
+    Patch the model, and give it adapters, as any other; PEFT adapts these experts only by the whole
+    names of their parameters in ``target_parameters``: ``model.layers.0.mlp.experts.gate_up_proj``.
+    ``save_pretrained`` writes the published format. Raises ``ValueError`` for another checkpoint,
+    and for blocks and scales that are missing or wrong, with their layer.
+    """
+    of_hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    given = {option: options[option] for option in of_hub if option in options}
+    config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(name, **given)
+    published = getattr(config, "quantization_config", None)
+    method = published.get("quant_method") if isinstance(published, dict) else getattr(published, "quant_method", None)
+    if config.model_type != "gpt_oss" or method != "mxfp4":
+        raise ValueError(
+            f"load_in_mxfp4: {name} must be a gpt_oss whose quantization_config has quant_method 'mxfp4', got "
+            f"{config.model_type} with {method!r}"
+        )
+    if options.get("quantization_config") is not None:
+        raise ValueError(f"load_in_mxfp4: quantization_config must be left out, got {options['quantization_config']}")
+    _register()
+    config.quantization_config = {"quant_method": METHOD}
+    options = {"dtype": torch.bfloat16, **options, "key_mapping": RENAMED | options.get("key_mapping", {})}
+    wants_info = options.pop("output_loading_info", False)
+    # tensors of other shapes are named below
+    options |= dict(config=config, output_loading_info=True, ignore_mismatched_sizes=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+    model, info = loaded
+    for key, found, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(f"load_in_mxfp4: {_published(key)} must have shape {tuple(expected)}, got {tuple(found)}")
+    if missing := sorted(key for key in info["missing_keys"] if ".experts." in key):
+        raise ValueError(f"load_in_mxfp4: {name} must have {_published(missing[0])}, got none")
+    for key, m in model.named_modules():
+        if isinstance(m, parametrize.ParametrizationList) and isinstance(m[0], LigerMXFP4Experts):
+            layer = _published(f"{key}.original").removesuffix("_blocks")
+            mxfp4.check("load_in_mxfp4", layer, m.original, m[0].mxfp4_scale)
+    # what ``save_pretrained`` writes is the published format
+    model.config.quantization_config = published
+    return (model, info) if wants_info else model
+
+
+def _published(key: str) -> str:
+    """The name in the checkpoint of a name in the model."""
+    for there, here in RENAMED.items():
+        key = key.replace(here, there)
+    return key
+
+
+def experts_in_mxfp4(model: nn.Module) -> None:
+    """Let the two parameters of all experts of a gpt-oss on the meta device hold MXFP4, still on the
+    meta device, so that ``load_state_dict(assign=True)`` or a loader may fill them."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    for layer, m in list(model.named_modules()):
+        if not isinstance(m, GptOssExperts):
+            continue
+        for name in (GATE_UP, DOWN):
+            E, K, N = m._parameters[name].shape
+            if K % mxfp4.BLOCK:
+                raise ValueError(f"load_in_mxfp4: {layer}.{name} must have inputs in {mxfp4.BLOCK}s, got {K}")
+            empty = functools.partial(torch.empty, dtype=torch.uint8, device="meta")
+            blocks, scales = empty(E, N, K // mxfp4.BLOCK, mxfp4.BLOCK // 2), empty(E, N, K // mxfp4.BLOCK)
+            store_mxfp4(m, name, blocks, scales, transposed=True, layer=f"{layer}.")
+        # else Transformers, to which the view is no loaded parameter, would draw new weights
+        m._is_hf_initialized = True
+
+
+class _Config(QuantizationConfigMixin):
+    def __init__(self, **_: Any):
+        self.quant_method: Any = METHOD
+
+
+class _Quantizer(HfQuantizer):
+    """What Transformers' loader asks about a checkpoint in MXFP4."""
+
+    is_trainable = True
+
+    def is_serializable(self, **_: Any) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        experts_in_mxfp4(model)
+
+
+@functools.cache
+def _register() -> None:
+    auto.register_quantization_config(METHOD)(_Config)
+    auto.register_quantizer(METHOD)(_Quantizer)

@@ -120,6 +120,8 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     quantised if ``config`` says so."""
     import transformers
 
+    from liger_kernel.transformers.load_mxfp4 import in_mxfp4, load_in_mxfp4
+
     options = options_of(config, precision)
     quantization = adapters.quantization(config, precision)
     # where quantised weights are loaded is where they stay
@@ -133,13 +135,11 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
         if name:
             if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
                 raise UserError(f"{name} holds no model: it has no config.json")
-            already = config.lora and hasattr(
-                transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code),
-                "quantization_config",
-            )
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **options, **(quantized if quantization or already else {})
-            )
+            there = transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            already = config.lora and hasattr(there, "quantization_config")
+            # that of Transformers cannot be trained, or is dequantised
+            load = load_in_mxfp4 if already and in_mxfp4(there) else transformers.AutoModelForCausalLM.from_pretrained
+            model = load(name, **options, **(quantized if quantization or already else {}))
         else:
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)
             if quantization:

@@ -9,6 +9,7 @@ Transformers' class; their two parameters hold the published tensors (``nn/mxfp4
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -39,15 +40,16 @@ def load_in_mxfp4(name: str, **options: Any) -> nn.Module:
     ``save_pretrained`` writes the published format. Raises ``ValueError`` for another checkpoint,
     and for blocks and scales that are missing or wrong, with their layer.
     """
+    if importlib.util.find_spec("transformers.core_model_loading") is None:
+        raise ImportError(f"load_in_mxfp4: needs transformers 5, got {transformers.__version__}")
     of_hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
     given = {option: options[option] for option in of_hub if option in options}
     config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(name, **given)
     published = getattr(config, "quantization_config", None)
-    method = published.get("quant_method") if isinstance(published, dict) else getattr(published, "quant_method", None)
-    if config.model_type != "gpt_oss" or method != "mxfp4":
+    if not in_mxfp4(config):
         raise ValueError(
             f"load_in_mxfp4: {name} must be a gpt_oss whose quantization_config has quant_method 'mxfp4', got "
-            f"{config.model_type} with {method!r}"
+            f"{config.model_type} with {published}"
         )
     if options.get("quantization_config") is not None:
         raise ValueError(f"load_in_mxfp4: quantization_config must be left out, got {options['quantization_config']}")
@@ -63,13 +65,22 @@ def load_in_mxfp4(name: str, **options: Any) -> nn.Module:
         raise ValueError(f"load_in_mxfp4: {_published(key)} must have shape {tuple(expected)}, got {tuple(found)}")
     if missing := sorted(key for key in info["missing_keys"] if ".experts." in key):
         raise ValueError(f"load_in_mxfp4: {name} must have {_published(missing[0])}, got none")
+    E, H, I = config.num_local_experts, config.hidden_size, config.intermediate_size
     for key, m in model.named_modules():
         if isinstance(m, parametrize.ParametrizationList) and isinstance(m[0], LigerMXFP4Experts):
             layer = _published(f"{key}.original").removesuffix("_blocks")
-            mxfp4.check("load_in_mxfp4", layer, m.original, m[0].mxfp4_scale)
+            shape = (E, 2 * I, H) if layer.endswith(GATE_UP) else (E, H, I)
+            mxfp4.check("load_in_mxfp4", layer, m.original, m[0].mxfp4_scale, shape)
     # what ``save_pretrained`` writes is the published format
     model.config.quantization_config = published
     return (model, info) if wants_info else model
+
+
+def in_mxfp4(config: Any) -> bool:
+    """Whether this is the configuration of a checkpoint for ``load_in_mxfp4``."""
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return config.model_type == "gpt_oss" and method == "mxfp4"
 
 
 def _published(key: str) -> str:

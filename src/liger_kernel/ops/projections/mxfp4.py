@@ -74,23 +74,22 @@ def _value(half):
 
 
 @jit
-def _dense(blocks_ptr, scales_ptr, y_ptr, bytes, BLOCK_BYTES: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK_BYTES
-    at = start + tl.arange(0, BLOCK_BYTES)
-    byte = tl.load(blocks_ptr + at, mask=at < bytes, other=0).to(tl.int32)
-    bits = tl.load(scales_ptr + at // 16, mask=at < bytes, other=0).to(tl.int32)
+def _dense(blocks_ptr, scales_ptr, y_ptr, n_blocks, BLOCKS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = (block < n_blocks)[:, None]
+    bits = tl.load(scales_ptr + block, mask=block < n_blocks, other=0).to(tl.int32)
     # 2^-127 has no exponent in fp32, only a fraction
-    scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)[:, None]
+    byte = tl.load(blocks_ptr + block[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside, other=0).to(tl.int32)
     y = tl.interleave(_value(byte & 15) * scale, _value(byte >> 4) * scale)
-    out = 2 * start + tl.arange(0, 2 * BLOCK_BYTES)
-    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=out < 2 * bytes)
+    tl.store(y_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @launcher("(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor")
 def dense_mxfp4(blocks, scales, dtype) -> Tensor:
     E, N, G, half = blocks.shape
     y = blocks.new_empty(E, N, 2 * G * half, dtype=dtype)
-    launch(_dense, (cdiv(blocks.numel(), 2048),), blocks, scales, y, blocks.numel(), BLOCK_BYTES=2048, num_warps=4)
+    launch(_dense, (cdiv(E * N * G, 128),), blocks, scales, y, E * N * G, BLOCKS=128, num_warps=4)
     return y
 
 

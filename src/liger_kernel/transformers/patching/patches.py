@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from liger_kernel.graphs import forget
 from liger_kernel.transformers import trl_logits
@@ -149,7 +150,21 @@ def _change_class(m: nn.Module, cls: type) -> None:
     object.__setattr__(m, "__class__", cls)  # not by a __setattr__ of the module, which may refuse
 
 
-@functools.cache
+def _by_class(make: Callable[[type, Any], type]) -> Callable[[type, Any], type]:
+    """``make``, cached, but for a class that PyTorch's parametrizations made: its properties hold
+    its one module, which the cache would keep alive."""
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def made(cls: type, what: Any) -> type:
+        own = (value for base in cls.__mro__ for value in vars(base).values() if isinstance(value, property))
+        of_one_module = any(getattr(value.fget, "__module__", "") == parametrize.__name__ for value in own)
+        return (make if of_one_module else cached)(cls, what)
+
+    return made
+
+
+@_by_class
 def _subclass(stock: type, methods: frozenset[tuple[str, Callable]]) -> type:
     own = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
     own |= {"__new__": _new, "__reduce_ex__": _reduce}
@@ -162,7 +177,7 @@ def _subclass(stock: type, methods: frozenset[tuple[str, Callable]]) -> type:
     return cls
 
 
-@functools.cache
+@_by_class
 def _without(cls: type, names: frozenset[str] | None) -> type:
     if KEY in vars(cls):
         rest = {n: f for n, f in vars(cls)[KEY].items() if names is not None and n not in names}

@@ -16,6 +16,7 @@ from adapters import BATCH, assert_as_near_as_stock, drawn, learnt, patch, recom
 from hf_models import DEVICE, assert_same_learning, make, recognised, tokens
 from safetensors.torch import load_file, save_file
 from test_experts_in_fp8 import NAMES, experts_of, needs_kernels, saved_sizes
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from watching import noted
 
 from liger_kernel.nn.mxfp4_experts import store_mxfp4
@@ -98,6 +99,19 @@ def test_learns_as_the_dequantised_model(published, monkeypatch, of):
     report = projections_report(model)
     assert not report.stock and "in MXFP4, 0.0 MB" in str(report)
     assert_same_learning(learnt(recomputed(model, reentrant=False)), expected, 1e-5)
+
+
+@needs_kernels
+def test_the_report_names_experts_without_adapters(published):
+    recognised("gpt_oss")
+    model = load_in_mxfp4(published)
+    (alone,) = projections_report(model).layers
+    assert (
+        str(alone) == "model.layers.0.mlp.experts: stock (in MXFP4, 0.0 MB: ParametrizedGptOssExperts is not patched)"
+    )
+    assert str(*projections_report(patch(model)).layers).endswith("runs (in MXFP4, 0.0 MB)")
+    model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
+    assert "load it by load_in_mxfp4" in str(*projections_report(model).layers)
 
 
 @needs_kernels

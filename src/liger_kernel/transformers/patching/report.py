@@ -224,7 +224,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
             owner: Any = heads.get(id(m))
             in_the_loss = owner is not None and FP8 in vars(owner) and is_ours(_forward_of(owner))
             reason = fp8.HEAD if in_the_loss else Fallback(in_16_bits[name] or "left by the filter of fp8")
-        elif storage(m):
+        elif storage(m) or type(m).__name__ == "Mxfp4GptOssExperts":
             reason = _reason_alone(m)
         else:
             weights = [w for w in map(m._parameters.get, (GATE_UP, DOWN)) if not is_sharded(w)]
@@ -312,7 +312,9 @@ def _reason_of_experts(m: Any, of: str, called: bool) -> str | Fallback:
 
 def _reason_alone(m: Any) -> str | Fallback:
     """As ``_reason``, for experts in MXFP4 without an adapter."""
-    x, how = input_of(m), storage(m)
+    if not (how := storage(m)):
+        return Fallback("in MXFP4 for Transformers' kernels, which cannot train: load it by load_in_mxfp4")
+    x = input_of(m)
     if _forward_of(m) not in OF_EXPERTS:
         return Fallback(f"{how}: {type(m).__name__} is not patched")
     return how if use_kernels(x) else Fallback(f"{how}: there are no kernels for {x.dtype} on {x.device.type}")

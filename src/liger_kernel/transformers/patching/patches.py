@@ -161,6 +161,7 @@ def _by_class(make: Callable[[type, Any], type]) -> Callable[[type, Any], type]:
         of_one_module = any(getattr(value.fget, "__module__", "") == parametrize.__name__ for value in own)
         return (make if of_one_module else cached)(cls, what)
 
+    vars(made)["cache_clear"] = cached.cache_clear
     return made
 
 

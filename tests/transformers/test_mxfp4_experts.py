@@ -132,6 +132,18 @@ def test_merging_rounds_to_mxfp4(published):
         assert torch.equal(found.mT, mxfp4.reference(*mxfp4.rounded(found.mT), torch.float32))
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_dequantised_to_merge_without_rounding(published, patched):
+    model, _ = twins(published, dtype=torch.bfloat16)
+    base, of = patch(model).get_base_model() if patched else model.get_base_model(), experts_of(model)
+    wrappers = {m.parameter_name: m for m in model.modules() if experts.is_wrapper(m)}
+    wanted = {name: getattr(of, name) + m.get_delta_weight("default") for name, m in wrappers.items()}
+    assert base.dequantize() is base
+    merged = model.merge_and_unload()
+    assert not of._modules.get("parametrizations") and not hasattr(merged.config, "quantization_config")
+    assert all(torch.equal(getattr(experts_of(merged), name), w) for name, w in wanted.items())
+
+
 def test_what_cannot_be_loaded_is_refused(published, tmp_path):
     config, tensors = json.loads((published / "config.json").read_text()), load_file(published / "model.safetensors")
     down = "model.layers.0.mlp.experts.down_proj"

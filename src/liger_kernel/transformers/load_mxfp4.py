@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from liger_kernel.nn.mxfp4_experts import LigerMXFP4Experts, store_mxfp4
 from liger_kernel.ops.projections import mxfp4
+from liger_kernel.transformers.patching.patches import give_methods, methods_of, remove_methods
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP
 
 METHOD = "liger_mxfp4"
@@ -37,7 +39,8 @@ def load_in_mxfp4(name: str, **options: Any) -> nn.Module:
     Everything else is as Transformers loads it, in ``dtype``, which is bfloat16 unless it is given.
     Patch the model, and give it adapters, as any other; PEFT adapts these experts only by the whole
     names of their parameters in ``target_parameters``: ``model.layers.0.mlp.experts.gate_up_proj``.
-    ``save_pretrained`` writes the published format. Raises ``ValueError`` for another checkpoint,
+    ``save_pretrained`` writes the published format, and ``model.dequantize()`` makes the experts
+    dense, for example to merge adapters without rounding. Raises ``ValueError`` for another checkpoint,
     and for blocks and scales that are missing or wrong, with their layer.
     """
     if importlib.util.find_spec("transformers.core_model_loading") is None:
@@ -66,11 +69,10 @@ def load_in_mxfp4(name: str, **options: Any) -> nn.Module:
     if missing := sorted(key for key in info["missing_keys"] if ".experts." in key):
         raise ValueError(f"load_in_mxfp4: {name} must have {_published(missing[0])}, got none")
     E, H, I = config.num_local_experts, config.hidden_size, config.intermediate_size
-    for key, m in model.named_modules():
-        if isinstance(m, parametrize.ParametrizationList) and isinstance(m[0], LigerMXFP4Experts):
-            layer = _published(f"{key}.original").removesuffix("_blocks")
-            shape = (E, 2 * I, H) if layer.endswith(GATE_UP) else (E, H, I)
-            mxfp4.check("load_in_mxfp4", layer, m.original, m[0].mxfp4_scale, shape)
+    for layer, m, parameter in _stored(model):
+        made: Any = m.parametrizations
+        stored, shape = made[parameter], (E, 2 * I, H) if parameter == GATE_UP else (E, H, I)
+        mxfp4.check("load_in_mxfp4", f"{layer}.{parameter}", stored.original, stored[0].mxfp4_scale, shape)
     # what ``save_pretrained`` writes is the published format
     model.config.quantization_config = published
     return (model, info) if wants_info else model
@@ -109,6 +111,15 @@ def experts_in_mxfp4(model: nn.Module) -> None:
         m._is_hf_initialized = True
 
 
+def _stored(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The modules with experts in MXFP4, with their names and those of their parameters."""
+    for layer, m in list(model.named_modules()):
+        made = m._modules.get("parametrizations")
+        for name in (GATE_UP, DOWN) if isinstance(made, nn.ModuleDict) else ():
+            if name in made and isinstance(made[name][0], LigerMXFP4Experts):
+                yield layer, m, name
+
+
 class _Config(QuantizationConfigMixin):
     def __init__(self, **_: Any):
         self.quant_method: Any = METHOD
@@ -124,6 +135,18 @@ class _Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
         experts_in_mxfp4(model)
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        """Of ``model.dequantize()``: also below PEFT's wrappers, to merge adapters afterwards."""
+        for _, m, name in _stored(model):
+            w, ours = getattr(m, name).data, methods_of(m)
+            # PyTorch takes the property from the class of the module, which a patch puts under its own
+            remove_methods(m)
+            parametrize.remove_parametrizations(m, name, leave_parametrized=False)
+            setattr(m, name, nn.Parameter(w if dtype is None else w.to(dtype), requires_grad=False))
+            if ours:
+                give_methods(m, ours)
+        return model
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,6 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
     quantised if ``config`` says so."""
     import transformers
 
-    from liger_kernel.transformers.load_mxfp4 import in_mxfp4, load_in_mxfp4
-
     options = options_of(config, precision)
     quantization = adapters.quantization(config, precision)
     # where quantised weights are loaded is where they stay
@@ -137,8 +135,12 @@ def _base(config: TrainConfig, name: str | None, tokenizer: Any, device: torch.d
                 raise UserError(f"{name} holds no model: it has no config.json")
             there = transformers.AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             already = config.lora and hasattr(there, "quantization_config")
-            # that of Transformers cannot be trained, or is dequantised
-            load = load_in_mxfp4 if already and in_mxfp4(there) else transformers.AutoModelForCausalLM.from_pretrained
+            load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
+            if already and there.model_type == "gpt_oss":
+                from liger_kernel.transformers.load_mxfp4 import in_mxfp4, load_in_mxfp4
+
+                # Transformers' own cannot be trained, or is dequantised
+                load = load_in_mxfp4 if in_mxfp4(there) else load
             model = load(name, **options, **(quantized if quantization or already else {}))
         else:
             model = transformers.AutoModelForCausalLM.from_config(small_llama(config, tokenizer), **options)

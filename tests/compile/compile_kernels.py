@@ -121,7 +121,7 @@ def stored_weights() -> None:
     """Kernels of weights in FP8 and in four bits, of experts in FP8 and MXFP4, and of training in
     FP8."""
     from liger_kernel.ops.activations import glu
-    from liger_kernel.ops.projections import float8, float8_experts, float8_training, four_bits, magnitude, mxfp4
+    from liger_kernel.ops.projections import float8, float8_blocks, float8_training, four_bits, magnitude, mxfp4
 
     for dtype in DTYPES:
         for columns in (4096, 14336, 28672):
@@ -149,9 +149,18 @@ def stored_weights() -> None:
         glu.glu_bwd_(x, x, x, "silu", True, 1.0, None, 1.0, 0.0, 1.0, maxima=_new(3, glu.MAXIMA))
         magnitude.column_sums(x, x)
         magnitude.scaled_columns(x, _new(28672))
-        large = (128, 1536, 2048)
-        for sizes, scales in ((large, (1, 1)), (large, (1536, 1)), ((32, 2880, 5760), (1, 5760)), ((3, 5, 7), (1, 7))):
-            float8_experts.dense_experts(_new(*sizes, dtype=float8.E4), _new(sizes[0], *scales), dtype)
+        large, block = (128, 1536, 2048), (128, 128)
+        for sizes, blocks in (
+            ((14336, 4096), block),
+            (large, block),
+            (large, large[1:]),
+            (large, (1, 2048)),
+            ((32, 2880, 5760), (2880, 1)),
+            ((3, 5, 7), (5, 1)),
+        ):
+            scales = *sizes[:-2], *(-(-n // of) for n, of in zip(sizes[-2:], blocks))
+            float8_blocks.dense_blocks(_new(*sizes, dtype=float8.E4), _new(*scales), *blocks, dtype)
+        float8_blocks.float8_cast_blocks(_new(64, 4096, dtype=dtype))
         part = mxfp4.dense_mxfp4(*(_new(8, 5760, 90, *half, dtype=torch.uint8) for half in ((16,), ())), dtype)
         for x, w in ((_new(64, 2880, dtype=dtype), part.mT), (_new(64, 5760, dtype=dtype), part)):
             mxfp4.grouped_mm_part_(x, w, _new(32, dtype=torch.int32), 8, _new(64, w.shape[2], dtype=dtype))

@@ -203,6 +203,7 @@ def test_launchers_have_true_schemas_and_fakes():
         ("float8_cast", x, None, E4, False),
         ("float8_cast", x, by, E4, True),
         ("transpose_bytes", x.to(E4)),
-        ("dense_experts", x.to(E4)[None], by[:1].view(1, 1, 1), torch.bfloat16),
+        ("dense_blocks", x.to(E4), by[:1].view(1, 1), *x.shape, torch.bfloat16),
+        ("float8_cast_blocks", torch.cat([x] * 4, 1)),
     ):
         torch.library.opcheck(getattr(torch.ops.liger, name).default, tuple(args), test_utils="test_faketensor")

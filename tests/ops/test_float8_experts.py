@@ -7,7 +7,7 @@ import torch
 from devices import DEVICE, needs_kernels
 
 from liger_kernel.ops.projections import float8
-from liger_kernel.ops.projections.float8_experts import cast_experts, dense, float8_experts, reference
+from liger_kernel.ops.projections.float8_experts import cast_experts, dense, float8_experts
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
@@ -47,13 +47,12 @@ def test_dense_as_pytorch_makes_it(shape, dtype):
         scale = torch.rand(scales, generator=generator).to(DEVICE)
         found = dense(q, scale, dtype)
         assert found.dtype == dtype and torch.equal(found, (q.float() * scale).to(dtype))
-        assert torch.equal(found, reference(q, scale, dtype))
 
 
 @needs_kernels
 def test_other_strides_and_no_experts():
     q, scale = cast_experts(drawn(4, 6, 16), True, False)
-    assert torch.equal(dense(q[::2], scale[::2], torch.float32), reference(q, scale, torch.float32)[::2])
+    assert torch.equal(dense(q[::2], scale[::2], torch.float32), (q.float() * scale)[::2])
     assert dense(q[:0], scale[:0], torch.bfloat16).shape == (0, 6, 16)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +21,15 @@ pytest.importorskip("peft")
 import huggingface_hub
 import peft
 import transformers
+from fp8_checkpoints import publish, stays_in_fp8
 from hf_models import served_by_kernels_or_references
 from small_runs import STEPS, refused, write_jsonl
 
 from liger_kernel import cli
-from liger_kernel.train import card, demo, merge
+from liger_kernel.train import adapters, card, demo, merge
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.tokenise import train_bpe
+from liger_kernel.train.trained import load_model
 
 WORDS = ["red", "green", "blue", "one", "two", "three"]
 CHATS = [[{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w}"}] for w in WORDS] * 4
@@ -211,6 +214,30 @@ def test_a_merge_into_the_base_that_was_trained_on(here, tmp_path):
     assert cli.main(["merge", "tuned", "--out", str(tmp_path / "new"), "--quantize", "nf4"]) == 0
     assert transformers.AutoConfig.from_pretrained(tmp_path / "new").dtype == torch.bfloat16
     assert not hasattr(transformers.AutoConfig.from_pretrained(tmp_path / "new"), "quantization_config")
+
+
+def test_a_base_in_fp8(here, tmp_path, monkeypatch):
+    """Adapters on it are drawn as on a dense one, and merged into it, decoded."""
+    pytest.importorskip("transformers.integrations.finegrained_fp8")
+    stays_in_fp8(monkeypatch)
+    decoded = publish(stock("base"), tmp_path, (8, 16))
+    for file in (here / "base").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    config = TrainConfig(model=str(tmp_path), lora=4)
+    stored = adapters.adapted(load_model(str(tmp_path), False, torch.device("cpu")), config)
+    own = dict(adapters.adapted(decoded, config).named_parameters())
+    drawn = {name: p for name, p in stored.named_parameters() if "lora_" in name}
+    assert len(drawn) == 14 and all(torch.equal(p, own[name]) for name, p in drawn.items())
+    for p in (p for name, p in drawn.items() if "lora_B" in name):
+        p.data.fill_(0.1)
+    stored.save_pretrained(tmp_path / "tuned")
+    assert cli.main(["merge", str(tmp_path / "tuned"), "--out", str(tmp_path / "new")]) == 0
+    new = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
+    weight = "model.layers.0.mlp.up_proj.weight"
+    of = f"base_model.model.{weight.removesuffix('.weight')}"
+    b, a = (drawn[f"{of}.lora_{name}.default.weight"] for name in "BA")
+    expected = own[f"{of}.base_layer.weight"] + 2 * b @ a
+    torch.testing.assert_close(new.get_parameter(weight), expected.bfloat16(), rtol=0.01, atol=0.001)
 
 
 def numbers(losses, **more):

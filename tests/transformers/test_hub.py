@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from watching import noted
 
 from liger_kernel import hub
-from liger_kernel.hub import layers, layouts, registered_experts
+from liger_kernel.hub import layers, layouts
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, quantize_base, restore
 from liger_kernel.transformers.recognise import experts as of_experts
 
@@ -119,9 +119,8 @@ def ran(monkeypatch) -> list[str]:
     for model_type in ("qwen3_moe", "mixtral", "gpt_oss"):  # recognition calls them, too
         forward_is_known(model_type)
     calls: list[str] = []
-    for module in (of_experts, registered_experts):
-        for name in ("moe", "adapted_moe"):
-            noted(monkeypatch, module, name, lambda *_, name=name, **__: name, calls)
+    for name in ("moe", "adapted_moe"):
+        noted(monkeypatch, of_experts, name, lambda *_, name=name, **__: name, calls)
     return calls
 
 

@@ -277,8 +277,7 @@ def test_wrong_calls(monkeypatch):
     assert not layers(model)
 
 
-def test_checkpoints_of_others_in_fp8_run_stock():
+def test_checkpoints_of_others_in_fp8_are_not_cast_again():
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     layer = fp8.FP8Linear(32, 32, block_size=(16, 16))
-    assert str(projection(layer, torch.bfloat16)) == "a base in FP8 whose own forward casts its input by blocks"
     assert "not a plain nn.Linear" in quantize_base(nn.Sequential(layer))["0"]

@@ -120,7 +120,11 @@ def unchanging(model: Any) -> Any:
 def adapted(model: Any, config: TrainConfig) -> Any:
     """Return ``model`` with adapters in fp32, in which only these are trained. The same seed
     gives the same adapters, however the model was made."""
+    from liger_kernel.transformers.recognise.projections import in_blocks
+
     peft = _peft()
+    for layer in filter(in_blocks, model.modules()):
+        layer.compute_dtype = model.dtype  # PEFT draws in the dtype of the weight, FP8, where a layer names no other
     torch.manual_seed(config.seed)
     form = peft.LoraConfig(
         task_type="CAUSAL_LM",

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if base is None:
         raise UserError(f"{a.adapters} is no folder of adapters: a whole model needs no merge")
     writable(folder=a.out)
-    model = dense(load_model(base, a.trust_remote_code, device, a.quantize), base)
+    model = dense(load_model(base, a.trust_remote_code, device, a.quantize, dense=True), base)
     tokenizer = load_tokenizer(a.adapters, base, a.trust_remote_code)
     api = huggingface_hub.HfApi()
     if a.push:  # before the work

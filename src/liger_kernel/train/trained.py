@@ -52,8 +52,9 @@ def load_tokenizer(name: str, base: str | None, trusted: bool) -> Any:
     return tokenizer
 
 
-def load_model(name: str, trusted: bool, device: Any, quantize: str | None = None) -> Any:
-    """The model ``name`` in the dtype that it is stored in, or in 4 or 8 bits."""
+def load_model(name: str, trusted: bool, device: Any, quantize: str | None = None, dense: bool = False) -> Any:
+    """The model ``name`` in the dtype that it is stored in, or in 4 or 8 bits. ``dense``: one that is
+    stored in FP8 is decoded."""
     import transformers
 
     from liger_kernel.train import adapters
@@ -65,5 +66,11 @@ def load_model(name: str, trusted: bool, device: Any, quantize: str | None = Non
         adapters.check(config, device)
         options |= {"quantization_config": adapters.quantization(config, "bf16"), "device_map": {"": device}}
     with mistaken(f"cannot load the model {name}: "):
+        form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+        how = getattr(form, "quantization_config", None) or {}
+        if how.get("quant_method") == "fp8" and not quantize:
+            options |= {"device_map": {"": device}}
+            if dense:
+                options |= {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
         model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     return (model if getattr(model, "is_quantized", False) else model.to(device)).eval()

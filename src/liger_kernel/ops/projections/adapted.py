@@ -281,6 +281,9 @@ class Projections:
             p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad
         ]
         # a trained weight in FP8 needs a cast of x and not x; adapters multiply x itself
+        if not trained and not any(self.places):  # frozen weights alone: nobody reads x again
+            nothing = rows.rows.new_empty(0)
+            return lambda saved: Operand(nothing), []
         found = [] if any(self.places) else [weight.of_input(rows) for weight in trained]  # adapters need x itself
         first = found[0] if found else None
         # weights that need different things of x share x itself

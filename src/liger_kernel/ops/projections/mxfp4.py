@@ -9,6 +9,7 @@ is never made; ``PART`` limits the size of one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, launch, launcher, on_gpu, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.projections import grouped_tma
+from liger_kernel.ops.projections.float8_blocks import Float8Blocks
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, write_mm
 from liger_kernel.ops.projections.weights import Weight
 
@@ -110,6 +112,10 @@ class MXFP4Experts(Weight):
     def dense(self, dtype: torch.dtype) -> Tensor:
         return dense(self.blocks, self.scales, dtype)
 
+    def part(self, some: slice, dtype: torch.dtype) -> Tensor:
+        """Those of some experts."""
+        return dense(self.blocks[some], self.scales[some], dtype)
+
 
 def mxfp4_experts(blocks: Tensor, scales: Tensor) -> MXFP4Experts:
     E, N, G, _ = blocks.shape
@@ -129,9 +135,17 @@ def grouped_mm_part_(a, b, offs, first, y) -> None:
         write_mm(a, b, offs, y, later)
 
 
-def product_in_parts(rows: Tensor, weight: MXFP4Experts, offs: Tensor, turned: bool) -> Tensor:
+def in_parts(weight: Tensor | Weight, dtype: torch.dtype) -> bool:
+    """Whether a product takes the experts in parts: for FP8, if all of them were larger than one."""
+    if isinstance(weight, Float8Blocks):
+        return math.prod(weight.shape) * dtype.itemsize > PART
+    return isinstance(weight, MXFP4Experts)
+
+
+def product_in_parts(rows: Tensor, weight: MXFP4Experts | Float8Blocks, offs: Tensor, turned: bool) -> Tensor:
     """Sorted rows times the experts' W^T, or, ``turned``, times W, some experts after others."""
-    (E, N, K), dtype = weight.shape, rows.dtype
+    E, N, K = weight.shape
+    dtype = rows.dtype
     count = max(1, min(E, PART // (N * K * dtype.itemsize)))
     # PyTorch's kernels, which are the faster ones there, need all groups
     if on_gpu(rows) and launch_config.arch() == "sm100" and dtype == torch.bfloat16:
@@ -141,8 +155,7 @@ def product_in_parts(rows: Tensor, weight: MXFP4Experts, offs: Tensor, turned: b
         return grouped_mm(rows, w if turned else w.mT, offs)
     y = rows.new_empty(rows.shape[0], K if turned else N)
     for first in range(0, E, count):
-        some = slice(first, first + count)
-        w = dense(weight.blocks[some], weight.scales[some], dtype)
+        w = weight.part(slice(first, first + count), dtype)
         grouped_mm_part_(rows, w if turned else w.mT, offs, first, y)
         del w  # the next part gets its memory
     return y

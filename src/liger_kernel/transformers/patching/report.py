@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear, is_whole
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
+from liger_kernel.ops.projections.float8_blocks import Float8Blocks
 from liger_kernel.ops.projections.float8_training import Float8Trained
 from liger_kernel.ops.projections.weights import ByItsModule
 from liger_kernel.parallel import unsharded_class
@@ -30,15 +31,25 @@ from liger_kernel.transformers.quantize import owners_of_heads
 from liger_kernel.transformers.recognise.experts import (
     DOWN,
     GATE_UP,
+    IN_BLOCKS,
     adapted_experts,
+    chosen,
     experts_of,
     input_of,
     is_wrapper,
     storage,
     subclassed,
+    weights_of,
 )
 from liger_kernel.transformers.recognise.families import Family, family, is_family, rows_of, type_of
-from liger_kernel.transformers.recognise.projections import Fallback, gathered_in_fp8, projection
+from liger_kernel.transformers.recognise.projections import (
+    Fallback,
+    check_blocks,
+    experts_in_blocks,
+    gathered_in_fp8,
+    in_blocks,
+    projection,
+)
 from liger_kernel.transformers.recognise.slots import SLOT_OF
 from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS, plain
 
@@ -200,6 +211,7 @@ def projections_report(model: nn.Module) -> ProjectionsReport:
     The report describes the present state of adapters (active, merged, disabled); the engine looks
     at each layer again at each call.
     """
+    check_blocks(model)
     return ProjectionsReport(tuple(_layers(model)))
 
 
@@ -218,6 +230,8 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         parent, _, attribute = name.rpartition(".")
         if isinstance(m, tuner) or _quantised(m):
             reason = _reason(m, modules.get(parent), attribute, heads.get(id(m)), isinstance(m, tuner))
+        elif experts_in_blocks(m):
+            reason = _in_blocks(m)
         elif unsharded_class(m) is LigerFloat8TrainingLinear:
             reason = _trained(m, f"{name}.".startswith(by_fsdp))
         elif name in in_16_bits:
@@ -245,6 +259,8 @@ def _trained(m: Any, by_fsdp: bool) -> str | Fallback:
 
 def _quantised(m: nn.Module) -> bool:
     weight = m._parameters.get("weight")
+    if in_blocks(m):
+        return True
     if type(m).__module__.startswith(_QUANTISED) and hasattr(m, "in_features"):
         return True
     of_package = type(weight).__module__.startswith(_QUANTISED)
@@ -260,6 +276,7 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     weight = weight if isinstance(weight, torch.Tensor) else None
     # the dtype in which a base layer multiplies an input in the layer's own dtype
     own = torch.float32 if weight is None or not weight.is_floating_point() else weight.dtype
+    own = torch.bfloat16 if in_blocks(base) else own
     dtype = getattr(base, "compute_dtype", None) or own
     x = torch.empty(0, dtype=dtype, device=None if weight is None else weight.device)
     # A head runs in the loss, so the forward of the whole model decides, not that of its parent.
@@ -268,7 +285,7 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
             return Fallback(f"the head: {type(model).__name__} is not patched")
         alone = left_out(projection(m, dtype), x)
         return "the head, as part of the loss" if alone is None else Fallback(f"the head: {alone}")
-    if not adapted and not type(m).__module__.startswith("torchao.float8."):
+    if not adapted and not type(m).__module__.startswith("torchao.float8.") and not in_blocks(m):
         return Fallback("no adapter: its own module runs")
     function, of = _forward_of(parent), type(parent).__name__
     names, why = (LINEARS.get(function) if callable(function) else None) or (frozenset(), lambda parent: None)
@@ -291,6 +308,8 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
         return Fallback("an adapter on another device")
     if isinstance(found.weight, Float8Trained):
         return f"in FP8, {found.weight.recipe.name}"
+    if isinstance(found.weight, Float8Blocks):
+        return found.weight.said()
     beside = isinstance(found.weight, ByItsModule)
     return f"beside its base, a {type(base).__name__}, which runs by itself" if beside else ""
 
@@ -318,6 +337,22 @@ def _reason_alone(m: Any) -> str | Fallback:
     if _forward_of(m) not in OF_EXPERTS:
         return Fallback(f"{how}: {type(m).__name__} is not patched")
     return how if use_kernels(x) else Fallback(f"{how}: there are no kernels for {x.dtype} on {x.device.type}")
+
+
+def _in_blocks(m: Any) -> str | Fallback:
+    """As ``_reason``, for experts of a checkpoint in FP8 without adapters."""
+    if OF_EXPERTS.get(_forward_of(m)) is not IN_BLOCKS:
+        return Fallback("experts that are not patched")
+    x, how = input_of(m), IN_BLOCKS.keywords(m)
+    if isinstance(how, Fallback):
+        return how
+    if implementation := chosen(m):
+        return Fallback(f"Transformers' {implementation!r}, which the model's configuration names")
+    found = weights_of(m, False, x)
+    if isinstance(found, Fallback):
+        return found
+    first, second = found
+    return first.said(second) if isinstance(first, Float8Blocks) and isinstance(second, Float8Blocks) else ""
 
 
 def _forward_of(m: Any) -> Any:

@@ -41,8 +41,10 @@ from liger_kernel.transformers.patching.patches import (
 )
 from liger_kernel.transformers.patching.unpad import takes_tokens, unpadded
 from liger_kernel.transformers.recognise.attentions import makers_of
+from liger_kernel.transformers.recognise.experts import IN_BLOCKS
 from liger_kernel.transformers.recognise.families import Family, Rows, configs_of, family, rows_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
+from liger_kernel.transformers.recognise.projections import experts_in_blocks
 from liger_kernel.transformers.recognise.recurrences import carries
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
 from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS
@@ -398,6 +400,10 @@ def _of_other_classes(model: nn.Module, parts: Mapping[str, Any], of_no_family: 
     labels = {cls: recognised(cls)[0] for cls in classes_of(model, of_no_family)}
     for m in model.modules():
         cls = stock_class(m)
+        if experts_in_blocks(m) and parts.get("glu"):
+            yield from on_instance(
+                m, Patch(cls, "forward", made(IN_BLOCKS, original(cls, "forward")), (IN_BLOCKS.label,))
+            )
         if (label := labels.get(cls)) and parts.get(SLOT_OF[label]):
             new = made(replacement, original(cls, "forward"), label, tiles)
             yield from on_instance(m, Patch(cls, "forward", new, (label,)))

@@ -31,6 +31,8 @@ from liger_kernel.transformers.recognise.activations import CLAMPED, activation
 from liger_kernel.transformers.recognise.projections import (
     Fallback,
     active_adapters,
+    blocks_of,
+    experts_in_blocks,
     loaded,
     of_package,
     product_dtype,
@@ -83,17 +85,22 @@ def chosen(experts: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A parameter that is made dense when it is read: its data, the dtype that a reader gets,
-    and ``weight(transposed)``, with which the operators multiply."""
+    """A parameter that is made dense when it is read: its data, the dtype that a reader gets (None
+    for that of its input), and ``weight(transposed)``, with which the operators multiply."""
 
     data: Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     weight: Callable[[bool], Weight]
 
 
 def stored(experts: Any, name: str) -> Stored | None:
-    """What a parameter of experts is that is held in FP8 by ``quantize_base``, in MXFP4, or in 4
-    bits by bitsandbytes; None for any other parameter."""
+    """What a parameter of experts is that is held in FP8 by ``quantize_base`` or by a checkpoint, in
+    MXFP4, or in 4 bits by bitsandbytes; None for any other parameter."""
+    if experts_in_blocks(experts):
+        w = experts._parameters.get(name)
+        if w is None or not (plain(w) and w.is_floating_point() and w.itemsize == 1):
+            return None
+        return Stored(w.data, None, lambda transposed: blocks_of(experts, name))
     computed = experts._modules.get("parametrizations")
     if computed is None or name not in computed or len(computed[name]) != 1:
         return None
@@ -155,7 +162,7 @@ def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weig
             return why
         if dense is not None and not (dense.ndim == 3 and dense.is_floating_point() and dense.itemsize > 1):
             return Fallback("weights whose numbers are not their values")  # as in FP8, which has separate scales
-        dtype = packed.dtype if packed is not None else getattr(dense, "dtype", None)
+        dtype = packed.dtype or x.dtype if packed is not None else getattr(dense, "dtype", None)
         if dtype != x.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
             return Fallback(f"weights of {dtype} beside an input of {x.dtype}")  # some code of Transformers casts x
         if packed is not None:
@@ -261,6 +268,28 @@ EXPERTS = [
 ]
 
 
+@dataclass(frozen=True)
+class ExpertsInBlocks(Experts):
+    """Experts of a checkpoint in FP8: Transformers has one class of them for all families. Their
+    weights are made dense for each product, and their inputs are not rounded to FP8, so that x has
+    the gradient of what is computed."""
+
+    def words(self) -> tuple[str, ...]:
+        return ("FP8 blocks",)
+
+    def keywords(self, experts: Any) -> dict[str, Any] | Fallback:
+        if not experts.has_gate or getattr(experts, "gate_softcap", None) is not None:
+            return Fallback("experts without a gate, or with a softcap of it")
+        alpha, limit = getattr(experts, "swiglu_alpha", None), experts.limit  # of the configuration
+        if alpha is not None:  # stock computes a SiLU then, whatever activation the configuration names
+            return dict(act="silu", alpha=alpha, limit=limit, offset=1.0)
+        act = activation(experts.act_fn)
+        return Fallback("an activation that is none of ours") if act is None else dict(act=act, limit=limit)
+
+
+IN_BLOCKS = ExpertsInBlocks(False, False, False, "")
+
+
 # -- adapters of experts
 
 # A ``ParamWrapper`` of PEFT adapts one parameter of the module that it wraps; wrappers of several
@@ -304,7 +333,9 @@ def input_of(m: Any) -> Tensor:
     """An empty input of experts, of the dtype and on the device for which their weights are
     made."""
     found = stored(m, GATE_UP) or getattr(m, GATE_UP)
-    return torch.empty(0, dtype=found.dtype, device=(found if isinstance(found, Tensor) else found.data).device)
+    return torch.empty(
+        0, dtype=found.dtype or torch.bfloat16, device=(found if isinstance(found, Tensor) else found.data).device
+    )
 
 
 def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:

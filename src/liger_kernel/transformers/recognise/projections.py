@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,10 +28,18 @@ from torch import Tensor, nn
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Linear
 from liger_kernel.nn.float8_training import DTYPES, LigerFloat8TrainingLinear, trained
-from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops._core.operator import is_recorded, use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import lacking
+from liger_kernel.ops.projections.float8_blocks import (
+    Float8Blocks,
+    Scales,
+    float8_blocks,
+    in_float8,
+    multiplies,
+    scales_of,
+)
 from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_gathered
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
@@ -115,15 +125,80 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
 
 
 def _float8(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
-    """The weight of our frozen FP8 layers and of transformers' FP8 layers."""
-    if type(m) is loaded("transformers.integrations.finegrained_fp8", "FP8Linear"):
-        return Fallback("a base in FP8 whose own forward casts its input by blocks")
+    """The weight of our frozen FP8 layers."""
     if type(m) is not LigerFloat8Linear:
         return None
     if not (runs_its_class(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
         return Fallback("a sharded or hooked base in FP8")
     # without gradients the copy for the backward need not be made
     return m.stored(backward=torch.is_grad_enabled())
+
+
+def in_blocks(m: Any) -> bool:
+    """Whether ``m`` is a linear layer of a checkpoint in FP8 as Transformers loads it."""
+    return type(m) is loaded(*_BLOCKS, "FP8Linear")
+
+
+def experts_in_blocks(m: Any) -> bool:
+    """Whether ``m`` holds experts of such a checkpoint."""
+    return isinstance(m, loaded(*_BLOCKS, "FP8Experts") or ())
+
+
+_BLOCKS = ("transformers.integrations.finegrained_fp8",)
+
+
+def blocks_of(m: Any, name: str) -> Float8Blocks:
+    """The parameter ``name`` of a layer or of experts of such a checkpoint. ``ValueError`` if its
+    scales cannot be right."""
+    w, scale = m._parameters[name].detach(), m._parameters[f"{name}_scale_inv"].detach()
+    try:
+        return float8_blocks(w, scale, m.block_size and (m.block_size[0], m.block_size[1]))
+    except ValueError as error:
+        raise ValueError(f"{type(m).__name__}.{name}_scale_inv: {error}") from None
+
+
+# of each layer, the scales for products in FP8, and what they were made of
+_SCALES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Scales]] = weakref.WeakKeyDictionary()
+# how layers multiply, by LIGER_FP8_BLOCKS: whether in FP8 in the forward, and in the backward
+_PRODUCTS = {"fp8": (True, True), "forward": (True, False), "decoded": (False, False)}
+
+
+def _float8_blocks(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
+    if not in_blocks(m):
+        return None
+    w, scale, bias = m.weight, m.weight_scale_inv, m.bias
+    whole = w.itemsize == 1 and all(plain(t) for t in (w, scale, bias) if t is not None)
+    if not (whole and runs_its_class(m) and of_package(type(m), "transformers.")):
+        return Fallback("a base in FP8 that is sharded, hooked or made dense")
+    how = os.environ.get("LIGER_FP8_BLOCKS", "fp8")
+    if how not in _PRODUCTS:
+        raise ValueError(f"LIGER_FP8_BLOCKS must be one of {', '.join(_PRODUCTS)}, got {how!r}")
+    forth, back = _PRODUCTS[how]
+    weight = blocks_of(m, "weight")
+    # a fixed scale of the input, as any other dtype, is for the decoded weight
+    if not (forth and m.activation_scale is None and dtype == torch.bfloat16 and multiplies(w.device)):
+        return weight
+    seen = scale.data_ptr(), scale._version, scale.device
+    kept = _SCALES.get(m)
+    if (kept is None or kept[0] != seen) and not is_recorded(scale):
+        kept = _SCALES[m] = seen, scales_of(weight)
+    return in_float8(weight, kept[1] if kept is not None and kept[0] == seen else None, back)
+
+
+def check_blocks(model: nn.Module) -> None:
+    """``ValueError`` with the name of a layer of a checkpoint in FP8 whose scales cannot be right."""
+    for name, m in model.named_modules():
+        of = m._parameters if in_blocks(m) or experts_in_blocks(m) else {}
+        for part, scale in [(part, of[f"{part}_scale_inv"]) for part in of if f"{part}_scale_inv" in of]:
+            w = of[part]
+            if not (plain(w) and plain(scale) and w.is_floating_point() and w.itemsize == 1):
+                continue  # spread over ranks, or not in FP8
+            try:
+                found = blocks_of(m, part).scale
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if not found.is_meta and (wrong := int((~(found.isfinite() & (found >= 0))).sum())):
+                raise ValueError(f"{name}: {part}_scale_inv must be finite and at least 0, got {wrong} other values")
 
 
 def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
@@ -189,6 +264,7 @@ STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Fallback | None]] = [
     _float8_trained,
     _four_bits,
     _float8,
+    _float8_blocks,
 ]
 _ALONE = (
     nn.Linear,
@@ -261,6 +337,8 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Fallback:
         if isinstance(adapter, Fallback):
             return adapter
         if name in m.lora_variant:
+            if isinstance(weight, Float8Blocks):  # of whose scales PEFT's norms know nothing
+                return Fallback("a magnitude over a base in FP8 blocks")
             magnitude = _magnitude(m, name, adapter, len(names))
             if isinstance(magnitude, Fallback):
                 return magnitude
@@ -417,7 +495,15 @@ def engine_runs(x: Any, modules: Iterable[Any]) -> bool:
         or not use_kernels(x, fusible=True)
     ):
         return False
-    return torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS or any(map(_drops, modules))
+    many = torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS
+    return many or any(_drops(m) or _has_no_kernel(m) for m in modules)
+
+
+def _has_no_kernel(m: nn.Module) -> bool:
+    """Whether a layer of a checkpoint in FP8 could not run by itself: its kernels are of a package
+    that is not installed."""
+    available = loaded("transformers.utils.import_utils", "is_kernels_available")
+    return in_blocks(m._modules.get("base_layer", m)) and available is not None and not available()
 
 
 def _drops(m: nn.Module) -> bool:

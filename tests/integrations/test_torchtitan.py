@@ -21,7 +21,7 @@ if FOUND is None or FOUND.origin is None:
 def test_steps_of_a_tiny_model(user_env, tmp_path):
     out = tmp_path / "out.csv"
     command = [sys.executable, ROOT / "benchmarks" / "experts_torchtitan.py", out, "--smoke"]
-    command += ["--torchtitan", Path(FOUND.origin).parents[1]]
+    command += ["--variants", "fsdp2+ep", "fsdp2", "--torchtitan", Path(FOUND.origin).parents[1]]
     command += ["--gpus", "2", "--batch", "2", "--seq", "64", "--steps", "2", "--warmup", "2"]
     done = subprocess.run(command, env=user_env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -164,6 +164,9 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
         found |= dict(INNER=inner, LEVELS=_chunk(q, DV).bit_length() - 1, BLOCK_K=columns)
     if kernel == "kda_prepare":
         del found["PRECISION"]
+        # two programs on each processor instead of one: 0.99 -> 0.74 ms for 8192 tokens and 32 heads
+        if arch == "sm90" and q.dtype == torch.bfloat16 and q.shape[-1] == 128:
+            found |= dict(BLOCK_K=32, num_warps=4)
         return found | dict(SOLVE=solve, SPLIT=not _precise(q))
     if kernel == "prepare":
         # three programs on each processor instead of two

@@ -1,3 +1,4 @@
+import peft
 import pytest
 import torch
 from hf_models import assert_same_bits
@@ -88,6 +89,20 @@ def test_checkpointed_layers_choose_the_same_again():
     with record_routes(model) as once, replay_routes(model, given):
         assert_same_bits(step(model), plain)
     assert [r.shape for r in once] == [r.shape for r in routes]
+
+
+def test_adapters_of_the_experts():
+    model = made("qwen3_moe")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=names))
+    with record_routes(model) as routes:
+        live = step(model)
+    with replay_routes(model, routes):
+        assert_same_bits(step(model), live)
+    given = others(routes)
+    with replay_routes(model, given), record_routes(model) as again:
+        step(model)
+    assert torch.equal(torch.stack(again), torch.stack(given))
 
 
 def test_routes_of_a_generation_are_replayed_in_training():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP
+from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, is_wrapper
 
 _TOPK = {torch.topk, Tensor.topk}
 _MASK = {torch.masked_fill, Tensor.masked_fill}
@@ -53,13 +53,17 @@ class _Choice(TorchFunctionMode):
 
 
 def _layers(op: str, model: nn.Module) -> list[tuple[str, nn.Module, nn.Module, int]]:
-    """Name, block, experts and their number of each layer with experts."""
-    found = []
-    for name, block in model.named_modules():
-        for experts in block.children():
-            down = getattr(experts, DOWN, None)
-            if isinstance(down, Tensor) and down.ndim == 3 and hasattr(experts, GATE_UP):
-                found.append((name, block, experts, down.shape[0]))
+    """Name, block, experts and their number of each layer with experts; experts as the block calls
+    them, with the wrappers of their adapters."""
+    found, modules = [], dict(model.named_modules())
+    for name, experts in modules.items():
+        down = getattr(experts, DOWN, None)
+        if is_wrapper(experts) or not (isinstance(down, Tensor) and down.ndim == 3 and hasattr(experts, GATE_UP)):
+            continue
+        above = name.rpartition(".")[0]
+        while is_wrapper(modules[above]):
+            name, above = above, above.rpartition(".")[0]
+        found.append((above, modules[above], modules[name], down.shape[0]))
     if not found:
         raise ValueError(f"{op}: {type(model).__name__} must have experts in packed weights, got none")
     return found

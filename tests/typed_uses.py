@@ -26,6 +26,7 @@ from liger_kernel.train import TrainConfig
 from liger_kernel.train.loop import train
 from liger_kernel.transformers import (
     AutoLigerKernelForCausalLM,
+    answer_logprobs,
     apply_liger_kernel_to_llama,
     attention,
     load_in_mxfp4,
@@ -34,14 +35,14 @@ from liger_kernel.transformers import (
     record_routes,
     replay_routes,
     restore,
+    shared_prompts,
 )
 
 SHOWN: tuple[object, ...] = ()
 SHOWN += (graphs, hub, memory, attention, by_sharding, call_instead, expert_load, glu, load_balancing_loss)
 SHOWN += (parallelize, train, TrainConfig, linear_loss, LigerExperts, LigerFusedLinearGRPOLoss)
 SHOWN += (LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM, projections_report, quantize_base)
-SHOWN += (record_routes, replay_routes)
-SHOWN += (load_in_mxfp4,)
+SHOWN += (record_routes, replay_routes, load_in_mxfp4, answer_logprobs, shared_prompts)
 
 
 def other_door() -> LigerRMSNorm:

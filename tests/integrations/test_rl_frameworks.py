@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hf_models import DEVICE, served_by_kernels_or_references
+from hf_models import DEVICE, make, served_by_kernels_or_references
 from torch import Tensor, nn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rl-frameworks.md").read_text()
@@ -64,6 +64,19 @@ def same(found: Any, want: Any, leaves: tuple[Tensor, ...], total: Callable[[Any
     torch.testing.assert_close(found, want, **close)
     grads = [torch.autograd.grad(total(each), leaves) for each in (found, want)]
     torch.testing.assert_close(*grads, **close)
+
+
+def test_prompts_computed_once():
+    call = names_of("Prompts computed once")
+    model, real = make("llama", attention="sdpa"), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 1, 0]])
+    ids = torch.randint(3, 90, (3, 5)) * real
+    ids[2, :3] = ids[0, :3]
+    logits = model(ids, attention_mask=real, use_cache=False).logits
+    found = call["logits_of"](model, ids[:, :3], real[:, :3], ids[:, 3:], real[:, 3:])
+    torch.testing.assert_close(found[real != 0], logits[real != 0], rtol=1e-4, atol=1e-5)
+    batch = dict(input_ids=ids, attention_mask=real, responses=ids[:, 3:], position_ids=(real.cumsum(1) - 1).clamp(0))
+    want = [t * real[:, 3:] for t in expected(logits[:, 2:-1], torch.eye(logits.shape[-1]), ids[:, 3:], 0.7)]
+    torch.testing.assert_close(list(call["forward_micro_batch"](model, batch, 0.7)), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,14 +22,17 @@ from liger_kernel.memory import offload
 # namespace of torch.ops -> operators that compute attention as a whole. Eager attention is many
 _ATTENTION = {
     "aten": [
-        f"_scaled_dot_product_{name}"
-        for name in (
-            "flash_attention",
-            "efficient_attention",
-            "cudnn_attention",
-            "flash_attention_for_cpu",
-            "fused_attention_overrideable",
-        )
+        "_flash_attention_forward",  # which ``transformers/prefix_attention.py`` calls
+        *(
+            f"_scaled_dot_product_{name}"
+            for name in (
+                "flash_attention",
+                "efficient_attention",
+                "cudnn_attention",
+                "flash_attention_for_cpu",
+                "fused_attention_overrideable",
+            )
+        ),
     ],
     "torch_attn": ["_varlen_attn"],
     "flash_attn": ["_flash_attn_forward", "_flash_attn_varlen_forward"],

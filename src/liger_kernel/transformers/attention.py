@@ -94,24 +94,26 @@ def by_bounds(
     """``varlen_attn`` of (B, H, T, D) in documents with these bounds, (B, T, H, D); None if it does
     not run. ``shape``: the mask's; ``more``: dropout, scaling, and what other attention needs."""
     scaling = more.get("scaling")
-    beyond = (
-        more.get("dropout")
-        or isinstance(scaling, Tensor)
-        or any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
-    )
-    if beyond:
+    if is_more_than_softmax(more):
         return None
-    q, k, v = (_cast(t) for t in (q, k, v))
+    q, k, v = (cast(t) for t in (q, k, v))
     window = window if window is not None and window < longest else None
-    return _varlen(q, k, v, bounds, longest, scaling, window) if _supports(q, k, v, shape, window) else None
+    return _varlen(q, k, v, bounds, longest, scaling, window) if supports(q, k, v, shape, window) else None
 
 
-def _cast(t: Tensor) -> Tensor:
+def is_more_than_softmax(more: Mapping[str, Any]) -> bool:
+    """Whether attention needs what kernels here do not compute: dropout, caps, sinks, biases."""
+    named = any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    return named or bool(more.get("dropout")) or isinstance(more.get("scaling"), Tensor)
+
+
+def cast(t: Tensor) -> Tensor:
     """What autocast makes of an argument of sdpa: it knows nothing of ``varlen_attn``."""
     return t.to(torch.get_autocast_dtype(t.device.type)) if torch.is_autocast_enabled(t.device.type) else t
 
 
-def _supports(q: Tensor, k: Tensor, v: Tensor, shape: Sequence[int], window: int | None) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, shape: Sequence[int], window: int | None) -> bool:
+    """Whether ``varlen_attn`` computes attention of q, k, v (B, H, T, D) with a mask of this shape."""
     # with a cache there are more keys than the bounds know of
     whole = (q.shape[0], q.shape[2], k.shape[2]) == (shape[0], shape[2], shape[3])
     alike = (

@@ -127,7 +127,7 @@ def _reader(theirs: Callable, ours: Callable) -> Callable:
     @functools.wraps(theirs)
     def reader(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        found = ours(**given) if _is_unread(next(iter(given.values()))) else NotImplemented
+        found = ours(**given) if is_unread(next(iter(given.values()))) else NotImplemented
         return theirs(*of_tensors(args), **of_tensors(kwargs)) if found is NotImplemented else found
 
     return reader
@@ -136,7 +136,7 @@ def _reader(theirs: Callable, ours: Callable) -> Callable:
 # -- what is computed of a recipe
 
 
-def _is_unread(logits: Any) -> bool:
+def is_unread(logits: Any) -> bool:
     """Whether these are logits that may outlive their ``forward`` and that nobody has computed."""
     if not isinstance(logits, LogitsRecipe) or not logits.loss.outlives or logits.computed is not None:
         return False
@@ -160,7 +160,7 @@ def _logprobs(logits: Any, target: Tensor, **how: Any) -> Any:
     return _of_head(logits, function, xa=logits.thin, wb=logits.head.wb, **how)
 
 
-def _both(
+def both(
     logits: Any,
     index: Tensor,
     entropy_requires_grad: bool = True,
@@ -174,7 +174,7 @@ def _both(
 
 
 def _selected(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Any:
-    return _both(logits, index, False, temperature, row_mask)[0]
+    return both(logits, index, False, temperature, row_mask)[0]
 
 
 def _jsd(
@@ -194,11 +194,11 @@ def _jsd(
     return total / (n.to(total.device) if isinstance(n, Tensor) else n)
 
 
-_READERS: dict[str, Callable[..., Any]] = {_SELECTED: _selected, _BOTH: _both, _JSD: _jsd}
+_READERS: dict[str, Callable[..., Any]] = {_SELECTED: _selected, _BOTH: both, _JSD: _jsd}
 
 
 def _log_softmax(x: LogitsRecipe, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-    if not _is_unread(x) or dim not in (-1, x.ndim - 1) or dtype is not None:
+    if not is_unread(x) or dim not in (-1, x.ndim - 1) or dtype is not None:
         return NotImplemented
     return x.derived(lambda y: y.log_softmax(-1), tail=(("log_softmax", x),))
 
@@ -207,7 +207,7 @@ def _gather(x: LogitsRecipe, dim: Any, index: Tensor) -> Any:
     """Log-probabilities, fp32 as from TRL's own kernels."""
     name, logits = x.tail[-1] if x.tail else ("", x)
     # no tokens were selected since
-    whole = name == "log_softmax" and logits.rows is x.rows and _is_unread(logits)
+    whole = name == "log_softmax" and logits.rows is x.rows and is_unread(logits)
     if not whole or dim not in (-1, x.ndim - 1) or index.shape[:-1] != x.shape[:-1]:
         return NotImplemented
     with torch.set_grad_enabled(x.learns and torch.is_grad_enabled()):
@@ -224,14 +224,14 @@ def _chunk(x: LogitsRecipe, chunks: int, dim: int = 0) -> Any:
 
 
 def _mean(x: LogitsRecipe, dim: Any = None) -> Any:
-    if x.requires_grad or not _is_unread(x) or dim not in (None, -1):
+    if x.requires_grad or not is_unread(x) or dim not in (None, -1):
         return NotImplemented
     found = mean_logits(x).to(x.dtype)
     return found.mean() if dim is None else found
 
 
 def _argmax(x: LogitsRecipe, dim: Any = None) -> Any:
-    if not _is_unread(x) or dim != -1:
+    if not is_unread(x) or dim != -1:
         return NotImplemented
     with torch.no_grad():
         return _logprobs(x, x.rows[..., 0].new_zeros((), dtype=torch.int64).expand(x.shape[:-1]), outputs=("top1",))[1]

@@ -59,7 +59,7 @@ class Packing:
     def __init__(self, real: Tensor, n: int, longest: int, whole: bool, device: torch.device, counts: int = 0):
         order = torch.argsort(real.flatten().logical_not(), stable=True)  # unlike ``nonzero``, it does not wait
         bounds = F.pad(real.sum(1).cumsum(0), (1, 0)).int()
-        self.real, self.index, self.bounds = (_moved(t, device) for t in (real, order[:n], bounds))
+        self.real, self.index, self.bounds = (moved(t, device) for t in (real, order[:n], bounds))
         self.longest, self.whole, self.used, self.counts = longest, whole, False, counts
 
     def pack(self, x: Tensor) -> Tensor:
@@ -86,6 +86,9 @@ class Packing:
         B, T = self.real.shape
         return arguments | dict(batch_size=B, q_length=T, kv_length=T, attention_mask=self.real)
 
+    def mask(self, make: Callable, arguments: dict[str, Any]) -> PackedMask:
+        return PackedMask(self, make, arguments)
+
 
 class Row(Packing):
     """A row (1, N) that its caller has packed, with ``bounds`` on the device; bounds at its end are of
@@ -107,7 +110,7 @@ class Row(Packing):
         return super().mask_arguments(arguments) | dict(mask_function=within)
 
 
-def _moved(t: Tensor, device: torch.device) -> Tensor:
+def moved(t: Tensor, device: torch.device) -> Tensor:
     # from pageable memory, the host might wait until the GPU is idle
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not t.is_cuda else t.to(device)
 
@@ -172,7 +175,7 @@ def _know_packed_masks(name: str) -> None:
         if packing is None:
             return make(**arguments)
         packing.used = True
-        return PackedMask(packing, make, arguments)
+        return packing.mask(make, arguments)
 
     for interface, function in ((ALL_ATTENTION_FUNCTIONS, attended), (ALL_MASK_ATTENTION_FUNCTIONS, masked)):
         type(interface).register(name, function)
@@ -182,6 +185,7 @@ def _know_packed_masks(name: str) -> None:
 # -- the forward of a model's body
 
 _TOKENS, _LABELS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
+COUNTS_AT_PADDING = "labels count at padding, or after it: set them to -100"
 _NO_MASK = "it does not make masks of attention_mask by Transformers' functions"
 
 
@@ -200,7 +204,7 @@ def unpadded(forward: Callable) -> Callable:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args)) | kwargs
         packing = None if torch.compiler.is_compiling() else _given.get() or _packing_of(self, given)
-        out = _packed(forward, self, given, packing) if isinstance(packing, Packing) else None
+        out = packed(forward, self, given, packing) if isinstance(packing, Packing) else None
         return forward(self, *args, **kwargs) if out is None else out
 
     vars(call)[_UNPADS] = True
@@ -241,7 +245,7 @@ def packing_for(body: Any, given: Mapping[str, Any]) -> Packing | None:
     return packing if packing is not None and packing.whole else None
 
 
-def _packed(forward: Callable, model: Any, given: Mapping[str, Any], packing: Packing) -> Any:
+def packed(forward: Callable, model: Any, given: Mapping[str, Any], packing: Packing) -> Any:
     """The output of ``model`` in the padded shape; None if it has made no mask of the packing."""
     _know_packed_masks(model.config._attn_implementation)
     # as checkpointing does: nobody continues a text from a training step
@@ -263,35 +267,49 @@ def _packing_of(
 ) -> Packing | None:
     """Where the real tokens of this batch are; None if the model has to run as it was. ``labels``: a
     caller's, if there are none; ``observed``: it may be."""
-    mask = given.get("attention_mask")
-    # not in generation, nor where the caller has packed
-    if mask is None or any(given.get(n) is not None for n in ("past_key_values", "cache", "cu_seq_lens_q")):
-        return None
-    if getattr(model, "_is_replica", False):
-        return _say(model, "it is a replica of DataParallel")
-    tokens = next((t for n in _TOKENS if isinstance(t := given.get(n), Tensor)), None)
-    if type(mask) is not Tensor or tokens is None or tokens.shape[:2] != mask.shape:
-        return _say(model, "attention_mask is not of its tokens (B, T)")
-    if not mask.numel() or not host_can_read(mask):
-        return None
-    why = _reasons.get(model) or _reason_of_call(model, given)
-    if not why and observed and observed_inside(model):  # they may see how many tokens there are, or have a
-        why = "hooks see what its layers compute"  # value for each row
-    if why:
+    if why := reason_of_batch(model, given, observed):
         return _say(model, why)
+    if why is None:
+        return None
+    mask, tokens = given["attention_mask"], next(t for n in _TOKENS if isinstance(t := given.get(n), Tensor))
     real = mask != 0
-    n, longest, parts, counting, counts = _look(real, _labels_of_caller(mask.shape) if labels is None else labels)
+    n, longest, parts, counting, counts = look(real, labels_of_caller(mask.shape) if labels is None else labels)
     if n in (0, mask.numel()):
         return None
     if parts > 1 and gives_bounds(model):
         return _say(model, "there is padding between real tokens, at which recurrent layers lose a part of their state")
     if counting:
-        return _say(model, "labels count at padding, or after it: set them to -100")
-    if model not in _reasons:
-        _reasons[model] = _reason_of(model)
-    if why := _reasons[model]:
+        return _say(model, COUNTS_AT_PADDING)
+    if why := reason_of_model(model):
         return _say(model, why)
     return Packing(real, n, longest, parts < 2, tokens.device, counts)
+
+
+def reason_of_batch(model: Any, given: Mapping[str, Any], observed: bool = True) -> str | None:
+    """Why tokens of this batch cannot become one row; "" if nothing is against it, None if it is no
+    batch of training at all."""
+    mask = given.get("attention_mask")
+    # not in generation, nor where the caller has packed
+    if mask is None or any(given.get(n) is not None for n in ("past_key_values", "cache", "cu_seq_lens_q")):
+        return None
+    if getattr(model, "_is_replica", False):
+        return "it is a replica of DataParallel"
+    tokens = next((t for n in _TOKENS if isinstance(t := given.get(n), Tensor)), None)
+    if type(mask) is not Tensor or tokens is None or tokens.shape[:2] != mask.shape:
+        return "attention_mask is not of its tokens (B, T)"
+    if not mask.numel() or not host_can_read(mask):
+        return None
+    why = _reasons.get(model) or _reason_of_call(model, given)
+    if not why and observed and observed_inside(model):  # they may see how many tokens there are, or have a
+        why = "hooks see what its layers compute"  # value for each row
+    return why
+
+
+def reason_of_model(model: Any) -> str:
+    """Why the layers of ``model`` cannot compute a batch as one row; "" if they can."""
+    if model not in _reasons:
+        _reasons[model] = _reason_of(model)
+    return _reasons[model]
 
 
 def _say(model: Any, why: str) -> None:
@@ -299,7 +317,7 @@ def _say(model: Any, why: str) -> None:
         warn_once(f"unpad: {stock_class(model).__name__} computes padding, too: {why}")
 
 
-def _look(real: Tensor, labels: Tensor | None) -> list[int]:
+def look(real: Tensor, labels: Tensor | None) -> list[int]:
     """The number of real tokens, the most of a row, the most parts that padding divides a row in,
     how many labels may be compared with what a model says at padding, and how many count. The host
     waits once."""
@@ -314,7 +332,7 @@ def _look(real: Tensor, labels: Tensor | None) -> list[int]:
     return torch.stack((lengths.sum(), lengths.max(), begins.sum(1).max(), counting, counted)).tolist()
 
 
-def _labels_of_caller(shape: torch.Size) -> Tensor | None:
+def labels_of_caller(shape: torch.Size) -> Tensor | None:
     """The labels (B, T) of the nearest caller that has any: models with heads of all kinds, those
     of trainers, and users' own have them in a variable, and do not hand them on."""
     frame: types.FrameType | None = sys._getframe(2)
@@ -416,14 +434,14 @@ def _difference(model: Any, cls: type) -> str:
             inside = [] if recurrent else [(place < lengths - 2) | (place > 9)]
             for real in (place < lengths, place >= 12 - lengths, *inside):
                 given = dict(input_ids=ids, attention_mask=real.long(), use_cache=False)
-                n, longest, parts, *_ = _look(real, None)
+                n, longest, parts, *_ = look(real, None)
                 padded = forward(tiny, **given)
-                packed = _packed(forward, tiny, given, Packing(real, n, longest, parts < 2, real.device))
-                if packed is None:
+                got = packed(forward, tiny, given, Packing(real, n, longest, parts < 2, real.device))
+                if got is None:
                     return _NO_MASK
-                if padded.keys() != packed.keys():
+                if padded.keys() != got.keys():
                     return "its output has more than hidden states"
-                a, b = padded.last_hidden_state[real], packed.last_hidden_state[real]
+                a, b = (out.last_hidden_state[real] for out in (padded, got))
                 if not documents._near(a, b):
                     joined = documents.joining(model)
                     return str(joined or "a tiny model of it computes something else without padding")

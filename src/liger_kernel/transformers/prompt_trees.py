@@ -73,7 +73,7 @@ class Prompts(Packing):
     def __init__(self, real: Tensor, owner: list[int], answers: int, whole: bool, device: torch.device):
         B, T = real.shape
         self.whole, self.used = whole, False
-        self.rows = Packing(real, int(real.sum()), int(real.sum(1).max()), whole, device)
+        self.of_rows = real, device
         lengths = [part.sum(1).tolist() for part in real.split((T - answers, answers), 1)]
         of_prompt = dict(enumerate(lengths[0]))
         of_group = dict.fromkeys(owner, 0)
@@ -94,23 +94,28 @@ class Prompts(Packing):
         place[:, : T - answers] = place[owner, : T - answers]
         place = place.masked_fill_(~real, 0)
 
-        parts = [of_prompt[b] for b in prompts], [n for b in rows if (n := lengths[1][b])]
-        with_any = [b for b in prompts if of_group[b]]
+        shared = [b for b in prompts if of_group[b]]
+        each = [*(of_prompt[b] for b in prompts), *(n for b in rows if (n := lengths[1][b]))]
         own, groups, keys = (
             F.pad(torch.tensor(n).cumsum(0), (1, 0)).int()
-            for n in ([*parts[0], *parts[1]], [of_group[b] for b in with_any], [of_prompt[b] for b in with_any])
+            for n in (each, [of_group[b] for b in shared], [of_prompt[b] for b in shared])
         )
-        P = sum(parts[0])
+        P = sum(of_prompt[b] for b in prompts)
+        longest, of_keys, n = max(each), max(of_prompt[b] for b in shared), int(own[-1])
         self.real, self.index, self.place, own, groups, keys = (
-            unpad.moved(t, device) for t in (real, order[: int(own[-1])], place.flatten(), own, groups, keys)
+            unpad.moved(t, device) for t in (real, order[:n], place.flatten(), own, groups, keys)
         )
-        longest = max(of_prompt[b] for b in prompts)
         self.branches = Branches(
-            Span(own, own, max(longest, *parts[1]), max(longest, *parts[1]), True),
-            Span(groups, keys, max(of_group.values()), longest, False),
-            P - sum(of_prompt[b] for b in with_any),
+            Span(own, own, longest, longest, True),
+            Span(groups, keys, max(of_group.values()), of_keys, False),
+            P - sum(of_prompt[b] for b in shared),
             P,
         )
+
+    @functools.cached_property
+    def rows(self) -> Packing:
+        real, device = self.of_rows
+        return Packing(real, int(real.sum()), int(real.sum(1).max()), self.whole, device)
 
     def pad(self, x: Tensor) -> Tensor:
         place, real = (t.to(x.device).flatten() for t in (self.place, self.real))
@@ -130,11 +135,12 @@ class _Mask(PackedMask):
     def attend(
         self, attend: Callable, by_bounds: bool, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **more: Any
     ) -> tuple[Tensor, None]:
-        packing, rows = self.packing, self.packing.rows
+        packing = self.packing
         if self.keys is not None and self.keys.window is None:
             out = prefix_attention(q, k, v, packing.branches, more)
             if out is not None:
                 return out, None
+        rows = packing.rows
         q, k, v = (rows.pack(packing.pad(t.transpose(1, 2))).transpose(1, 2) for t in (q, k, v))
         out = self.of_rows.attend(attend, by_bounds, module, q, k, v, **more)[0]
         return packing.pack(rows.pad(out)), None

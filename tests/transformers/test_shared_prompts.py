@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("models_by_references")
 A = 4
 # tokens of each prompt, which prompt a row has, and tokens of its answer: a prompt of one answer, an answer of
 # none, and a prompt whose only answer has none
-PROMPTS, OWNER, ANSWERS = (6, 3, 5, 2), (1, 0, 1, 2, 0, 1, 3), (4, 2, 0, 3, 4, 1, 0)
+PROMPTS, OWNER, ANSWERS = (6, 3, 5, 2), (1, 0, 1, 3, 2, 0, 1), (4, 2, 0, 0, 3, 4, 1)
 TOKENS = sum(PROMPTS) + sum(ANSWERS)
 WINDOWS = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
 MODELS = {"llama": dict(num_key_value_heads=2), "qwen3": {}, "qwen3_moe": {}, "gemma3_text": WINDOWS}

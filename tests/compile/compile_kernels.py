@@ -121,7 +121,15 @@ def stored_weights() -> None:
     """Kernels of weights in FP8 and in four bits, of experts in FP8 and MXFP4, and of training in
     FP8."""
     from liger_kernel.ops.activations import glu
-    from liger_kernel.ops.projections import float8, float8_blocks, float8_training, four_bits, magnitude, mxfp4
+    from liger_kernel.ops.projections import (
+        float8,
+        float8_blocks,
+        float8_training,
+        four_bits,
+        magnitude,
+        mxfp4,
+        packed_weights,
+    )
 
     for dtype in DTYPES:
         for columns in (4096, 14336, 28672):
@@ -171,6 +179,20 @@ def stored_weights() -> None:
         sizes = [14336, 4096], 64
         four_bits.dense_four_bits(packed, absmax, code, None, None, None, *sizes, 1, dtype)
         four_bits.dense_four_bits(packed, absmax.to(torch.uint8), code, absmax2, code2, offset, *sizes, 256, dtype)
+        words = _new(14336, 4096, dtype=torch.int32)
+        for bits in (4, 8):
+            scale, zero = _new(14336, 32, dtype=torch.bfloat16), _new(14336 * bits // 32, 32, dtype=torch.int32)
+            for zeros in (None, zero):
+                packed_weights.dense_rows(words[:, : 128 * bits].contiguous(), scale, zeros, None, 4096, bits, dtype)
+            scale, zero = _new(32, 14336, dtype=torch.float16), _new(32, 14336 * bits // 32, dtype=torch.int32)
+            for index in (None, _new(4096, dtype=torch.int32)):
+                by_columns = words.view(4096, 14336)[: 128 * bits], zero, scale, index, bits
+                packed_weights.dense_columns(*by_columns, 1, False, dtype)
+        packed_weights.dense_columns(
+            words.view(4096, 14336)[:, :1792].contiguous(), zero[:, :1792].contiguous(), scale, None, 4, 0, True, dtype
+        )
+        nvfp4 = _new(14336, 2048, dtype=torch.uint8), _new(14336, 256, dtype=float8.E4), None, _new(1)
+        packed_weights.dense_rows(*nvfp4, 4096, 4, dtype)
 
 
 def heads_in_fp8() -> None:

@@ -21,7 +21,11 @@ from liger_kernel.ops import OPS
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
 # Modules whose kernels no case reaches: PARTS of compile_kernels.py does
-OWN = (".mm_int8int2", ".projections.float8", ".projections.mxfp8", ".losses.float8_head", ".projections.four_bits")
+OWN = (
+    ".mm_int8int2",
+    *(f".projections.{name}" for name in ("float8", "mxfp8", "four_bits", "packed_weights")),
+    ".losses.float8_head",
+)
 TABLE = Path(__file__).with_name("kernels.csv")
 HOPPER = {"projections.grouped_tma._mm_tma"}  # launched nowhere else
 # bytes a program may have

@@ -389,7 +389,7 @@ def ways(ops: list[str]):
 
 
 # launchers that no operator's case reaches
-TESTED_ELSEWHERE = ("float8", "float8_experts", "float8_training", "four_bits", "mxfp4")
+TESTED_ELSEWHERE = ("float8", "float8_experts", "float8_training", "four_bits", "mxfp4", "packed_weights")
 
 
 @functools.cache

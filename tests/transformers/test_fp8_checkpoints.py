@@ -162,4 +162,4 @@ def test_what_stays_stock():
     lora = adapted(nn.Sequential(fp8.FP8Linear(32, 32, block_size=(16, 16)))[0:1], ["0"])
     lora.base_model.model[0].lora_variant["default"] = None
     reason = projections.projection(lora.base_model.model[0], torch.bfloat16)
-    assert reason == "a magnitude over a base in FP8 blocks"
+    assert reason == "a magnitude over a base in FP8 blocks, or packed"

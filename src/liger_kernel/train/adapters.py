@@ -123,6 +123,7 @@ def adapted(model: Any, config: TrainConfig) -> Any:
     from liger_kernel.transformers.recognise.projections import in_blocks
 
     peft = _peft()
+    _keep_packed(model)
     for layer in filter(in_blocks, model.modules()):
         layer.compute_dtype = model.dtype  # PEFT draws in the dtype of the weight, FP8, where a layer names no other
     torch.manual_seed(config.seed)
@@ -141,7 +142,16 @@ def adapted(model: Any, config: TrainConfig) -> Any:
 
 def restored(model: Any, folder: str) -> Any:
     """Return ``model`` with the adapters that a run has saved in ``folder``."""
+    _keep_packed(model)
     return _peft().PeftModel.from_pretrained(model, folder)
+
+
+def _keep_packed(model: Any) -> None:
+    """Let PEFT wrap layers of compressed-tensors, which have no weight that it finds."""
+    from liger_kernel.transformers.recognise.packed_layers import keep_packed
+
+    if reason := keep_packed(model):
+        raise UserError(f"lora: PEFT cannot adapt this model as it is stored: {reason}")
 
 
 def without_adapters(model: Any) -> Any:

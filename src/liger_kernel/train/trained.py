@@ -10,6 +10,8 @@ from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import Parser, UserError, mistaken
 
 QUANTIZE = ("nf4", "int8")  # forms of a base that can be made dense again
+# forms of checkpoints that transformers decodes while it loads, by the classes that tell it so
+_STORED = {"fp8": "FineGrainedFP8Config", "compressed-tensors": "CompressedTensorsConfig"}
 
 
 def add_flags(parser: Parser, device: str) -> None:
@@ -54,7 +56,7 @@ def load_tokenizer(name: str, base: str | None, trusted: bool) -> Any:
 
 def load_model(name: str, trusted: bool, device: Any, quantize: str | None = None, dense: bool = False) -> Any:
     """The model ``name`` in the dtype that it is stored in, or in 4 or 8 bits. ``dense``: one that is
-    stored in FP8 is decoded."""
+    stored in FP8, or by compressed-tensors, is decoded."""
     import transformers
 
     from liger_kernel.train import adapters
@@ -67,10 +69,9 @@ def load_model(name: str, trusted: bool, device: Any, quantize: str | None = Non
         options |= {"quantization_config": adapters.quantization(config, "bf16"), "device_map": {"": device}}
     with mistaken(f"cannot load the model {name}: "):
         form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusted)
-        how = getattr(form, "quantization_config", None) or {}
-        if how.get("quant_method") == "fp8" and not quantize:
-            options |= {"device_map": {"": device}}
-            if dense:
-                options |= {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+        stored = (getattr(form, "quantization_config", None) or {}).get("quant_method")
+        if stored in _STORED and not quantize:
+            decoded = {"quantization_config": getattr(transformers, _STORED[stored])(dequantize=True)} if dense else {}
+            options |= {"device_map": {"": device}} | decoded
         model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     return (model if getattr(model, "is_quantized", False) else model.to(device)).eval()

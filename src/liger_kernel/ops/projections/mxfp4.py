@@ -27,7 +27,7 @@ BLOCK = 32  # values with one scale
 # bytes of the experts that are dense at a time; fewer would leave processors without a tile in the
 # last round, reasoned, not measured
 PART = 2**29
-_VALUES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of the lower three bits; the highest is the sign
+E2M1 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of the lower three bits; the highest is the sign
 
 
 def check(op: str, name: str, blocks: Tensor, scales: Tensor, shape: tuple[int, int, int] | None = None) -> None:
@@ -48,7 +48,7 @@ def check(op: str, name: str, blocks: Tensor, scales: Tensor, shape: tuple[int, 
 
 def reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights (E, N, K) of these blocks, in ``dtype``."""
-    values = torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=acc(dtype), device=blocks.device)
+    values = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=acc(dtype), device=blocks.device)
     q = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
     return torch.ldexp(q, scales[..., None].to(torch.int32) - 127).flatten(-2).to(dtype)
 
@@ -66,7 +66,7 @@ def rounded(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _value(half):
+def e2m1(half):
     """In fp32, of four bits of e2m1 in int32."""
     size = half & 7
     # from two halves on, exponent and fraction lie as those of fp32 do, if these are moved
@@ -83,7 +83,7 @@ def _dense(blocks_ptr, scales_ptr, y_ptr, n_blocks, BLOCKS: tl.constexpr):
     # 2^-127 has no exponent in fp32, only a fraction
     scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)[:, None]
     byte = tl.load(blocks_ptr + block[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside, other=0).to(tl.int32)
-    y = tl.interleave(_value(byte & 15) * scale, _value(byte >> 4) * scale)
+    y = tl.interleave(e2m1(byte & 15) * scale, e2m1(byte >> 4) * scale)
     tl.store(y_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 

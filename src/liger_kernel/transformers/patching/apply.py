@@ -27,6 +27,7 @@ from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, 
 from liger_kernel.transformers.patching.report import PatchesReport, patches_report
 from liger_kernel.transformers.patching.select import class_patches, instance_patches, made, on_instance
 from liger_kernel.transformers.recognise.families import FAMILIES, family, is_family, rows_of, swapped_slots, type_of
+from liger_kernel.transformers.recognise.packed_layers import check_packed, keep_packed
 from liger_kernel.transformers.recognise.projections import check_blocks
 from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
 from liger_kernel.transformers.recognise.variant import are_numbers
@@ -48,7 +49,7 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
         if options.fused_logprobs:
             trl_logits.use(model_type)
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()
-    check_blocks(model)
+    _check_stored(model)
     found = instance_patches(model, model_type, options.parts, options.head)
     nothing = not found and not any(map(_runs_ours, model.modules()))
     if nothing and (options.head or any(options.slots.values())):
@@ -62,7 +63,19 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     # Before the patch: a refused request must leave the model as it was.
     if in_fp8:
         fp8.convert(model, in_fp8)
+    _keep_packed(model)
     return found.apply()
+
+
+def _keep_packed(model: nn.Module) -> None:
+    if why := keep_packed(model):
+        warn_once(why)
+
+
+def _check_stored(model: nn.Module) -> None:
+    """``ValueError`` with the name of a layer whose quantised weight cannot be right."""
+    check_blocks(model)
+    check_packed(model)
 
 
 def _runs_ours(m: nn.Module) -> bool:
@@ -72,7 +85,8 @@ def _runs_ours(m: nn.Module) -> bool:
 def apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
     """Patch in ``model`` what class patches omit: classes of PyTorch and of other families, and
     FP8, which is for this model alone."""
-    check_blocks(model)
+    _check_stored(model)
+    _keep_packed(model)
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
         instance_patches(model, model_type, options_of(model_type, given).parts, None).apply()

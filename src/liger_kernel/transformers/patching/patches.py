@@ -30,6 +30,7 @@ from liger_kernel.graphs import forget
 from liger_kernel.transformers import trl_logits
 from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.recognise.families import modeling
+from liger_kernel.transformers.recognise.packed_layers import give_packed_back
 
 WARNED: set[str] = set()
 
@@ -376,6 +377,7 @@ def restore(model: nn.Module | str | None = None) -> None:
     trl_logits.stop(model)
     if isinstance(model, nn.Module):
         give_back(model)
+        give_packed_back(model)
         forget(model)
         owners: list[Any] = [m for m in model.modules() if is_patched(m)]
     elif isinstance(model, str):

@@ -18,6 +18,7 @@ from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.float8_blocks import Float8Blocks
 from liger_kernel.ops.projections.float8_training import Float8Trained
+from liger_kernel.ops.projections.packed_weights import PackedWeight
 from liger_kernel.ops.projections.weights import ByItsModule
 from liger_kernel.parallel import unsharded_class
 from liger_kernel.patch_options import PatchOptions
@@ -42,6 +43,7 @@ from liger_kernel.transformers.recognise.experts import (
     weights_of,
 )
 from liger_kernel.transformers.recognise.families import Family, family, is_family, rows_of, type_of
+from liger_kernel.transformers.recognise.packed_layers import check_packed, is_compressed, packed_tensor
 from liger_kernel.transformers.recognise.projections import (
     Fallback,
     check_blocks,
@@ -212,6 +214,7 @@ def projections_report(model: nn.Module) -> ProjectionsReport:
     at each layer again at each call.
     """
     check_blocks(model)
+    check_packed(model)
     return ProjectionsReport(tuple(_layers(model)))
 
 
@@ -259,7 +262,7 @@ def _trained(m: Any, by_fsdp: bool) -> str | Fallback:
 
 def _quantised(m: nn.Module) -> bool:
     weight = m._parameters.get("weight")
-    if in_blocks(m):
+    if in_blocks(m) or is_compressed(m):
         return True
     if type(m).__module__.startswith(_QUANTISED) and hasattr(m, "in_features"):
         return True
@@ -272,11 +275,12 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     base = m.base_layer if adapted else m
     if isinstance(base, nn.Embedding):
         return Fallback("an embedding")
-    weight: Any = getattr(base, "weight", None)
+    packed = packed_tensor(base)
+    weight: Any = getattr(base, "weight", None) if packed is None else packed
     weight = weight if isinstance(weight, torch.Tensor) else None
     # the dtype in which a base layer multiplies an input in the layer's own dtype
     own = torch.float32 if weight is None or not weight.is_floating_point() else weight.dtype
-    own = torch.bfloat16 if in_blocks(base) else own
+    own = torch.bfloat16 if in_blocks(base) or packed is not None else own
     dtype = getattr(base, "compute_dtype", None) or own
     x = torch.empty(0, dtype=dtype, device=None if weight is None else weight.device)
     # A head runs in the loss, so the forward of the whole model decides, not that of its parent.
@@ -285,7 +289,7 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
             return Fallback(f"the head: {type(model).__name__} is not patched")
         alone = left_out(projection(m, dtype), x)
         return "the head, as part of the loss" if alone is None else Fallback(f"the head: {alone}")
-    if not adapted and not type(m).__module__.startswith("torchao.float8.") and not in_blocks(m):
+    if not adapted and not type(m).__module__.startswith("torchao.float8.") and not (in_blocks(m) or is_compressed(m)):
         return Fallback("no adapter: its own module runs")
     function, of = _forward_of(parent), type(parent).__name__
     names, why = (LINEARS.get(function) if callable(function) else None) or (frozenset(), lambda parent: None)
@@ -308,7 +312,7 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
         return Fallback("an adapter on another device")
     if isinstance(found.weight, Float8Trained):
         return f"in FP8, {found.weight.recipe.name}"
-    if isinstance(found.weight, Float8Blocks):
+    if isinstance(found.weight, (Float8Blocks, PackedWeight)):
         return found.weight.said()
     beside = isinstance(found.weight, ByItsModule)
     return f"beside its base, a {type(base).__name__}, which runs by itself" if beside else ""

@@ -110,7 +110,7 @@ _LINEAR: Any = nn.Linear.forward
 
 def _bare(m: Any) -> bool:
     """Whether a call of ``m`` only multiplies by its weight: no bias, adapter, sharding or hook."""
-    return type(m) in (nn.Linear,) and m.bias is None and plain(m.weight) and runs_its_class(m)
+    return type(m) in (nn.Linear,) and runs_its_class(m) and m.bias is None and plain(m.weight)
 
 
 def _whole(x: Tensor, *projections: Any) -> bool:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -43,8 +41,13 @@ from liger_kernel.ops.projections.float8_blocks import (
 from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_gathered
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
+from liger_kernel.ops.projections.packed_weights import PackedWeight
 from liger_kernel.ops.projections.weights import ByItsModule, Dense, Weight, dense
+from liger_kernel.transformers.recognise.packed_layers import compressed, packed_by_columns
+from liger_kernel.transformers.recognise.variant import Fallback as Fallback
 from liger_kernel.transformers.recognise.variant import are_numbers, plain, runs_its_class
+from liger_kernel.transformers.recognise.variant import loaded as loaded
+from liger_kernel.transformers.recognise.variant import of_package as of_package
 
 # As PyTorch has it: a patch of somebody else would be passed over by a node that multiplies by
 # itself
@@ -53,26 +56,6 @@ _FORWARD = nn.Linear.forward
 # have kernels for single tokens. Not with dropout: a reentrant checkpoint calls them again with
 # gradients, and then the masks must be drawn in the same order and dtype
 _FEW_ROWS = 64
-
-
-class Fallback(str):
-    """The reason why a module runs as it is."""
-
-    __slots__ = ()
-
-
-def loaded(module: str, *path: str) -> Any:
-    """A class of a package, or None if the package is not imported yet."""
-    found = sys.modules.get(module)
-    for name in path:
-        found = getattr(found, name, None)
-    return found
-
-
-def of_package(cls: type, package: str) -> bool:
-    """Whether the forward of ``cls`` comes from ``package``."""
-    forward: Any = getattr(cls, "forward", None)
-    return isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(package)
 
 
 def is_dense(m: Any) -> bool:
@@ -260,11 +243,13 @@ def _recipe_of(config: Any) -> str | None:
 
 
 STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Fallback | None]] = [
+    compressed,  # first, because these are of PyTorch's class
     _dense,
     _float8_trained,
     _four_bits,
     _float8,
     _float8_blocks,
+    packed_by_columns,
 ]
 _ALONE = (
     nn.Linear,
@@ -337,8 +322,8 @@ def _peft(m: Any, dtype: torch.dtype) -> Projection | Fallback:
         if isinstance(adapter, Fallback):
             return adapter
         if name in m.lora_variant:
-            if isinstance(weight, Float8Blocks):  # of whose scales PEFT's norms know nothing
-                return Fallback("a magnitude over a base in FP8 blocks")
+            if isinstance(weight, (Float8Blocks, PackedWeight)):  # of whose scales PEFT's norms know nothing
+                return Fallback("a magnitude over a base in FP8 blocks, or packed")
             magnitude = _magnitude(m, name, adapter, len(names))
             if isinstance(magnitude, Fallback):
                 return magnitude

@@ -87,3 +87,13 @@ def test_what_is_stored():
         made(q.view(torch.int8), scale, ON)
     with pytest.raises(ValueError, match=r"scale must be floating point, got torch.uint8"):
         made(q, scale.byte(), ON)
+
+
+@needs_kernels
+def test_schemas():
+    q, scale = drawn(200, 300)
+    for op, args in (
+        (torch.ops.liger.dense_blocks, (q, scale, *ON, torch.bfloat16)),
+        (torch.ops.liger.float8_cast_blocks, (torch.ones(3, BLOCK, device=DEVICE),)),
+    ):
+        torch.library.opcheck(op.default, args, test_utils="test_faketensor")

@@ -389,7 +389,15 @@ def ways(ops: list[str]):
 
 
 # launchers that no operator's case reaches
-TESTED_ELSEWHERE = ("float8", "float8_experts", "float8_training", "four_bits", "mxfp4", "packed_weights")
+TESTED_ELSEWHERE = (
+    "float8",
+    "float8_blocks",
+    "float8_experts",
+    "float8_training",
+    "four_bits",
+    "mxfp4",
+    "packed_weights",
+)
 
 
 @functools.cache

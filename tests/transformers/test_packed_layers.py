@@ -101,6 +101,10 @@ def test_what_cannot_be_decoded_runs_stock():
         patch(model)
     assert all("makes dense in the first call" in layer.reason for layer in projections_report(model).layers)
     assert torch.allclose(model(**tokens(**BATCH)).loss, dense(**tokens(**BATCH)).loss) and not packed(model)
+    model, _ = pair("int4")
+    model.model.layers[0].mlp.up_proj._hf_hook = object()
+    with pytest.warns(UserWarning, match="up_proj: a layer of compressed-tensors in a hook of accelerate. So"):
+        patch(model)
 
 
 def test_parts_that_cannot_be_right():

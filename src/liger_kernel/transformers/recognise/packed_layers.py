@@ -90,7 +90,9 @@ def keep_packed(model: nn.Module) -> str | None:
     once."""
     layers = [(name, m) for name, m in model.named_modules() if is_compressed(m)]
     for name, m in layers:
-        if isinstance(why := _read(name, m), Fallback):
+        # accelerate's hook, around the forward of a layer, moves its input to another device
+        spread = Fallback("a layer of compressed-tensors in a hook of accelerate") if "_hf_hook" in m.__dict__ else None
+        if isinstance(why := spread or _read(name, m), Fallback):
             return f"{name}: {why}. So compressed-tensors makes all layers dense in the first call"
     for _, m in layers:
         own: dict[str, Any] = m.__dict__

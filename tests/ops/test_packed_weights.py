@@ -63,6 +63,7 @@ def test_nvfp4():
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     code = torch.randint(0, 16, (7, 48), generator=generator)
     scale, divisor = (100 * torch.rand(7, 3, generator=generator)).to(E4), torch.tensor([37.0])
+    scale[0] = torch.tensor([2**-9, 7 * 2**-9, 448.0]).to(E4)  # the least, the last without an exponent, the largest
     stored = (code[:, ::2] | code[:, 1::2] << 4).to(torch.uint8)
     weight = packed.nvfp4_rows(*on_device(stored, scale, divisor))
     assert_decodes(weight, table[code] * (scale.float() / divisor).repeat_interleave(16, 1))

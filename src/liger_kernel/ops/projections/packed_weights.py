@@ -74,6 +74,16 @@ def columns_reference(
 
 
 @jit
+def _e4m3(byte):
+    """In fp32, of the bits of E4M3 in int32: GPUs before Hopper and Ada have no such type."""
+    size = byte & 127
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    # without an exponent, eighths of the smallest power of 2
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    return tl.where(byte > 127, -value, value)
+
+
+@jit
 def _rows(
     packed_ptr, scale_ptr, zero_ptr, divisor_ptr, y_ptr, blocks, groups,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
@@ -82,21 +92,21 @@ def _rows(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     exists = block < blocks
     group = block // PER_GROUP
-    scale = tl.load(scale_ptr + group, mask=exists, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + group, mask=exists, other=0)
     BYTES: tl.constexpr = BLOCK * BITS // 8
     at = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     byte = tl.load(packed_ptr + at, mask=exists[:, None], other=0).to(tl.int32)
     q = byte if BITS == 8 else tl.interleave(byte & 15, byte >> 4)
     if divisor_ptr is not None:
-        values = e2m1(q) * div(scale, tl.load(divisor_ptr))[:, None]
+        values = e2m1(q) * div(_e4m3(scale.to(tl.int32)), tl.load(divisor_ptr))[:, None]
     elif zero_ptr is not None:
         # a word holds the zeros of so many rows
         row = group // groups
         word = tl.load(zero_ptr + (row // (32 // BITS)) * groups + group % groups, mask=exists, other=0)
         zero = (word >> (row % (32 // BITS) * BITS).to(tl.int32)) & ((1 << BITS) - 1)
-        values = (q - zero[:, None]).to(tl.float32) * scale[:, None]
+        values = (q - zero[:, None]).to(tl.float32) * scale.to(tl.float32)[:, None]
     else:
-        values = (q - (1 << (BITS - 1))).to(tl.float32) * scale[:, None]
+        values = (q - (1 << (BITS - 1))).to(tl.float32) * scale.to(tl.float32)[:, None]
     out = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(y_ptr + out, values.to(y_ptr.dtype.element_ty), mask=exists[:, None])
 
@@ -145,7 +155,7 @@ def dense_rows(packed, scale, zero, divisor, K, bits, dtype) -> Tensor:
     count = _VALUES // block
     blocks = y.numel() // block
     how = dict(BITS=bits, BLOCK=block, PER_GROUP=group // block, BLOCKS=count, num_warps=4)
-    tensors = packed.view(torch.uint8), scale, zero, divisor, y
+    tensors = packed.view(torch.uint8), scale if divisor is None else scale.view(torch.uint8), zero, divisor, y
     launch(_rows, (cdiv(blocks, count),), *tensors, blocks, scale.shape[1], **how)
     return y
 

@@ -121,15 +121,7 @@ def stored_weights() -> None:
     """Kernels of weights in FP8 and in four bits, of experts in FP8 and MXFP4, and of training in
     FP8."""
     from liger_kernel.ops.activations import glu
-    from liger_kernel.ops.projections import (
-        float8,
-        float8_blocks,
-        float8_training,
-        four_bits,
-        magnitude,
-        mxfp4,
-        packed_weights,
-    )
+    from liger_kernel.ops.projections import float8, float8_blocks, float8_training, four_bits, magnitude, mxfp4
 
     for dtype in DTYPES:
         for columns in (4096, 14336, 28672):
@@ -179,6 +171,14 @@ def stored_weights() -> None:
         sizes = [14336, 4096], 64
         four_bits.dense_four_bits(packed, absmax, code, None, None, None, *sizes, 1, dtype)
         four_bits.dense_four_bits(packed, absmax.to(torch.uint8), code, absmax2, code2, offset, *sizes, 256, dtype)
+
+
+def packed_weights() -> None:
+    """Kernels of weights in packed integers and NVFP4, which every GPU decodes."""
+    from liger_kernel.ops.projections import packed_weights
+    from liger_kernel.ops.projections.float8 import E4
+
+    for dtype in (torch.bfloat16, torch.float32):
         words = _new(14336, 4096, dtype=torch.int32)
         for bits in (4, 8):
             scale, zero = _new(14336, 32, dtype=torch.bfloat16), _new(14336 * bits // 32, 32, dtype=torch.int32)
@@ -191,7 +191,7 @@ def stored_weights() -> None:
         packed_weights.dense_columns(
             words.view(4096, 14336)[:, :1792].contiguous(), zero[:, :1792].contiguous(), scale, None, 4, 0, True, dtype
         )
-        nvfp4 = _new(14336, 2048, dtype=torch.uint8), _new(14336, 256, dtype=float8.E4), None, _new(1)
+        nvfp4 = _new(14336, 2048, dtype=torch.uint8), _new(14336, 256, dtype=E4), None, _new(1)
         packed_weights.dense_rows(*nvfp4, 4096, 4, dtype)
 
 
@@ -225,6 +225,7 @@ def two_bits() -> None:
 FP8 = ("sm89", "sm90", "sm100")  # targets whose compiler has casts to FP8
 PARTS: list[tuple[Callable[[], None], tuple[str, ...]]] = [
     (stored_weights, FP8),
+    (packed_weights, tuple(TARGETS)),
     (heads_in_fp8, FP8),
     (mxfp8_casts, ("sm100",)),
     (two_bits, tuple(TARGETS)),

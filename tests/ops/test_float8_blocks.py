@@ -6,6 +6,7 @@ import pytest
 import torch
 from devices import DEVICE, needs_kernels
 
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.float8_blocks import (
     BLOCK,
@@ -97,3 +98,11 @@ def test_schemas():
         (torch.ops.liger.float8_cast_blocks, (torch.ones(3, BLOCK, device=DEVICE),)),
     ):
         torch.library.opcheck(op.default, args, test_utils="test_faketensor")
+
+
+def test_gpus_without_the_type_decode_by_pytorch(monkeypatch):
+    q, scale = torch.randn(256, 256).to(E4), torch.rand(2, 2)
+    monkeypatch.setattr(f"{dense.__module__}.dense_blocks", None)
+    for arch in ("sm80", "gfx942"):
+        monkeypatch.setattr(launch_config, "arch", lambda arch=arch: arch)
+        assert dense(q, scale, (128, 128), torch.bfloat16).dtype == torch.bfloat16

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, launcher
+from liger_kernel.ops._core import acc, launch_config, launcher
 from liger_kernel.ops._core.operator import intercepted, launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import _LEAST, E4, LEAST, _quantized, _size, lacking, transposed
@@ -120,7 +120,10 @@ def cast(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dense(q: Tensor, scale: Tensor, blocks: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """q (..., N, K) times the scale of each block, as a new tensor of ``dtype``."""
-    if q.numel() and use_kernels(q.new_empty(0, dtype=dtype)) and q.is_contiguous():
+    # Triton has E4M3 for Ada, Hopper and newer; PyTorch converts it everywhere
+    arch = launch_config.arch()
+    known = arch == "cpu" or (arch.startswith("sm") and int(arch[2:]) >= 89)
+    if known and q.numel() and use_kernels(q.new_empty(0, dtype=dtype)) and q.is_contiguous():
         return dense_blocks(q, scale.contiguous(), *blocks, dtype)
     return reference(q, scale, blocks, dtype)
 

@@ -246,8 +246,11 @@ def _directly(stock, name, semantic):
     kept = []  # types whose identities are keys
 
     def direct(dtype) -> bool:
-        return dtype.is_int() if name in ("__and__", "__or__") else dtype.name != "bf16" and (
-            dtype.is_standard_floating() or (dtype.is_int() and name != "__truediv__" and dtype is not tl.int1)
+        return (
+            dtype.is_int()
+            if name in ("__and__", "__or__")
+            else dtype.name != "bf16"
+            and (dtype.is_standard_floating() or (dtype.is_int() and name != "__truediv__" and dtype is not tl.int1))
         )
 
     def learn(key, self, other, out):

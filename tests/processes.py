@@ -71,16 +71,32 @@ def as_users_run_it() -> None:
     _op._KERNEL_DEVICES.discard("cpu")
 
 
-def run_script(argv: list[str], env: dict[str, str], log: str) -> None:
-    """Be ``python *argv`` in a process that has imported everything. Packages that are found in
-    ``PYTHONPATH`` before ours replace it."""
-    write_to(log), as_users_run_it(), os.environ.clear(), os.environ.update(env)
-    sys.argv, sys.path[:0] = argv, env["PYTHONPATH"].split(os.pathsep)
+def run_script(argv: list[str], env: dict[str, str], log: str, folder: str = ".") -> None:
+    """Be ``python *argv`` in a process that has imported everything: a file, or ``-c`` and code.
+    Packages that are found in ``PYTHONPATH`` before ours replace it. Without ``TRITON_INTERPRET``
+    in ``env``, a user's process."""
+    write_to(log), os.chdir(folder), os.environ.clear(), os.environ.update(env)
+    if "TRITON_INTERPRET" not in env:
+        as_users_run_it()
+    sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
     ours, theirs = sys.modules["liger_kernel"], importlib.machinery.PathFinder.find_spec("liger_kernel", sys.path)
     if theirs.origin != ours.__file__:
         for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
             del sys.modules[name]
-    runpy.run_path(argv[0], run_name="__main__")
+    if argv[0] == "-c":
+        sys.argv = ["-c", *argv[2:]]
+        exec(argv[1], {"__name__": "__main__"})
+    else:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def forked(argv: list[str], env: dict[str, str], log: str | os.PathLike, folder: str | os.PathLike = ".") -> tuple:
+    """Exit code of ``run_script``, and what it said: to import again takes longer than most scripts."""
+    child = forkserver().Process(target=run_script, args=(argv, env, str(log), str(folder)))
+    child.start(), child.join()
+    with open(log) as said:
+        return child.exitcode, said.read()
 
 
 def run_code(code: str, argv: list[str], ends: dict[str, Connection], log: str) -> None:

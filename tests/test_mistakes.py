@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from quick import further
@@ -402,18 +404,18 @@ def test_ctrl_c_takes_one_line(tmp_path, user_env):
     (tmp_path / "text.jsonl").write_text('{"text": "%s"}\n' % ("def add(a, b): return a + b. " * 60))
     flags = "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1"
     flags += " --log-every 1 --device cpu --eval-fraction 0"
-    command = [sys.executable, "-m", "liger_kernel.cli", "train", *flags.split()]
-    pipes: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    env = user_env | {"PYTHONPATH": str(ROOT / "src")}
-    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs do not hear it
-    with subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=heard, **pipes) as process:
-        assert process.stdout
-        for text in process.stdout:
-            if text.startswith("step "):
-                break
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.endswith("liger train: interrupted\n") and "Traceback" not in err, err
+    said, main = tmp_path / "said", "import sys; from liger_kernel import cli; sys.exit(cli.main(sys.argv[1:]))"
+    argv = ["-c", main, "train", *flags.split()]
+    child = processes.forkserver().Process(target=processes.run_script, args=(argv, user_env, said, tmp_path))
+    child.start()
+    end = time.monotonic() + 60
+    while not said.exists() or "\nstep " not in said.read_text():
+        assert child.is_alive() and time.monotonic() < end, said.read_text()
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGINT)
+    child.join(60)
+    found = said.read_text()
+    assert child.exitcode == 130 and found.endswith("liger train: interrupted\n") and "Traceback" not in found, found
 
 
 # -- Python: apply functions and auto classes ------------------------------------------------

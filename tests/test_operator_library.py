@@ -6,10 +6,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 from devices import needs_kernels
 
@@ -38,7 +37,6 @@ def installed(tmp_path_factory) -> Path:
     return site
 
 
-# one process, as importing takes longer than most of it
 CALLS = """
 import os, pytest
 from liger_kernel import cli
@@ -49,16 +47,15 @@ assert cli.main(["ops"]) == cli.main(["bench", "l2_normalise", "--case", "odd", 
 
 
 @needs_kernels
-def test_its_checks_pass_and_commands_see_it(installed):
+def test_its_checks_pass_and_commands_see_it(installed, tmp_path):
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": path}
-    command = [sys.executable, "-c", CALLS]
-    done = subprocess.run(command, cwd=installed, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 44
-    assert re.search(r"^l2_normalise +3 cases  Rows of length 1", done.stdout, re.M)
-    assert re.search(r"^rms_norm .*^.*l2_normalise.*odd", done.stdout, re.M | re.S), done.stdout
-    assert "the operators of no_such_module are missing" in done.stderr
+    code, said = processes.forked(["-c", CALLS], env, tmp_path / "said", installed)
+    assert code == 0, said
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 44
+    assert re.search(r"^l2_normalise +3 cases  Rows of length 1", said, re.M)
+    assert re.search(r"^rms_norm .*^.*l2_normalise.*odd", said, re.M | re.S), said
+    assert "the operators of no_such_module are missing" in said
 
 
 # What is wrong: the text, another one instead, the check that finds it, and what it says

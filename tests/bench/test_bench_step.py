@@ -358,9 +358,7 @@ def test_batches_are_measured_until_one_fails(machine, monkeypatch, capsys, tmp_
 
 def forked(command, env, stdout, **_):
     """``subprocess.run`` of a child that measures: importing takes longer than the rest."""
-    child = processes.forkserver().Process(target=processes.run_script, args=(command[1:], env, stdout.name))
-    child.start(), child.join()
-    return types.SimpleNamespace(returncode=child.exitcode)
+    return types.SimpleNamespace(returncode=processes.forked(command[1:], env, stdout.name)[0])
 
 
 def test_smoke_end_to_end(tmp_path, capsys, monkeypatch):
@@ -443,7 +441,8 @@ def test_experts_over_two_processes(package, tmp_path):
     assert two["rows"][0]["losses"] == pytest.approx(one["rows"][0]["losses"], rel=1e-5)
 
 
-def test_a_child_that_finds_another_package_fails_and_says_so(tmp_path):
+def test_a_child_that_finds_another_package_fails_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "subprocess", types.SimpleNamespace(run=forked))
     found = step.run_child(spec(tmp_path, package=str(tmp_path)), tmp_path)
     assert found["failed"].startswith("ImportError: liger_kernel was found in") and str(tmp_path) in found["failed"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import subprocess
-import sys
 from fnmatch import filter as matching
 from pathlib import Path
 
 import environments
+import processes
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +26,8 @@ def test_it_runs(script, user_env, tmp_path):
     for package in {(getattr(n, "module", None) or n.names[0].name).split(".")[0] for n in imports}:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: make test-integrations")
-    command = [sys.executable, str(path)]
-    done = subprocess.run(command, env=user_env, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "loss" in done.stdout
+    code, said = processes.forked([str(path)], user_env, tmp_path / "said", tmp_path)
+    assert code == 0 and "loss" in said, said
 
 
 def test_environments_of_a_change():

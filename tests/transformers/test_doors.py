@@ -4,8 +4,6 @@ and functions, and the frameworks themselves."""
 import contextlib
 import copy
 import inspect
-import os
-import runpy
 import subprocess
 import sys
 import types
@@ -618,25 +616,14 @@ def test_data_parallel_style_wrappers_find_the_columns():
     assert set(inspect.signature(model.forward).parameters) == stock | {"skip_logits"}
 
 
-def _run_as_a_user(script: Path, said: Path) -> None:
-    """In a process that has imported everything; on a CPU users are served by references."""
-    with open(said, "w", buffering=1) as sys.stdout:
-        sys.stderr, sys.argv = sys.stdout, [str(script)]
-        del os.environ["TRITON_INTERPRET"]
-        _op._KERNEL_DEVICES.discard("cpu")
-        runpy.run_path(str(script), run_name="__main__")
-
-
 @pytest.mark.parametrize("script", sorted(p.name for p in Path(__file__).parents[2].joinpath("examples").glob("*.py")))
 def test_examples_run(script, user_env, tmp_path):
-    path, said = Path(__file__).parents[2] / "examples" / script, tmp_path / "said"
+    path = Path(__file__).parents[2] / "examples" / script
     if DEVICE == "cuda" or not _op.INTERPRET:
         done = subprocess.run([sys.executable, str(path)], env=user_env, capture_output=True, text=True)
         code, printed = done.returncode, done.stdout + done.stderr
     else:
-        process = processes.forkserver().Process(target=_run_as_a_user, args=(path, said))
-        process.start(), process.join()
-        code, printed = process.exitcode, said.read_text()
+        code, printed = processes.forked([str(path)], user_env, tmp_path / "said")
     assert code == 0 and "loss" in printed, printed
 
 

@@ -12,6 +12,8 @@ import runpy
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from unittest import mock
 
@@ -72,7 +74,7 @@ def as_users_run_it() -> None:
 
 
 def run_script(argv: list[str], env: dict[str, str], log: str, folder: str = ".") -> None:
-    """Be ``python *argv`` in a process that has imported everything: a file, or ``-c`` and code.
+    """Be ``python *argv`` in a process that has imported everything: a file, ``-c`` or ``-m``.
     Packages that are found in ``PYTHONPATH`` before ours replace it. Without ``TRITON_INTERPRET``
     in ``env``, a user's process."""
     write_to(log), os.chdir(folder), os.environ.clear(), os.environ.update(env)
@@ -86,6 +88,9 @@ def run_script(argv: list[str], env: dict[str, str], log: str, folder: str = "."
     if argv[0] == "-c":
         sys.argv = ["-c", *argv[2:]]
         exec(argv[1], {"__name__": "__main__"})
+    elif argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
         runpy.run_path(argv[0], run_name="__main__")
@@ -114,6 +119,13 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
+
+
+def until(condition: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def start_ranks(fn, args: tuple, ranks: int) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import processes
@@ -408,10 +407,7 @@ def test_ctrl_c_takes_one_line(tmp_path, user_env):
     argv = ["-c", main, "train", *flags.split()]
     child = processes.forkserver().Process(target=processes.run_script, args=(argv, user_env, said, tmp_path))
     child.start()
-    end = time.monotonic() + 60
-    while not said.exists() or "\nstep " not in said.read_text():
-        assert child.is_alive() and time.monotonic() < end, said.read_text()
-        time.sleep(0.02)
+    processes.until(lambda: not child.is_alive() or (said.exists() and "\nstep " in said.read_text()))
     os.kill(child.pid, signal.SIGINT)
     child.join(60)
     found = said.read_text()

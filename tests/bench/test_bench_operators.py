@@ -1,11 +1,14 @@
 """The instrument itself: declared costs against counts, the accuracy gate, rivals, tuning."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import math
 import types
 
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,7 +137,14 @@ def test_a_kernel_that_raises_is_a_row_that_says_so():
 
 @pytest.mark.skipif(clock.GPU, reason="says what it does without a GPU")
 def test_the_command_without_a_gpu(tmp_path, capsys, user_env, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    @contextlib.contextmanager
+    def child(command, **_):
+        """``subprocess.Popen`` of a child that measures: importing takes longer than the rest."""
+        (tmp_path / "said").unlink(missing_ok=True)
+        code, said = processes.forked(command[1:], user_env, tmp_path / "said")
+        yield types.SimpleNamespace(stdout=io.StringIO(said), wait=lambda: code, kill=lambda: None)
+
+    monkeypatch.setattr(operators, "subprocess", types.SimpleNamespace(Popen=child, PIPE=None))
     json_file, csv_file = tmp_path / "b.json", tmp_path / "b.csv"
     ops, files = ["rms_norm", "linear_cross_entropy"], ["--json", str(json_file), "--csv", str(csv_file)]
     code = cli.main(["bench", *ops, "--smoke", "--against", "eager,upstream", *files])

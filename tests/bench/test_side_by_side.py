@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 pytest.importorskip("transformers")
@@ -52,7 +53,7 @@ def test_one_step(user_env, tmp_path):
     assert "tiny ours, 1 x 16: " in said
 
 
-def test_attention_that_computes_nothing():
+def test_attention_that_computes_nothing(tmp_path):
     """Beside the real operator: shapes and types of all that it returns, and zero as gradients
     of what it was given."""
     code = """
@@ -64,10 +65,8 @@ assert torch.equal(out, q) and out.transpose(1, 2).is_contiguous() and (lse.shap
 out.sum().backward()
 assert all(t.grad.shape == t.shape and not t.grad.any() for t in (q, k, v))
 """  # noqa: E501
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    exit_code, said = processes.forked(["-c", code], dict(os.environ), tmp_path / "said")
+    assert exit_code == 0, said
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from unittest import mock
 
 import pytest
 import torch
-from processes import as_users_run_it, forkserver, free_port, write_to
+from processes import as_users_run_it, forkserver, free_port, until, write_to
 from quick import further
 from small_runs import TEXT, refused, saved, small_run, write_jsonl
 
@@ -821,24 +821,23 @@ def test_a_store_of_a_stranger_has_files_alone(strange, tmp_path, capsys):
 
 def test_a_second_run_in_a_folder_is_told_who_has_it(base, tmp_path, monkeypatch):
     config = place(base, tmp_path, parallel="none", steps=3, checkpoint_every=2)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
+    holder = forkserver().Process(target=hold, args=(tmp_path / "run", tmp_path / "held"))
+    holder.start()
+    until((tmp_path / "held").exists)
     monkeypatch.setattr(folder, "PATIENCE", 0.2)
     who = f"process {holder.pid} on {socket.gethostname()}, since 20"
     refused(f"another run writes to .*: {who}.*give another --out", loop.train, config)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
-    holder.kill(), holder.wait()  # it goes with its process, however that ends
+    holder.kill(), holder.join()  # it goes with its process, however that ends
     loop.train(config)
     loop.train(config)
 
 
-HOLDER = """
-import pathlib, sys, time
-from liger_kernel.train import folder
-taken = folder.acquired(pathlib.Path(sys.argv[1]), 0)
-print("held", flush=True)
-time.sleep(60)
-"""
+def hold(run, held):
+    taken = folder.acquired(run, 0)
+    held.touch()
+    time.sleep(60)
+    del taken
 
 
 def test_all_ranks_refuse_a_folder_that_another_run_has(base, undisturbed, tmp_path):
@@ -1216,13 +1215,6 @@ def workers_of(pid):
         for path in Path("/proc").glob("[0-9]*/stat")
     }
     return sorted(process for process, parent in parents.items() if parent == pid)
-
-
-def until(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

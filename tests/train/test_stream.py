@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 import safetensors.torch
-from processes import forkserver
+from processes import forkserver, run_script, until
 from small_runs import refused, small_run
 
 from liger_kernel.train import data as data_module
@@ -319,11 +318,12 @@ print(data._writer.pid, data._folder, flush=True)
 time.sleep(1000)
 """
     config.save_to(tmp_path / "config.json")
-    reader = subprocess.Popen([sys.executable, "-c", code], env=user_env, stdout=subprocess.PIPE, text=True)
-    pid, folder = reader.stdout.readline().split()
+    reader = forkserver().Process(target=run_script, args=(["-c", code], user_env, tmp_path / "said"))
+    reader.start()
+    until(lambda: (tmp_path / "said").exists() and "\n" in (tmp_path / "said").read_text())
+    pid, folder = (tmp_path / "said").read_text().split()
     assert not path_of(Path(folder), 6666).exists()
-    reader.kill()
-    reader.communicate()
+    reader.kill(), reader.join()
     end = time.monotonic() + 60
     while Path("/proc", pid).exists() and "State:\tZ" not in Path("/proc", pid, "status").read_text():
         assert time.monotonic() < end

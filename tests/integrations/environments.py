@@ -133,15 +133,15 @@ def made(name: str) -> Path:
     whole, alone = ENVIRONMENTS[name][1:]
     ready = folder / "ready"
     if not ready.exists() or ready.read_text() != repr((whole, alone)):
-        venv.create(folder, with_pip=True, clear=True)
+        venv.create(folder, clear=True)  # pip of the environment at hand serves: to install one takes seconds
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "over.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
         # newer than what Python brings, to build what there is only as source
         builds = ["setuptools>=77"] if alone else []
         for packages, how in ((whole, []), (builds, []), (alone, ["--no-deps", "--no-build-isolation"])):
             if packages:
-                command = [python, "-m", "pip", "install", "-q", "--no-compile", *how, *packages]
-                subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
+                command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-compile", *how]
+                subprocess.run([*command, *packages], check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
         if name.startswith("torch-"):
             stand_ins.make(site)
         ready.write_text(repr((whole, alone)))

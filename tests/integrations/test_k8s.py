@@ -303,16 +303,16 @@ def test_hostile_values_stay_text_in_a_chart(name, helm, tmp_path):
         assert plain(rendered) == plain(objects(made)), made
 
 
-@pytest.mark.smoke
-def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user_env, tmp_path):
-    """Two ranks, their metrics, SIGTERM, and a pod after it that goes on."""
+@pytest.mark.parametrize("ranks", [smoke(1), 2])
+def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(ranks, user_env, tmp_path):
+    """Its ranks, their metrics, SIGTERM, and a pod after it that goes on."""
     text = tmp_path / "shared" / "text.jsonl"
     text.parent.mkdir()
     docs = sorted((ROOT / "docs").rglob("*.md"))
     text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in docs))
     sizes = dict(length=32, batch=2, hidden=32, layers=1, heads=2, vocab=400, lr=1e-3, steps=200, device="cpu")
     sizes |= dict(eval_fraction=0, log_every=1, checkpoint_every=500)
-    train = TrainConfig(**sizes, data="/shared/text.jsonl", nproc=2, parallel="ddp", out="run")
+    train = TrainConfig(**sizes, data="/shared/text.jsonl", nproc=ranks, parallel="ddp", out="run")
     found = objects(Job(name="run", image="registry.test/liger:1", nodes=1, gpus=0, volume="claim", train=train))
     here = lambda value: re.sub("/(?=shared|cache)", f"{tmp_path}/", value.replace("/etc/liger", str(tmp_path)))
     (config,) = [o["data"]["train.json"] for o in found if o["kind"] == "ConfigMap"]
@@ -335,7 +335,7 @@ def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(user
     assert pod.poll() is None, pod.communicate()[0]
     probe = container["livenessProbe"]["httpGet"]
     assert probe["port"] == port and get(0, probe["path"]).status == 200
-    assert b'liger_step{rank="1"}' in get(1, "/metrics").read()
+    assert f'liger_step{{rank="{ranks - 1}"}}' in get(ranks - 1, "/metrics").read().decode()
     pod.send_signal(signal.SIGTERM)
     output = pod.communicate(timeout=120)[0]
     assert pod.returncode == PREEMPTED, output

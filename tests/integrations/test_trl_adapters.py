@@ -16,7 +16,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
 import adapters
 from adapters import EVERY, Gradients, assert_rounds_as
 from hf_models import DEVICE, assert_same_learning, forget_training, make
-from test_trl import EVALUATED, FUSED, MEANS, assert_same, reward, rows, smoke, taught
+from test_trl import EVALUATED, FUSED, MEANS, assert_same, reward, rows, taught
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
@@ -91,7 +91,7 @@ def adapted() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "config", "forwards"),
     [
-        smoke({}, {}, 4),
+        ({}, {}, 4),
         ({"flags": STOCK}, {}, 0),
         # without padding: rows follow one another
         ({"packing": True, "max_length": 32, "gradient_accumulation_steps": 1}, {}, 2),

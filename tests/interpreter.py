@@ -225,7 +225,11 @@ def _attribute(obj, name, member, builder, scope):
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
-    scope.set_attr(obj, name, _directly(call, name, semantic) if obj is tl.tensor and name in _UFUNCS else call)
+    if obj is tl.tensor and name in _UFUNCS:
+        call = _directly(call, name, semantic)
+    elif obj is tl.tensor and name == "__getitem__":
+        call = _indexed(call)
+    scope.set_attr(obj, name, call)
 
 
 _UFUNCS = {
@@ -305,6 +309,23 @@ def _directly(stock, name, semantic):
         out.handle, out.type = handle, made
         out.dtype, out.shape, out.numel = made.of_values
         return out
+
+    return call
+
+
+def _indexed(stock):
+    """``x[:, None]`` of a type that has met it before: numpy's own."""
+    known: dict[tuple, tuple] = {}
+
+    def call(self, slices):
+        if type(slices) is not tuple:
+            return stock(self, slices)
+        key = id(self.type), *[s if s is None else s.start is s.stop for s in slices]
+        if (found := known.get(key)) is None:
+            out = stock(self, slices)  # which refuses what is neither None nor a whole slice
+            known[key] = out.type, self.type  # whose identity is part of the key
+            return out
+        return tl.tensor(interpreter.TensorHandle(self.handle.data[slices], self.handle.dtype), found[0])
 
     return call
 

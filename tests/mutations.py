@@ -109,8 +109,8 @@ MUTATIONS = {
     "resume": Mutation(
         "a run that goes on reads the first rows again",
         "train/loop.py",
-        'self.step, self.position, self.tokens = state["step"], state["position"], state["tokens"]\n',
-        'self.step, self.position, self.tokens = state["step"], 0, state["tokens"]\n',
+        "            setattr(self, name, state[name])\n",
+        '            setattr(self, name, state[name] if name != "position" else 0)\n',
         "tests/train/test_runtime.py",
         "loses_nothing and terminated",
     ),

@@ -10,6 +10,7 @@ import os
 import random
 import runpy
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -97,11 +98,18 @@ def run_script(argv: list[str], env: dict[str, str], log: str, folder: str = "."
 
 
 def forked(argv: list[str], env: dict[str, str], log: str | os.PathLike, folder: str | os.PathLike = ".") -> tuple:
-    """Exit code of ``run_script``, and what it said: to import again takes longer than most scripts."""
-    child = forkserver().Process(target=run_script, args=(argv, env, str(log), str(folder)))
-    child.start(), child.join()
+    """Exit code of ``python *argv``, and what it said: by ``run_script``, as to import again takes
+    longer than most scripts; where there is a GPU, in a process that may use it."""
+    if torch.cuda.is_available():
+        with open(log, "a") as said:
+            command = [sys.executable, *argv]
+            code = subprocess.run(command, env=env, cwd=folder, stdout=said, stderr=said, check=False).returncode
+    else:
+        child = forkserver().Process(target=run_script, args=(argv, env, str(log), str(folder)))
+        child.start(), child.join()
+        code = child.exitcode
     with open(log) as said:
-        return child.exitcode, said.read()
+        return code, said.read()
 
 
 def run_code(code: str, argv: list[str], ends: dict[str, Connection], log: str) -> None:

@@ -404,8 +404,8 @@ def test_ctrl_c_takes_one_line(tmp_path, user_env):
     flags = "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1"
     flags += " --log-every 1 --device cpu --eval-fraction 0"
     said, main = tmp_path / "said", "import sys; from liger_kernel import cli; sys.exit(cli.main(sys.argv[1:]))"
-    argv = ["-c", main, "train", *flags.split()]
-    child = processes.forkserver().Process(target=processes.run_script, args=(argv, user_env, said, tmp_path))
+    argv, env = ["-c", main, "train", *flags.split()], user_env | {"CUDA_VISIBLE_DEVICES": ""}
+    child = processes.forkserver().Process(target=processes.run_script, args=(argv, env, said, tmp_path))
     child.start()
     processes.until(lambda: not child.is_alive() or (said.exists() and "\nstep " in said.read_text()))
     os.kill(child.pid, signal.SIGINT)

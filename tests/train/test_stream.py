@@ -318,7 +318,8 @@ print(data._writer.pid, data._folder, flush=True)
 time.sleep(1000)
 """
     config.save_to(tmp_path / "config.json")
-    reader = forkserver().Process(target=run_script, args=(["-c", code], user_env, tmp_path / "said"))
+    env = user_env | {"CUDA_VISIBLE_DEVICES": ""}
+    reader = forkserver().Process(target=run_script, args=(["-c", code], env, tmp_path / "said"))
     reader.start()
     until(lambda: (tmp_path / "said").exists() and "\n" in (tmp_path / "said").read_text())
     pid, folder = (tmp_path / "said").read_text().split()

@@ -50,8 +50,8 @@ def dump(documents: list[Object], mark: str = "\0") -> str:
         ignore_aliases = lambda *_: True
 
     def text(dumper: Any, value: str) -> Any:
-        quoted = mark in value or re.fullmatch(r"[-+.]?[0-9][\w.+-]*|[yYnN]", value)
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, "'" if quoted else "|" if "\n" in value else None)
+        quote = mark in value or re.fullmatch(r"[-+.]?[0-9][\w.+-]*|[yYnN]", value)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, "'" if quote else "|" if "\n" in value else None)
 
     Dumper.add_representer(str, text)
     Dumper.add_representer(Number, lambda dumper, value: dumper.represent_str(str(value)))

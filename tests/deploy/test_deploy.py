@@ -318,7 +318,7 @@ SET_BY_OTHERS = {
     "Flyte's pods": "LIGER_JOB",
     "`liger bench`, for its own processes": "PYTHONPATH",
     "a user who wants another implementation": "LIGER_KERNEL_IMPL LIGER_KERNEL_IMPL_<OPERATOR> LIGER_KERNEL_BACKEND "
-    "LIGER_KERNEL_BACKEND_<OPERATOR> LIGER_KERNEL_STRICT",
+    "LIGER_KERNEL_BACKEND_<OPERATOR> LIGER_KERNEL_STRICT LIGER_FP8_BLOCKS",
     "a user who arranges the memory of a GPU": "PYTORCH_CUDA_ALLOC_CONF",
     "a user who looks for a mistake": "LIGER_CHECKS LIGER_TRACEBACK TRITON_INTERPRET",
     "nobody, as the compiler is g++, and HOME is set": "CXX XDG_CACHE_HOME",

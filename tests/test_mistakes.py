@@ -403,7 +403,9 @@ def test_ctrl_c_takes_one_line(tmp_path, user_env):
     (tmp_path / "text.jsonl").write_text('{"text": "%s"}\n' % ("def add(a, b): return a + b. " * 60))
     flags = "--data text.jsonl --length 24 --batch 2 --steps 100000 --vocab 300 --hidden 32 --heads 2 --layers 1"
     flags += " --log-every 1 --device cpu --eval-fraction 0"
-    said, main = tmp_path / "said", "import sys; from liger_kernel import cli; sys.exit(cli.main(sys.argv[1:]))"
+    # a shell's background jobs do not hear it
+    heard = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    said, main = tmp_path / "said", f"{heard}; from liger_kernel import cli; sys.exit(cli.main(sys.argv[1:]))"
     argv, env = ["-c", main, "train", *flags.split()], user_env | {"CUDA_VISIBLE_DEVICES": ""}
     child = processes.forkserver().Process(target=processes.run_script, args=(argv, env, said, tmp_path))
     child.start()

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
+from liger_kernel.transformers.patching.flags import options_of
 from liger_kernel.transformers.patching.report import patches_report
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
@@ -205,3 +206,9 @@ def test_off_and_restored():
     restore(model)
     assert_same_learning(step(model)[1], off)
     assert "gated_delta_rule" not in str(patches_report(model)).partition("stock")[0]
+
+
+def test_with_everything_off_nothing_changes():
+    off = dict(rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    assert not options_of("qwen3_next", off).recurrent and options_of("qwen3_next", {}).recurrent
+    assert options_of("qwen3_next", off | {"recurrent": True}).recurrent

@@ -32,7 +32,8 @@ def wrap(model: nn.Module) -> nn.Module:
 
 def lend_gradients(model: nn.Module) -> None:
     """Do not copy the gradients of replayed steps: all that reads them, as clipping and optimizers do, does
-    so before the next forward of ``model``, except through ``.grad`` (accumulation)."""
+    so before the next forward of ``model``, except through ``.grad`` (accumulation). Raises ``ValueError``
+    for what is no module."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"graphs.lend_gradients: model must be an nn.Module, got {type(model).__name__}")
     # adapters are around the one that is recorded, and a trainer may patch it later

@@ -150,7 +150,8 @@ class _Mask(PackedMask):
 def shared_prompts(model: nn.Module, answers: int) -> Iterator[None]:
     """Meanwhile ``model`` computes the prompts of each batch once. ``answers``: how many columns of a
     batch, the last ones, are answers. Batches in which no two rows have the same prompt run as they
-    are. What cannot be right this way runs as it is, and a warning says why."""
+    are. What cannot be right this way runs as it is, and a warning says why. Raises ``ValueError`` for
+    other numbers of columns, and for a model that takes no tokens with a mask and positions."""
     if answers < 1:
         raise ValueError(f"shared_prompts: answers must be at least 1, got {answers}")
     bodies = [

@@ -19,6 +19,7 @@ from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP, is_wrappe
 
 _TOPK = {torch.topk, Tensor.topk}
 _MASK = {torch.masked_fill, Tensor.masked_fill}
+_WATCHED = _TOPK | _MASK
 
 
 class _Choice(TorchFunctionMode):
@@ -33,7 +34,7 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function not in _TOPK | _MASK or args[0].shape[-1:] != (self.experts,):
+        if function not in _WATCHED or not args or args[0].shape[-1:] != (self.experts,):
             return result
         if function in _MASK:
             # of groups of experts that are not chosen: scores of experts in them count if these are given

@@ -24,8 +24,8 @@ from liger_kernel.ops.projections.grouped_mm import grouped_mm, write_mm
 from liger_kernel.ops.projections.weights import Weight
 
 BLOCK = 32  # values with one scale
-# bytes of the experts that are dense at a time; fewer would leave processors without a tile in the
-# last round, reasoned, not measured
+# bytes of the experts that are dense at a time: gpt-oss-20b takes 360 ms and 14.56 GiB with 2^29, and
+# 331 ms and 14.96 GiB with 2^30
 PART = 2**29
 E2M1 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of the lower three bits; the highest is the sign
 
@@ -66,13 +66,19 @@ def rounded(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
+def small_float(bits, SIGN: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr, LEAST: tl.constexpr):
+    """In fp32, of the bits of a narrower type in int32: its bit of sign, bits of fraction, the bias of its
+    exponent and its least number."""
+    size = bits & (SIGN - 1)
+    # with an exponent, this and the fraction lie as those of fp32 do, if they are moved
+    normal = ((size << (23 - FRACTION)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < (1 << FRACTION), size.to(tl.float32) * LEAST, normal)
+    return tl.where(bits > SIGN - 1, -value, value)
+
+
+@jit
 def e2m1(half):
-    """In fp32, of four bits of e2m1 in int32."""
-    size = half & 7
-    # from two halves on, exponent and fraction lie as those of fp32 do, if these are moved
-    large = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(size < 2, size.to(tl.float32) * 0.5, large)
-    return tl.where(half > 7, -value, value)
+    return small_float(half, 8, 1, 1, 0.5)
 
 
 @jit

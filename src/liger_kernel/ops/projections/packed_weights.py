@@ -24,7 +24,7 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import E4
-from liger_kernel.ops.projections.mxfp4 import E2M1, e2m1
+from liger_kernel.ops.projections.mxfp4 import E2M1, e2m1, small_float
 from liger_kernel.ops.projections.weights import Dequantized
 
 NVFP4 = 16  # values with one scale
@@ -76,11 +76,7 @@ def columns_reference(
 @jit
 def _e4m3(byte):
     """In fp32, of the bits of E4M3 in int32: GPUs before Hopper and Ada have no such type."""
-    size = byte & 127
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    # without an exponent, eighths of the smallest power of 2
-    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    return tl.where(byte > 127, -value, value)
+    return small_float(byte, 128, 3, 7, 0.001953125)
 
 
 @jit

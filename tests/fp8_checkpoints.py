@@ -18,7 +18,9 @@ def stored_in_blocks(w: Tensor, blocks: tuple[int, int]) -> tuple[Tensor, Tensor
     """w (..., N, K) in e4m3, and the scale of each block."""
     *lead, N, K = w.shape
     scale = torch.rand(*lead, -(-N // blocks[0]), -(-K // blocks[1])) / 100 + 0.001
-    return (w.float() / reference(torch.ones_like(w), scale, blocks, torch.float32)).to(E4), scale
+    # PyTorch before 2.12 makes a NaN of what is beyond the largest number
+    most = torch.finfo(E4).max
+    return (w.float() / reference(torch.ones_like(w), scale, blocks, torch.float32)).clamp(-most, most).to(E4), scale
 
 
 def publish(model: nn.Module, path: Path, blocks: tuple[int, int]) -> nn.Module:

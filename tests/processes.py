@@ -44,8 +44,9 @@ def forkserver() -> multiprocessing.context.BaseContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # before Python 3.13 the server does not see sys.path
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), CUDA_VISIBLE_DEVICES=""):
+    # before Python 3.13 the server does not see sys.path; a fork of a process with OpenMP's threads waits for them
+    own = dict(PYTHONPATH=os.pathsep.join(sys.path), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    with mock.patch.dict(os.environ, own):
         forkserver.ensure_running()
     return context
 

@@ -189,3 +189,20 @@ def test_the_trainers_entry_logs_one_line(caplog):
 def test_mistakes(model, flags, text):
     with pytest.raises(TypeError, match=text):
         liger_kernel.apply(model, **flags)
+
+
+@pytest.mark.parametrize(("rows", "grad", "ours"), [(64, False, False), (65, False, True), (4, True, True)])
+def test_a_step_of_generation_runs_stock_modules(monkeypatch, rows, grad, ours):
+    model, ran = make("qwen3"), []
+    liger._apply_liger_kernel_to_instance(model)
+    for module, name in (("norms", "rms_norm"), ("ropes", "rope"), ("mlps", "glu"), ("mlps", "mlp")):
+        place = sys.modules[f"liger_kernel.transformers.recognise.{module}"]
+        run = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, run=run, name=name, **k: ran.append(name) or run(*a, **k))
+    rules = sys.modules["liger_kernel.transformers.rewrite.rules"]
+    add, turn = rules.fused_add_rms_norm, rules.qk_norm_rope
+    monkeypatch.setattr(rules, "fused_add_rms_norm", lambda *a: ran.append("add") or add(*a))
+    monkeypatch.setattr(rules, "qk_norm_rope", lambda *a, **k: ran.append("turn") or turn(*a, **k))
+    with torch.set_grad_enabled(grad):
+        model(input_ids=torch.ones(rows, 1, dtype=torch.long, device=DEVICE), use_cache=False)
+    assert bool(ran) == ours, ran

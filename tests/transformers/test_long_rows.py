@@ -406,7 +406,7 @@ def test_adapters_with_dropout_or_magnitude(dropout, tiles):
 
 def test_generation(tiles):
     model = make("llama").eval()
-    prompt = tokens()["input_ids"]
+    prompt = tokens(batch=6)["input_ids"]  # more rows than a step of generation has
     options = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(prompt), eos_token_id=None)
     expected = model.generate(prompt, **options)
     patch(model, tiled_mlp=3, activation_offloading=True)

@@ -167,13 +167,12 @@ def _kda_prepare(
 
 @jit
 def _store_normalised(
-    dx_ptr, dx, dot, x_ptr, r, row, length, h, col, stride, H,
+    dx_ptr, dx, dot, x, r, row, length, h, col, H,
     NORM: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the gradient of x, from that of its rows times r, their inverse norms, and
     the products ``dot`` of these rows with their gradients."""
     if NORM:
-        x = _columns(x_ptr, row, h, col, row + length, stride, DK, C, BLOCK_K)
         dx = (dx - x * (r * dot)[:, None]) * r[:, None]
     i = tl.arange(0, C)
     c = col + tl.arange(0, BLOCK_K)
@@ -190,7 +189,8 @@ def _kda_queries(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head: dq, the part of dg that comes through q, and for ``_kda_keys`` the
-    operand N. One half of the columns after the other, as not all fit into registers."""
+    operand N. Some columns after others, as not all fit into registers; their sums wait in the
+    memory of that part for the norm, which needs those of all."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -220,11 +220,8 @@ def _kda_queries(
         N *= (rk / unit_k)[None, :]
         size = tl.maximum(tl.max(tl.abs(N), 1), 1e-30)
         N = (N / size[:, None]).to(UNIT)
-        left = tl.zeros((C, BLOCK_K), tl.float32)
-        right = tl.zeros((C, BLOCK_K), tl.float32)
         dot = tl.zeros((C,), tl.float32)
         for col in range(0, DK, BLOCK_K):
-            left = right
             dq = tl.zeros((C, BLOCK_K), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 do = _tile(do_ptr, row, h, start, end, sdo, DV, C, BLOCK_V, TMA)
@@ -241,16 +238,20 @@ def _kda_queries(
                 dq += tl.dot(here, unit * x, input_precision=INNER) * size[:, None] * x
             q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
             c = col + tl.arange(0, BLOCK_K)
-            through_q = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
-            tl.store(through_q, dq * q * (rq * scale)[:, None], mask=(c < DK)[None, :])
+            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
+            tl.store(mine, dq, mask=(c < DK)[None, :])
             # a token and itself have no decay, so dg has nothing of this
+            dot += tl.sum((dq + k * (itself * rk)[:, None]) * q, 1) * (rq * scale)
+        tl.debug_barrier()
+        for col in range(0, DK, BLOCK_K):
+            c = col + tl.arange(0, BLOCK_K)
+            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
+            dq = tl.load(mine, mask=(c < DK)[None, :], other=0.0)
+            q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
+            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+            tl.store(mine, dq * q * (rq * scale)[:, None], mask=(c < DK)[None, :])
             dq = (dq + k * (itself * rk)[:, None]) * scale
-            dot += tl.sum(dq * q, 1) * rq
-            right = dq
-        if DK > BLOCK_K:
-            _store_normalised(dq_ptr, left, dot, q_ptr, rq, row, length, h, 0, sq, H, NORM, C, DK, BLOCK_K)
-        col = BLOCK_K if DK > BLOCK_K else 0
-        _store_normalised(dq_ptr, right, dot, q_ptr, rq, row, length, h, col, sq, H, NORM, C, DK, BLOCK_K)
+            _store_normalised(dq_ptr, dq, dot, q, rq, row, length, h, col, H, NORM, C, DK, BLOCK_K)
 
 
 @jit
@@ -261,7 +262,7 @@ def _kda_keys(
     DV: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and one head: dk, dg and dbeta, one half of the columns after the other."""
+    """One chunk and one head: dk, dg and dbeta, some columns after others, as in ``_kda_queries``."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -292,11 +293,8 @@ def _kda_keys(
         N *= (rq / unit_q)[None, :]
         size = tl.maximum(tl.maximum(tl.max(tl.abs(N), 1), tl.max(tl.abs(M), 1)), 1e-30)
         M, N = (M / size[:, None]).to(UNIT), (N / size[:, None]).to(UNIT)
-        left = tl.zeros((C, BLOCK_K), tl.float32)
-        right = tl.zeros((C, BLOCK_K), tl.float32)
         dot = tl.zeros((C,), tl.float32)
         for col in range(0, DK, BLOCK_K):
-            left = right
             read = tl.zeros((C, BLOCK_K), tl.float32)
             written = tl.zeros((C, BLOCK_K), tl.float32)
             written_low = tl.zeros((C, BLOCK_K), tl.float32)
@@ -334,18 +332,21 @@ def _kda_keys(
                 written += tl.where(upper, 0.0, part)
             c = col + tl.arange(0, BLOCK_K)
             known = (c < DK)[None, :]
-            through_q = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
-            dg = tl.load(through_q, mask=known, other=0.0).to(tl.float32) + (read - written) * k * rk[:, None]
+            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
+            dg = tl.load(mine, mask=known, other=0.0).to(tl.float32) + (read - written) * k * rk[:, None]
             dg = tl.cumsum(tl.where(live[:, None], dg, 0.0), 0, reverse=True) + carried[None, :]
             out = dg_ptr + t[:, None] * (H * DK) + (h * DK + c)[None, :]
             tl.store(out, dg.to(dg_ptr.dtype.element_ty), mask=live[:, None] & known)
             dk = read + written + q * (itself * rq)[:, None]
             dot += tl.sum(dk * k, 1) * rk
-            right = dk
-        if DK > BLOCK_K:
-            _store_normalised(dk_ptr, left, dot, k_ptr, rk, row, length, h, 0, sk, H, NORM, C, DK, BLOCK_K)
-        col = BLOCK_K if DK > BLOCK_K else 0
-        _store_normalised(dk_ptr, right, dot, k_ptr, rk, row, length, h, col, sk, H, NORM, C, DK, BLOCK_K)
+            tl.store(mine, dk, mask=known)
+        tl.debug_barrier()
+        for col in range(0, DK, BLOCK_K):
+            c = col + tl.arange(0, BLOCK_K)
+            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
+            dk = tl.load(mine, mask=(c < DK)[None, :], other=0.0)
+            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+            _store_normalised(dk_ptr, dk, dot, k, rk, row, length, h, col, H, NORM, C, DK, BLOCK_K)
         dbeta = tl.zeros((C,), tl.float32)
         for slice in tl.static_range(SLICES):
             dbeta += tl.load(part_ptr + (at * SLICES + slice) * (2 * C) + i)

@@ -23,6 +23,7 @@ from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp, count_of
 from liger_kernel.ops.projections.weights import ByItsModule
 from liger_kernel.transformers.recognise.activations import CLAMPED, activation
 from liger_kernel.transformers.recognise.projections import (
+    as_they_are,
     engine_runs,
     fitting,
     linear,
@@ -269,6 +270,8 @@ class GLU(Variant):
         def forward(self, x):
             if torch.compiler.is_compiling():  # the compiler gets the plain formula
                 return in_tiles(stock, self, x, tiles)
+            if as_they_are(x, (getattr(self, name) for name in (*inner, outer))):
+                return stock(self, x)
             # At each call: an activation, a limit or a hook may have changed since the last one
             name, count = activation_of(self) if numbers(self) else None, _tiles_of(x, tiles)
             y = None

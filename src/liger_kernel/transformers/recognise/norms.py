@@ -20,7 +20,14 @@ from liger_kernel.ops.norms.gated_rms_norm import MAX_N, gated_rms_norm
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.transformers.recognise.activations import activation, named
-from liger_kernel.transformers.recognise.variant import NORM_FORMS, StandIns, Variant, are_numbers, random_weight
+from liger_kernel.transformers.recognise.variant import (
+    NORM_FORMS,
+    StandIns,
+    Variant,
+    are_numbers,
+    decoding,
+    random_weight,
+)
 
 # attribute with the eps -> its value in stand-ins; all differ, so that no other attribute will do
 EPS = {"variance_epsilon": 0.03, "eps": 0.11, "rms_norm_eps": 0.4, "norm_eps": 0.23, "epsilon": 0.37}
@@ -52,7 +59,7 @@ class RMSNorm(Variant):
         offset, casting, eps, weight_of = self.offset, self.casting, self.eps, WEIGHTS[self.weight][1]
 
         def forward(self, hidden_states):
-            if not are_numbers(epsilon := getattr(self, eps)):
+            if decoding(hidden_states) or not are_numbers(epsilon := getattr(self, eps)):
                 return stock(self, hidden_states)
             w = weight_of(self)
             if w is not None and w.ndim == 0:  # one number for all columns
@@ -100,7 +107,7 @@ class GatedRMSNorm(Variant):
 
         def forward(self, hidden_states, gate=None):
             act, epsilon = act_of(self), getattr(self, eps)
-            if act is None or not are_numbers(epsilon):
+            if act is None or decoding(hidden_states) or not are_numbers(epsilon):
                 return stock(self, hidden_states, gate)
             if first == "norm":
                 if gate is None or gate.shape != hidden_states.shape:
@@ -162,7 +169,7 @@ class LayerNorm(Variant):
             epsilon = OLMO_EPS if eps == "constant" else getattr(self, eps)
             several = len(getattr(self, "normalized_shape", (0,))) != 1  # dims
             # a "1P" norm casts by itself
-            if several or (autocast and form == "1P") or not are_numbers(epsilon):
+            if several or (autocast and form == "1P") or decoding(hidden_states) or not are_numbers(epsilon):
                 return stock(self, hidden_states)
             w, b = (getattr(self, name, None) for name in ("weight", "bias"))
             w = w + 1.0 if form == "1P" else w

@@ -45,17 +45,13 @@ from liger_kernel.ops.projections.packed_weights import PackedWeight
 from liger_kernel.ops.projections.weights import ByItsModule, Dense, Weight, dense
 from liger_kernel.transformers.recognise.packed_layers import compressed, packed_by_columns
 from liger_kernel.transformers.recognise.variant import Fallback as Fallback
-from liger_kernel.transformers.recognise.variant import are_numbers, plain, runs_its_class
+from liger_kernel.transformers.recognise.variant import are_numbers, decoding, plain, runs_its_class
 from liger_kernel.transformers.recognise.variant import loaded as loaded
 from liger_kernel.transformers.recognise.variant import of_package as of_package
 
 # As PyTorch has it: a patch of somebody else would be passed over by a node that multiplies by
 # itself
 _FORWARD = nn.Linear.forward
-# Calls without gradients and with up to so many rows (generation) run the modules themselves: some
-# have kernels for single tokens. Not with dropout: a reentrant checkpoint calls them again with
-# gradients, and then the masks must be drawn in the same order and dtype
-_FEW_ROWS = 64
 
 
 def is_dense(m: Any) -> bool:
@@ -469,26 +465,33 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return dtypes_of(x, ())[0]
 
 
+def as_they_are(x: Any, modules: Iterable[Any]) -> bool:
+    """Whether these linear layers run by themselves on x, a step of generation. Not with dropout: a reentrant
+    checkpoint calls them again with gradients, and the masks must be drawn in the same order and dtype."""
+    return decoding(x) and not any(_drops(m) or _has_no_kernel(m) for m in modules)
+
+
 def engine_runs(x: Any, modules: Iterable[Any]) -> bool:
     """Whether the engine can run these linear layers on x at all."""
-    if (
+    if as_they_are(x, modules):
+        return False
+    return not (
         torch.compiler.is_compiling()
         or not plain(x)
         or not x.is_floating_point()
         or not x.ndim
         or not x.numel()
         or not use_kernels(x, fusible=True)
-    ):
-        return False
-    many = torch.is_grad_enabled() or x.numel() // x.shape[-1] > _FEW_ROWS
-    return many or any(_drops(m) or _has_no_kernel(m) for m in modules)
+    )
 
 
 def _has_no_kernel(m: nn.Module) -> bool:
     """Whether a layer of a checkpoint in FP8 could not run by itself: its kernels are of a package
     that is not installed."""
+    if not in_blocks(m._modules.get("base_layer", m)):
+        return False
     available = loaded("transformers.utils.import_utils", "is_kernels_available")
-    return in_blocks(m._modules.get("base_layer", m)) and available is not None and not available()
+    return available is not None and not available()
 
 
 def _drops(m: nn.Module) -> bool:

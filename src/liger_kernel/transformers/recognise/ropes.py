@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_kernel import memory
 from liger_kernel.ops.rotary.rope import CASTING, by_sections, of_complex, rope
-from liger_kernel.transformers.recognise.variant import ROPE_FORMS, StandIns, Variant
+from liger_kernel.transformers.recognise.variant import ROPE_FORMS, StandIns, Variant, decoding
 
 # How a rope function's tables hold the angles of pairs: once, or for first and second columns,
 # which may differ: a module of the user's own makes what it likes, and may be exchanged after the
@@ -99,7 +99,8 @@ class Rope(_OfTables):
         # ``k`` and the tables have defaults, because some models call it with queries alone
         def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
             memory.readers_done()  # the projections have read the value
-            if k is None or k.ndim != 4 or not _fits(q, cos, unsqueeze_dim) or _learn(cos, sin):
+            fits = k is not None and k.ndim == 4 and not decoding(cos)
+            if not fits or not _fits(q, cos, unsqueeze_dim) or _learn(cos, sin):
                 return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
             how: dict[str, Any] = dict(layout=PAIRS.get(layout, layout), unsqueeze_dim=unsqueeze_dim, casting=casting)
             turned = rope(q, k, angles(cos), angles(sin), **how)

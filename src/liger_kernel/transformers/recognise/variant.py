@@ -172,3 +172,15 @@ def plain(t: Any) -> bool:
     """Whether ``t`` is a whole tensor: not sharded, not quantised, without the attributes of
     ZeRO; or a tensor that represents such a tensor in a warm-up."""
     return (type(t) in PLAIN or (intercepted() and isinstance(t, FakeTensor))) and not hasattr(t, "ds_id")
+
+
+# Up to so many rows are a step of generation, and heads of so many
+_FEW_ROWS, _HEADS = 64, 32
+
+
+def decoding(x: Any) -> bool:
+    """Whether ``x``, (..., C) or (..., heads, C) in any order of dims, is of a step of generation: few rows, without
+    gradients. The host's time decides there, and modules as they were take less; some have kernels for it."""
+    if torch.is_grad_enabled() or not isinstance(x, Tensor) or not x.ndim or torch.compiler.is_compiling():
+        return False
+    return x.numel() <= _FEW_ROWS * x.shape[-1] * (_HEADS if x.ndim == 4 else 1)

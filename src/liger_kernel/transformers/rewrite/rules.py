@@ -80,7 +80,15 @@ from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
 from liger_kernel.transformers.recognise.attentions import MAKERS
 from liger_kernel.transformers.recognise.experts import experts
 from liger_kernel.transformers.recognise.projections import linear, shared
-from liger_kernel.transformers.recognise.variant import LINEARS, NORM_FORMS, ROPE_FORMS, are_numbers, plain, unhooked
+from liger_kernel.transformers.recognise.variant import (
+    LINEARS,
+    NORM_FORMS,
+    ROPE_FORMS,
+    are_numbers,
+    decoding,
+    plain,
+    unhooked,
+)
 from liger_kernel.transformers.rewrite.source import (
     Found,
     attribute_of_self,
@@ -105,7 +113,9 @@ ADD_NORM, NORM_ROPE, LAST = "_liger_add_norm", "_liger_norm_rope", "_liger_last"
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
     """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm
     without hooks or wrappers and kernels can run it on ``x``."""
-    if torch.compiler.is_compiling() or not plain(x) or not use_kernels(x) or not x.is_floating_point():
+    if torch.compiler.is_compiling() or decoding(x) or not plain(x):
+        return None
+    if not use_kernels(x) or not x.is_floating_point():
         return None
     function = getattr(getattr(norm, "forward", None), "__func__", None)
     form = NORM_FORMS.get(function) if function is not None and isinstance(norm, nn.Module) else None

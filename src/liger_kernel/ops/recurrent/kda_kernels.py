@@ -262,7 +262,7 @@ def _kda_keys(
     DV: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and one head: dk, dg and dbeta, some columns after others, as in ``_kda_queries``."""
+    """One chunk and one head: dk, dg and dbeta, some columns after others as for dq."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:

@@ -75,10 +75,7 @@ def _watched(module: nn.Module) -> bool:
 class SinkAttention(Variant):
     """Eager attention with a learned score for each head that adds to the softmax's denominator."""
 
-    kind, results, exact = "attention", 1, False
-
-    def words(self) -> tuple[str, ...]:
-        return ("sinks",)
+    kind, results, exact, said = "attention", 1, False, ("sinks",)
 
     def __call__(self, stock: Callable) -> Callable:
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):

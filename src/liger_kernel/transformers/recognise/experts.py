@@ -467,10 +467,7 @@ class LoadBalancing(Variant):
     """The loss of all layers' router logits together: experts chosen by softmax, in the dtype of
     the logits."""
 
-    kind, exact = "load_balancing", False
-
-    def words(self) -> tuple[str, ...]:
-        return "softmax", "top_k"
+    kind, exact, said = "load_balancing", False, ("softmax", "top_k")
 
     def __call__(self, stock: Callable) -> Callable:
         def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):

@@ -83,10 +83,7 @@ def by_documents(run: Callable[..., Tensor], bounds: Tensor | None, *tensors: Te
 class CausalConv1d(Variant):
     """A convolution of each channel over its last tokens, and an activation."""
 
-    kind, exact = "causal_conv1d", False
-
-    def words(self) -> tuple[str, ...]:
-        return ("silu",)
+    kind, exact, said = "causal_conv1d", False, ("silu",)
 
     def __call__(self, stock: Callable) -> Callable:
         def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
@@ -117,11 +114,8 @@ class CausalConv1d(Variant):
 class GatedDeltaRule(Variant):
     """Linear attention with a decay and a delta rule, over a row of tokens."""
 
-    kind, exact = "gated_delta_rule", False
+    kind, exact, said = "gated_delta_rule", False, ("chunks",)
     operator, of_channels = staticmethod(gated_delta_rule), False
-
-    def words(self) -> tuple[str, ...]:
-        return ("chunks",)
 
     def __call__(self, stock: Callable) -> Callable:
         operator, of_channels = self.operator, self.of_channels
@@ -235,10 +229,7 @@ class Scan(Variant):
     """The scan of Mamba-2. Its output has the dtype of its input, as that of the package which stock
     calls if it is installed; stock's own is in fp32."""
 
-    kind, exact, rounds = "ssd", False, True
-
-    def words(self) -> tuple[str, ...]:
-        return ("chunks",)
+    kind, exact, rounds, said = "ssd", False, True, ("chunks",)
 
     def __call__(self, stock: Callable) -> Callable:
         def mamba2_chunk_scan(
@@ -286,10 +277,7 @@ class CombinedScan(Variant):
     """Convolution, scan, norm and projection in one function, which Transformers has only with
     another package and which refuses bounds without it: None, so that the layer calls its parts."""
 
-    kind, exact = "by_parts", False
-
-    def words(self) -> tuple[str, ...]:
-        return "convolution", "scan"
+    kind, exact, said = "by_parts", False, ("convolution", "scan")
 
     def __call__(self, stock: Callable) -> Callable:
         def mamba2_split_conv1d_scan_combined(*args, **kwargs):

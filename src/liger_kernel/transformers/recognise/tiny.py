@@ -34,12 +34,12 @@ _OF_SIZE = {
     "laurel_rank index_topk",
     16: "head_dim q_lora_rank kv_lora_rank v_head_dim mamba_d_head query_pre_attn_scalar global_head_dim "
     "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim index_head_dim swa_head_dim "
-    "swa_v_head_dim linear_head_dim window_size resampler_head_dim",
+    "linear_head_dim window_size resampler_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
     "shared_intermediate_size base_channels",
     64: "hidden_size n_embd d_model word_embed_proj_dim embed_dim out_hidden_size projection_dim "
-    "vision_output_dim projector_input_dim projector_output_dim text_hidden_size mlp_dim qk_hidden_size "
-    "projector_hidden_size num_position_embeddings in_hidden_size llm_hidden_size",
+    "vision_output_dim projector_input_dim projector_output_dim text_hidden_size mlp_dim "
+    "projector_hidden_size num_position_embeddings",
     96: "intermediate_size n_inner ffn_dim ffn_hidden_size dense_intermediate_size intermediate_size_mlp "
     "encoder_ffn_dim decoder_ffn_dim",
     128: "max_position_embeddings n_positions mamba_d_ssm",
@@ -61,7 +61,6 @@ SCALES: dict[str, Any] = dict(
     final_logit_softcapping=1.5,
     attn_logit_softcapping=5.0,
     mlp_multipliers=[0.7, 1.3],
-    logits_softcap=1.5,
     router_aux_loss_coef=0.1,
     output_router_logits=True,
 )
@@ -75,7 +74,6 @@ ALWAYS = {*_ALWAYS.split(), "n_shared_experts"}
 FITTING: dict[str, dict[str, Any]] = {
     "blip-2": dict(image_token_index=VOCAB - 1),
     "blt": dict(encoder_hash_byte_group_vocab=64),
-    "blt_local_encoder": dict(hidden_size_global=64),
     "blt_local_decoder": dict(hidden_size_global=64),
     "chameleon": dict(vocabulary_map={"<image>": VOCAB - 1}),
     "cohere_compass_text": dict(
@@ -91,7 +89,6 @@ FITTING: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"]),
     "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
     "dots1": dict(n_shared_experts=1),
-    "dots3_note_text": dict(shared_experts_intermediate_size=32),
     "emu3": dict(vocabulary_map={"<|extra_200|>": VOCAB - 2, "<image>": VOCAB - 1}),
     "emu3_vqgan": dict(channel_multiplier=[1, 1, 1, 2]),
     "ernie4_5_vl_moe_text": dict(
@@ -99,34 +96,17 @@ FITTING: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
     ),
     "flint": dict(mlp_only_layers=[0]),
-    "florence_vision": dict(
-        depths=[1, 1],
-        embed_dim=[32, 64],
-        num_heads=[2, 4],
-        num_groups=[2, 4],
-        window_size=2,
-        patch_size=[4, 2],
-        patch_stride=[4, 2],
-        patch_padding=[0, 0],
-        patch_prenorm=[False, True],
-    ),
+    "florence_vision": dict(embed_dim=[32, 64], num_heads=[2, 4], num_groups=[2, 4], patch_size=[4, 2]),
     "gemma4_text": dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32),
     "gemma3n_text": dict(num_kv_shared_layers=0),
     "glm5_next_text": dict(index_kpool=4, qk_rope_head_dim=0),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
-    "longcat_flash": dict(head_dim=8, qk_head_dim=16, num_layers=2, expert_ffn_hidden_size=32, zero_expert_num=2),
-    "mamba2": dict(num_heads=8, head_dim=16, n_groups=1),
+    "longcat_flash": dict(head_dim=8, zero_expert_num=2),
+    "mamba2": dict(num_heads=8, n_groups=1),
     "mllama_text_model": dict(cross_attention_layers=[1]),
-    "mllama_vision_model": dict(max_num_tiles=4, intermediate_layers_indices=[0], vision_output_dim=128),
     "mistral_large4_text": dict(kv_source_layers=[0, 1]),
     "muse_spark_audio": dict(hidden_sizes=[16, 16], depths=[1, 1]),
-    "prophetnet": dict(
-        num_hidden_layers=None,
-        num_encoder_layers=2,
-        num_decoder_layers=2,
-        num_encoder_attention_heads=4,
-        num_decoder_attention_heads=4,
-    ),
+    "prophetnet": dict(num_hidden_layers=None, num_decoder_layers=2, num_decoder_attention_heads=4),
     "qwen4_exp_text": dict(
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2
     ),
@@ -135,33 +115,19 @@ FITTING: dict[str, dict[str, Any]] = {
         is_decoder=True,
         axial_pos_shape=[4, 3],
         axial_pos_embds_dim=[32, 32],
-        attn_layers=["local", "lsh"],
-        num_hidden_layers=2,
         local_attn_chunk_length=4,
         lsh_attn_chunk_length=4,
-        num_buckets=2,
-        max_position_embeddings=12,
         hash_seed=0,
         hidden_dropout_prob=0.0,
         local_attention_probs_dropout_prob=0.0,
-        lsh_attention_probs_dropout_prob=0.0,
     ),
-    "roc_bert": dict(
-        enable_pronunciation=False, enable_shape=False, shape_vocab_size=100, pronunciation_vocab_size=100
-    ),
+    "roc_bert": dict(shape_vocab_size=100, pronunciation_vocab_size=100),
     "step3p5": dict(layer_types=["full_attention", "sliding_attention"], sliding_window=8),
     "unlimited_ocr_text": dict(num_key_value_heads=4),
     "vipllava": dict(vision_feature_layers=[-2, -1, 1, 0, -2]),
-    "xmod": dict(default_language="en_XX", languages=["en_XX"]),
+    "xmod": dict(default_language="en_XX"),
     "xlnet": dict(max_position_embeddings=None),
-    "zamba": dict(
-        layers_block_type=["hybrid", "linear_attention", "hybrid"],
-        num_hidden_layers=3,
-        attention_hidden_size=128,
-        attention_head_dim=32,
-        mamba_dt_rank=8,
-        n_mamba_heads=2,
-    ),
+    "zamba": dict(layers_block_type=["hybrid", "linear_attention", "hybrid"], num_hidden_layers=3),
     "zaya": dict(num_experts_per_tok=1),
 }
 _KINDS = "layer_types layers_block_type mlp_layer_types block_types attn_layer_indices hybrid_override_pattern"

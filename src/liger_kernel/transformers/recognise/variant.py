@@ -29,6 +29,7 @@ class Variant:
     replaces the stock function."""
 
     kind: ClassVar[str]  # how its label begins
+    said: ClassVar[tuple[str, ...]] = ()  # the words of a label that does not follow from the fields
     results: ClassVar[int | None] = None  # how many of its results are compared with stock's; None: all
     rounds: ClassVar[bool] = False  # whether its results have the inputs' dtype where stock's are in fp32
     tables: ClassVar[int] = 0  # how many of its last inputs are tables of angles, which are cast like weights
@@ -45,7 +46,7 @@ class Variant:
     def words(self) -> tuple[str, ...]:
         """The words of its label. Empty words and repeated words are allowed, and left out of
         the label."""
-        return tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in dataclasses.astuple(self))
+        return self.said or tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in dataclasses.astuple(self))
 
     @property
     def exact(self) -> bool:

@@ -182,16 +182,18 @@ class LigerAttnResFunction(torch.autograd.Function):
         )
 
 
+def _tensors(*shape: int, dtype: torch.dtype | None = None) -> dict[str, T]:
+    weight = T(shape[-1:], dtype=dtype)
+    return dict(v=T(shape), w_query=weight, w_norm=weight)
+
+
 @op(
     reference=reference,
     cases=[
-        Case("blocks", dict(v=T((2, 9, 4, 64)), w_query=T((64,)), w_norm=T((64,)))),
-        Case("many-blocks", dict(v=T((3, 41, 48)), w_query=T((48,)), w_norm=T((48,)), eps=1e-5)),
-        Case("one-block", dict(v=T((5, 1, 33)), w_query=T((33,)), w_norm=T((33,)))),
-        Case(
-            "fp32-weights",
-            dict(v=T((7, 3, 40)), w_query=T((40,), dtype=torch.float32), w_norm=T((40,), dtype=torch.float32)),
-        ),
+        Case("blocks", _tensors(2, 9, 4, 64)),
+        Case("many-blocks", dict(_tensors(3, 41, 48), eps=1e-5)),
+        Case("one-block", _tensors(5, 1, 33)),
+        Case("fp32-weights", _tensors(7, 3, 40, dtype=torch.float32)),
     ],
     cost=lambda v, w_query, w_norm, **_: Cost(
         nbytes(v) + nbytes(v) // v.shape[-2],

@@ -145,23 +145,20 @@ class LigerDyTFunction(torch.autograd.Function):
         return tuple(d.view(t.shape) if need else None for d, t, need in like)
 
 
+def _tensors(*shape: int, dtype: torch.dtype | None = None) -> dict[str, T]:
+    weight = T(shape[-1:], dtype=dtype)
+    return dict(x=T(shape), alpha=T((1,), dtype=dtype), gamma=weight, beta=weight)
+
+
 @op(
     reference=reference,
     cases=[
-        Case("vit", dict(x=T((2, 9, 96)), alpha=T((1,)), gamma=T((96,)), beta=T((96,)))),
+        Case("vit", _tensors(2, 9, 96)),
         Case("no-beta", dict(x=T((7, 64)), alpha=T((1,)), gamma=T((64,)))),
-        Case("odd", dict(x=T((5, 123)), alpha=T((1,)), gamma=T((123,)), beta=T((123,)))),
-        Case("one-column", dict(x=T((5, 1)), alpha=T((1,)), gamma=T((1,)), beta=T((1,)))),
-        Case("two-blocks", dict(x=T((19, 2100)), alpha=T((1,)), gamma=T((2100,)), beta=T((2100,)))),
-        Case(
-            "fp32-weights",
-            dict(
-                x=T((6, 40)),
-                alpha=T((1,), dtype=torch.float32),
-                gamma=T((40,), dtype=torch.float32),
-                beta=T((40,), dtype=torch.float32),
-            ),
-        ),
+        Case("odd", _tensors(5, 123)),
+        Case("one-column", _tensors(5, 1)),
+        Case("two-blocks", _tensors(19, 2100)),
+        Case("fp32-weights", _tensors(6, 40, dtype=torch.float32)),
     ],
     cost=lambda x, alpha, gamma, beta=None: Cost(
         nbytes(x, x, gamma, beta), nbytes(x, x, x, gamma, gamma, beta), flops=(4 * x.numel(), 10 * x.numel())

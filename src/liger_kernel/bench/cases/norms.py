@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernel.bench.measured import Measured, Passing, real
+from liger_kernel.extra.dyt import _tensors as dyt
 from liger_kernel.extra.group_norm import _tensors as groups
 from liger_kernel.extra.modulated_rms_norm import _tensors as modulated
 from liger_kernel.extra.poly_norm import _tensors as powers
@@ -51,13 +52,9 @@ def affine(*shape: int, bias: bool = True) -> dict[str, T]:
     return found | dict(b=T(shape[-1:])) if bias else found
 
 
-def _dyt(M: int, N: int) -> dict[str, T]:
-    return dict(x=T((M, N)), alpha=T((1,)), gamma=T((N,)), beta=T((N,)))
-
-
 NORMS = {
     "dyt": Measured(
-        cases=[real("llama-7b", **_dyt(8192, 4096)), real("vit-large", **_dyt(64 * 196, 1024))],
+        cases=[real("llama-7b", **dyt(8192, 4096)), real("vit-large", **dyt(64 * 196, 1024))],
         rivals={
             "torch": Passing(
                 lambda x, alpha, gamma, beta: torch.tanh(alpha * x) * gamma + (0.0 if beta is None else beta),
@@ -65,7 +62,7 @@ NORMS = {
             ),
             "upstream": Passing("liger_dyt", "x alpha gamma beta"),
         },
-        sweeps={"hidden": (HIDDEN, lambda n: _dyt((1 << 25) // n, n))},
+        sweeps={"hidden": (HIDDEN, lambda n: dyt((1 << 25) // n, n))},
     ),
     "fused_add_rms_norm": Measured(
         cases=[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.bench.measured import Measured, Passing, real
+from liger_kernel.extra.attn_res import _tensors as blocks
 from liger_kernel.extra.mhc import _ALPHAS as ALPHAS
 from liger_kernel.ops._core.operator import T
 
@@ -22,10 +23,7 @@ def _mhc_coeffs_upstream(functional, x, phi, b, *alphas, **options):
 
 RESIDUALS = {
     "attn_res": Measured(
-        cases=[
-            real("kimi", v=T((8192, 8, 4096)), w_query=T((4096,)), w_norm=T((4096,))),
-            real("wide", v=T((1024, 12, 8192)), w_query=T((8192,)), w_norm=T((8192,))),
-        ],
+        cases=[real("kimi", **blocks(8192, 8, 4096)), real("wide", **blocks(1024, 12, 8192))],
         rivals={"upstream": Passing(_attn_res_upstream, "v w_query w_norm eps")},
     ),
     "mhc_coeffs": Measured(

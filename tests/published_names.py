@@ -28,8 +28,8 @@ LIST = Path(__file__).with_suffix(".txt")
 # for other hardware, in other languages than Triton, and the package's own tests
 ELSEWHERE = ("ops.backends.", "ops.cute.", "ops.cutedsl.", "ops.cutile.", "testing.")
 HEADER = (
-    "# What liger-kernel {version} offers: module, then its names with parameters and defaults. Those of a "
-    "class are its constructor's. By {script}."
+    "# What liger-kernel {version} offers: a module with its names that have no parameters here, then the others, with "
+    "theirs and their defaults. Those of a class are its constructor's. By {script}."
 )
 
 
@@ -165,7 +165,8 @@ def read(wheel: Path) -> tuple[str, dict[str, list[str]]]:
 def text(version: str, found: dict[str, list[str]]) -> str:
     lines = [HEADER.format(version=version, script=f"tests/{Path(__file__).name}")]
     for module, own in found.items():
-        lines += [module or ".", *(f"    {name}" for name in own)]
+        plain = [name for name in own if "(" not in name]
+        lines += [" ".join([f"{module or '.'}:", *plain]), *(f"    {name}" for name in own if name not in plain)]
     return "\n".join(lines) + "\n"
 
 

@@ -66,10 +66,12 @@ def published() -> list[tuple[str, str, ast.arguments | None]]:
     rows, module = [], ""
     for line in LIST.read_text().splitlines()[1:]:
         if line[0] == " ":
-            name, parenthesis, rest = line.strip().partition("(")
-            rows.append((module, name, ast.parse(f"def f({rest}: pass").body[0].args if parenthesis else None))
+            name, _, rest = line.strip().partition("(")
+            rows.append((module, name, ast.parse(f"def f({rest}: pass").body[0].args))
         else:
-            module = "" if line == "." else line
+            module, *names = line.split()
+            module = module.rstrip(".:")
+            rows += [(module, name, None) for name in names]
     return rows
 
 

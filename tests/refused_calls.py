@@ -10,7 +10,7 @@ import torch
 
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.losses.logprob_tiles import OUTPUTS
-from liger_kernel.ops.recurrent.cu_seqlens import bounds
+from liger_kernel.ops.recurrent.cu_seqlens import bounds  # noqa: F401  of a line of the text
 
 
 def F(*shape: int) -> T:

@@ -33,6 +33,7 @@ pytest.importorskip("transformers")
 
 import small_runs
 from processes import forkserver, run_code
+from quick import further
 from small_runs import RUN, refused, small_run, write_jsonl
 
 from liger_kernel import cli
@@ -1410,7 +1411,7 @@ def test_the_demo_runs(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-@pytest.mark.parametrize("command", ["train", "fit"])
+@pytest.mark.parametrize("command", ["train", *further("fit")])
 def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path, monkeypatch, capsys):
     """Without the flag nobody is asked, whatever standard input would answer."""
     import transformers

@@ -296,6 +296,7 @@ def test_rematerialised(ran):
     assert ran == [(1, 1)]
 
 
+@pytest.mark.slow
 def test_compiles(ran):
     """The block is what stock's is under torch.compile: PEFT's own operations."""
     model = patch(adapted())

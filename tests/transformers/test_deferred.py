@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 import transformers
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from quick import further
 from torch import nn
 from transformers import LlamaForCausalLM
 from watching import noted
@@ -782,7 +783,7 @@ def test_a_default_device_does_not_matter():
         assert_same_learning(step(model, batch)[1], expected)
 
 
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("looks", [False, *further(True)])
 def test_compiles_without_graph_breaks(looks):
     """Also with a loss that looks at logits."""
     torch._dynamo.reset()

@@ -224,7 +224,7 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("autocast", [True, *further(False)])
+@pytest.mark.parametrize("autocast", further(True, False))
 def test_what_a_compiled_layer_saves(autocast, fast, graphs):
     """Weights and inputs are searched once, and no cast of a weight outlives the forward."""
     backend, found = graphs

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Calls that operators refuse, which tests make: operator -> arguments, then changes of these and
-# the errors
-REFUSED: dict[str, tuple] = {}
-for table in sorted((Path(__file__).parents[2] / "tests").glob("refused_*.py")):
-    REFUSED |= runpy.run_path(str(table))["REFUSED"]
+# Calls that operators refuse, which tests make: operator -> the errors
+REFUSED: dict[str, list[str]] = {}
+for table in (Path(__file__).parents[2] / "tests").glob("refused_*.py"):
+    for operator, _, error in runpy.run_path(str(table))["refused"]():
+        REFUSED.setdefault(operator, []).append(error)
 
 # The order says by which path an object is documented
 MODULES = [
@@ -182,8 +182,7 @@ def notes(value: Any, others: list[str]) -> Iterator[str]:
     if operator and operator.fn is value:
         for module in dict.fromkeys((value.__module__, FORMULAS.get(operator.name, value.__module__))):
             yield from ["", *rest(inspect.cleandoc(importlib.import_module(module).__doc__ or "")), ""]
-        refused = REFUSED.get(operator.name, ())[1:]
-        if errors := [error for _, error in refused]:
+        if errors := REFUSED.get(operator.name):
             yield from ["Raises ``ValueError``, with the operator's name before the text, for example:", ""]
             yield from [f"- ``{error}``" for error in dict.fromkeys(errors)]
             yield ""

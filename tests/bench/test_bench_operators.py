@@ -32,7 +32,6 @@ CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS.values() for case in op.cases if not case.gpu
 ]
 in_every_case = pytest.mark.parametrize("op, case", CASES)
-INDICES = {"target", "position_ids", "cos", "sin", "class_weight"}  # inputs without gradient
 
 
 class Elementwise(TorchDispatchMode):

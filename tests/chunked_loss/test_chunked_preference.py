@@ -1,12 +1,10 @@
-"""Preference losses against their formulas over all logits, and against TRL's trainers where TRL
-is installed."""
+"""Preference losses against their formulas over all logits."""
 
 import functools
 import importlib
 import inspect
 import re
 import types
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -480,125 +478,6 @@ def test_documented_examples():
     expected = torch.autograd.grad(F.cross_entropy(F.linear(x, w, bias).flatten(0, 1), target.flatten()), w)[0]
     exec(accumulated, names)
     torch.testing.assert_close(w.grad, expected, rtol=1e-4, atol=1e-6)
-
-
-class Model:
-    """What TRL's trainers ask of a model that computes log-probabilities itself."""
-
-    def __init__(self, x, w, bias, target):
-        z = F.linear(x, w, bias)
-        logp, counted = z.log_softmax(-1), target != -100
-        y = target.clamp(min=0)
-        self.outputs = types.SimpleNamespace(
-            log_probs=logp.gather(-1, y[..., None])[..., 0].where(counted, 0),
-            entropy=-(logp.exp() * logp).sum(-1),
-            mean_logits=z.mean(-1),
-            is_top1=z.argmax(-1) == y,
-        )
-
-    def __call__(self, **kwargs):
-        return self.outputs
-
-
-def trainer(**options):
-    same = lambda t: t
-    of = dict(beta=BETA, aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, loss_weights=[1.0])
-    of |= dict(f_divergence_type="reverse_kl", use_weighting=False, calculate_KL=True)
-    return types.SimpleNamespace(
-        accelerator=types.SimpleNamespace(device=torch.device(DEVICE), gather=same, gather_for_metrics=same),
-        model=types.SimpleNamespace(training=True),
-        args=types.SimpleNamespace(discopop_tau=0.05),
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
-        **of,
-        **options,
-    )
-
-
-def batch(target):
-    """What TRL's collator would make of these labels: a token more, which is no completion."""
-    mask = F.pad(target != -100, (1, 0)).long()
-    ids = F.pad(target.clamp(min=0), (1, 0))
-    return dict(input_ids=ids, attention_mask=torch.ones_like(ids), completion_mask=mask)
-
-
-def trl(name):
-    module = pytest.importorskip("trl")
-    if tuple(int(v) for v in module.__version__.split(".")[:2]) < (1, 16):
-        pytest.skip(f"written for the trainers of TRL 1.16, found {module.__version__}")
-    place = {"CPOTrainer": "trl.experimental.cpo", "ORPOTrainer": "trl.experimental.orpo"}.get(name, "trl")
-    return getattr(importlib.import_module(place), name)
-
-
-def agree(module, leaves, arguments, theirs, metrics):
-    """TRL's loss, its gradients, and the means that it logs, by the numbers of our metrics."""
-    result = named(module(*arguments), leaves)
-    grads = torch.autograd.grad(3 * theirs, leaves)
-    for name, value in zip(("out", "dx", "dw", "dbias"), (theirs.detach(), *grads)):
-        torch.testing.assert_close(result[name], value.float(), rtol=1e-4, atol=1e-5)
-    for i, value in metrics.items():
-        logged = float(torch.as_tensor(value).detach())
-        torch.testing.assert_close(result[f"metric{i}"].mean().item(), logged, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("loss_type", DPO)
-def test_trl_dpo(loss_type):
-    method = trl("DPOTrainer")._compute_loss
-    (x, w, bias), target, reference, _ = inputs()
-    with torch.no_grad():
-        known = sequences(*reference, target)[0]
-    self = trainer(loss_types=[loss_type], label_smoothing=0.2)
-    given = batch(target) | dict(ref_chosen_logps=known[:B], ref_rejected_logps=known[B:])
-    loss = method(self, Model(x, w, bias, target), given, False)
-    names = {2: "logits/chosen", 3: "logits/rejected"}
-    if loss_type not in MEANS:
-        names |= {0: "logps/chosen", 1: "logps/rejected", 5: "rewards/chosen", 6: "rewards/rejected"}
-    metrics = {i: self._metrics["train"][name][0] for i, name in names.items()}
-    smoothing = 0.2 if loss_type in ("exo_pair", "robust", "aot", "aot_unpaired") else 0.0
-    module = LigerFusedLinearDPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=smoothing)
-    agree(module, (x, w, bias), (w, x, target, bias, *reference), loss, metrics)
-
-
-def test_trl_kto():
-    method = trl("KTOTrainer")._compute_loss
-    (x, w, bias), target, reference, marks = inputs()
-    with torch.no_grad():
-        known = sequences(*reference, target)[0]
-    kl = lambda *_: torch.full((4,), KL, device=DEVICE)
-    weights = dict(desirable_weight=2.0, undesirable_weight=0.5)
-    self = trainer(loss_type="kto", _compute_kl_logps=kl, **weights)
-    data = batch(target) | dict(label=marks, ref_logps=known, ref_KL_logps=torch.zeros(4, device=DEVICE))
-    loss = method(self, Model(x, w, bias, target), data, False)
-    logged = {k: v[0] for k, v in self._metrics["train"].items()}
-    module = LigerFusedLinearKTOLoss(beta=BETA, **weights)
-    names = {0: "logps/chosen", 1: "logps/rejected", 4: "rewards/chosen", 5: "rewards/rejected"}
-    metrics = {i: 3 * logged[k] for i, k in names.items()}
-    n = (target != -100).sum(1)
-    metrics |= {2: logged["logits/chosen"] * V * n[marks].sum(), 3: logged["logits/rejected"] * V * n[~marks].sum()}
-    agree(module, (x, w, bias), (x, w, target, bias, marks, *reference, torch.tensor(KL)), loss, metrics)
-
-
-@pytest.mark.parametrize("loss_type, means", [("sigmoid", False), ("simpo", True)])
-def test_trl_cpo(loss_type, means):
-    method = trl("CPOTrainer").cpo_loss
-    (x, w, bias), target, *_ = inputs()
-    c, r, nll, _ = pairs((x, w, bias), target, means=means)
-    self = trainer(loss_type=loss_type, label_smoothing=0.2, simpo_gamma=0.4, alpha=0.0)
-    each, chosen, rejected = method(self, c, r)
-    options = dict(beta=BETA, alpha=0.7, label_smoothing=0.2)
-    module = LigerFusedLinearSimPOLoss(gamma=0.4, **options) if means else LigerFusedLinearCPOLoss(**options)
-    agree(module, (x, w, bias), (w, x, target, bias), each.mean() + 0.7 * nll, {5: chosen.mean(), 6: rejected.mean()})
-
-
-def test_trl_orpo():
-    method = trl("ORPOTrainer").odds_ratio_loss
-    (x, w, bias), target, *_ = inputs()
-    c, r, nll, _ = pairs((x, w, bias), target, means=True)
-    each, chosen, rejected, ratio, odds = method(trainer(), c, r)
-    metrics = {5: chosen.mean(), 6: rejected.mean(), 7: ratio, 8: odds}
-    loss = LigerFusedLinearORPOLoss(beta=BETA)
-    agree(loss, (x, w, bias), (w, x, target, bias), nll - each.mean(), metrics)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,9 @@ from liger_kernel.nn import (
     LigerLayerNorm,
     LigerReLUSquared,
     liger_fused_add_rms_norm,
-    liger_layer_norm,
     liger_relu_squared,
 )
-from liger_kernel.ops import (
-    LigerFusedAddRMSNormFunction,
-    LigerLayerNormFunction,
-    LigerReLUSquaredFunction,
-    rms_norm_backward,
-    rms_norm_forward,
-)
+from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerReLUSquaredFunction, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
 from liger_kernel.ops.norms.fused_add_rms_norm import reference as fused_add_rms_norm_reference
@@ -42,17 +35,6 @@ def test_layer_norm_with_any_parameters(names, dtype, N=123):
     """Constant upstream gradients, as cases have them too, leave nothing of dx without a weight."""
     args = leaves(**{k: (N,) if k in "wb" else (9, N) for k in ("x", *names)})
     assert_beside(layer_norm, layer_norm_reference, like(args, dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
-def test_layer_norm_is_torchs(dtype):
-    torch.manual_seed(0)
-    x, w, b = (torch.randn(*shape, dtype=dtype, device=DEVICE) for shape in ((4, 7, 96), (96,), (96,)))
-    expected = F.layer_norm(x, (96,), w, b, 1e-5)
-    for y in (layer_norm(x, w, b, eps=1e-5), liger_layer_norm(x, w, b, 1e-5), layer_norm_reference(x, w, b, eps=1e-5)):
-        torch.testing.assert_close(y, expected)
-    if _op._KERNEL_DEVICES:
-        torch.testing.assert_close(LigerLayerNormFunction.apply(x, w, b, 1e-5), expected)
 
 
 @needs_kernels

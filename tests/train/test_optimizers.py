@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.parallel import in_blocks, parallelize, plain_parts
-from liger_kernel.testing import assert_as_accurate
 from liger_kernel.train import adamw
 from liger_kernel.train.config import TrainConfig, UserError
 
@@ -70,45 +69,6 @@ def test_bits_are_those_of_the_library(name, theirs, dtype):
     moment = optimizer.state[ours]["exp_avg"]
     assert isinstance(moment, torchao.subclass_8bit.OptimState8bit) == (adamw.KINDS[name].moments == 1)
     assert adamw.KINDS[name].moments == 1 or moment.dtype == dtype
-
-
-def test_moments_in_8_bits_are_as_near_as_8_bits_are():
-    """Each step rounds a moment to a code of its block; half of the widest gap between codes is
-    the most that it changes, and decays with the moment."""
-    p, eight = trained(lambda groups: adamw.make("adamw-8bit", groups, **OPTIONS), torch.float32)
-    q, plain = trained(lambda groups: adamw.make("adamw", groups, **OPTIONS), torch.float32)
-    for moment, beta in zip(("exp_avg", "exp_avg_sq"), BETAS):
-        found, expected = eight.state[p][moment], plain.state[q][moment]
-        gap = found.qmap.diff().max() / 2
-        error = (found.dequantize() - expected).abs().view(len(found.scale), -1)
-        largest = max(1.0, *(beta**-k for k in range(STEPS))) * found.scale  # of a block, in any step before
-        assert error.max() > 0 and (error <= (gap * sum(beta**k for k in range(STEPS)) * largest)[:, None]).all()
-
-
-def test_the_first_step_of_8_bits_is_that_of_adamw():
-    """Moments are rounded after the step has used them."""
-    step = lambda name, dtype: {"w": trained(lambda groups: adamw.make(name, groups, **OPTIONS), dtype, 1)[0].detach()}
-    assert_as_accurate(step("adamw-8bit", torch.float32), step("adamw", torch.float32), step("adamw", torch.float64))
-
-
-def test_small_steps_are_lost_without_stochastic_rounding():
-    """Steps of 1/8 of what bf16 can add to 1: rounded to the nearest number they change nothing,
-    stochastically they add up to what they are."""
-    ulp, steps, n = 2**-8, 8, 1 << 14  # of bf16 just below 1
-    moved = {}
-    for name in ("adamw", "adamw-bf16"):
-        torch.manual_seed(0)
-        p = nn.Parameter(torch.full((64, n // 64), 0.75, dtype=torch.bfloat16))
-        optimizer = adamw.make(name, [{"params": [p]}], lr=ulp / 8, betas=BETAS, weight_decay=0.0)
-        for _ in range(steps):
-            p.grad = -torch.ones_like(p)
-            optimizer.step()
-        moved[name] = p.detach().double().mean().item() - 0.75
-    assert moved["adamw"] == 0
-    # a rounding has a standard deviation of ulp / 2 at most; AdamW's step for a constant gradient
-    # is lr, up to the rounding of its bf16 moments
-    deviation = ulp / 2 * (steps / n) ** 0.5
-    assert abs(moved["adamw-bf16"] - ulp) < 4 * deviation + 2**-8 * steps * ulp / 8 * 4
 
 
 class Tied(nn.Module):

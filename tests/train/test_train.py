@@ -243,30 +243,16 @@ def test_a_damaged_tokenizer_of_prepared_rows_is_said(tmp_path):
     refused("cannot load the tokenizer", tokenising.loaded, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "value, form, found",
-    [
-        (3, COUNT, True),
-        (-1, COUNT, False),
-        (10**30, COUNT, False),
-        (True, COUNT, False),
-        ("3", COUNT, False),
-        (None, (NoneType, bool), True),
-        (0, (NoneType, bool), False),
-        (10**400, NUMBER, False),
-        (math.nan, NUMBER, True),
-        ([1, [0, 0, 0], True, "x"], checkpoint.PART, True),
-        ([1, [0, 0], True, "x"], checkpoint.PART, False),
-        ([1, [0, 0, 0], 1, "x"], checkpoint.PART, False),
-        ([1], checkpoint.PART, False),
-        ({"step": 1, "loss": None, "grad_norm": 1, "lr": 0.5, "more": "x"}, metrics.LINE, True),
-        ({"step": 0}, metrics.LINE, False),
-        ({"loss": 1.0}, metrics.LINE, False),
-        ([], metrics.LINE, False),
-    ],
-)
-def test_forms_of_values_in_files(value, form, found):
-    assert fits(value, form) is found
+def test_forms_of_values_in_files():
+    part, line = checkpoint.PART, {"step": 1, "loss": None, "grad_norm": 1, "lr": 0.5, "more": "x"}
+    for form, right, wrong in (
+        (COUNT, [3], [-1, 10**30, True, "3"]),
+        ((NoneType, bool), [None], [0]),
+        (NUMBER, [math.nan], [10**400]),
+        (part, [[1, [0, 0, 0], True, "x"]], [[1, [0, 0], True, "x"], [1, [0, 0, 0], 1, "x"], [1]]),
+        (metrics.LINE, [line], [{"step": 0}, {"loss": 1.0}, []]),
+    ):
+        assert all(fits(value, form) for value in right) and not any(fits(value, form) for value in wrong), form
 
 
 @pytest.mark.parametrize("known", [{"place": 3}, {"ids": 10**30}, "[" * 9**6, None])
@@ -327,29 +313,21 @@ def test_only_the_assistants_turns_carry_labels(tokenizer):
     assert rows.labels.tolist() == labels
 
 
-def test_alpaca_is_a_conversation(tokenizer):
-    rows = tokenise(
-        [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Add.", "input": "", "output": "3"}],
-        tokenizer,
-        200,
-    )
-    whole = [tokenizer.decode(rows.ids[rows.bounds[i] : rows.bounds[i + 1]]) for i in range(2)]
-    assert whole == [
-        "### User:\nAdd.\n\n1, 2\n\n### Assistant:\n3<|endoftext|>",
-        "### User:\nAdd.\n\n### Assistant:\n3<|endoftext|>",
-    ]
-    assert tokenizer.decode(rows.labels[rows.labels != IGNORE]) == "3<|endoftext|>" * 2
-
-
 def test_a_prompt_is_context_and_its_completion_is_learnt(tokenizer):
     """As text, with no chat template; as turns, whose answers in the prompt are context, too."""
     turns = [
         {"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "no"), ("user", "b"))
     ]
     answer = {"role": "assistant", "content": "yes"}
-    end = tokenizer.eos_token
+    end, asked = tokenizer.eos_token, "### User:\nAdd."
     for record, whole, learnt in (
         ({"prompt": "Q: a\nA:", "completion": " yes"}, f"Q: a\nA: yes{end}", f" yes{end}"),
+        (
+            {"instruction": "Add.", "input": "1, 2", "output": "3"},
+            f"{asked}\n\n1, 2\n\n### Assistant:\n3{end}",
+            f"3{end}",
+        ),
+        ({"instruction": "Add.", "input": "", "output": "3"}, f"{asked}\n\n### Assistant:\n3{end}", f"3{end}"),
         ({"prompt": turns, "completion": [answer]}, None, f"yes{end}"),
         ({"messages": [*turns, answer]}, None, f"no{end}yes{end}"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}]}, None, f"c{end}"),
@@ -463,20 +441,6 @@ def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, atte
         torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("trainer", ["torch", "hf"])
-def test_a_run_on_packed_conversations(trainer, tmp_path):
-    config = TrainConfig(
-        **TINY,
-        data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 20),
-        out=str(tmp_path / "run"),
-        packing="documents",
-        trainer=trainer,
-    )
-    config = replace(config, length=150, batch=1, steps=4)
-    losses = loop.train(config)["losses"]
-    assert len(losses) == 4 and losses[-1] < losses[0]
-
-
 def test_a_batch_is_padded_without_labels():
     rows = TokenRows.of([([1, 2, 3], [IGNORE, 2, 3]), ([4], [4])])
     batch = rows.batch([1, 0], pad=9)
@@ -581,7 +545,13 @@ def test_a_run_is_evaluated_on_other_data(config, tmp_path):
     assert load(config).train == without.train and load(config).identity() == without.identity()
     alone = replace(config, model=config.save, data=other, eval_data=None, eval_fraction=0.99)
     scores = evaluate(replace(config, model=config.save))
-    assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-5)
+    assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-5) and scores["tokens"] > 0
+    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    refused(
+        "there are no rows to evaluate on",
+        evaluate,
+        replace(config, model=config.save, eval_data=None, eval_fraction=0.0),
+    )
     assert 0 <= scores["rows"] - evaluate(alone)["rows"] <= 1
     prepared = str(data_module.prepare(alone, tmp_path / "prepared"))
     assert evaluate(replace(config, model=config.save, eval_data=prepared)) == scores
@@ -665,17 +635,6 @@ def test_prepared_rows_are_the_data_without_its_text(config, tmp_path):
     assert len(prepared.tokenizer) == len(direct.tokenizer)
     with pytest.raises(UserError, match=f"prepared with rows of {config.length} tokens, but length is 8"):
         load(replace(config, data=str(folder), length=8))
-
-
-def test_a_saved_model_scores_as_the_run_that_saved_it(config, tmp_path):
-    from liger_kernel.train.evaluate import evaluate
-
-    config = replace(config, save=str(tmp_path / "saved"), eval_fraction=0.2)
-    metrics = loop.train(config)
-    scores = evaluate(replace(config, model=config.save))
-    assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-5) and scores["tokens"] > 0
-    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    refused("there are no rows to evaluate on", evaluate, replace(config, model=config.save, eval_fraction=0.0))
 
 
 @pytest.mark.parametrize(

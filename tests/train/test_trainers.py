@@ -84,16 +84,6 @@ def test_trains_as_our_own(trainer, config):
 
 
 @others
-def test_mixed_precision_follows_fp32(trainer, config):
-    short = replace(config, steps=3, eval_fraction=0.0, eval_every=0, save=None)
-    expected = loop.train(short)
-    found = loop.train(replace(short, trainer=trainer, out=f"{config.out}-{trainer}", precision="bf16-mixed"))
-    assert found["losses"] != expected["losses"]
-    for name in ("losses", "gradient_norms"):
-        assert found[name] == pytest.approx(expected[name], rel=5e-2), name
-
-
-@others
 def test_a_preempted_and_crashed_run_goes_on(trainer, config, monkeypatch, tmp_path):
     """It loses no step to the preemption, and to the crash those since the newest checkpoint."""
     calm = by(trainer, config, checkpoint_every=2, checkpoint_keep=2, eval_fraction=0.0, steps=9)

@@ -38,7 +38,6 @@ from liger_kernel.transformers import (
 from liger_kernel.transformers.patching.patches import core
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.transformers.rewrite import rules
-from liger_kernel.utils import varlen_lacks
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("keeps sdpa under transformers older than 5", allow_module_level=True)
@@ -609,10 +608,6 @@ def test_bounds_of_documents():
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 6, 13, 20, 21, 26]
     assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == batch["max_length_k"] == 7
     assert (batch["labels"][0, 6:] == IGNORE).all()
-
-
-def test_what_it_takes():
-    assert varlen_lacks(torch.device("cpu"), torch.bfloat16) == "no GPU"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn needs a GPU")

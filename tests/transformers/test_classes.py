@@ -169,28 +169,6 @@ def test_fsdp2(first, mesh):
         assert [type(m) for m in model.modules()] == [attributes["__class__"] for _, attributes in before]
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["class", "own forward"])
-def test_layers_are_checkpointed_once(own):
-    """By Transformers' wrapper, which looks whether it is the forward of the class."""
-    model = llama(False).train()
-    layer = model.model.layers[0]
-    if own:  # as accelerate leaves it when its hooks come off
-        layer.forward = types.MethodType(type(layer).forward, layer)
-    before = snapshot(model)
-    liger._apply_liger_kernel_to_instance(model=model)
-    expected = step(model)[1]
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    calls = []
-    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert_same_learning(step(model)[1], expected)
-    assert len(calls) == 2
-    model.gradient_checkpointing_disable()
-    layer.mlp._forward_pre_hooks.clear()
-    liger.restore(model)
-    (layer_before,) = (attributes for owner, attributes in before if owner is layer)
-    assert type(layer) is layer_before["__class__"] and layer.__dict__.get("forward") is layer_before.get("forward")
-
-
 def test_hooks_of_accelerate_that_come_off():
     hooks = pytest.importorskip("accelerate.hooks")
     for patch_first in (True, False):
@@ -206,16 +184,6 @@ def test_hooks_of_accelerate_that_come_off():
         liger.restore(model)
         assert not any(map(is_patched, model.modules())) and model(**tokens()).logits is not None
         assert not any(is_ours(m.forward) for m in model.modules())
-
-
-def test_distributed_data_parallel(mesh):
-    model = llama()
-    expected = step(llama())[1]["loss"]
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    out = wrapped(**tokens(), use_cache=False)
-    out.loss.backward()
-    torch.testing.assert_close(out.loss.detach(), expected)
-    assert out.logits is None and model.lm_head.weight.grad is not None
 
 
 def test_both_patches_of_a_class_and_of_a_module():

@@ -83,14 +83,6 @@ def test_auto_from_an_adapter(tmp_path):
     assert model.to(DEVICE).train()(**tokens()).logits is None
 
 
-def test_auto_from_config():
-    model = liger.AutoLigerKernelForCausalLM.from_config(
-        tiny_config("gemma2"), cross_entropy=True, fused_linear_cross_entropy=False, geglu=True
-    )
-    out = model.to(DEVICE).train()(**tokens())
-    assert out.loss is not None and out.logits is not None
-
-
 def test_auto_unknown_type_is_plain_with_one_warning():
     class NobodyConfig(transformers.PretrainedConfig):
         model_type = "nobody-knows"
@@ -187,16 +179,6 @@ def test_cross_entropy_stays_in_the_family():
     out, learned = step(model)
     assert out.logits is None
     assert_same_learning(learned, expected)
-
-
-def test_classes_patched_before_and_after_construction():
-    before = make("llama")
-    expected = step(before)[1]
-    liger.apply_liger_kernel_to_llama()
-    for model in (before, make("llama")):
-        out, learned = step(model)
-        assert out.logits is None
-        assert_same_learning(learned, expected)
 
 
 def test_frameworks_are_not_disturbed():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
 
-from hf_models import DEVICE, assert_same_learning, checkpointed, make, step, tokens
+from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from test_token_scores import of_logits, of_scores
 from watching import noted
 
@@ -374,26 +374,6 @@ def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
     call = {} if count is None else {"num_items_in_batch": count}
     assert_as_stock(lora_dropout=dropout, batch=tokens(ignored=ignored), call=call)
     assert losses == [True] and rows == [2 * (12 - ignored)]
-
-
-def test_logits_that_are_asked_for(losses, computed):
-    stock, ours = both()
-    expected, learned = step(stock)
-    out, found = step(ours, skip_logits=False)
-    assert_same_learning(found, learned, 1e-5)
-    torch.testing.assert_close(out.logits, expected.logits)
-    out, _ = step(ours)
-    assert out.logits is None and losses[-1]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers(reentrant, losses):
-    def recomputed(run):
-        checkpointed(run.get_base_model(), reentrant)
-        run.enable_input_require_grads()
-
-    assert_as_stock(change=recomputed)
-    assert losses == [True]
 
 
 def test_options_and_statistics(losses):

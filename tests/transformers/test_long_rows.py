@@ -201,12 +201,6 @@ def test_bad_values(flags, error):
         liger.apply_liger_kernel_to_llama(activation_ofloading=True)
 
 
-@pytest.mark.parametrize("off", [False, None])
-def test_off(off, moved, tiles):
-    learned(make("llama"), activation_offloading=off, tiled_mlp=off)
-    assert not moved and not tiles
-
-
 def test_what_others_replaced_offloads_too(moved):
     model = make("llama")
     expected = learned(model)
@@ -356,12 +350,6 @@ def test_attention_without_checkpointing():
 )
 def test_how_many_tiles(tiles, tokens, expected):
     assert tiled_mlp.count_of(tiles, tokens) == expected
-
-
-def test_short_rows_are_in_one_piece(tiles):
-    model = make("llama")
-    assert_same_bits(learned(model, tiled_mlp=True), learned(model))
-    assert not tiles
 
 
 def test_the_flag_of_the_mlp_is_off(tiles):

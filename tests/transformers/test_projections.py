@@ -85,13 +85,6 @@ def test_families(ran, family, targets, nodes):
     assert not ran
 
 
-def test_beside_norms_and_rotations(ran):
-    """Where norms of heads are fused with their rotation, attention still ends in a linear layer."""
-    model = patch(adapted("qwen3"), rope=True, rms_norm=True)
-    learnt(model)
-    assert ran == [3, 1, 3] and not reasons(model)
-
-
 def test_before_and_after_peft(ran):
     """Which of the two comes first does not matter, for classes and for one model."""
     stock = adapted()

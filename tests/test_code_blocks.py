@@ -259,7 +259,7 @@ SMALL = (
 # Options that need several processes, packages or services, or whose processes take long; others
 # run them (tests/train, tests/integrations)
 ELSEWHERE = ["--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "--quantize"]
-ELSEWHERE += ["--model", "--config", "--data", "--stream"]
+ELSEWHERE += ["--model", "--config", "--data", "--stream", "--optimizer", "--optimizer-in-backward", "--parallel"]
 # Other programs, and why they do not run here
 PROGRAMS = {
     "git": "needs the repository's address",

@@ -10,7 +10,6 @@ import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from watching import Watch, calls_of
 
 from liger_kernel import memory
 from liger_kernel.memory import offload as offloading
-from liger_kernel.nn import LigerRMSNorm, LigerSwiGLUMLP
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.attention.sink_attention import sink_attention
 from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference
@@ -811,26 +809,6 @@ def test_fsdp2(alone, monkeypatch):
     assert rebuilt == ([0, activations, 0] if alone else [0, 4 + activations, 4])
 
 
-def test_modules_of_ours():
-    config = SimpleNamespace(hidden_size=16, intermediate_size=24, hidden_act="silu")
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.norm, self.mlp = LigerRMSNorm(16), LigerSwiGLUMLP(config)
-            self.to(DEVICE)
-
-        def forward(self, x):
-            return x + self.mlp(self.norm(x))
-
-    class Ours(Block):
-        forward = memory.rematerialised(Block.forward)
-
-    assert held(Ours(), x_of())[0] < held(Block(), x_of())[0]
-    assert_equal(learn(Ours()), learn(Block()))
-
-
 def test_module_hooks():
     model = make("llama")
     norm, fired = layers_of(model)[0].input_layernorm, []
@@ -840,27 +818,6 @@ def test_module_hooks():
     layers_of(model)[1].mlp.register_full_backward_hook(lambda m, dx, dy: fired.append(dy[0].clone()))
     assert_levels_learn_the_same(model)
     assert len(fired) == 6 and torch.equal(fired[0], fired[2]) and torch.equal(fired[1], fired[3])
-
-
-def test_generation_is_untouched():
-    model = make("llama").eval()
-    prompt = tokens()["input_ids"]
-    arguments = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(prompt), eos_token_id=None)
-    expected = model.generate(prompt, **arguments)
-    assert torch.equal(patched(model, True).generate(prompt, **arguments), expected)
-
-
-@pytest.mark.slow  # test_deferred.py compiles patched models
-def test_a_patched_model_compiles_in_one_graph():
-    model = patched(make("llama", num_hidden_layers=1), "mlp")
-    _, expected = step(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    try:
-        _, learned = step(compiled)
-    finally:
-        torch._dynamo.reset()
-    for name, t in expected.items():
-        torch.testing.assert_close(learned.get(name, learned.get(f"_orig_mod.{name}")), t, rtol=1e-4, atol=1e-4)
 
 
 def test_with_interpreted_kernels():

@@ -14,6 +14,7 @@ from liger_kernel.nn import (
     LigerLayerNorm,
     LigerReLUSquared,
     liger_fused_add_rms_norm,
+    liger_layer_norm,
     liger_relu_squared,
 )
 from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerReLUSquaredFunction, rms_norm_backward, rms_norm_forward
@@ -75,6 +76,7 @@ def test_layer_norm_module():
     LigerLayerNorm(8).load_state_dict(stock.state_dict())
     x = torch.randn(3, 8, device=DEVICE)
     torch.testing.assert_close(norm(x), stock(x))
+    torch.testing.assert_close(liger_layer_norm(x, stock.weight, stock.bias, 1e-5), stock(x))
     assert not LigerLayerNorm(8, init_fn="zeros").weight.any()
     plain = LigerLayerNorm((8,), elementwise_affine=False)
     assert not plain.state_dict()

@@ -339,6 +339,15 @@ def test_loss_arguments(training, skip):
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
+def test_shift_labels_alone_and_not_contiguous():
+    model, batch = make("llama", num_hidden_layers=1), tokens()
+    expected = step(model, batch)[1]
+    wide = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].repeat_interleave(2, 1)
+    out, learned = step(patched(model), {"input_ids": batch["input_ids"], "shift_labels": wide[:, ::2]})
+    assert out.logits is None
+    assert_same_learning(learned, expected)
+
+
 def test_positional_arguments_and_tuples():
     model = make("llama", num_hidden_layers=1)
     ids, labels = tokens().values()

@@ -30,7 +30,6 @@ LISTED = re.compile(
             r"not installed: apt install prometheus",
             # cases that another case of the same test covers
             r"is what column_major is",
-            r"needs TRL",
             r"rows of indices: a test of its own",
             r"the counter multiplies the weight gradient of a grouped convolution",
             r"stock( of [\d.]+)?: ",  # what transformers itself does not train

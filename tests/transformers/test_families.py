@@ -361,6 +361,20 @@ def test_experts_are_replaced_by_default():
     assert WITH_EXPERTS and [t for t, row in WITH_EXPERTS.items() if not flags_of(t)[row.glu]] == []
 
 
+@pytest.mark.parametrize(
+    "family", some(["flint", "gemma4", "gemma4_text"], [t for t, row in WITH_EXPERTS.items() if row.heads])
+)
+def test_tiny_models_have_experts(family):
+    """So that what the other tests train with them are the experts, too."""
+    if transformers.__version__ != families.VERSION:
+        pytest.skip(f"stock of {transformers.__version__}: experts have other names")
+    swapped = families.FAMILIES[family].swapped
+    with stock(family):
+        assert {name for name, label in swapped.items() if label.startswith("moe(")} & {
+            type(m).__name__ for m in make(family).modules()
+        }
+
+
 GATED = "kimi_linear", "glm5_next_text", "bailing_hybrid", "qwen3_next", "olmo_hybrid", "qwen4_exp_text"
 
 

@@ -124,8 +124,8 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[i]
 
 
-# one, two and three micro-batches a step, with and without a step that has nothing to learn
-EVERY_TIME = (0, 1, 3, 5, 6, 7)
+# two, one and three micro-batches a step, the first and the last with a step that has nothing to learn
+EVERY_TIME = (0, 1, 6)
 
 
 @pytest.mark.parametrize(

@@ -285,18 +285,6 @@ def test_empty(shape, level):
     assert loss == 0 and metrics[-1] == 0 and not w.grad.any()
 
 
-@pytest.mark.parametrize("trained", ["_input", "lin_weight", "bias"])
-def test_frozen(trained):
-    args = batch()
-    every = named(module({})(**args), args)
-    alone = {
-        k: t.detach().requires_grad_(k == trained) if isinstance(t, torch.Tensor) and t.requires_grad else t
-        for k, t in args.items()
-    }
-    found = named(module({})(**alone), alone)
-    assert_same_bits(found, {k: t for k, t in every.items() if not k.startswith("d") or k == f"d{trained}"})
-
-
 def test_only_the_head_is_differentiated():
     args = {
         k: t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t

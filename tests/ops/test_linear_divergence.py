@@ -8,7 +8,7 @@ import torch
 from devices import DEVICE
 from watching import Watch
 
-from liger_kernel.ops import OPS, logit_divergence
+from liger_kernel.ops import OPS
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence, reference
 
 
@@ -108,16 +108,6 @@ def test_the_top_of_everything_is_forward_kl(tail, temperature):
     top = linear_divergence(x, w, target=target, tail=tail, **topk_of(tx, tw, 50, temperature), **options)
     torch.testing.assert_close(top, whole)
     torch.testing.assert_close(*(torch.autograd.grad(loss, (x, w)) for loss in (top, whole)), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["jsd", "cosine"])
-def test_a_teacher_given_by_its_logits(kind):
-    x, w, tx, tw, target = inputs()
-    t = tx @ tw.t()
-    found = linear_divergence(x, w, target=target, teacher_logits=t, kind=kind)
-    torch.testing.assert_close(found, linear_divergence(x, w, tx, tw, target, kind=kind))
-    if kind != "cosine":
-        torch.testing.assert_close(found, logit_divergence(x @ w.t(), t, target, kind=kind))
 
 
 def test_lumping_the_tail_bounds_forward_kl_from_below():

@@ -58,15 +58,6 @@ def far_from_limits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_gradient_at_once(dtype):
-    args = arguments(dtype=dtype) | dict(limit=6.0, offset=1.0, alpha=1.5)
-    args["gate_up_bias"] = far_from_limits(4, 48, dtype=dtype)
-    args["down_bias"] = torch.randn(4, 16).to(DEVICE, dtype).requires_grad_()
-    assert_beside(moe, reference, args)
-
-
-@needs_kernels
 def test_tiles_of_several_strips_and_steps():
     """More row tiles than a strip, columns than a tile, rows of an expert than a step."""
     assert_beside(moe, reference, arguments(400, 1, 40, 20, 2, grads=("x", "gate_up")))

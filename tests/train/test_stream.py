@@ -17,7 +17,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-import safetensors.torch
 from processes import forkserver, run_script, until
 from small_runs import refused, small_run
 
@@ -290,19 +289,6 @@ def test_a_part_that_has_changed_ends_the_run(config, tmp_path):
         if cached:
             loop.train(replace(config, out=str(tmp_path / "made"), checkpoint_every=0, **changes))
         refused("the data has changed: part 1 had", loop.train, replace(config, **changes))
-
-
-def test_transformers_trainer_learns_the_same(config, monkeypatch):
-    """And opens a part once, also to count its tokens."""
-    pytest.importorskip("accelerate")
-    opened = []
-    load = safetensors.torch.load_file
-    config = replace(config, steps=6, batch=12, eval_fraction=0.0, schedule="constant")
-    ours = loop.train(config)
-    monkeypatch.setattr(safetensors.torch, "load_file", lambda path: opened.append(path) or load(path))
-    theirs = loop.train(replace(config, trainer="hf", out=f"{config.out}-hf", steps=12))
-    assert len(opened) == len(set(opened)) == 4
-    assert theirs["losses"][:6] == pytest.approx(ours["losses"], rel=2e-4)
 
 
 def test_a_writer_that_dies_is_missed_and_one_without_a_reader_ends(config, tmp_path, user_env):

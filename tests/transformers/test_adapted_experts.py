@@ -214,14 +214,6 @@ def test_hooks_run(twins, ran, part):
     assert "hooks" in reasons(twins[0])[0]
 
 
-def test_adapters_by_row_are_refused(twins, ran):
-    """As PEFT does."""
-    for model in twins:
-        with torch.no_grad(), pytest.raises(ValueError, match="does not support mixed adapter batches"):
-            model.eval()(**tokens(**BATCH), adapter_names=["second"])
-    assert not ran
-
-
 def test_what_learns_may_change(twins, ran):
     def freeze(model):
         on(model, "gate_up_proj").lora_A["default"].requires_grad_(False)
@@ -307,20 +299,6 @@ def test_compiles(ran):
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(block, backend="aot_eager")(x), expected, rtol=1e-4, atol=1e-5)
     assert ran == [(1, 1)]
-
-
-def test_saved_and_loaded(ran, tmp_path):
-    model = patch(adapted())
-    with torch.no_grad():
-        expected = model.eval()(**tokens(**BATCH)).logits
-        model.save_pretrained(tmp_path)
-        loaded = peft.PeftModel.from_pretrained(patch(make("qwen3_moe", **ONE_LAYER)), tmp_path).eval()
-        ran.clear()
-        torch.testing.assert_close(loaded(**tokens(**BATCH)).logits, expected, rtol=1e-5, atol=1e-5)
-        assert ran == [(1, 1)]
-        merged = loaded.merge_and_unload()
-        torch.testing.assert_close(merged(**tokens(**BATCH)).logits, expected, rtol=1e-4, atol=1e-4)
-    assert ran == [(1, 1)] and not wrappers(merged)
 
 
 def test_generates(twins, ran):

@@ -113,24 +113,6 @@ def test_signatures_are_the_published_ones():
     assert "apply_liger_kernel_to_llama" in dir(liger)
 
 
-def test_flags_choose_what_is_swapped():
-    before = snapshot(*everything_of("llama"))
-    swapped = {
-        "rope": (modeling_llama, "apply_rotary_pos_emb"),
-        "rms_norm": (modeling_llama.LlamaRMSNorm, "forward"),
-        "swiglu": (modeling_llama.LlamaMLP, "forward"),
-        "fused_linear_cross_entropy": (modeling_llama.LlamaForCausalLM, "forward"),
-    }
-    for flag in swapped:
-        for off in (False, None):
-            liger.apply_liger_kernel_to_llama(**{f: off for f in LLAMA_FLAGS} | {flag: True})
-            assert {f for f, (owner, name) in swapped.items() if hasattr(getattr(owner, name), "_liger")} == {flag}
-            liger.restore("llama")
-            assert_untouched(before)
-    liger.apply_liger_kernel_to_llama(False, False, False, False, False)
-    assert_untouched(before)
-
-
 def test_what_cannot_be_done_is_said():
     both, model = dict(cross_entropy=True, fused_linear_cross_entropy=True), make("llama", num_hidden_layers=1)
     with pytest.raises(TypeError, match="geglu"):

@@ -523,22 +523,6 @@ def test_float16_is_refused(by, tmp_path, request):
         by_trainer(llama().float(), {"fp8": "tensorwise"}, tmp_path, fp16=True)
 
 
-def test_autocast(fast):
-    """Weights in fp32 under autocast are rounded to bf16 first."""
-    layer = nn.Linear(32, 16, bias=False, device=DEVICE)
-    half = copy.deepcopy(layer).to(torch.bfloat16)
-    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    for each in (layer, half):
-        LigerFloat8TrainingLinear.of(each, "rowwise")
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = layer(x)
-    assert torch.equal(y, half(x.to(torch.bfloat16))) and y.dtype == torch.bfloat16
-    y.sum().backward()
-    half(x.to(torch.bfloat16)).sum().backward()
-    gradient = layer.weight.grad
-    assert gradient.dtype == torch.float32 and torch.equal(gradient.to(torch.bfloat16), half.weight.grad)
-
-
 def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tuple[list[float], dict]:
     """Losses of steps of two micro-batches each, and the weights that they lead to."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []

@@ -280,19 +280,6 @@ def test_wrapped_methods_of_live_models_get_our_rope(monkeypatch):
         assert_close(step(model)[1], expected, 1e-4)
 
 
-def test_methods_without_gradients_get_our_rope(monkeypatch):
-    """As those of DeepSeek's indexers are."""
-    monkeypatch.setattr(LlamaAttention, "forward", torch.no_grad()(LlamaAttention.forward))
-    model = make("llama", num_hidden_layers=1)
-    expected = step(model)[1]
-    patches = instance_patches(model, "llama", dict(rope=True), None)
-    assert [p.label.startswith("rope") for p in patches] == [True]
-    with served_by_kernels_or_references(), patches():
-        found = step(model)[1]
-    assert not any("q_proj" in name for name in found)
-    assert_close(found, expected, 1e-4)
-
-
 def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "q_norm")]
 

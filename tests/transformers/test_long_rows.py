@@ -352,13 +352,6 @@ def test_how_many_tiles(tiles, tokens, expected):
     assert tiled_mlp.count_of(tiles, tokens) == expected
 
 
-def test_the_flag_of_the_mlp_is_off(tiles):
-    model = make("llama")
-    expected = learned(model, swiglu=False)
-    assert_same_learning(learned(model, swiglu=False, tiled_mlp=3), expected)
-    assert set(tiles) == {3}
-
-
 def test_hooks_on_layers_see_all_tokens(tiles):
     model, seen = make("llama"), []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, args, y: seen.append(tuple(y.shape)))

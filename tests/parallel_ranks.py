@@ -162,6 +162,7 @@ FURTHER = {
     *("fp8_fsdp2_checkpointed", "fp8_fsdp2_steps", "fp8_fsdp1", "tp_compiled", "tp_compiled_with_logits"),
     *("tp_sequence_parallel_compiled", "ulysses_compiled_layers_of_two_kinds", "ulysses_compiled"),
     *("experts_of_qwen3_moe_instance", "experts_of_gpt_oss_class", "fp8_of_torchao_gathered_in_fp8"),
+    *("ddp_tied", "fsdp2_accumulates", "fp8_fsdp2_mixed_precision"),
 }
 FURTHER = set() if GPUS else FURTHER
 # interpreted; whole models would take minutes so

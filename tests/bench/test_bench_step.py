@@ -261,23 +261,6 @@ def machine(monkeypatch):
     monkeypatch.setattr(step, "environment", lambda: {"hardware": "CPU", "gemm_tflops": 0.1, "gpus": 0})
 
 
-def test_what_variants_are(tmp_path):
-    """Stock is in bf16, as is ours:bf16."""
-    variants = "stock,ours,ours:bf16,ours:off,ours+layers,compile"
-    a = step.parse(["--model", "tiny", "--fp8", "rowwise", "--against", variants])
-    fields = ("package", "fp8", "compile", "flags")
-    found = {name: [step.spec_of(a, "tiny", name, tmp_path, True)[field] for field in fields] for name in a.against}
-    ours = str(step.PACKAGE)
-    assert found == {
-        "stock": [None, None, None, {}],
-        "ours": [ours, "rowwise", None, {}],
-        "ours:bf16": [ours, None, None, {}],
-        "ours:off": [ours, "rowwise", None, {"rematerialise": "off"}],
-        "ours+layers": [ours, "rowwise", "layers", {}],
-        "compile": [None, None, "model", {}],
-    }
-
-
 def test_every_switch_of_the_patch_is_a_variant():
     """A new one needs no line here."""
     named = {flag for flags in step.SWITCHED.values() for flag in flags}
@@ -541,21 +524,6 @@ def test_adapters_of_experts(named, tmp_path):
         if hasattr(m, "lora_A")
     }
     assert found == {{"up_proj": "gate_up_proj"}.get(name, name): 4 for name in named}
-
-
-def test_adapters_take_part_from_the_first_step(tmp_path):
-    """They start beyond zero, equal whatever else was drawn at random, so that losses tell
-    whether they are there."""
-    pytest.importorskip("peft")
-    starts = []
-    for seed in (1, 2):
-        model = step_child.Training(spec(tmp_path, package=None, lora=4)).model
-        torch.manual_seed(seed)
-        step_child.models.start(model)
-        starts.append({name: p for name, p in model.named_parameters() if "lora" in name})
-    one, two = starts
-    assert one.keys() == two.keys() and all(p.any() and torch.equal(p, two[name]) for name, p in one.items())
-    assert len({p.flatten()[0].item() for p in one.values()}) == len(one)
 
 
 @pytest.mark.parametrize(

@@ -152,20 +152,6 @@ def test_a_label_out_of_range_makes_the_hard_loss_nan(label):
     assert hard.isnan().nonzero().tolist() == [[1]] and not soft.isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("num_items", [None, 0, 3])
-def test_all_labels_ignored(dtype, num_items):
-    x, w, tx, tw, target = inputs(dtype=dtype)
-    target = torch.full_like(target, -100)
-    options = dict(weight_hard=0.5, num_items=num_items)
-    for compact in (False, True):
-        for loss in (
-            linear_divergence(x, w, tx, tw, target, compact=compact, **options),
-            OPS["linear_divergence"].reference(x, w, tx, tw, target, **options),
-        ):
-            assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
 @pytest.mark.parametrize("tail", [True, False])
 def test_top_k_rows_without_tokens(tail, dtype):

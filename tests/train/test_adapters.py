@@ -22,7 +22,7 @@ from small_runs import TEXT, forget_the_newest, refused, saved, small_run
 from liger_kernel import cli
 from liger_kernel.nn.float8 import LigerFloat8Experts
 from liger_kernel.train import adapters, checkpoint, loop
-from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.train.config import UserError, from_flags
 from liger_kernel.train.evaluate import evaluate
 from liger_kernel.train.model import build
 from liger_kernel.train.tokenise import train_bpe
@@ -187,18 +187,6 @@ def test_mistakes_in_flags(flags, message, capsys):
     with pytest.raises(UserError, match=message) as error:
         from_flags(flags.split())
     assert "\n" not in str(error.value)
-
-
-def test_a_file_says_it_as_flags_do(tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "lora: 16\nlora_alpha: 32\nlora_dropout: 0.05\nlora_targets: v_proj, q_proj\nrslora: true\nquantize: nf4\n"
-    )
-    flags = "--lora 16 --lora-alpha 32 --lora-dropout 0.05 --lora-targets q_proj,v_proj --rslora --quantize nf4"
-    read, given = from_flags(["--config", str(tmp_path / "run.yaml")]), from_flags(flags.split())
-    assert read.adapters == given.adapters and read.target_modules == ["q_proj", "v_proj"]
-    assert TrainConfig(lora=8).adapters == TrainConfig(lora=8, lora_alpha=16).adapters and TrainConfig().adapters == {
-        "lora": 0
-    }
 
 
 @pytest.mark.parametrize(

@@ -51,14 +51,6 @@ def test_a_run_without_kernels_says_so(config, capsys):
     assert "patched: nothing (--kernels off)" in capsys.readouterr().out
 
 
-def test_adapters_are_counted(config, capsys):
-    pytest.importorskip("peft")
-    loop.train(replace(config, lora=2, steps=1))
-    out = capsys.readouterr().out
-    assert re.search(r"model: random weights \(llama\), [\d,]+ parameters, 2,816 of them trained \(\d+\.\d\d%\)", out)
-    assert "projections: the engine runs " in out
-
-
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The summary of a run, as if its model were on a GPU of 1 GB."""

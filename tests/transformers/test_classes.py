@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from hf_models import DEVICE, assert_same_learning, assert_untouched, group_of_one, make, snapshot, step, tokens
+from hf_models import DEVICE, assert_same_learning, group_of_one, make, snapshot, step, tokens
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
@@ -184,17 +184,3 @@ def test_hooks_of_accelerate_that_come_off():
         liger.restore(model)
         assert not any(map(is_patched, model.modules())) and model(**tokens()).logits is not None
         assert not any(is_ours(m.forward) for m in model.modules())
-
-
-def test_both_patches_of_a_class_and_of_a_module():
-    """Each comes off by itself."""
-    model = llama(False)
-    before = snapshot(model)
-    liger.apply_liger_kernel_to_llama(swiglu=False)
-    liger.apply_liger_kernel_to_llama(model=model, rms_norm=False)
-    norm, mlp = model.model.norm, model.model.layers[0].mlp
-    assert is_ours(norm.forward) and not is_patched(norm) and is_patched(mlp)
-    liger.restore("llama")
-    assert not is_ours(norm.forward) and is_patched(mlp) and is_ours(mlp.forward)
-    liger.restore(model)
-    assert_untouched(before)

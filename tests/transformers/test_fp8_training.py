@@ -573,17 +573,6 @@ def test_weights_that_are_sharded_or_quantised(fast):
     assert not torch.equal(model(x), in_8_bits)
 
 
-def test_frozen_parts(fast):
-    """What learns gets the gradients that it gets beside parts that learn."""
-    whole, part = patched("tensorwise", num_hidden_layers=2), patched("tensorwise", num_hidden_layers=2)
-    layers = part.model.layers
-    for module in (part.model.embed_tokens, layers[0].self_attn, layers[1].mlp):
-        module.requires_grad_(False)
-    expected, found = step(whole)[1], step(part)[1]
-    assert 0 < len(found) < len(expected)
-    assert_bits(found, {name: g for name, g in expected.items() if name in found})
-
-
 def test_tied_embeddings(fast):
     """The head stays in 16 bits, unless a function takes it; the embedding learns twice."""
     untied, tied = llama(), patched("tensorwise", tie_word_embeddings=True)

@@ -376,18 +376,6 @@ def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
     assert losses == [True] and rows == [2 * (12 - ignored)]
 
 
-def test_options_and_statistics(losses):
-    options = dict(label_smoothing=0.1, lse_square_scale=1e-3, return_token_accuracy=True, return_predicted_tokens=True)
-    stock, ours = both()
-    logits = stock(tokens()["input_ids"]).logits
-    out = ours(**tokens(), **options)
-    labels = F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:]
-    right = (logits.argmax(-1) == labels)[labels != -100].float().mean()
-    torch.testing.assert_close(out.token_accuracy, right)
-    assert torch.equal(out.predicted_tokens.view_as(labels), logits.argmax(-1).where(labels != -100, -1))
-    assert losses == [True]
-
-
 @pytest.mark.parametrize("config", [{}, COPY], ids=["lora", "copy"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_without_logits(family, config, losses, computed):

@@ -201,17 +201,6 @@ def test_bad_values(flags, error):
         liger.apply_liger_kernel_to_llama(activation_ofloading=True)
 
 
-def test_what_others_replaced_offloads_too(moved):
-    model = make("llama")
-    expected = learned(model)
-    restore(model)
-    inner = model.model.forward
-    model.model.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # such as accelerate's
-    patch(model, activation_offloading=True)
-    assert_same_bits(step(model)[1], expected)
-    assert moved
-
-
 def test_checkpoints_around_layers(moved):
     """Of torch's wrapper, as FSDP's examples use it, in the place of transformers' own."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper

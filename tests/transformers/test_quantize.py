@@ -80,20 +80,6 @@ def rough(found, expected, worst=0.25):
         assert distance(found[name], e) < worst, (name, distance(found[name], e))
 
 
-@pytest.mark.parametrize("first", ["quantised", "adapted"])
-def test_peft_before_and_after(first, fast):
-    model = llama()
-    if first == "adapted":
-        model = adapted(model)
-    quantize_base(model)
-    if first == "quantised":
-        model = adapted(model)
-    assert len(layers(model)) == LINEARS and all(name.endswith("base_layer") for name in layers(model))
-    trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    assert trained == {torch.float32}, "PEFT's adapters beside a base in 16 bits"
-    rough(step(model)[1], step(dense_again(model))[1])
-
-
 def test_what_is_left_alone(fast):
     model = adapted(llama(), target_modules=["q_proj"], modules_to_save=["k_proj"])
     model.base_model.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)

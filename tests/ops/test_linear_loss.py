@@ -9,7 +9,7 @@ from devices import DEVICE
 from quick import further
 
 from liger_kernel.ops.losses.chunks import Kept
-from liger_kernel.ops.losses.linear_logprobs import linear_logprobs, reference
+from liger_kernel.ops.losses.linear_logprobs import reference
 from liger_kernel.ops.losses.linear_loss import Tokens, linear_loss
 from liger_kernel.testing import assert_as_accurate
 
@@ -157,16 +157,6 @@ def test_mistakes_are_named(group, temperature, message):
     x, w, target, _ = inputs()
     with pytest.raises(ValueError, match="linear_loss: " + message):
         linear_loss(dpo, x, w, target, group=group, temperature=temperature)
-
-
-def test_agrees_with_logprobs():
-    x, w, target, bias = inputs()
-    logp, entropy = linear_logprobs(x, w, target, bias, outputs=("entropy",))
-    _, found = linear_loss(
-        lambda t, *_: (t.logp.sum(), (t.logp, t.entropy)), x, w, target, bias, group=T, entropy=True, chunk_rows=10
-    )
-    torch.testing.assert_close(found[0].view(-1), logp)
-    torch.testing.assert_close(found[1].view(-1), entropy)
 
 
 @pytest.mark.parametrize("chunk_rows, products", [(10, 3), (2, 4)])

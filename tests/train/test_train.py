@@ -371,15 +371,6 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_dropped(to
     assert len(rows) == 3  # the third question alone is longer than that
 
 
-def test_text_is_packed_into_rows_of_equal_length(tokenizer):
-    rows = tokenise([{"text": "abcd"}, {"text": "efg"}, {"text": "hi"}], tokenizer, 3)
-    end = tokenizer.eos_token_id
-    stream = [*tokenizer.encode("abcd"), end, *tokenizer.encode("efg"), end, *tokenizer.encode("hi"), end]
-    assert rows.ids.tolist() == rows.labels.tolist() == stream
-    assert rows.bounds.tolist() == [0, 3, 6, 9, 12]
-    assert len(tokenise([{"text": "abcd"}, {"text": "efg"}], tokenizer, 4)) == 2  # 9 tokens: the last one is dropped
-
-
 def test_texts_of_a_row_are_documents_by_themselves(tokenizer):
     rows = tokenise([{"text": "abcd"}, {"text": "e"}, {"text": "hij"}], tokenizer, 4, "documents")
     a, b, c, d, e, h = (tokenizer.encode(t)[0] for t in "abcdeh")

@@ -282,12 +282,6 @@ def test_checkpointing(ran, reentrant):
     assert ran == [(1, 1)] * 2
 
 
-def test_rematerialised(ran):
-    """With the norms and the activation of everything else."""
-    assert_same(adapted(), rms_norm=True, rematerialise=True)
-    assert ran == [(1, 1)]
-
-
 @pytest.mark.slow
 def test_compiles(ran):
     """The block is what stock's is under torch.compile: PEFT's own operations."""

@@ -5,8 +5,6 @@ import importlib
 import inspect
 import pickle
 import threading
-import types
-import warnings
 import weakref
 
 import pytest
@@ -34,7 +32,7 @@ from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss
 from liger_kernel.transformers import class_patches, instance_patches, restore
 from liger_kernel.transformers.head import forward as head_forward
 from liger_kernel.transformers.head.recipe import DeferredLogits, LossRequest
-from liger_kernel.transformers.head.stand_in import Call, StandIn, deferred, place_of_head, standing, this_thread
+from liger_kernel.transformers.head.stand_in import StandIn, deferred, place_of_head, standing
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
 
@@ -193,62 +191,6 @@ def test_a_head_multiplies_under_the_autocast_of_its_call():
     assert torch.equal(fused_loss(x), expected)
     assert torch.equal(x.float() + 0, logits.float())
     assert torch.equal(x + 0, logits)
-
-
-class LowRank(nn.Module):
-    """A head with an adapter and dropout, as PEFT makes them."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base = base
-        self.a = nn.Linear(base.in_features, 2, bias=False)
-        self.b = nn.Linear(2, base.out_features)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(self.dropout(x)))
-
-
-def heads():
-    torch.manual_seed(0)
-    hooked = nn.Linear(H, V)
-    hooked.register_forward_hook(lambda module, args, out: out * 2)
-    replaced = nn.Linear(H, V, bias=False)
-    replaced.forward = types.MethodType(lambda self, x: F.linear(x, self.weight).square(), replaced)
-    normalised = nn.utils.parametrizations.weight_norm(nn.Linear(H, V))
-    return {
-        "plain": nn.Linear(H, V, bias=False),
-        "bias": nn.Linear(H, V),
-        "adapter": LowRank(nn.Linear(H, V)),
-        "hook": hooked,
-        "forward": replaced,
-        "weight norm": normalised,
-    }
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", heads())
-def test_every_head_computes_what_it_is(name, reduction):
-    """Linear heads in the loss; all others when the model calls them, which one warning says."""
-    head = heads()[name].to(DEVICE).double().eval()
-    x = torch.randn(B * T, H, device=DEVICE, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(V, device=DEVICE, dtype=torch.float64)
-    z = 3.0 * torch.tanh(head(x) * 0.5 / 3.0)
-    expected = F.cross_entropy(z, TARGET, weights, label_smoothing=0.1, reduction=reduction)
-    g = torch.rand_like(expected)
-    leaves = [x, *head.parameters()]
-    truth = torch.autograd.grad(expected, leaves, g)
-    stand_in = StandIn(head)
-    stand_in.calls[this_thread()] = [Call(nn.Module(), LossRequest())]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            logits = stand_in(x)
-    assert (logits.head is not None) == (name in ("plain", "bias", "hook")) == (not caught) and len(caught) < 2
-    z = torch.tanh(logits * 0.5 / 3.0) * 3.0
-    found = F.cross_entropy(z, TARGET, weights, label_smoothing=0.1, reduction=reduction)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, leaves, g), truth)
 
 
 def test_heads_of_models_are_found_wherever_they_are():

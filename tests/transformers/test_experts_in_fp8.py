@@ -14,8 +14,8 @@ from torch import nn
 peft = pytest.importorskip("peft", minversion="0.17")
 pytest.importorskip("transformers.integrations.moe", reason="this version has one implementation of experts")
 
-from adapters import BATCH, drawn, learnt, patch, recomputed
-from hf_models import DEVICE, assert_same_learning, group_of_one, make, recognised, tokens
+from adapters import drawn, learnt, patch, recomputed
+from hf_models import DEVICE, assert_same_learning, group_of_one, make, recognised
 
 from liger_kernel.nn import float8 as stored
 from liger_kernel.ops._core import operator as _op
@@ -161,29 +161,6 @@ def test_ways_of_running(ran, way):
     else:
         assert_same_learning(learnt(model), learnt(dense), 1e-5)
     assert ran == ["adapted adapted_moe"] * (1 if way == "mlp" else 2)
-
-
-@needs_kernels
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_are_switched(ran):
-    dense = adapted(tiny())
-    dense.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=BOTH))
-    both = model, dense = copy.deepcopy(drawn(dense)), dense
-    in_fp8(model)
-    for name in NAMES:
-        getattr(experts_of(dense), name).data.copy_(getattr(experts_of(model), name))
-    patch(model)
-    for names in (["default"], ["second"], ["default", "second"]):
-        ran.clear()
-        for each in both:
-            each.base_model.set_adapter(names)
-        assert_same_learning(learnt(model), learnt(dense), 1e-5)
-        assert ran == ["adapted adapted_moe"]
-    ran.clear()
-    with model.disable_adapter(), dense.disable_adapter(), torch.no_grad():
-        found, expected = (each(**tokens(**BATCH)).logits for each in both)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert ran == ["alone adapted_moe"]
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])

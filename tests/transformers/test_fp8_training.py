@@ -33,8 +33,6 @@ from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
 from liger_kernel.transformers import fp8, projections_report, train_in_fp8
 from liger_kernel.transformers.head import loss as head_loss
-from liger_kernel.transformers.patching import patches as patching
-from liger_kernel.transformers.patching.patches import is_patched
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
@@ -484,19 +482,6 @@ def test_auto_classes_leave_other_models_alone(fast):
         assert len(in_fp8(model)) == LINEARS and not in_fp8(transformers.LlamaForCausalLM(config))
     finally:
         liger.restore()
-
-
-def test_models_without_kernels(fast, monkeypatch):
-    """of a family that nobody knows, or with other flags off, are trained in FP8."""
-    model = nn.ModuleDict(dict(one=nn.Linear(32, 16), lm_head=nn.Linear(16, 16))).to(DEVICE)
-    monkeypatch.setattr(patching, "WARNED", set())
-    with pytest.warns(UserWarning, match="has no kernels for this type of model"):
-        patch(model, fp8="tensorwise")
-    assert in_fp8(model) == ["one"]
-    off = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
-    model = patched(dict(fp8="tensorwise", **off))
-    assert len(in_fp8(model)) == LINEARS
-    assert not any(is_patched(m) for m in model.modules() if "Norm" in type(m).__name__)
 
 
 def test_the_report_of_a_model_of_torchao(nodes):

@@ -174,23 +174,6 @@ def test_switches_of_a_patched_model(name, losses, computed):
     assert losses == [True, low_rank] and not computed
 
 
-def test_switches_of_copies(losses, computed):
-    """``modules_to_save``: the copy of the active adapter, and with adapters off the original."""
-    stock, ours = both("llama", "one", "two", target_modules=["q_proj"], modules_to_save=["lm_head"])
-    for run in (stock, ours):
-        _head(run).modules_to_save["two"].weight.data.mul_(1.5)
-    found = []
-    for name in ("two", "one"):
-        for run in (stock, ours):
-            run.set_adapter(name)
-        found.append(step(ours)[1])
-        assert_same_learning(found[-1], step(stock)[1], 1e-5)
-    with ours.disable_adapter(), stock.disable_adapter(), torch.no_grad():
-        assert torch.allclose(ours(**tokens()).loss, stock(**tokens()).loss)
-    assert found[0]["loss"] != found[1]["loss"]
-    assert losses == [False] * 3 and not computed
-
-
 def _moved(run):
     with torch.no_grad():
         for name, p in run.named_parameters():

@@ -169,16 +169,6 @@ def test_an_output_within_an_output(computed):
     assert not computed
 
 
-def test_ordinary_training_keeps_and_computes_no_logits(computed):
-    model = patched(llama())
-    for _ in range(2):
-        step(model)
-    batch = tokens()
-    model(**batch, return_dict=False)
-    model(**batch, return_token_accuracy=True)
-    assert not computed
-
-
 class Moments(LlamaForCausalLM):
     """Its forward calls the head, changes it, and computes losses, in the order of a program."""
 

@@ -149,19 +149,6 @@ def test_adapters_are_switched(twins, ran):
     assert not lora(twins[0], "o_proj").merged
 
 
-def test_adapters_by_row(twins, ran):
-    """``adapter_names``, which PEFT hands to its layers by hooks."""
-    with torch.no_grad():
-        batch = tokens(**BATCH | dict(batch=16))
-        names = ["default", "second", "__base__", "default"] * 4
-        found, expected = (model.eval()(**batch, adapter_names=names).logits for model in twins)
-        torch.testing.assert_close(found, expected)
-        assert not ran
-        found, expected = (model(**batch).logits for model in twins)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        assert ran == [3, 1, 3]
-
-
 @pytest.mark.parametrize("part", ["", "base_layer", "lora_A.default", "lora_B.default", "lora_dropout.default"])
 def test_hooks_run(twins, ran, part):
     """On the parts of one layer: that one is stock's, or has its base beside the node."""

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step
 from quick import further
 from torch import nn
 from watching import noted
@@ -18,7 +18,6 @@ from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.linear import LinearsFunction
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import quantize, quantize_base
-from liger_kernel.transformers.recognise.projections import Fallback, projection
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.skipif(
@@ -80,18 +79,6 @@ def rough(found, expected, worst=0.25):
         assert distance(found[name], e) < worst, (name, distance(found[name], e))
 
 
-def test_what_is_left_alone(fast):
-    model = adapted(llama(), target_modules=["q_proj"], modules_to_save=["k_proj"])
-    model.base_model.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    left = quantize_base(model, "fp8", skip=("lm_head", "o_proj", "mlp.gate_proj"))
-    reason = {name.removeprefix("base_model.model.model.layers.0."): why for name, why in left.items()}
-    assert reason["self_attn.k_proj.modules_to_save.default"] == "it is trained" and "hooked" in reason["mlp.up_proj"]
-    skipped = {name.rpartition(".")[2] for name, why in reason.items() if "skipped" in why}
-    assert skipped == {"lm_head", "o_proj", "gate_proj"}
-    assert not any("lora" in name for name in {*reason, *layers(model)})
-    assert sorted(n.split(".")[-1] for n in layers(model)) == ["base_layer", "down_proj", "original_module", "v_proj"]
-
-
 def test_sizes_that_are_left(monkeypatch):
     double = nn.Linear(64, 64, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(32, 24), nn.Linear(32, 64), double, nn.Embedding(64, 32))
@@ -121,20 +108,6 @@ def test_nodes_serve_adapters_over_it(recipe, autocast, monkeypatch):
     assert ran == ["LinearsFunction", "LinearsFunction", "AdaptedMLPFunction"]
     rough(ours, dense)
     rough(ours, stock)
-
-
-def test_bare_layers_run_their_own_forward(fast):
-    model = llama(torch.float32)
-    quantize_base(model, skip=("lm_head", "mlp"))
-    dense = dense_again(model)
-    liger._apply_liger_kernel_to_instance(model=model)
-    rough(step(model)[1], step(dense)[1])
-    found = projection(layers(model)["model.layers.0.self_attn.q_proj"], torch.float32)
-    assert not isinstance(found, Fallback) and not found.adapters
-    with torch.no_grad():
-        logits = model(**tokens() | {"labels": None}).logits
-        generated = model.generate(tokens()["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert logits.isfinite().all() and generated.shape[1] == 15
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])

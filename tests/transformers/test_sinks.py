@@ -152,19 +152,6 @@ def test_a_window_of_none_is_stock(seen):
     assert [call["window"] for call in seen] == [None]
 
 
-def test_autocast(seen):
-    """Rotated queries and keys are fp32 there, values 16 bits."""
-    theirs, ours = pair("granite_swa", **ALONE)
-    ids = tokens(2, LENGTH)["input_ids"]
-    logits = lambda model: model(ids, use_cache=False).logits.float()
-    with torch.no_grad():
-        truth = logits(theirs.double())
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            far, near = ((logits(model) - truth).norm() for model in (theirs.float(), ours))
-    assert near <= 2 * far
-    assert len(seen) == 2
-
-
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_padding_mask_that_is_filled_anew(seen, recomputed):
     """Of the next batch, before the backward."""

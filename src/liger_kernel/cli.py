@@ -8,6 +8,7 @@ import importlib.util
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,6 +225,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             name = " ".join(["liger", *argv[: 2 if argv[:2] in (["bench", "step"], ["bench", "report"]) else 1]])
             run: Callable[[list[str]], int | None] = globals()[command]
+            # PEFT reads an old name of transformers: nothing that a user could change
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             return run(argv[1:]) or 0
         finally:
             sys.stdout.flush()  # here, so that a closed pipe raises inside this try

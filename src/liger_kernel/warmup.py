@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import time
 
-from liger_kernel.compile.architectures import TARGETS
+from liger_kernel.compile.architectures import OF_GPU, TARGETS
 from liger_kernel.model_sizes import MODELS
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.hub import configuration
@@ -37,7 +37,8 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     )
     add("--batch", type=int, default=1, help="rows of a step (default: 1)")
     add("--seq", type=int, default=2048, help="tokens a row (default: 2048)")
-    add("--arch", choices=TARGETS, help="the GPU to compile for (default: the GPU of this machine)")
+    arch = "the GPU to compile for, or its name, such as h100 (default: the GPU of this machine)"
+    add("--arch", choices=TARGETS, type=lambda name: OF_GPU.get(name, name), help=arch)
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
     add("--autocast", choices=DTYPES[:2], help="dtype of mixed precision; then --dtype float32 is usual")
     a = parser.parse_args(argv)

@@ -29,3 +29,6 @@ TARGETS = {
     "gfx942": Target("hip", "gfx942", 64, 304),
     "gfx950": Target("hip", "gfx950", 64, 256),
 }
+# GPUs by the names of `liger fit --gpu`
+OF_GPU = {"a100": "sm80", "l40s": "sm89", "rtx4090": "sm89", "h100": "sm90", "h200": "sm90", "b200": "sm100"}
+OF_GPU |= {"mi300x": "gfx942"}

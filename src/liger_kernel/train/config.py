@@ -361,6 +361,8 @@ class TrainConfig(_Kernels):
             raise UserError("store needs trainer torch and checkpoint_every")
         if self.store and "://" not in self.store:
             raise UserError(f"store must be a URI, such as s3://bucket/run or file:///folder/run; got {self.store!r}")
+        if self.save and self.model and os.path.realpath(self.save) == os.path.realpath(self.model):
+            raise UserError(f"save must be another folder than model, which it would replace; got {self.save}")
         kv_heads = self.kv_heads or max(1, self.heads // 2)
         # a head is even, as rotary embeddings turn pairs
         if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):
@@ -540,7 +542,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
         text = regular(path).read_text(encoding="utf-8-sig")
         values = _yaml().load(text, _loader()) if _is_yaml(path) else json.loads(text, object_pairs_hook=unique)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}{'' if path.exists() else similar_file(path)}") from error
+        near = "" if path.exists() else similar_file(path)
+        if (Path(__file__).parents[1] / "recipes" / f"{path.stem}.yaml").is_file() and not near:
+            near = f"; the recipe of that name is copied by: liger recipes {path.stem}"
+        raise UserError(f"cannot read {path}: {error.strerror}{near}") from error
     except UserError:
         raise
     # the two parsers share no exception class

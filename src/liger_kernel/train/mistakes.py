@@ -72,6 +72,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.fullmatch(r"argument (?:.*/)?(--[\w-]+): invalid (int|float) value: (.*)", message)
+        if empty := re.fullmatch(r"argument (?:.*/)?(--[\w-]+): expected one argument", message):
+            action = self._option_string_actions[empty[1]]
+            values = action.choices or [action.metavar or action.dest.upper()]
+            raise UserError(f"{empty[1]} needs a value: {', '.join(map(str, values))}")
         raise UserError(
             f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'int')}number, got {wrong[3]}" if wrong else message
         )
@@ -152,15 +156,16 @@ def at_least(least: float, **values: float | None) -> None:
 
 
 def similar_file(path: str | Path) -> str:
-    """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own; or
-    nothing."""
+    """``; did you mean chats.jsonl?``: a file beside a missing one with a name like its own, first of
+    its kind; or nothing."""
     path = Path(path)
     try:
-        stems = {each.stem: each.name for each in path.parent.iterdir() if each.suffix == path.suffix}
+        names = [each.name for each in path.parent.iterdir()]
     except OSError:
         return ""
-    near = nearest(path.stem, stems)
-    return f"; did you mean {path.parent / stems[near]}?" if near else ""
+    stems = {Path(name).stem: name for name in names if Path(name).suffix == path.suffix}
+    near = stems.get(nearest(path.stem, stems) or "") or (path.suffix and nearest(path.name, names, 0.85))
+    return f"; did you mean {path.parent / near}?" if near else ""
 
 
 def existing(path: str | Path) -> Path:

@@ -31,11 +31,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from liger_kernel.nearest import did_you_mean
+from liger_kernel.nearest import did_you_mean, nearest
 from liger_kernel.train.adamw import either
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.hub import on_hub
-from liger_kernel.train.mistakes import existing, mistaken, unique
+from liger_kernel.train.mistakes import existing, mistaken, similar_file, unique
 
 # a place between two records: how many are before it, the number of the file, how many of that file
 # are before it
@@ -242,7 +242,7 @@ def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, A
     except ImportError as error:
         raise UserError(
             f"{name!r} is not a file here, and datasets of the Hugging Face hub need the package datasets: pip "
-            "install datasets"
+            f"install datasets{similar_file(name)}"
         ) from error
     on_hub(name, also=("stdlib",), kind="dataset")
     with mistaken(f"cannot load the dataset {name!r}: "):
@@ -322,8 +322,8 @@ def characters(record: dict[str, Any]) -> int:
 
 # what others call the columns that we know, for a message
 GUESSES = {
-    "prompt": "prompt question query instruction input problem",
-    "completion": "completion answer response output solution target",
+    "prompt": "prompt question query instruction instruct input problem human user",
+    "completion": "completion answer response output solution target assistant reply",
     "messages": "chat dialogue dialog turns conversation",
     "text": "content document body",
 }
@@ -331,7 +331,9 @@ GUESSES = {
 
 def _renaming(record: dict[str, Any]) -> str:
     """The ``--columns`` that would make a known kind of these columns."""
-    named = {ours: [name for name in record if str(name).lower() in names.split()] for ours, names in GUESSES.items()}
+    named = {
+        ours: [name for name in record if nearest(str(name), words.split(), 0.9)] for ours, words in GUESSES.items()
+    }
     both = ["prompt", "completion"] if named["prompt"] and named["completion"] else []
     wanted = both or [ours for ours in ("messages", "text") if named[ours]][:1]
     return ",".join(f"{named[ours][0]}={ours}" for ours in wanted if ours not in named[ours]) or "NAME=text"

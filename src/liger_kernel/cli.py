@@ -93,13 +93,15 @@ def recipes(argv: list[str]) -> None:
         for name, text in texts.items():
             print(f"{name:<20} {text.splitlines()[0].removeprefix('# ')}")
         return
-    text, out = texts[one_of("recipe", a.name.removesuffix(".yaml"), texts)], a.out or f"{a.name}.yaml"
+    name = one_of("recipe", a.name.removesuffix(".yaml"), texts)
+    text, out = texts[name], a.out or f"{name}.yaml"
     try:
         with open(out, "x") as file:
             file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    print("".join(line[2:] for line in text.splitlines(keepends=True) if line.startswith("# ")) + f"copied to {out}")
+    said = "".join(line[2:] for line in text.splitlines(keepends=True) if line.startswith("# "))
+    print(f"{said.replace(f'{name}.yaml', out)}copied to {out}")
 
 
 def demo(argv: list[str]) -> int:

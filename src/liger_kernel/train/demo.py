@@ -236,7 +236,7 @@ def speed(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     spread += f" between {low:.2f} and {high:.2f}"
     clearly = f"Speed: {spread}{', so no difference shows' if low <= 1 <= high else ''}."
     busy = f"This machine is too busy to tell which is faster: {spread}."
-    busy += " Run the demo again when nothing else runs."
+    busy += " Try again when nothing else runs."
     numbers = {"stock": a, "ours": b, "ratio": b / a, "quartiles": [low, high], "pairs": len(pairs)}
     return {**numbers, "clear": clear, "spread": clearly if clear else busy}
 

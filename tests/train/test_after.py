@@ -141,6 +141,12 @@ def test_a_conversation_goes_on_until_a_new_one(here, capsys, monkeypatch):
     assert capsys.readouterr().out == "".join(f"{text}\n" + "\n" * bool(text) for text in expected)
 
 
+def test_the_record_of_a_run_has_no_sizes_of_another_model(here):
+    """Those of a model from random weights, beside the name of one that has its own."""
+    found = json.loads((here / "run" / "liger-run.json").read_text())
+    assert found["model"] and not found.keys() & {"hidden", "layers", "heads", "vocab"}
+
+
 def test_a_record_without_a_question(here, capsys):
     write_jsonl(Path("wrong.jsonl"), [{"text": "x"}])
     assert cli.main(["chat", "tuned", "--prompts", "wrong.jsonl", *FLAGS]) == 2

@@ -35,6 +35,7 @@ EVERY_LINEAR = "all-linear"
 FP8 = SWITCHES["fp8"].metadata["choices"]
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
 ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
+SIZES = ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocab")  # of a model from random weights
 # more than a run has of anything, and small enough for integers of PyTorch and the system
 MANY = 10**9
 COUNTS = (
@@ -496,10 +497,12 @@ class TrainConfig(_Kernels):
         return flags | ({"graphs": "auto"} if self.graphs else {})
 
     def shown(self) -> dict[str, Any]:
-        """Names and values without credentials, which may be written or reported."""
+        """Names and values without credentials, which may be written or reported, and without the
+        sizes of a random model beside the name of another."""
         return {
             name: redacted(value) if isinstance(value, str) else value
             for name, value in dataclasses.asdict(self).items()
+            if not (self.model and name in SIZES)
         }
 
     @property

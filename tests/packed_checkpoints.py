@@ -1,19 +1,30 @@
 """Layers of checkpoints in packed integers and NVFP4, made here as compressed-tensors and GPT-QModel
-leave them in a model that Transformers has loaded."""
+leave them in a model that Transformers has loaded, and the files of such checkpoints."""
 
 from __future__ import annotations
 
+import json
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from liger_kernel.ops.projections.float8 import E4
-from liger_kernel.ops.projections.packed_weights import columns_reference, rows_reference
+from liger_kernel.ops.projections.packed_weights import (
+    PackedWeight,
+    awq_columns,
+    columns_reference,
+    gptq_columns,
+    integer_rows,
+    nvfp4_rows,
+    rows_reference,
+)
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "int4": dict(num_bits=4, symmetric=True, group_size=16),
@@ -111,3 +122,52 @@ def by_columns(monkeypatch: pytest.MonkeyPatch, module: str, name: str, N: int, 
     for key, t in (held if awq else held | dict(g_idx=index)).items():
         m.register_buffer(key, t)
     return m
+
+
+def stored_as(w: Tensor, kind: str) -> tuple[dict[str, Tensor], PackedWeight]:
+    """The tensors, by the last parts of their names, that hold a weight (N, K) in a published form, and what
+    they decode to."""
+    (N, K), w = w.shape, w.detach().float()
+    scale = w.unflatten(1, (-1, 16)).abs().amax(2) / 7
+    if kind == "nvfp4":
+        parts = {"weight_global_scale": torch.tensor([300.0]), "weight_scale": (scale * 400).to(E4)}
+        made = nvfp4_rows(bytes_of(N, K // 2), parts["weight_scale"], parts["weight_global_scale"])
+        name = "weight_packed"
+    elif kind == "int4":
+        parts = {"weight_scale": scale, "weight_shape": torch.tensor([N, K])}
+        made, name = integer_rows(words_of(N, K // 8), scale, None, (N, K), 16, 4), "weight_packed"
+    else:
+        zeros = torch.full((K // 16, N // 8), 0x77777777 if kind == "gptq" else -0x77777778, dtype=torch.int32)
+        parts, name = {"scales": scale.t().contiguous(), "qzeros": zeros}, "qweight"
+        of = zeros, parts["scales"]
+        if kind == "gptq":
+            parts["g_idx"] = torch.arange(K).int() // 16
+            made = gptq_columns(words_of(K // 8, N), *of, parts["g_idx"], (N, K), 16, 4, 1)
+        else:
+            made = awq_columns(words_of(K, N // 8), *of, (N, K), 16)
+    made = made.nearest(w)
+    return parts | {name: made.values}, made
+
+
+_METHODS: dict[str, dict[str, Any]] = {
+    "int4": dict(quant_method="compressed-tensors", format="pack-quantized"),
+    "nvfp4": dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized"),
+    "gptq": dict(quant_method="gptq", bits=4, group_size=16),
+    "awq": dict(quant_method="awq", bits=4, group_size=16),
+}
+
+
+def publish_as(model: nn.Module, path: Path, kind: str) -> nn.Module:
+    """Write ``model`` with its projections in this form, and return it with their values."""
+    state: dict[str, Tensor] = {}
+    for name, p in model.state_dict().items():
+        if not name.endswith("proj.weight"):
+            state[name] = p.clone()
+            continue
+        parts, made = stored_as(p, kind)
+        p.copy_(made.dense(p.dtype))
+        state |= {f"{name.removesuffix('weight')}{part}": t for part, t in parts.items()}
+    config = model.config.to_dict() | dict(quantization_config=_METHODS[kind])
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    return model

@@ -30,6 +30,7 @@ from liger_kernel.transformers import (
     apply_liger_kernel_to_llama,
     attention,
     load_in_mxfp4,
+    merge_aware,
     projections_report,
     quantize_base,
     record_routes,
@@ -42,7 +43,7 @@ SHOWN: tuple[object, ...] = ()
 SHOWN += (graphs, hub, memory, attention, by_sharding, call_instead, expert_load, glu, load_balancing_loss)
 SHOWN += (parallelize, train, TrainConfig, linear_loss, LigerExperts, LigerFusedLinearGRPOLoss)
 SHOWN += (LigerFusedLinearPreferenceBase, AutoLigerKernelForCausalLM, projections_report, quantize_base)
-SHOWN += (record_routes, replay_routes, load_in_mxfp4, answer_logprobs, shared_prompts)
+SHOWN += (record_routes, replay_routes, load_in_mxfp4, merge_aware, answer_logprobs, shared_prompts)
 
 
 def other_door() -> LigerRMSNorm:

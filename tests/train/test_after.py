@@ -23,10 +23,12 @@ import peft
 import transformers
 from fp8_checkpoints import publish, stays_in_fp8
 from hf_models import served_by_kernels_or_references
+from packed_checkpoints import publish_as
+from safetensors.torch import load_file
 from small_runs import STEPS, refused, write_jsonl
 
 from liger_kernel import cli
-from liger_kernel.train import adapters, card, demo, merge
+from liger_kernel.train import adapters, card, demo, merge, stored
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.tokenise import train_bpe
 from liger_kernel.train.trained import load_model
@@ -244,6 +246,42 @@ def test_a_base_in_fp8(here, tmp_path, monkeypatch):
     b, a = (drawn[f"{of}.lora_{name}.default.weight"] for name in "BA")
     expected = own[f"{of}.base_layer.weight"] + 2 * b @ a
     torch.testing.assert_close(new.get_parameter(weight), expected.bfloat16(), rtol=0.01, atol=0.001)
+
+
+def adapted(model, folder):
+    """Adapters on all projections that do something, saved; the model with them."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data = torch.randn_like(p) / 8
+    model.base_model.model.name_or_path = str(folder)
+    model.peft_config["default"].base_model_name_or_path = str(folder)
+    model.save_pretrained(folder / "tuned")
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4", "gptq", "awq"])
+def test_a_merge_into_the_storage_of_the_base(kind, here, tmp_path, capsys):
+    """The numbers of the rounded sums, with the base's scales; or dense. Nothing of a package that made the
+    base is needed."""
+    made = publish(stock("base"), tmp_path, (8, 16)) if kind == "fp8" else publish_as(stock("base"), tmp_path, kind)
+    for file in (here / "base").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    twin = adapted(made, tmp_path)
+    argv = ["merge", str(tmp_path / "tuned"), "--out", str(tmp_path / "new"), "--to", "base"]
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "largest difference of logits by the merge: 0 (0.0%, root mean" in said and "the numbers of" in said
+    old, new = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "new"))
+    changed = {name for name, t in new.items() if not torch.equal(t.view(torch.uint8), old[name].view(torch.uint8))}
+    assert len(changed) == 7 and old.keys() == new.keys() and all(n.endswith(("weight", "_packed")) for n in changed)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "new")
+    assert config.quantization_config == transformers.AutoConfig.from_pretrained(tmp_path).quantization_config
+    values = stored.StoredWeights(tmp_path / "new", config).decoded(torch.float32)
+    expected = twin.merge_and_unload().state_dict()
+    off = {name: (values[name] - w).norm() / w.norm() for name, w in expected.items() if "proj" in name}
+    assert values.keys() == expected.keys() and max(off.values()) < (0.05 if kind == "fp8" else 0.25)
 
 
 def numbers(losses, **more):

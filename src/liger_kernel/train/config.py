@@ -34,7 +34,7 @@ REPORTS = ("tensorboard", "wandb", "mlflow")
 EVERY_LINEAR = "all-linear"
 FP8 = SWITCHES["fp8"].metadata["choices"]
 # fields that say what is trained beside a frozen base; checkpoints of other adapters do not fit
-ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize")
+ADAPTERS = ("lora", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora", "quantize", "merge_aware")
 SIZES = ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocab")  # of a model from random weights
 # more than a run has of anything, and small enough for integers of PyTorch and the system
 MANY = 10**9
@@ -80,6 +80,9 @@ NEEDS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("quantize", "parallel", ("none", "ddp"), ""),
     # PEFT 0.21 with bitsandbytes 0.50 loses them in the second step
     ("dora", "quantize", ("nf4", "fp8", None), "with int8, DoRA loses the scales of the weights"),
+    ("merge_aware", "quantize", (None,), "the base must be one whose files are quantised"),
+    ("merge_aware", "dora", (False,), "a magnitude is merged into scales"),
+    ("merge_aware", "lora_dropout", (0,), "a merged model drops nothing"),
     ("fp8_filter", "fp8", FP8, ""),
     ("fp8_head", "fp8", FP8, ""),
     ("fp8", "kernels", ("on",), ""),
@@ -169,6 +172,11 @@ class TrainConfig(_Kernels):
         False, "DoRA: adapters learn the direction of a weight, and a vector learns its magnitude", fit=True
     )
     rslora: bool = _adapters(False, "scale adapters by alpha / sqrt(rank)")
+    merge_aware: bool = _adapters(
+        False,
+        "train the adapters as they will be merged into a quantised base: each sum is rounded to the base's own "
+        "numbers, which liger merge --to base writes",
+    )
     quantize: str | None = _adapters(
         None,
         "store the frozen model in 4 bits (nf4) or 8 bits (int8) by bitsandbytes, or in fp8 on GPUs that compute in it",
@@ -451,7 +459,9 @@ class TrainConfig(_Kernels):
             return {"lora": 0}
         targets = self.target_modules
         same = {"lora_alpha": self.alpha, "lora_targets": targets if isinstance(targets, str) else ",".join(targets)}
-        return {name: same.get(name, getattr(self, name)) for name in ADAPTERS}
+        # checkpoints of earlier versions do not have it
+        names = [name for name in ADAPTERS if name != "merge_aware" or self.merge_aware]
+        return {name: same.get(name, getattr(self, name)) for name in names}
 
     @property
     def peak_lr(self) -> float:

@@ -94,6 +94,11 @@ def build(config: TrainConfig, tokenizer: Any, device: torch.device, precision: 
         model = adapters.restored(model, saved) if saved else adapters.adapted(model, config)
     if late:
         quantize_fp8(model)
+    if config.merge_aware:
+        from liger_kernel.transformers import merge_aware
+
+        with mistaken("", ValueError):
+            merge_aware(model)
     if config.gradient_checkpointing != "none":
         recompute(model, config.gradient_checkpointing)
     if config.compile:

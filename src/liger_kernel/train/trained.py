@@ -7,10 +7,11 @@ from typing import Any
 
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.hub import on_hub
-from liger_kernel.train.mistakes import Parser, UserError, mistaken
+from liger_kernel.train.mistakes import Parser, UserError, mistaken, why
 
 QUANTIZE = ("nf4", "int8")  # forms of a base that can be made dense again
-# forms of checkpoints that transformers decodes while it loads, by the classes that tell it so
+# forms of checkpoints that transformers decodes while it loads, where our decoding does not know them, by
+# the classes that tell it so
 _STORED = {"fp8": "FineGrainedFP8Config", "compressed-tensors": "CompressedTensorsConfig"}
 
 
@@ -56,10 +57,10 @@ def load_tokenizer(name: str, base: str | None, trusted: bool) -> Any:
 
 def load_model(name: str, trusted: bool, device: Any, quantize: str | None = None, dense: bool = False) -> Any:
     """The model ``name`` in the dtype that it is stored in, or in 4 or 8 bits. ``dense``: one that is
-    stored in FP8, or by compressed-tensors, is decoded."""
+    quantised is decoded, if its form is known."""
     import transformers
 
-    from liger_kernel.train import adapters
+    from liger_kernel.train import adapters, stored
 
     on_hub(name)
     config = TrainConfig(model=name, lora=1, quantize=quantize, trust_remote_code=trusted)
@@ -69,9 +70,33 @@ def load_model(name: str, trusted: bool, device: Any, quantize: str | None = Non
         options |= {"quantization_config": adapters.quantization(config, "bf16"), "device_map": {"": device}}
     with mistaken(f"cannot load the model {name}: "):
         form = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusted)
-        stored = (getattr(form, "quantization_config", None) or {}).get("quant_method")
-        if stored in _STORED and not quantize:
-            decoded = {"quantization_config": getattr(transformers, _STORED[stored])(dequantize=True)} if dense else {}
-            options |= {"device_map": {"": device}} | decoded
+        method = stored.method_of(form)
+        if method and dense and not quantize:
+            try:
+                return decoded(name, form).to(device)
+            except ValueError as error:
+                if method not in _STORED:
+                    raise UserError(f"{why(error)}: give --base the same model in 16 bits") from error
+        if method in _STORED and not quantize:
+            more = {"quantization_config": getattr(transformers, _STORED[method])(dequantize=True)} if dense else {}
+            options |= {"device_map": {"": device}} | more
         model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     return (model if getattr(model, "is_quantized", False) else model.to(device)).eval()
+
+
+def decoded(name: str, form: Any) -> Any:
+    """The model ``name``, which has the configuration ``form``, with the values of its quantised weights, in
+    16 bits on the CPU. ``ValueError`` for a storage that is not known."""
+    import copy
+
+    import torch
+    import transformers
+
+    from liger_kernel.train import stored
+
+    dtype = getattr(form, "dtype", None) or torch.bfloat16
+    weights, plain = stored.opened(name, form).decoded(dtype), copy.deepcopy(form)
+    del plain.quantization_config
+    with torch.device("meta"):
+        cls: Any = type(transformers.AutoModelForCausalLM.from_config(plain, dtype=dtype))
+    return cls.from_pretrained(None, config=plain, state_dict=weights, dtype=dtype).eval()

@@ -39,6 +39,7 @@ _LAZY = {
         "routes": "record_routes replay_routes",
         "load_mxfp4": "load_in_mxfp4",
         "fp8": "train_in_fp8",
+        "merged_training": "merge_aware",
         "prompt_trees": "answer_logprobs shared_prompts",
     }.items()
     for name in names.split()

@@ -70,6 +70,7 @@ from liger_kernel.transformers.routes import record_routes as record_routes
 from liger_kernel.transformers.routes import replay_routes as replay_routes
 from liger_kernel.transformers.load_mxfp4 import load_in_mxfp4 as load_in_mxfp4
 from liger_kernel.transformers.fp8 import train_in_fp8 as train_in_fp8
+from liger_kernel.transformers.merged_training import merge_aware as merge_aware
 from liger_kernel.transformers.prompt_trees import answer_logprobs as answer_logprobs
 from liger_kernel.transformers.prompt_trees import shared_prompts as shared_prompts
 from liger_kernel.patch_options import Filter

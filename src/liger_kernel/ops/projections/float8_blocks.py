@@ -45,6 +45,12 @@ def reference(q: Tensor, scale: Tensor, blocks: tuple[int, int], dtype: torch.dt
     return (q.to(wide) * each).to(dtype)
 
 
+def divided(w: Tensor, scale: Tensor, blocks: tuple[int, int]) -> Tensor:
+    """w (..., N, K) in fp32, divided by the scale of each block."""
+    N, K = w.shape[-2:]
+    return w / scale.repeat_interleave(blocks[0], -2)[..., :N, :].repeat_interleave(blocks[1], -1)[..., :K]
+
+
 def cast_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """What ``float8_cast_blocks`` returns."""
     wide = F.pad(x.float(), (0, 0, 0, -x.shape[0] % 4)).unflatten(1, (-1, BLOCK))
@@ -186,6 +192,16 @@ class Float8Blocks(Dequantized):
     @property
     def products(self) -> str:
         return "decoded for each product"
+
+    @property
+    def values(self) -> Tensor:
+        return self.q
+
+    def nearest(self, w: Tensor) -> Float8Blocks:
+        scale = self.scale.where(self.scale != 0, float("inf"))
+        most = torch.finfo(E4).max
+        q = divided(w, scale, self.blocks).clamp_(-most, most).to(E4)
+        return dataclasses.replace(self, q=q, dequantize=functools.partial(dense, q, self.scale, self.blocks))
 
     def part(self, some: slice, dtype: torch.dtype) -> Tensor:
         """The dense weights of some experts."""

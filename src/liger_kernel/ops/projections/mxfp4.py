@@ -10,7 +10,7 @@ is never made; ``PART`` limits the size of one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,16 +53,25 @@ def reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(q, scales[..., None].to(torch.int32) - 127).flatten(-2).to(dtype)
 
 
+def codes_of_e2m1(w: Tensor) -> Tensor:
+    """The bits of the values in E2M1 nearest to w, in uint8; those above 6 saturate."""
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=w.device)
+    return torch.bucketize(w.abs(), middles).to(torch.uint8) | (w < 0).to(torch.uint8) << 3
+
+
+def blocks_of(w: Tensor, exponent: Tensor) -> Tensor:
+    """The blocks nearest to w (..., K / 32, 32) with these exponents of their scales."""
+    code = codes_of_e2m1(torch.ldexp(w, -exponent[..., None]))
+    return code[..., ::2] | code[..., 1::2] << 4
+
+
 def rounded(w: Tensor) -> tuple[Tensor, Tensor]:
     """The blocks and scales nearest to w (E, N, K), K in 32s. The largest value of a block is
     between 4 and 8 times its scale, as in the specification; above 6 it saturates."""
     wide = w.float().unflatten(-1, (-1, BLOCK))
     # frexp: amax = m 2^e with m from 1/2 to 1
     exponent = (torch.frexp(wide.abs().amax(-1)).exponent - 3).clamp(-127, 127)
-    wide = torch.ldexp(wide, -exponent[..., None])
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=w.device)
-    code = torch.bucketize(wide.abs(), middles).to(torch.uint8) | (wide < 0).to(torch.uint8) << 3
-    return code[..., ::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
+    return blocks_of(wide, exponent), (exponent + 127).to(torch.uint8)
 
 
 @jit
@@ -117,6 +126,14 @@ class MXFP4Experts(Weight):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return dense(self.blocks, self.scales, dtype)
+
+    @property
+    def values(self) -> Tensor:
+        return self.blocks
+
+    def nearest(self, w: Tensor) -> MXFP4Experts:
+        blocks = blocks_of(w.unflatten(-1, (-1, BLOCK)), self.scales.int() - 127)
+        return replace(self, blocks=blocks)
 
     def part(self, some: slice, dtype: torch.dtype) -> Tensor:
         """Those of some experts."""

@@ -14,17 +14,20 @@ bits, the first value in the lowest bits; groups count along K. There are two or
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import E4
-from liger_kernel.ops.projections.mxfp4 import E2M1, e2m1, small_float
+from liger_kernel.ops.projections.mxfp4 import E2M1, codes_of_e2m1, e2m1, small_float
 from liger_kernel.ops.projections.weights import Dequantized
 
 NVFP4 = 16  # values with one scale
@@ -36,6 +39,14 @@ def unpacked(words: Tensor, bits: int, count: int, dim: int = -1) -> Tensor:
     shifts = torch.arange(0, 8 * words.itemsize, bits, device=words.device)
     values = (words.movedim(dim, -1).unsqueeze(-1).long() >> shifts) & (2**bits - 1)
     return values.flatten(-2)[..., :count].movedim(-1, dim)
+
+
+def packed_words(values: Tensor, bits: int, dim: int = -1, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Words of ``dtype``, of which ``unpacked`` finds these integers."""
+    each = 8 * dtype.itemsize // bits
+    values = F.pad(values.int().movedim(dim, -1), (0, -values.shape[dim] % each)).unflatten(-1, (-1, each))
+    shifts = torch.arange(0, 8 * dtype.itemsize, bits, device=values.device, dtype=torch.int32)
+    return (values << shifts).sum(-1, dtype=torch.int32).to(dtype).movedim(-1, dim).contiguous()
 
 
 def rows_reference(
@@ -71,6 +82,36 @@ def columns_reference(
     K = q.shape[0]
     group = torch.arange(K, device=q.device) // (K // scale.shape[0]) if index is None else index.long()
     return ((q - z[group] - plus) * scale.float()[group]).to(dtype)
+
+
+def _steps(w: Tensor, scale: Tensor) -> Tensor:
+    """w in steps of its scales; 0 where a scale is 0."""
+    return w / scale.where(scale != 0, float("inf"))
+
+
+def rows_nearest(bits: int, scale: Tensor, zero: Tensor | None, divisor: Tensor | None, w: Tensor) -> Tensor:
+    """The words whose values, with these scales, are nearest to w (N, K) in fp32; beyond the range of the
+    format, its end."""
+    s = scale.float() if divisor is None else scale.float() / divisor.float()
+    steps = _steps(w.unflatten(1, (s.shape[1], -1)), s[..., None])
+    if divisor is not None:
+        return packed_words(codes_of_e2m1(steps).flatten(1), bits, dtype=torch.uint8)
+    z = 2 ** (bits - 1) if zero is None else unpacked(zero, bits, w.shape[0], 0)[..., None]
+    return packed_words((steps.round_() + z).clamp_(0, 2**bits - 1).flatten(1), bits)
+
+
+def columns_nearest(
+    bits: int, plus: int, awq: bool, zeros: Tensor, scale: Tensor, index: Tensor | None, w: Tensor
+) -> Tensor:  # fmt: skip
+    """As ``rows_nearest``, for the words of ``columns_reference``."""
+    N, K = w.shape
+    z = unpacked(zeros, bits, N)
+    z = z.unflatten(1, (-1, 8))[..., list(AWQ)].flatten(1) if awq else z
+    group = torch.arange(K, device=w.device) // (K // scale.shape[0]) if index is None else index.long()
+    q = (_steps(w.mT, scale.float()[group]).round_() + z[group] + plus).clamp_(0, 2**bits - 1)
+    if awq:  # the columns of a word in the order in which they lie there
+        q = q.unflatten(1, (-1, 8))[..., [AWQ.index(place) for place in range(8)]].flatten(1)
+    return packed_words(q, bits, 1 if awq else 0)
 
 
 @jit
@@ -177,6 +218,18 @@ class PackedWeight(Dequantized):
     form: str = field(kw_only=True)
     tensors: tuple[Tensor, ...] = field(kw_only=True)
     scale: Tensor = field(kw_only=True)
+    # of the first of the tensors and a dtype, the dense weight; of a weight in fp32, the first of the tensors
+    decode: Callable[[Tensor, torch.dtype], Tensor] = field(kw_only=True)
+    encode: Callable[[Tensor], Tensor] = field(kw_only=True)
+
+    @property
+    def values(self) -> Tensor:
+        return self.tensors[0]
+
+    def nearest(self, w: Tensor) -> PackedWeight:
+        values = self.encode(w)
+        made = functools.partial(self.decode, values)
+        return dataclasses.replace(self, tensors=(values, *self.tensors[1:]), dequantize=made)
 
     def said(self) -> str:
         """Storage, products and bytes, for a report."""
@@ -188,8 +241,17 @@ def _whole(*tensors: Tensor | None) -> bool:
     return all(t is None or t.is_contiguous() for t in tensors)
 
 
+def _packed_weight(
+    shape: tuple[int, int], form: str, tensors: tuple[Tensor | None, ...], scale: Tensor,
+    decode: Callable[[Tensor, torch.dtype], Tensor], encode: Callable[[Tensor], Tensor],
+) -> PackedWeight:  # fmt: skip
+    held = tuple(t for t in tensors if t is not None)
+    how = dict(form=form, tensors=held, scale=scale, decode=decode, encode=encode)
+    return PackedWeight(shape, None, True, dequantize=functools.partial(decode, held[0]), **how)
+
+
 def _rows_of(
-    K: int, bits: int, packed: Tensor, scale: Tensor, zero: Tensor | None, divisor: Tensor | None, dtype: torch.dtype
+    K: int, bits: int, scale: Tensor, zero: Tensor | None, divisor: Tensor | None, packed: Tensor, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     block = math.gcd(K // max(scale.shape[1], 1), _BLOCK)
     fits = packed.shape[1] * packed.itemsize * 8 == K * bits and block * bits >= 8 and packed.numel() > 0
@@ -199,7 +261,7 @@ def _rows_of(
 
 
 def _columns_of(
-    bits: int, plus: int, awq: bool, words: Tensor, zeros: Tensor, scale: Tensor, index: Tensor | None,
+    bits: int, plus: int, awq: bool, zeros: Tensor, scale: Tensor, index: Tensor | None, words: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     K = words.shape[0] * (1 if awq else 32 // bits)
@@ -240,9 +302,9 @@ def integer_rows(
     words = dict(packed=(packed, (N, cdiv(K * bits, 32))), zero=(zero, (cdiv(N * bits, 32), K // group)))
     _check(name, (torch.int32, torch.int32, None), **words, scale=(scale, (N, K // group)))
     form = f"{bits}-bit integers in {'rows' if group == K else f'groups of {group}'}"
-    made = functools.partial(_rows_of, K, bits, packed, scale, zero, None)
-    held = tuple(t for t in (packed, scale, zero) if t is not None)
-    return PackedWeight(shape, None, True, dequantize=made, form=form, tensors=held, scale=scale)
+    of = bits, scale, zero, None
+    how = functools.partial(_rows_of, K, *of), functools.partial(rows_nearest, *of)
+    return _packed_weight(shape, form, (packed, scale, zero), scale, *how)
 
 
 def nvfp4_rows(packed: Tensor, scale: Tensor, divisor: Tensor) -> PackedWeight:
@@ -252,9 +314,9 @@ def nvfp4_rows(packed: Tensor, scale: Tensor, divisor: Tensor) -> PackedWeight:
     _is_of_groups("nvfp4_rows", NVFP4, K, 4, (4,))
     parts = dict(packed=(packed, (N, K // 2)), scale=(scale, (N, K // NVFP4)))
     _check("nvfp4_rows", (torch.uint8, E4, torch.float32), **parts, divisor=(divisor.reshape(-1), (1,)))
-    made = functools.partial(_rows_of, K, 4, packed, scale, None, divisor.reshape(1))
-    held = packed, scale, divisor
-    return PackedWeight((N, K), None, True, dequantize=made, form="NVFP4", tensors=held, scale=scale)
+    of = 4, scale, None, divisor.reshape(1)
+    how = functools.partial(_rows_of, K, *of), functools.partial(rows_nearest, *of)
+    return _packed_weight((N, K), "NVFP4", (packed, scale, divisor), scale, *how)
 
 
 def gptq_columns(
@@ -268,10 +330,10 @@ def gptq_columns(
     _is_of_groups(name, group, K, bits, (2, 4, 8))
     of_words = dict(words=(words, (cdiv(K * bits, 32), N)), zeros=(zeros, (K // group, cdiv(N * bits, 32))))
     _check(name, (torch.int32,) * 3 + (None,), **of_words, index=(index, (K,)), scale=(scale, (K // group, N)))
-    made = functools.partial(_columns_of, bits, 2 - version, False, words, zeros, scale, index)
+    of = bits, 2 - version, False, zeros, scale, index
+    how = functools.partial(_columns_of, *of), functools.partial(columns_nearest, *of)
     form = f"GPTQ, {bits} bits in groups of {group}{'' if index is None else ' by index'}"
-    held = tuple(t for t in (words, zeros, scale, index) if t is not None)
-    return PackedWeight(shape, None, True, dequantize=made, form=form, tensors=held, scale=scale)
+    return _packed_weight(shape, form, (words, zeros, scale, index), scale, *how)
 
 
 def awq_columns(words: Tensor, zeros: Tensor, scale: Tensor, shape: tuple[int, int], group: int) -> PackedWeight:
@@ -281,6 +343,6 @@ def awq_columns(words: Tensor, zeros: Tensor, scale: Tensor, shape: tuple[int, i
     _is_of_groups(name, group, K, 4, (4,))
     of_words = dict(words=(words, (K, cdiv(N, 8))), zeros=(zeros, (K // group, cdiv(N, 8))))
     _check(name, (torch.int32, torch.int32, None), **of_words, scale=(scale, (K // group, N)))
-    made = functools.partial(_columns_of, 4, 0, True, words, zeros, scale, None)
-    form, held = f"AWQ, 4 bits in groups of {group}", (words, zeros, scale)
-    return PackedWeight(shape, None, True, dequantize=made, form=form, tensors=held, scale=scale)
+    of = 4, 0, True, zeros, scale, None
+    how = functools.partial(_columns_of, *of), functools.partial(columns_nearest, *of)
+    return _packed_weight(shape, f"AWQ, 4 bits in groups of {group}", (words, zeros, scale), scale, *how)

@@ -97,6 +97,16 @@ class Weight:
         """W in ``dtype``: the stored tensor if it has this dtype, else a new one."""
         raise NotImplementedError
 
+    @property
+    def values(self) -> Tensor | None:
+        """The one stored tensor that is another one in ``nearest``; None if there is no such form."""
+        return None
+
+    def nearest(self, w: Tensor) -> Weight:
+        """The weight of this storage, with the scales of this one, whose values are nearest to w in
+        fp32."""
+        raise NotImplementedError
+
     def opened(self, dtype: torch.dtype) -> Weight:
         """The same weight, prepared for many products one after another, each with some of the
         rows."""
@@ -133,6 +143,14 @@ class Dense(Weight):
     def dense(self, dtype: torch.dtype) -> Tensor:
         assert self.learnable is not None
         return as_dtype(self.learnable, dtype)
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.learnable
+
+    def nearest(self, w: Tensor) -> Weight:
+        assert self.learnable is not None
+        return replace(self, learnable=w.to(self.learnable.dtype))
 
     def opened(self, dtype: torch.dtype) -> Weight:
         return replace(self, learnable=self.dense(dtype))

@@ -24,6 +24,8 @@ from liger_kernel.parallel import unsharded_class
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.head_weights import FP8, left_out
+from liger_kernel.transformers.merged_training import is_merge_aware
+from liger_kernel.transformers.merged_training import said as merge_aware_said
 from liger_kernel.transformers.patching.flags import flags_of, options_of
 from liger_kernel.transformers.patching.other_classes import classes_of, recognised
 from liger_kernel.transformers.patching.patches import is_ours, methods_of
@@ -275,6 +277,8 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     base = m.base_layer if adapted else m
     if isinstance(base, nn.Embedding):
         return Fallback("an embedding")
+    if adapted and is_merge_aware(m):
+        return merge_aware_said(m)
     packed = packed_tensor(base)
     weight: Any = getattr(base, "weight", None) if packed is None else packed
     weight = weight if isinstance(weight, torch.Tensor) else None

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.load_balancing import load_balancing_loss
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.four_bits import four_bits
+from liger_kernel.ops.projections.merge_aware import rounded_experts
 from liger_kernel.ops.projections.moe import adapted_moe, moe
+from liger_kernel.ops.projections.mxfp4 import MXFP4Experts
 from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.activations import CLAMPED, activation
 from liger_kernel.transformers.recognise.projections import (
@@ -54,6 +56,7 @@ SPREAD = "weights that are spread over ranks"
 # the implementation that transformers runs by default; a user who names this one cannot be told
 # from the default
 DEFAULT_EXPERTS = "grouped_mm"
+MERGE_AWARE = "_liger_merge_aware"  # where a layer of PEFT stores that ``merge_aware`` has switched it on
 # the name of ours in Transformers' registry: hub/registered_experts.py
 OURS = "liger"
 
@@ -354,7 +357,7 @@ def factors(wrapper: Any, name: str) -> tuple[Tensor, Tensor]:
     return (b, a) if getattr(wrapper, "_did_swap_in_out_features", False) else (a.mT, b.mT)
 
 
-def _adapters(wrapper: Any, transposed: bool) -> list[Adapter] | Fallback:
+def adapters_of(wrapper: Any, transposed: bool) -> list[Adapter] | Fallback:
     """The adapters that a call of ``wrapper`` adds now. ``transposed``: the parameter is stored
     as (E, K, N)."""
     if not (runs_its_class(wrapper) and of_package(type(wrapper), "peft.")):
@@ -385,9 +388,10 @@ def _caching(m: nn.Module) -> bool:
     return not _has_any_global_hook() and modules <= {"bitsandbytes.nn.parametrize"}
 
 
-def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Fallback:
+def adapted_experts(m: Any, x: Tensor, rounded: bool = False) -> AdaptedExperts | Fallback:
     """What PEFT's wrapper ``m`` computes from an x of this dtype and on this device, if our
-    engine can run it; otherwise the reason."""
+    engine can run it; otherwise the reason. ``rounded``: the sums with adapters are rounded to the
+    numbers of the weights' storage."""
     wrappers = []
     while is_wrapper(m):
         wrappers.append(m)
@@ -407,7 +411,7 @@ def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Fallback:
     for wrapper in wrappers:
         if wrapper.parameter_name not in adapters:
             return Fallback(f"an adapter of {wrapper.parameter_name}")
-        found = _adapters(wrapper, variant.transposed)
+        found = adapters_of(wrapper, variant.transposed)
         if isinstance(found, Fallback):
             return found
         adapters[wrapper.parameter_name] += found
@@ -419,7 +423,16 @@ def adapted_experts(m: Any, x: Tensor) -> AdaptedExperts | Fallback:
         return how
     if implementation := chosen(m):
         return Fallback(f"Transformers' {implementation!r}, which the model's configuration names")
-    return _fitting(m, variant, adapters, how, x)
+    fitting = _fitting(m, variant, adapters, how, x)
+    return _rounded(fitting) if rounded and isinstance(fitting, AdaptedExperts) else fitting
+
+
+def _rounded(found: AdaptedExperts) -> AdaptedExperts | Fallback:
+    both = (found.gate_up, found.gate_up_adapters), (found.down, found.down_adapters)
+    if not all(isinstance(weight, MXFP4Experts) for weight, adapters in both if adapters):
+        return Fallback("experts that are not in MXFP4")
+    rounded = [rounded_experts(w, some) if isinstance(w, MXFP4Experts) and some else w for w, some in both]
+    return replace(found, gate_up=rounded[0], down=rounded[1])
 
 
 def _fitting(
@@ -450,9 +463,12 @@ def experts(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weigh
     if not is_wrapper(module) or torch.compiler.is_compiling() or not all(map(plain, given)):
         return module(*given)
     x = hidden_states
+    rounded = module.__dict__.get(MERGE_AWARE, False)
     if not (x.is_floating_point() and x.ndim and x.numel() and use_kernels(x)):
         return module(*given)
-    found = adapted_experts(module, x)
+    found = adapted_experts(module, x, rounded)
+    if rounded and isinstance(found, Fallback) and not (module.disable_adapters or module.merged):
+        raise ValueError(f"merge_aware: experts cannot be rounded to their base's numbers: {found}")
     if isinstance(found, Fallback) or found.gate_up.shape[2] != x.shape[-1]:
         return module(*given)
     rows, index, weights = (t.reshape(-1, t.shape[-1]) for t in given)

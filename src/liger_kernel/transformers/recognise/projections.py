@@ -301,9 +301,8 @@ def _sharded(m: nn.Module) -> bool:
     return any(is_sharded(t) or hasattr(t, "ds_id") for t in m.parameters() if t is not None)
 
 
-def _peft(m: Any, dtype: torch.dtype) -> Projection | Fallback:
-    if not runs_its_class(m):
-        return Fallback("hooks, or a forward of its own")
+def adapted_layer(m: Any, dtype: torch.dtype) -> Projection | Fallback:
+    """As ``projection``, for a layer of PEFT, whoever calls it."""
     # PEFT takes merged adapters out of the weight at the next call: its forward must run
     if m.disable_adapters and m.merged:
         return Fallback("merged adapters to be taken out")
@@ -358,8 +357,8 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the
     reason."""
     cls = type(m)
-    if _of_peft(cls) and of_package(cls, "peft."):
-        return _peft(m, dtype)
+    if is_adapted(m):
+        return adapted_layer(m, dtype) if runs_its_class(m) else Fallback("hooks, or a forward of its own")
     # an adapter of another method, such as LoHa or IA3
     if cls not in _ALONE and hasattr(m, "base_layer"):
         return Fallback(f"a layer of class {cls.__module__}.{cls.__name__}")
@@ -385,6 +384,11 @@ _PEFT = {
 def _of_peft(cls: type) -> bool:
     """Whether ``cls`` is in ``_PEFT``. The answer cannot change, because its module is imported."""
     return cls in _peft_classes()
+
+
+def is_adapted(m: Any) -> bool:
+    """Whether ``m`` is a linear layer with LoRA of PEFT."""
+    return _of_peft(type(m)) and of_package(type(m), "peft.")
 
 
 def _peft_classes() -> tuple[Any, ...]:

@@ -58,6 +58,21 @@ def _tiles(name: str, value: Any) -> bool | int:
     return tiles_of(value)
 
 
+def _memory_of_head(name: str, value: Any) -> str | int:
+    """Of "1.5GB": 1500000000."""
+    if value in (None, False, "auto", "low"):
+        return value or "auto"
+    text = "" if isinstance(value, bool) else str(value).replace(" ", "").upper().removesuffix("B")
+    power = "KMGT".find(text[-1:]) + 1 if text else 0
+    try:
+        found = int(float(text[:-1] if power else text) * 1000**power)
+    except (ValueError, OverflowError):
+        found = 0
+    if found <= 0:
+        raise ValueError(f"{name}: must be 'auto', 'low' or a number of bytes, as 2000000000 or '2GB', got {value!r}")
+    return found
+
+
 def _when(name: str, value: Any) -> bool | str:
     if value != "auto" and value not in (None, True, False):
         raise ValueError(f"{name}: must be True, False or 'auto', got {value!r}")
@@ -86,6 +101,14 @@ class PatchOptions:
     cross_entropy: bool = _switch(False, "cross entropy over the logits, not fused with the head", ours=False)
     fused_linear_cross_entropy: bool = _switch(
         True, "output head and cross entropy in one: the logits are never stored", ours=False
+    )
+    head_memory: str | int = _switch(
+        "auto",
+        "the logits of the fused head that exist at a time: auto; low: the fewest; or their bytes, such as 2GB: more are "
+        "faster",
+        check=_memory_of_head,
+        option="str",
+        variants={"low": "low", "2gb": "2GB"},
     )
     rematerialise: bool | str = _switch(
         True,

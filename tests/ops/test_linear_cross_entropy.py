@@ -12,7 +12,7 @@ from watching import Watch, calls_of
 from liger_kernel.nn import LigerFusedLinearCrossEntropyLoss
 from liger_kernel.ops import cross_entropy, linear_cross_entropy
 from liger_kernel.ops.losses.chunks import Kept, auto_chunk_rows
-from liger_kernel.ops.losses.linear_cross_entropy import reference
+from liger_kernel.ops.losses.linear_cross_entropy import chunk_rows_of, reference
 from liger_kernel.testing import assert_same_bits
 
 
@@ -113,6 +113,15 @@ def test_fp16_sums_over_tokens_do_not_overflow(chunk_rows):
 )
 def test_chunks_on_a_gpu(M, H, V, itemsize, rows, chunks):
     assert auto_chunk_rows(M, V, H, itemsize, True) == rows and -(-M // rows) == chunks
+
+
+def test_chunks_that_take_so_much_memory():
+    x, w = torch.empty(8192, 4096, device="meta"), torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta")
+    low = auto_chunk_rows(32768, 32000, 8192, 2, True, low=True)
+    assert low == 6656 < auto_chunk_rows(32768, 32000, 8192, 2, True) + 1 and chunk_rows_of("auto", x, w) is None
+    assert [chunk_rows_of(n, x.bfloat16(), w) for n in (1, 10**9, 2 * 10**9)] == [128, 3840, 7680]
+    assert chunk_rows_of(10**9, x, w) == 1920  # in fp32
+    assert chunk_rows_of("low", *inputs()[:2]) == 12
 
 
 def test_chunks_of_a_frozen_weight_are_as_small_as_is_quick(monkeypatch):

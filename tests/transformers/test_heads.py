@@ -23,7 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput
 from watching import noted
 
-from liger_kernel.transformers import instance_patches
+from liger_kernel.patch_options import PatchOptions
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, instance_patches
 from liger_kernel.transformers.head import loss as head_loss
 from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest
 from liger_kernel.transformers.head.stand_in import deferred
@@ -140,6 +141,28 @@ def test_logits_that_are_kept_are_those_of_the_call(cls):
         found.append(out.logits * 1.0)
         assert isinstance(out.logits, torch.Tensor)
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_memory_of_the_head(monkeypatch):
+    rows = noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, chunk_rows, **__: chunk_rows)
+    learned = []
+    for memory in ("auto", "low", "0.02 MB"):
+        model = llama()
+        _apply_liger_kernel_to_instance(model, head_memory=memory)
+        learned.append(step(model, tokens(length=150))[1])
+    V = llama().config.vocab_size
+    assert rows[0] is None and rows[2] == max(128, 20000 // (4 * V) // 128 * 128) and rows[1] is not None
+    for each in learned[1:]:
+        assert_same_learning(each, learned[0])
+    for wrong in ("much", -1, True, "GB"):
+        with pytest.raises(ValueError, match="head_memory: must be 'auto', 'low' or a number of bytes, as .*, got"):
+            PatchOptions(head_memory=wrong)
+    assert [PatchOptions(head_memory=m).head_memory for m in (None, "2GB", "1500 mb", 7)] == [
+        "auto",
+        2 * 10**9,
+        15 * 10**8,
+        7,
+    ]
 
 
 @dataclasses.dataclass

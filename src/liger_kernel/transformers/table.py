@@ -180,7 +180,7 @@ def stub() -> str:
     ]
     # Most families share their flags, so each set of flags is one class, which a family's name is
     # an instance of: a type checker then sees its parameters like those of a function.
-    ours = ", ".join(f"{name}: {SWITCHES[name].type} = {default}" for name, default in OURS.items())
+    ours = ", ".join(f"{name}: {SWITCHES[name].type} = {default!r}" for name, default in OURS.items())
     by_flags: dict[str, list[str]] = {}
     for function in apply.MODEL_TYPE_TO_APPLY_LIGER_FN.values():
         parameters = inspect.signature(function).parameters.values()

@@ -38,7 +38,9 @@ def rounded_sums(M: int, V: int) -> int:
     return 8 if 12 * M <= V else 6 if 4 * M <= V else 5
 
 
-def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool, frozen: bool = False) -> int:
+def auto_chunk_rows(
+    M: int, V: int, H: int, itemsize: int, on_gpu: bool, frozen: bool = False, low: bool = False
+) -> int:
     """Tokens per chunk. The remainder of M is a smaller chunk, which comes first.
 
     GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512.
@@ -56,7 +58,7 @@ def auto_chunk_rows(M: int, V: int, H: int, itemsize: int, on_gpu: bool, frozen:
     elif frozen:
         rows = 1024
     elif itemsize < 4 and few <= 2 * H + 1024:
-        rows = max(1024, -(-few // 512) * 512, min(H // 4, M // 4) // 1024 * 1024)
+        rows = max(1024, -(-few // 512) * 512, 0 if low else min(H // 4, M // 4) // 1024 * 1024)
     else:
         rows = max(1024, min(M // 8, (1 << 30) // (V * itemsize)) // 1024 * 1024)
     return max(1, min(M, rows))

@@ -425,6 +425,17 @@ def products_dtype(x: Tensor, w: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, w.dtype)
 
 
+def chunk_rows_of(memory: str | int, x: Tensor, w: Tensor) -> int | None:
+    """Tokens per chunk whose logits take ``memory``: "auto", the operators' own choice; "low": as few
+    as are needed; or so many bytes, but at least 128 tokens. More than there are is all."""
+    if memory == "auto":
+        return None
+    itemsize = products_dtype(x, w).itemsize
+    if memory == "low":
+        return auto_chunk_rows(x.shape[0], *w.shape, itemsize, on_gpu(x), not w.requires_grad, low=True)
+    return max(128, int(memory) // (w.shape[0] * itemsize) // 128 * 128)
+
+
 def promoted(x: Tensor, w: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the dtype of the products."""
     dtype = products_dtype(x, w)

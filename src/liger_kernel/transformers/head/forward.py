@@ -57,7 +57,7 @@ from liger_kernel.transformers.head.stand_in import (
 )
 
 
-def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> Callable:
+def fused(forward: Callable, keep_logits: bool = False, memory: str | int = "auto", known: bool = True) -> Callable:
     """Wrap ``forward``, a function of a model class, so that head and loss run together. The
     wrapper adds the keywords of patched models.
 
@@ -68,7 +68,8 @@ def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> C
         Output(loss, logits)                        Output(loss, None)
 
     While the model trains with labels, logits are omitted, unless ``skip_logits`` says otherwise.
-    With ``keep_logits``, logits are always computed and only the loss on them is fused. ``known``
+    With ``keep_logits``, logits are always computed and only the loss on them is fused. ``memory``:
+    how much the logits of a chunk take (``chunk_rows_of``). ``known``
     says that ``forward`` is Transformers' own; otherwise its loss may use other labels than it is
     given, and its output may be anything.
     """
@@ -113,7 +114,7 @@ def fused(forward: Callable, keep_logits: bool = False, known: bool = True) -> C
         if place is None:
             return run(self, *passed, **named)
         # What the loss will need to know, wherever the model computes it
-        loss = LossRequest(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions))
+        loss = LossRequest(LossOptions(**options, fp8=getattr(self, FP8, None)), bool(accuracy or predictions), memory)
         parent, name = place
         head = parent._modules[name]
         head = head.head if isinstance(head, StandIn) else head

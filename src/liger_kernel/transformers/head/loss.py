@@ -17,7 +17,7 @@ from liger_kernel import parallel
 from liger_kernel.nn import liger_cross_entropy, token_accuracy
 from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
-from liger_kernel.ops.losses.linear_cross_entropy import linear_cross_entropy
+from liger_kernel.ops.losses.linear_cross_entropy import chunk_rows_of, linear_cross_entropy
 from liger_kernel.parallel import VocabularyParallel
 from liger_kernel.transformers.head import loss_functions
 from liger_kernel.transformers.head.head_weights import HeadWeights
@@ -82,11 +82,15 @@ def _cross_entropy(
                 options, kept, n = _of_whole_batch(logits, target, options, expected)
                 how = dict(xa=logits.thin, wb=head.wb) | options.given()
                 after = functools.partial(_of_caller, wanted.statistics, n, kept, target)
+
+                def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
+                    rows = chunk_rows_of(wanted.memory, x, w)
+                    return after(linear_cross_entropy(x, w, target, bias, chunk_rows=rows, **how))
+
                 if head.module is None:
                     head.check()
-                    found = after(linear_cross_entropy(rows, head.w, target, head.bias, **how))
+                    found = call(rows, head.w, head.bias)
                 else:  # all of it within the call of the head, whose hooks may cast what it returns
-                    call = lambda x, w, bias: after(linear_cross_entropy(x, w, target, bias, **how))
                     found = head.multiply(call, rows)
         # from here on nobody can be given a gradient of these logits: there is none
         for recipe in logits.family():

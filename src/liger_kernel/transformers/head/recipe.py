@@ -64,6 +64,7 @@ class LossRequest:
     # a factory, because PyTorch 2.11 cannot compile the constant DEFAULTS here
     options: LossOptions = field(default_factory=LossOptions)
     statistics: bool = False
+    memory: str | int = "auto"  # of the logits of a chunk: ``chunk_rows_of``
     computed: bool = False  # whether one was computed from a recipe
     token_accuracy: Tensor | None = None
     predicted_tokens: Tensor | None = None

@@ -162,12 +162,13 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         # a vision tower's own type has no head that a loss follows
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):  # another version may not have the class
-                cls, keep = getattr(module, name), head == "logits"
-                yield Patch(cls, "forward", made(fused, original(cls, "forward"), keep), (HEADS[keep],), _head(keep))
+                cls, keep, memory = getattr(module, name), head == "logits", parts.get("head_memory", "auto")
+                new, around = made(fused, original(cls, "forward"), keep, memory), _head(keep, memory)
+                yield Patch(cls, "forward", new, (HEADS[keep],), around)
 
 
-def _head(keep_logits: bool) -> Callable:
-    return lambda forward: fused(forward, keep_logits)
+def _head(keep_logits: bool, memory: str | int) -> Callable:
+    return lambda forward: fused(forward, keep_logits, memory)
 
 
 def _of_slots(model_type: str, module: types.ModuleType, row: Family, parts: Mapping[str, Any]) -> Iterator[Patch]:
@@ -353,6 +354,7 @@ def instance_patches(
     fuse = _rules(parts.get("rms_norm"), parts, head)
     compiled = {(cls, name): patch for cls in modules for name, patch in _methods_seeing(cls, functions, fuse)}
     found: list[Patch] = []
+    memory = parts.get("head_memory", "auto")
     for p in (p for p in of_all if isinstance(p.owner, type)):
         is_head, keep = p.labels[0] in HEADS, p.labels[0] == HEADS[True]
         for cls in [cls for cls in modules if issubclass(cls, p.owner)]:
@@ -362,7 +364,7 @@ def instance_patches(
                     # The forward of a model both calls one of our functions and ends in the head:
                     # it is one attribute, so one patch does both.
                     del compiled[cls, p.attribute]
-                    both = made(fused, seeing.new, keep)
+                    both = made(fused, seeing.new, keep, memory)
                     p_here = dataclasses.replace(p, new=both, labels=(*p.labels, *seeing.labels))
                 elif seeing and p.around is None:
                     continue  # the steps of this forward are fused in the compiled method, too
@@ -370,7 +372,7 @@ def instance_patches(
                     p_here = p
             elif is_head and not p.applied and _of_user(theirs):
                 # a subclass: its forward calls that of its base, or does everything itself
-                p_here = dataclasses.replace(p, new=made(fused, theirs, keep, False), around=None)
+                p_here = dataclasses.replace(p, new=made(fused, theirs, keep, memory, False), around=None)
             else:
                 continue  # another forward than the one that was recognised
             for m in modules[cls]:

@@ -155,7 +155,7 @@ def test_memory_of_the_head(monkeypatch):
     for each in learned[1:]:
         assert_same_learning(each, learned[0])
     for wrong in ("much", -1, True, "GB"):
-        with pytest.raises(ValueError, match="head_memory: must be 'auto', 'low' or a number of bytes, as .*, got"):
+        with pytest.raises(ValueError, match="head_memory: must be 'auto', 'low' or a number of bytes"):
             PatchOptions(head_memory=wrong)
     assert [PatchOptions(head_memory=m).head_memory for m in (None, "2GB", "1500 mb", 7)] == [
         "auto",

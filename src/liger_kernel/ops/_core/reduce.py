@@ -31,7 +31,9 @@ def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
     Called by launchers."""
     P, N = partials.shape
     y = partials.new_empty(N, dtype=dtype)
-    launch(_column_sum, (cdiv(N, 32),), partials, y, P, N, BLOCK_P=32, BLOCK_N=32, num_warps=4)
+    # H200: 528 x 256 2.9 us, 264 x 2048 3.4; tiles of 32 x 32 9.6 and 6.1. 132 x 16384: 5.4 and 5.9
+    tile = dict(BLOCK_P=256, BLOCK_N=8, num_warps=8) if N <= 4096 else dict(BLOCK_P=64, BLOCK_N=16, num_warps=4)
+    launch(_column_sum, (cdiv(N, tile["BLOCK_N"]),), partials, y, P, N, **tile)
     return y
 
 

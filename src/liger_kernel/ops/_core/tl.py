@@ -27,7 +27,7 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
 # if one of these is 1 or a multiple of 16. Others are not in this list, because loads are wide only
 # if Triton knows that widths and strides are such multiples.
 VARYING = (
-    *("M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index"),
+    *("M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "lag", "ignore_index"),
     *("cos_batch", "sin_batch", "pos_batch", "label_stride"),
 )
 jit: Callable[..., Any] = functools.partial(triton.jit, do_not_specialize=VARYING)

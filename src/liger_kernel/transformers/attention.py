@@ -188,10 +188,14 @@ def _masks_by_arguments(module: types.ModuleType) -> bool:
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     makers = {name for name in names if name.startswith("create_") and "mask" in name}
     special = {n.arg for n in nodes if isinstance(n, ast.keyword)} & _SPECIAL
-    plain = "create_causal_mask" in makers <= set(MAKERS) and not special and "attention_mask" not in stored
+    # the last one returns None unless it is given a mask
+    known = {*MAKERS, "create_recurrent_attention_mask"}
+    plain = "create_causal_mask" in makers <= known and not special and "attention_mask" not in stored
     return plain and _by_interface(source)
 
 
+# Types of layers that have no window; the older names of two of them, too
+_WHOLE = {"full_attention", "attention", "linear_attention", "mamba", "conv", "hybrid"}
 # What a token may see; ``cache`` is the name of ``past_key_values`` since Transformers 5.24
 _SAYS = {"attention_mask", "position_ids", "past_key_values", "cache", "cache_position"}
 
@@ -222,9 +226,8 @@ def unmasked(forward: Callable) -> Callable:
 def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
     """Whether Transformers' sdpa gets no mask for this batch in eager mode: no argument
     restricts what tokens see, and there is no window."""
-    window = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention"
-    }
+    types = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) or types - _WHOLE
     sdpa = getattr(config, "_attn_implementation_internal", None) == "sdpa" and not getattr(
         config, "is_encoder_decoder", False
     )

@@ -11,7 +11,6 @@ import types
 import processes
 import pytest
 import torch
-import torch.nn.functional as F
 from fp8_operators import CASTS
 from preference_losses import LOSSES
 from quick import further
@@ -348,29 +347,3 @@ def test_values_of_casts_are_those_of_torchao():
         for found, other, expected in zip(ours, theirs, reference):
             assert found.shape == other.shape and found.dtype == other.dtype and torch.equal(found, expected)
             assert found.dtype != torch.uint8 or (found == other).float().mean() >= least
-
-
-def test_rivals_of_campaigns_are_those_of_the_command(monkeypatch):
-    """``operator_rivals.py`` adds packages and operators, and gives each case to a rival in its
-    own form."""
-    import operator_rivals
-
-    monkeypatch.setattr(operators, "OPS", dict(OPS))
-    monkeypatch.setattr(operators, "ENTRY", operators.ENTRY)
-    monkeypatch.setattr(rivals, "PACKAGES", dict(rivals.PACKAGES))
-    monkeypatch.setattr(arguments, "PACKAGES", rivals.PACKAGES)
-    operator_rivals.register()
-    a = operators.parse(["dpo", "float8_casts", "softmax", "--against", "eager,ao,quack"])
-    assert a.op == ["dpo", "float8_casts", "softmax"] and operators.ENTRY[0].endswith("operator_rivals.py")
-    package = types.SimpleNamespace(
-        softmax=lambda x: x.softmax(-1),
-        rmsnorm=lambda x, w, eps: F.rms_norm(x, x.shape[-1:], w, eps),
-        cross_entropy=F.cross_entropy,
-        linear_cross_entropy=lambda x, w, target, softcap, **how: F.cross_entropy(x @ w.T, target, **how),
-    )
-    of_package = dict.fromkeys(("softmax", "rms_norm", "cross_entropy"), "quack")
-    for name, rival in (of_package | {"linear_cross_entropy": "cce"}).items():
-        op = operators.OPS[name]
-        args = op.cases[0].make(torch.float64, "cpu")
-        theirs = op.rivals[rival](package, **op.rivals[rival].prepare(args))
-        torch.testing.assert_close(theirs, op.reference(**args))

@@ -153,14 +153,6 @@ def test_flops_are_what_pytorch_counts(changes):
     assert 0 <= counter.get_total_flops() - step_flops(values, B, T, causal=False) <= rotary
 
 
-def test_flops_of_a_causal_mask_and_of_a_window():
-    B, T, W = 2, 1024, 64
-    values = dict(MODELS["gemma-3-1b"], num_hidden_layers=6, sliding_window=W, vocab_size=500)
-    full, masked = (step_flops(values, B, T, causal=causal) for causal in (False, True))
-    attended = 5 * sum(min(t + 0.5, W) for t in range(T)) + sum(t + 0.5 for t in range(T))
-    assert full - masked == pytest.approx(12 * 4 * 256 * B * (6 * T * T - attended), rel=1e-5)
-
-
 def test_models_are_of_the_size_in_their_names():
 
     def billions(name):
@@ -463,17 +455,6 @@ def test_options_train_the_same_model(tmp_path):
     assert [row["batch"] for row in rows(batch=[2, 3])] == [2, 3]
     trial = step_child.measure(spec(tmp_path, package=None, trial=True))
     assert trial["rows"] == [] and trial["peak"] > 0
-
-
-def test_optimizers_of_torchao_are_made(tmp_path, monkeypatch):
-    """By the factory of ``liger train``, whose tests train with each of them: a step of one compiles
-    for minutes on a CPU."""
-    made = []
-    monkeypatch.setattr(step_child.adamw, "make", lambda name, groups, **options: made.append((name, options)))
-    model = torch.nn.Linear(2, 2)
-    for name in ("adamw", "adamw-8bit"):
-        step_child.optimizer_of(spec(tmp_path, optimizer=name), model)
-    assert made == [("adamw", {"lr": 1e-4, "fused": step_child.GPU}), ("adamw-8bit", {"lr": 1e-4})]
 
 
 @pytest.mark.slow

@@ -186,15 +186,6 @@ def test_what_is_more_than_products_is_called(wholes, change):
 
 
 @needs_kernels
-def test_global_hooks_are_called(wholes):
-    module, forward = gated()
-    seen = []
-    with torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m)):
-        forward(torch.randn(2, 16, device=DEVICE))
-    assert module.up_proj in seen and not wholes
-
-
-@needs_kernels
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_is_written_over_that_is_seen_again(packed):
     """Two backwards through one graph, and hooks that keep what is saved, find what was there."""
@@ -234,17 +225,6 @@ def test_checkpointing(monkeypatch, reentrant, recompute):
     y.square().sum().backward()
     assert all(map(torch.equal, expected, [t.grad for t in args.values()]))
     assert len(products) == (3 if reentrant else 2)
-
-
-@needs_kernels
-def test_checkpointing_twice():
-    """A graph that is kept is computed again for each backward."""
-    args = arguments()
-    y = checkpoint(mlp, *args.values(), use_reentrant=False).square().sum()
-    once = torch.autograd.grad(y, list(args.values()), retain_graph=True)
-    assert all(map(torch.equal, once, torch.autograd.grad(y, list(args.values()))))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(y, list(args.values()))
 
 
 @needs_kernels

@@ -145,17 +145,6 @@ def test_passes_over_the_data_are_steps(tmp_path):
     assert (named.steps, named.epochs) == (7, 0)
 
 
-def test_ranks_that_share_rows_are_counted():
-    config = from_flags(["--parallel", "ulysses-fsdp2", "--sequence-parallel-size", "2"])
-    assert config.fully_sharded and config.sharing(8) == 2
-    assert replace(config, sequence_parallel_size=None).sharing(8) == 8
-    assert [TrainConfig(parallel=parallel).sharing(8) for parallel in ("ddp", "fsdp2", "tp")] == [1, 1, 8]
-    with pytest.raises(UserError, match="sequence_parallel_size needs parallel ulysses or ulysses-fsdp2, got fsdp2"):
-        TrainConfig(parallel="fsdp2", sequence_parallel_size=2)
-    with pytest.raises(UserError, match="sequence_parallel_size must be at least 1, got 0"):
-        TrainConfig(parallel="ulysses", sequence_parallel_size=0)
-
-
 def test_only_kernels_named_are_passed_on():
     assert TrainConfig().kernel_flags == {}
     assert from_flags(["--no-rope", "--rms-norm"]).kernel_flags == {"rope": False, "rms_norm": True}
@@ -432,16 +421,6 @@ def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, atte
         torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_batch_is_padded_without_labels():
-    rows = TokenRows.of([([1, 2, 3], [IGNORE, 2, 3]), ([4], [4])])
-    batch = rows.batch([1, 0], pad=9)
-    assert batch["input_ids"].tolist() == [[4, 9, 9], [1, 2, 3]]
-    assert batch["labels"].tolist() == [[4, IGNORE, IGNORE], [IGNORE, 2, 3]]
-    assert batch["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
-    assert rows.count([1, 0])[1] == 2  # the 4 comes first in its row: nothing predicts it
-    assert "attention_mask" not in rows.batch([0, 0], pad=9)
-
-
 def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer):
     rows = TokenRows.of([([i], [i]) for i in range(10)])
     data = Data(rows, tokenizer, eval_fraction=0.2)
@@ -606,19 +585,6 @@ def test_the_standard_library_is_text_enough():
     assert any("class TestCase" not in text and "def dataclass(" in text for text in texts)
 
 
-def test_a_cache_gives_the_same_data_and_follows_the_file(config, tmp_path):
-    first = load(config)
-    (folder,) = (tmp_path / "run" / "cache").iterdir()
-    again = load(config)
-    assert torch.equal(first.rows.ids, again.rows.ids) and torch.equal(first.rows.bounds, again.rows.bounds)
-    assert first.tokenizer.encode(TEXT) == again.tokenizer.encode(TEXT)
-    assert again.tokenizer.chat_template == CHAT_TEMPLATE
-    assert again.tokenizer.pad_token_id == first.tokenizer.pad_token_id
-    write_jsonl(tmp_path / "text.jsonl", [{"text": "something else entirely, " * 50}])
-    assert "something" in load(config).tokenizer.decode(load(config).rows.ids)
-    assert len(list(folder.parent.iterdir())) == 2
-
-
 def test_prepared_rows_are_the_data_without_its_text(config, tmp_path):
     folder = data_module.prepare(config, tmp_path / "prepared")
     direct, prepared = load(config), load(replace(config, data=str(folder)))
@@ -716,24 +682,6 @@ def test_accumulation_equals_one_large_batch(config, tmp_path):
     whole, parts = loop.train(config), loop.train(replace(config, batch=1, accumulate=4))
     assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert parts["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
-
-
-def test_a_saved_model_reads_back(config, tmp_path):
-    import transformers
-
-    folder = tmp_path / "model"
-    config = replace(config, save=str(folder))
-    loop.train(config)
-    assert (folder / "model.safetensors").is_file()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert type(model) is transformers.LlamaForCausalLM and tokenizer.chat_template == CHAT_TEMPLATE
-    # and training goes on from there: the first loss is what the saved weights give
-    more = loop.train(replace(config, model=str(folder), save=None, steps=1))
-    data = load(replace(config, model=str(folder)))
-    with torch.no_grad():
-        expected = model(**data.rows.batch(data.picks(0, config.batch, config.seed), data.pad)).loss.item()
-    assert more["losses"] == [pytest.approx(expected, rel=1e-5)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": 4}], ids=["patched", "adapters"])
@@ -1196,25 +1144,6 @@ def test_all_generators_are_seeded():
         drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
     session.seed_all(7, 4)
     assert drawn[0] == drawn[1] and not {random.random(), np.random.rand(), torch.rand(1).item()} & {*drawn[0]}
-
-
-@pytest.mark.parametrize("how", ["reversed", "labels"])
-def test_other_data_of_the_same_sum_is_refused(how, config, tmp_path):
-    records = [
-        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes"}]}
-        for i in range(250)
-    ]
-    first = replace(config, data=write_jsonl(tmp_path / "first.jsonl", records), checkpoint_every=2, length=64)
-    loop.train(first)
-    if how == "reversed":
-        other = replace(first, data=write_jsonl(tmp_path / "other.jsonl", records[::-1]))
-    else:  # rows that were prepared, and labelled anew
-        rows = load(first)
-        rows.rows.labels[5] = IGNORE if rows.rows.labels[5] != IGNORE else rows.rows.ids[5]
-        rows.rows._digest = None
-        data_module._write(tmp_path / "other", rows.rows, rows.tokenizer)
-        other = replace(first, data=str(tmp_path / "other"))
-    refused(r"is of other data: .*digest of tokens \w{32} there, \w{32} here", loop.train, replace(other, steps=6))
 
 
 def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):

@@ -70,31 +70,6 @@ def test_a_single_module_is_copied_and_pickled():
     assert norm.forward is before[1][1]["forward"]
 
 
-def test_copies_of_a_wrapper_that_forwards():
-    """PEFT's models look up in the model what they lack: a copy is one of the wrapper all the same."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def __getattr__(self, name):
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(super().__getattr__("model"), name)
-
-    wrapper = Wrapper(llama())
-    for twin in (copy.copy(wrapper), copy.deepcopy(wrapper), pickle_of_parts(wrapper)):
-        assert type(twin) is Wrapper and isinstance(twin.model, modeling_llama.LlamaForCausalLM)
-
-
-def pickle_of_parts(wrapper):
-    twin = copy.copy(wrapper)
-    twin._modules = {"model": pickle.loads(pickle.dumps(wrapper.model))}
-    return twin
-
-
 def test_compiled_models_are_guarded_by_the_class():
     norm = make("llama", num_hidden_layers=1).model.norm
     compiled = torch.compile(norm, fullgraph=True, backend="eager")

@@ -61,26 +61,6 @@ def test_kind_of_a_kernel_by_its_name(name):
     assert profile.kind_of(name) == KERNELS[name]
 
 
-@pytest.mark.parametrize(
-    "kernel, chain, kind",
-    [
-        ("_fwd", ["cuLaunchKernelEx", "liger::rms_norm_fwd", "LigerRMSNormFunction"], "norm"),
-        ("_bwd", ["liger::rope_fwd", "LigerRopeFunctionBackward"], "rope"),
-        ("_bwd", ["liger::glu_bwd"], "activation"),
-        ("_rows", ["liger::linear_cross_entropy_fwd"], "loss"),
-        ("nvjet_tst_128x256", ["liger::linear_cross_entropy_fwd"], "gemm"),
-        ("element_mul_kernel", ["LigerFusedLinearCrossEntropyFunctionBackward"], "loss"),
-        ("vectorized_elementwise_kernel", ["aten::mul", "bench/norm", "bench/rope"], "norm"),
-        ("vectorized_elementwise_kernel", ["aten::copy_", "FSDP::all_gather_copy_out"], "communication"),
-        ("vectorized_elementwise_kernel", ["aten::add_", "Optimizer.step#SGD.step"], "optimizer"),
-        ("reduce_kernel", ["aten::sum", "ScaledDotProductFlashAttentionBackward0", "bench/rope"], "attention"),
-        ("vectorized_elementwise_kernel", ["aten::add", "DistributedDataParallel.forward"], "other"),
-    ],
-)
-def test_kind_of_a_kernel_by_what_launched_it(kernel, chain, kind):
-    assert profile.kind_of(kernel, chain) == kind
-
-
 def event(category, name, start, duration, tid=1, **args):
     args = {k.replace("_", " "): v for k, v in args.items()}
     return dict(ph="X", cat=category, name=name, pid=1, tid=tid, ts=start, dur=duration, args=args)

@@ -83,18 +83,6 @@ def test_table_of_operators():
     assert "kernels" not in unmeasured and "peak MB" not in unmeasured
 
 
-def test_table_of_steps():
-    """Relative to stock, which is the first of its group."""
-    table = tables.text_table(STEPS)
-    assert "parallel" not in table and "gpus" not in table  # the same everywhere
-    assert cells(table, "llama-3.2-1b", "ours")[2:7] == ["4", "64,171 ± 0.4 %", "1.33x", "255", "40.0"]
-    assert cells(table, "llama-3.2-1b", "ours")[7:] == ["23.7", "0.42x", "1.6e-05"]
-    assert cells(table, "llama-3.2-1b", "compile")[4] == "in noise"
-    assert cells(table, "llama-3.2-1b", "ours+compile")[3:] == ["failed: out of memory"]
-    wrong = tables.text_table([row | {"accurate": row["variant"] != "ours"} for row in STEPS])
-    assert cells(wrong, "llama-3.2-1b", "ours")[4:] == ["255", "40.0", "23.7", "1.6e-05 inaccurate"]
-
-
 @pytest.mark.parametrize(
     "rate, spread, beyond",
     [(150, 0.01, True), (102, 0.01, False), (98, 0.01, False), (110, 0.2, False), (900, 0.6, False)],
@@ -168,18 +156,3 @@ def test_plots_of_steps():
     assert "48,323 tokens/s · 1.33x" in found["step"] and "56.5 GB · 2.38x" in found["step"]
     assert any("1.33x as fast as stock with 0.42x the memory" in text for text in found["step"])
     assert {"gemm", "norm", "idle"} <= {*found["breakdown"]} and "loss" not in found["breakdown"]
-
-
-def test_plots_of_lengths_and_batches():
-    """Two lengths are no curve."""
-    rows = [
-        step(name, 1000.0, n / 1000, batch=1, seq=n, estimated_gb=n / 990)
-        for name in ("stock", "ours")
-        for n in (512, 1024, 2048)
-    ]
-    batches = [step(name, 1000.0 * n, n, batch=n, seq=64) for name in ("stock", "ours") for n in (1, 2)]
-    found = texts(rows + batches)
-    assert [*found] == ["batches-llama_3.2_1b", "lengths-llama_3.2_1b"]
-    assert "batch 1: peak memory a GPU, GB (x: liger fit)" in found["lengths-llama_3.2_1b"]
-    assert not [*plots.length_curves({"meta": META, "rows": rows[:2] + rows[3:5]})]
-    assert not [*plots.plots_of({"meta": META, "rows": []})]

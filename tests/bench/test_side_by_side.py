@@ -84,22 +84,6 @@ def rivals(monkeypatch):
     return step
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ("--against stock,unsloth", "unsloth needs --lora R"),
-        ("--lora 8 --against unsloth --gpus 2 --parallel fsdp2", "unsloth has no --parallel fsdp2"),
-        ("--against torchao", "torchao needs --fp8 tensorwise"),
-        ("--against torchao --fp8 mxfp8_rceil", "torchao needs --fp8 tensorwise"),
-        ("--against ours:gathered --fp8 tensorwise --gpus 2", "ours:gathered needs --parallel fsdp2"),
-    ],
-)
-def test_mistakes_in_flags_of_rivals(argv, message, rivals):
-    pytest.importorskip("torchao")
-    with pytest.raises(ValueError, match=message):
-        rivals.parse(argv.split())
-
-
 def test_layers_of_torchao(rivals, tmp_path):
     """Linear layers but the head, in a model that we patch."""
     torchao = pytest.importorskip("torchao.float8.float8_linear")

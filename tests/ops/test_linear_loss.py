@@ -137,18 +137,6 @@ def test_a_loss_without_gradient():
     assert kept.shape == (B, T) and torch.equal(kept.view(-1) < 0, target == -100)
 
 
-def test_statistics():
-    x, w, target, _ = inputs()
-    z = (x @ w.t()).detach()
-    fn = lambda t, *_: (t.logp.sum(), (t.mean_logit, t.predicted))
-    for compact in (False, True):
-        options = dict(group=T, mean_logit=True, predicted=True, compact=compact)
-        _, (mean, predicted) = linear_loss(fn, x, w, target, **options)
-        valid = target != -100
-        torch.testing.assert_close(mean.view(-1), z.mean(-1).where(valid, 0))
-        assert torch.equal(predicted.view(-1), z.argmax(-1).where(valid, -1))
-
-
 @pytest.mark.parametrize(
     "group, temperature, message",
     [(7, 1.0, "group must divide the 30 rows of x, got 7"), (5, 0.0, "temperature must be positive, got 0.0")],

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from devices import DEVICE, assert_beside, leaves, needs_kernels
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from watching import calls_of, saved, saved_unchanged
 
 from liger_kernel.nn import LigerFalconH1MLP, LigerMLP, LigerSwiGLUMLP
@@ -237,19 +237,3 @@ def test_checkpointing_frees_its_input():
     y = checkpoint(lambda x: mlp(x, args["gate"], args["up"], args["down"]), y, use_reentrant=False)
     y.sum().backward()
     assert alive == [False]
-
-
-@needs_kernels
-def test_selective_checkpointing():
-    """A policy that saves matrix products sees those of an MLP."""
-    args, products = arguments(), []
-
-    def policy(ctx, op, *args, **kwargs):
-        products.append((ctx.is_recompute, op == torch.ops.aten.mm.default))
-        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    expected = torch.autograd.grad(mlp(**args).square().sum(), list(args.values()))
-    contexts = lambda: create_selective_checkpoint_contexts(policy)
-    y = checkpoint(mlp, *args.values(), use_reentrant=False, context_fn=contexts)
-    assert all(map(torch.equal, expected, torch.autograd.grad(y.square().sum(), list(args.values()))))
-    assert products.count((False, True)) == 3

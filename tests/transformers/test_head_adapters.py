@@ -348,17 +348,6 @@ def test_a_second_backward():
     torch.testing.assert_close(torch.autograd.grad(3 * loss, leaves), tuple(3 * g for g in first))
 
 
-@pytest.mark.parametrize("count", [None, 17, torch.tensor(17)], ids=str)
-@pytest.mark.parametrize("ignored", [3, 9])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_labels_that_do_not_count(dropout, ignored, count, losses, monkeypatch):
-    """They are left out of the large products; dropout draws for them, as stock does."""
-    rows = noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, compact, **__: compact.rows().numel())
-    call = {} if count is None else {"num_items_in_batch": count}
-    assert_as_stock(lora_dropout=dropout, batch=tokens(ignored=ignored), call=call)
-    assert losses == [True] and rows == [2 * (12 - ignored)]
-
-
 @pytest.mark.parametrize("config", [{}, COPY], ids=["lora", "copy"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_without_logits(family, config, losses, computed):

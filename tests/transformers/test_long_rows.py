@@ -28,7 +28,6 @@ from hf_models import (
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.integrations.liger import apply_liger_kernel
 from watching import noted
 
 import liger_kernel.transformers as liger
@@ -36,8 +35,6 @@ from liger_kernel import memory
 from liger_kernel.memory import offload as offloading
 from liger_kernel.ops.projections import tiled_mlp
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
-from liger_kernel.train import model as training
-from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
 from liger_kernel.transformers import restore
 from liger_kernel.transformers.patching import patches, select
@@ -150,31 +147,6 @@ def test_classes_and_live_models(moved, tiles):
     liger.apply_liger_kernel_to_llama(model=model, activation_offloading=True, tiled_mlp=3)
     assert_same_bits(step(model)[1], expected)
     assert_same_bits(step(copy.deepcopy(model))[1], expected)
-
-
-def test_auto_classes_and_the_trainers_config(moved, tiles):
-    auto = liger.AutoLigerKernelForCausalLM.from_config(make("llama").config, activation_offloading=True, tiled_mlp=2)
-    step(auto.to(DEVICE).train())
-    assert moved and set(tiles) == {2}
-    restore()
-    moved.clear()
-    tiles.clear()
-    model = make("llama")
-    apply_liger_kernel(model, {"activation_offloading": True, "tiled_mlp": 2})
-    step(model)
-    assert moved and set(tiles) == {2}
-
-
-def test_liger_train(moved, tiles):
-    config = from_flags(["--activation-offloading", "--tiled-mlp", "2"])
-    assert config.kernel_flags == {"activation_offloading": True, "tiled_mlp": 2}
-    assert from_flags(["--tiled-mlp", "0"]).kernel_flags == {"tiled_mlp": True} and TrainConfig().kernel_flags == {}
-    with pytest.raises(UserError, match="tiled_mlp must be at least 0, got -1"):
-        TrainConfig(tiled_mlp=-1)
-    model = make("llama")
-    training.patch(model, config.kernel_flags)
-    step(model)
-    assert moved and set(tiles) == {2}
 
 
 @pytest.mark.parametrize(

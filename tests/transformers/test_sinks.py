@@ -108,17 +108,6 @@ def test_attention_weights_are_stock(seen):
     assert not seen
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_attention_weights_of_checkpointed_layers(seen, reentrant):
-    """Whether somebody wants them is known only while the forward runs."""
-    models = pair("granite_swa", **ALONE)
-    for model in models:
-        checkpointed(model, reentrant).enable_input_require_grads()
-        model.config.output_attentions = True
-    assert_alike(models, tokens(2, LENGTH))
-    assert not seen
-
-
 def test_hooks_get_attention_weights(seen):
     weights = []
     for model in pair("granite_swa", **ALONE):

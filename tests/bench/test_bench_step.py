@@ -237,7 +237,9 @@ def test_every_switch_of_the_patch_is_a_variant():
     """A new one needs no line here."""
     named = {flag for flags in step.SWITCHED.values() for flag in flags}
     off = {n for n, f in SWITCHES.items() if f.metadata["ours"] and f.default is False and not f.metadata["choices"]}
-    assert named == off | {"rematerialise", "swiglu"} and step.VARIANTS["ours:tiled"].flags == {"tiled_mlp": True}
+    assert named == off | {"rematerialise", "swiglu", "head_memory"} and step.VARIANTS["ours:tiled"].flags == {
+        "tiled_mlp": True
+    }
     assert step.SWITCHED["ours:long"].keys() == {"activation_offloading", "keep_attention", "tiled_mlp"}
 
 

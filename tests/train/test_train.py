@@ -119,7 +119,7 @@ def test_every_field_is_a_flag():
             value = together.get(field.name, field.metadata["choices"][-1])
             argv, expected[field.name] = [*argv, flag, value], value
         else:
-            texts = {"store": "file:///x", "columns": "x=text"}
+            texts = {"store": "file:///x", "columns": "x=text", "save": "y"}
             value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], texts.get(field.name, "x"))
             argv, expected[field.name] = [*argv, flag, str(value)], value
     assert dataclasses.asdict(from_flags(argv)) == expected
@@ -513,21 +513,18 @@ def test_a_run_is_evaluated_on_other_data(config, tmp_path):
     assert [each["step"] for each in metrics["evaluations"]] == [2, 3]
     without = load(replace(config, eval_data=None, eval_fraction=0.0))
     assert load(config).train == without.train and load(config).identity() == without.identity()
-    alone = replace(config, model=config.save, data=other, eval_data=None, eval_fraction=0.99)
-    scores = evaluate(replace(config, model=config.save))
+    config = replace(config, model=config.save, save=None)
+    alone = replace(config, data=other, eval_data=None, eval_fraction=0.99)
+    scores = evaluate(config)
     assert scores["loss"] == pytest.approx(metrics["evaluations"][-1]["loss"], rel=1e-5) and scores["tokens"] > 0
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    refused(
-        "there are no rows to evaluate on",
-        evaluate,
-        replace(config, model=config.save, eval_data=None, eval_fraction=0.0),
-    )
+    refused("there are no rows to evaluate on", evaluate, replace(config, eval_data=None, eval_fraction=0.0))
     assert 0 <= scores["rows"] - evaluate(alone)["rows"] <= 1
     prepared = str(data_module.prepare(alone, tmp_path / "prepared"))
-    assert evaluate(replace(config, model=config.save, eval_data=prepared)) == scores
+    assert evaluate(replace(config, eval_data=prepared)) == scores
     refused(r"eval_data .*: no such file", load, replace(config, eval_data=str(tmp_path / "no.jsonl")))
     with pytest.raises(UserError, match="eval_data must be packed as data is"):
-        load(replace(config, eval_data=prepared, model=config.save, packing="documents"))
+        load(replace(config, eval_data=prepared, packing="documents"))
 
 
 def test_a_dry_run_shows_what_is_learnt_and_trains_nothing(tmp_path, capsys):
@@ -547,7 +544,7 @@ def test_answers_before_and_after_change_no_run(trainer, tmp_path, capsys):
     config = replace(config, length=150, save=str(tmp_path / "model"), trainer=trainer)
     loop.train(config)
     assert "before: " not in capsys.readouterr().out  # random weights have no answers
-    config = replace(config, model=config.save, epochs=1, steps=100)
+    config = replace(config, model=config.save, save=None, epochs=1, steps=100)
     place = lambda samples: dict(out=str(tmp_path / f"out{samples}"), save=str(tmp_path / f"saved{samples}"))
     runs = [replace(config, samples=samples, **place(samples)) for samples in (0, 3)]
     losses = [loop.train(run)["losses"] for run in runs]
@@ -1174,9 +1171,6 @@ def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
         "lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(both).named_parameters()
     )
     assert mine.is_file()
-    # adapters beside the model that they are of leave it there; both are of runs in one folder
-    loop.train(replace(config, model=base, lora=4, save=base))
-    assert any("lora" in name for name, _ in transformers.AutoModelForCausalLM.from_pretrained(base).named_parameters())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a process forget its peak")

@@ -1,6 +1,7 @@
 """The site: Sphinx with furo and MyST. `make docs` builds it into build/docs, with warnings as
 errors and without a network."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -60,3 +61,14 @@ html_theme_options = {
         "color-brand-visited": "#4cc3ae",
     },
 }
+
+
+def _flags_stay_whole(app, page, template, context, doctree):
+    """Where a line of code is broken, a browser would break it within ``--length``, too."""
+    whole = lambda block: re.sub(r"(?<![\w-])--[a-z][\w-]*", r'<span class="pre">\g<0></span>', block[0])
+    if "body" in context:
+        context["body"] = re.sub(r"<pre>.*?</pre>", whole, context["body"], flags=re.DOTALL)
+
+
+def setup(app):
+    app.connect("html-page-context", _flags_stay_whole)

@@ -64,10 +64,10 @@ html_theme_options = {
 
 
 def _flags_stay_whole(app, page, template, context, doctree):
-    """Where a line of code is broken, a browser would break it within ``--length``, too."""
-    whole = lambda block: re.sub(r"(?<![\w-])--[a-z][\w-]*", r'<span class="pre">\g<0></span>', block[0])
+    """A browser would break a line within ``--length``, too."""
+    whole = lambda block: re.sub(r"(?<![\w-])--[a-z][\w-]*", r'<span class="whole">\g<0></span>', block[0])
     if "body" in context:
-        context["body"] = re.sub(r"<pre>.*?</pre>", whole, context["body"], flags=re.DOTALL)
+        context["body"] = re.sub(r"<(pre|code)\b.*?</\1>", whole, context["body"], flags=re.DOTALL)
 
 
 def setup(app):

@@ -292,7 +292,12 @@ def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
     """Messages as chat templates take them; none are no turns."""
     if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         raise UserError(f"{name} must be a list of objects with role and content, or from and value")
-    return [_turn(turn) if "from" in turn and "role" not in turn else turn for turn in turns or ()]
+    found = [_turn(turn) if "from" in turn and "role" not in turn else turn for turn in turns or ()]
+    for turn in found:  # templates have roles of their own: what is nearly one of these is none
+        role, known = turn.get("role"), ROLES.values()
+        if isinstance(role, str) and role not in known and (near := nearest(role, known, 0.8)):
+            raise UserError(f"{name}: no role {role!r:.80}; did you mean {near}?")
+    return found
 
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:

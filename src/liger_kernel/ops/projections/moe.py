@@ -43,6 +43,7 @@ from liger_kernel.ops.activations.glu import ACTS, act_and_slope, check_act
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.float8_blocks import Float8Blocks
+from liger_kernel.ops.projections.grouped_blocks import decoded_inside, grouped_mm_blocks
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
 from liger_kernel.ops.projections.grouped_thin import add_thin_, thin_outer, thin_rows
 from liger_kernel.ops.projections.mxfp4 import MXFP4Experts, in_parts, product_in_parts
@@ -415,6 +416,8 @@ def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
 
 def _product(rows: Tensor, weight: Tensor | Weight, offs: Tensor, turned: bool = False) -> Tensor:
     """Sorted rows times the experts' W^T, or, ``turned``, times W."""
+    if (blocks := decoded_inside(weight, rows.dtype)) is not None:
+        return grouped_mm_blocks(rows, blocks.q, blocks.scale, offs, turned)
     if isinstance(weight, MXFP4Experts | Float8Blocks) and in_parts(weight, rows.dtype):
         return product_in_parts(rows, weight, offs, turned)
     # a stored weight is dense for this product alone
@@ -462,7 +465,7 @@ class MoEFunction(torch.autograd.Function):
         order, position, offs = moe_route(index, gate_up.shape[0])
         rows = lambda: moe_gather(x, index, order, position, offs, None)[0]  # not kept beyond the call that gets them
         xa = None
-        if a is None and not in_parts(gate_up, dtype):
+        if a is None and not in_parts(gate_up, dtype) and decoded_inside(gate_up, dtype) is None:
             h, z = moe_up(rows(), _dense(gate_up, dtype), bias, index, order, offs, keep, *form)
         else:
             xa = None if a is None else thin_rows(x, order, index.shape[1], a, offs, 1.0)

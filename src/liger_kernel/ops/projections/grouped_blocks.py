@@ -1,0 +1,78 @@
+"""Products of rows, sorted by group, with matrices in FP8 blocks of 128 x 128, which are decoded within the
+product: shapes and ``offs`` as in ``grouped_mm``.
+
+A block of a matrix is the operand that tensor cores read from registers: there its numbers become bf16, which
+holds them exactly, and the sum over the block is multiplied by the scale. So a tile is computed transposed,
+and nothing but the sum is rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core.operator import launch, launcher, tracing, use_kernels
+from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops.projections.float8_blocks import BLOCK, Float8Blocks
+from liger_kernel.ops.projections.grouped_mm import GROUP_M
+from liger_kernel.ops.projections.grouped_tma import place
+from liger_kernel.ops.projections.weights import Weight
+
+# not measured: the registers of two warp groups are full with a tile and its part
+TILE = dict(BLOCK_M=128, num_warps=8, num_stages=3)
+ON = False  # whether experts in such blocks are multiplied so; else a part of them is decoded before
+
+
+@jit
+def _mm_blocks(
+    a_ptr, q_ptr, scale_ptr, y_ptr, offs_ptr, E, K, N,
+    TURNED: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Times W^T of q (E, N, K), or, ``TURNED``, times W of q (E, K, N)."""
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(offs_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    end = tl.load(offs_ptr + e, mask=e < E, other=0)
+    n_tiles = N // BLOCK
+    tiles = tl.where(e < E, (end - begin + BLOCK_M - 1) // BLOCK_M * n_tiles, 0)
+    last = tl.cumsum(tiles, 0)
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        group, start, stop, column = place(tile, e, begin, end, tiles, last, n_tiles, GROUP_M, BLOCK_M)
+        row, k = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK)
+        col = (column * BLOCK + tl.arange(0, BLOCK))[:, None]
+        rows = row < stop - start
+        a_tile = a_ptr + start.to(tl.int64) * K + row * K + k[:, None]
+        q_tile = q_ptr + group.to(tl.int64) * N * K
+        scale = scale_ptr + group * n_tiles * (K // BLOCK)
+        q_tile += k[None, :] * N + col if TURNED else col * K + k[None, :]
+        scale += column if TURNED else column * (K // BLOCK)
+        total = tl.zeros((BLOCK, BLOCK_M), tl.float32)
+        for at in range(0, K, BLOCK):
+            a = tl.load(a_tile + at, mask=rows, other=0.0)
+            # by way of fp32: the interpreter has no other way
+            q = tl.load(q_tile + (at * N if TURNED else at)).to(tl.float32).to(a.dtype)
+            total += tl.dot(q, a) * tl.load(scale + (at // BLOCK * n_tiles if TURNED else at // BLOCK))
+        y_tile = y_ptr + start.to(tl.int64) * N + row * N + col
+        tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=rows)
+
+
+@launcher("(Tensor a, Tensor q, Tensor scale, Tensor offs, bool turned) -> Tensor")
+def grouped_mm_blocks(a, q, scale, offs, turned) -> Tensor:
+    (M, K), E, N = a.shape, q.shape[0], q.shape[2 if turned else 1]
+    y = a.new_empty(M, N)
+    if tracing(a):
+        return y
+    tile = dict(BLOCK_M=32, num_warps=4, num_stages=1) if launch_config.arch() == "cpu" else TILE
+    grid = (max(1, min(launch_config.processors(), (cdiv(M, tile["BLOCK_M"]) + min(E, M)) * (N // BLOCK))),)
+    how = dict(TURNED=turned, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E), BLOCK=BLOCK) | tile
+    launch(_mm_blocks, grid, a, q, scale, y, offs, E, K, N, **how)
+    return y
+
+
+def decoded_inside(weight: Tensor | Weight, dtype: torch.dtype) -> Float8Blocks | None:
+    """These experts, if ``grouped_mm_blocks`` multiplies rows of this dtype by them."""
+    if not ON or not isinstance(weight, Float8Blocks) or dtype != torch.bfloat16:
+        return None
+    fits = weight.blocks == (BLOCK, BLOCK) and not any(n % BLOCK for n in weight.shape[1:]) and weight.q.numel() > 0
+    fits = fits and weight.q.is_contiguous() and weight.scale.is_contiguous()
+    return weight if fits and use_kernels(weight.q.new_empty(0, dtype=dtype)) else None

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from liger_kernel.ops.projections import mxfp4
 from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.packed_weights import (
     PackedWeight,
@@ -171,3 +172,13 @@ def publish_as(model: nn.Module, path: Path, kind: str) -> nn.Module:
     (path / "config.json").write_text(json.dumps(config))
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     return model
+
+
+def publish_mxfp4(model: nn.Module, path: Path) -> None:
+    """Write a gpt-oss with its experts in MXFP4."""
+    state = {name: t.contiguous() for name, t in model.state_dict().items()}
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        state[f"{name}_blocks"], state[f"{name}_scales"] = mxfp4.rounded(state.pop(name).mT.contiguous())
+    config = model.config.to_dict() | dict(quantization_config=dict(quant_method="mxfp4"))
+    (path / "config.json").write_text(json.dumps(config | dict(architectures=["GptOssForCausalLM"])))
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})

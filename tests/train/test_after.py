@@ -23,7 +23,7 @@ import peft
 import transformers
 from fp8_checkpoints import publish, stays_in_fp8
 from hf_models import served_by_kernels_or_references
-from packed_checkpoints import publish_as
+from packed_checkpoints import publish_as, publish_mxfp4
 from safetensors.torch import load_file
 from small_runs import STEPS, refused, write_jsonl
 
@@ -282,6 +282,35 @@ def test_a_merge_into_the_storage_of_the_base(kind, here, tmp_path, capsys):
     expected = twin.merge_and_unload().state_dict()
     off = {name: (values[name] - w).norm() / w.norm() for name, w in expected.items() if "proj" in name}
     assert values.keys() == expected.keys() and max(off.values()) < (0.05 if kind == "fp8" else 0.25)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_a_run_over_a_published_base(kind, here, tmp_path, capsys, monkeypatch):
+    """liger train reads it as it is, merge-aware in FP8, and liger merge writes it again."""
+    pytest.importorskip("transformers.core_model_loading", reason="this version has another loader")
+    aware = ["--merge-aware"] if kind == "fp8" else ["--lora-targets", "q_proj,o_proj"]
+    if kind == "fp8":
+        stays_in_fp8(monkeypatch)
+        publish(stock("base"), tmp_path, (8, 16))
+    else:
+        sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+        form = transformers.GptOssConfig(
+            num_hidden_layers=1, num_local_experts=4, vocab_size=stock("base").config.vocab_size, **sizes
+        )
+        publish_mxfp4(transformers.GptOssForCausalLM(form).bfloat16(), tmp_path)
+    for file in (here / "base").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    places = dict(model=tmp_path, data="chats.jsonl", out=tmp_path / "run", save=tmp_path / "t", lora=4, device="cpu")
+    values = STEPS | dict(steps=2, precision="bf16-mixed") | places
+    argv = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    with served_by_kernels_or_references():
+        assert cli.main(["train", *argv, *aware]) == 0
+    tuned = load_file(tmp_path / "t" / "adapter_model.safetensors")
+    assert len(tuned) == (14 if kind == "fp8" else 4) and all(t.abs().sum() > 0 for t in tuned.values())
+    assert cli.main(["merge", str(tmp_path / "t"), "--out", str(tmp_path / "new"), "--to", "base"]) == 0
+    assert f"the numbers of {kind} move the logits by" in capsys.readouterr().out
+    old, new = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "new"))
+    assert old.keys() == new.keys() and {n: t.dtype for n, t in old.items()} == {n: t.dtype for n, t in new.items()}
 
 
 def numbers(losses, **more):

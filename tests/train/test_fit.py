@@ -172,6 +172,35 @@ def test_experts_in_fp8_take_half():
     assert fp8["temporary"] < 0.9 * experts, "more than gate_up of one layer is dense"
 
 
+GROUPS = dict(a=dict(weights=dict(num_bits=4, group_size=128)))
+PUBLISHED = {
+    "fp8": (dict(quant_method="fp8", weight_block_size=[128, 128]), 1),
+    "int4": (dict(quant_method="compressed-tensors", config_groups=GROUPS), 0.5 + 2 / 128),
+    "nvfp4": (dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized"), 0.5 + 1 / 16),
+    "gptq": (dict(quant_method="gptq", bits=4, group_size=128), 0.5 + 2 / 128),
+}
+
+
+@pytest.mark.parametrize("kind", [*PUBLISHED, "mxfp4"])
+def test_a_base_as_it_is_published(kind):
+    """Its weights have their own size, and one layer, or a part of its experts, is dense at a time."""
+    pytest.importorskip("peft")
+    if kind == "mxfp4":
+        pytest.importorskip("transformers.core_model_loading", reason="this version has another loader")
+        sizes = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+        form = transformers.GptOssConfig(num_hidden_layers=1, num_local_experts=16, vocab_size=512, **sizes)
+        how, each, quantised = dict(quant_method="mxfp4"), 17 / 32, 16 * 3 * 128 * 256
+    else:
+        (how, each), form = PUBLISHED[kind], config_of(MODELS["llama-3-8b-4layers"] | dict(num_hidden_layers=1))
+        quantised = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    run = TrainConfig(batch=1, length=64, lora=2, lora_targets="q_proj,v_proj")
+    parts = []
+    for quantization in (None, how):
+        form.quantization_config = quantization
+        parts.append(simulated.simulated(form, run, "bf16-mixed", optimizer="sgd").parts["weights"])
+    assert parts[0] - parts[1] == pytest.approx((2 - each) * quantised, rel=0.01)
+
+
 def test_every_row_is_estimated_or_has_a_reason():
     reasons = [reason(file, row) for file, row in rows()]
     assert set(OUTSIDE) <= set(reasons), "a reason that no row has"

@@ -50,13 +50,18 @@ from liger_kernel.compile.architectures import TARGETS
 from liger_kernel.memory import offload as offloading
 from liger_kernel.ops._core import launch_config as launching
 from liger_kernel.ops._core.operator import intercept_launches
+from liger_kernel.ops.projections.adapted import Projection
+from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.four_bits import four_bits
+from liger_kernel.ops.projections.linear import linears
+from liger_kernel.ops.projections.packed_weights import NVFP4, integer_rows, nvfp4_rows
 from liger_kernel.parallel import MODES, layers_of, ulysses
 from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, followed, heads_of, local
 from liger_kernel.train.model import flags_for, options_of, patch, quantize_fp8, recompute
+from liger_kernel.train.stored import method_of
 from liger_kernel.transformers.recognise import projections
 
 # PyTorch's allocator hands out multiples of so many bytes
@@ -215,15 +220,20 @@ def _phases(form: Any, how: _How) -> tuple[dict[str, dict[str, int]], dict[str, 
             _as_on_a_gpu(how.arch, how.ignored) as meter,
             followed(meter, config.optimizer_on_cpu) if config.fully_sharded else contextlib.nullcontext(),
         ):
-            _step(model, how, ranks, meter)
+            _step(model, how, ranks, meter, _words(quantisation(form)))
     return meter.phases, meter.cpu
 
 
 def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     import transformers
 
+    how, plain = quantisation(form), copy.deepcopy(form)
+    if how:
+        del plain.quantization_config
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(form, **options_of(config, precision)).train()
+        model: Any = transformers.AutoModelForCausalLM.from_config(plain, **options_of(config, precision)).train()
+        if config.lora and how:
+            _as_stored(model, how)
         if config.kernels == "on":
             patch(model, flags_for(config, form.model_type))
         if config.lora:
@@ -233,7 +243,7 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     return model
 
 
-def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter) -> None:
+def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter, words: tuple[int, int, bool] | None) -> None:
     config = how.config
     meter.begin("weights")
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
@@ -241,7 +251,9 @@ def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter) -> None:
     if config.quantize == "fp8":
         quantize_fp8(model)
     elif config.quantize:
-        _in_four_bits(model)
+        _replaced(model, _FourBits)
+    elif config.lora and words:
+        _replaced(model, functools.partial(_InWords, how=words))
     replica = ranks.split(model, config, how.precision, how.reduce_dtype)
     for bucket in getattr(replica, "buckets", ()):
         meter.call(bucket, "gradients")
@@ -526,7 +538,17 @@ class _Copies:
         return self.event
 
 
-class _FourBits(nn.Module):
+class _StandIn(nn.Module):
+    """Of a linear layer that is quantised; without adapters its weight is dense for one product."""
+
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = projections.product_dtype(x)
+        return linears(x, [Projection(_read(self, dtype), self.bias)])[0]
+
+
+class _FourBits(_StandIn):
     """Stands in for a linear layer of bitsandbytes in NF4 with double quantisation."""
 
     def __init__(self, linear: nn.Linear):
@@ -548,14 +570,62 @@ class _FourBits(nn.Module):
         )
 
 
+class _InWords(_StandIn):
+    """Stands in for a linear layer of a checkpoint in packed integers or NVFP4."""
+
+    def __init__(self, linear: nn.Linear, how: tuple[int, int, bool]):
+        super().__init__()
+        (bits, group, of_floats), (N, K) = how, linear.weight.shape
+        self.out_features, self.in_features, self.bias = N, K, linear.bias
+        if of_floats:
+            of = torch.empty(N, K // NVFP4, dtype=E4), torch.empty(1, dtype=torch.float32)
+            self.stored = nvfp4_rows(torch.empty(N, K // 2, dtype=torch.uint8), *of)
+        else:
+            group = group if 0 < group < K else K
+            of_words = (
+                torch.empty(N, K * bits // 32, dtype=torch.int32),
+                torch.empty(N, K // group, dtype=torch.bfloat16),
+            )
+            self.stored = integer_rows(*of_words, None, (N, K), group, bits)
+
+
 def _read(m: nn.Module, dtype: torch.dtype) -> Any:
-    return four_bits(m.packed, m.state) if type(m) is _FourBits else None
+    return four_bits(m.packed, m.state) if type(m) is _FourBits else m.stored if type(m) is _InWords else None
 
 
-def _in_four_bits(model: Any) -> None:
+def quantisation(form: Any) -> dict[str, Any]:
+    """How the files of a model are quantised; empty if they are not, or in a form that is not known here."""
+    how = getattr(form, "quantization_config", None) if method_of(form) else None
+    return {} if how is None else how if isinstance(how, dict) else how.to_dict()
+
+
+def _as_stored(model: Any, how: dict[str, Any]) -> None:
+    """The layers of a model on the meta device as a loader makes them for a checkpoint that is quantised."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    if how["quant_method"] == "fp8":
+        AutoHfQuantizer.from_config(how, pre_quantized=True).preprocess_model(model=model)
+    elif how["quant_method"] == "mxfp4":
+        from liger_kernel.transformers.load_mxfp4 import experts_in_mxfp4
+
+        experts_in_mxfp4(model)
+
+
+def _words(how: dict[str, Any]) -> tuple[int, int, bool] | None:
+    """Bits, values with one scale, and whether they are NVFP4, of linear layers that are packed."""
+    if how.get("quant_method") in (None, "fp8", "mxfp4"):
+        return None
+    # compressed-tensors has a scheme for each group of layers; the first stands for all
+    groups = list(how.get("config_groups", {}).values())
+    scheme: dict[str, Any] = (groups[0].get("weights") if groups else None) or how
+    bits = scheme.get("num_bits") or scheme.get("bits") or 4
+    return bits, scheme.get("group_size") or -1, scheme.get("type") == "float" or "nvfp4" in how.get("format", "")
+
+
+def _replaced(model: Any, cls: Callable[[nn.Linear], nn.Module]) -> None:
     """All linear layers but the head and the adapters, as transformers does it while it loads a
     model."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module is not head and "lora_" not in name:
-            model.set_submodule(name, _FourBits(module))
+            model.set_submodule(name, cls(module))

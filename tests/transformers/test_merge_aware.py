@@ -80,6 +80,8 @@ def test_experts_in_mxfp4(published):  # noqa: F811
     with pytest.raises(ValueError, match=r"experts cannot be rounded .*is not patched"):
         merge_aware(model)
     merge_aware(patch(model))
+    report = projections_report(model)
+    assert "MB, decoded in parts for each product, its adapters merged and rounded" in str(report) and not report.stock
     wrapper = next(m for m in model.modules() if is_wrapper(m))
     while is_wrapper(wrapper):
         weight = stored(experts_of(model), wrapper.parameter_name).weight(True)

@@ -28,6 +28,8 @@ from liger_kernel.transformers.recognise.projections import (
     with_base,
 )
 
+ROUNDED = ", its adapters merged and rounded"  # of a layer, in a report
+
 
 def merge_aware(model: nn.Module, on: bool = True) -> nn.Module:
     """Let the adapters of ``model``, a ``PeftModel``, train as they will be merged into its base, in the
@@ -71,7 +73,7 @@ def said(m: Any) -> str:
     """Of a layer with such a forward: what it does, for a report."""
     weight = _projection(m, _dtype_of(m.base_layer))
     storage = getattr(getattr(weight, "weight", None), "said", lambda: f"in {m.base_layer.weight.dtype}")()
-    return str(weight) if isinstance(weight, Fallback) else f"{storage}, its adapters merged and rounded"
+    return str(weight) if isinstance(weight, Fallback) else storage + ROUNDED
 
 
 def _dtype_of(base: Any) -> torch.dtype:

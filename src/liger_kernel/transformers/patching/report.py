@@ -24,7 +24,7 @@ from liger_kernel.parallel import unsharded_class
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.head_weights import FP8, left_out
-from liger_kernel.transformers.merged_training import is_merge_aware
+from liger_kernel.transformers.merged_training import ROUNDED, is_merge_aware
 from liger_kernel.transformers.merged_training import said as merge_aware_said
 from liger_kernel.transformers.patching.flags import flags_of, options_of
 from liger_kernel.transformers.patching.other_classes import classes_of, recognised
@@ -35,6 +35,7 @@ from liger_kernel.transformers.recognise.experts import (
     DOWN,
     GATE_UP,
     IN_BLOCKS,
+    MERGE_AWARE,
     adapted_experts,
     chosen,
     experts_of,
@@ -333,8 +334,12 @@ def _reason_of_experts(m: Any, of: str, called: bool) -> str | Fallback:
     x = input_of(inside)
     if not use_kernels(x):
         return Fallback(f"there are no kernels for {x.dtype} on {x.device.type}")
-    found = adapted_experts(m, x)
-    return found if isinstance(found, Fallback) else storage(inside)
+    found = adapted_experts(m, x, rounded := m.__dict__.get(MERGE_AWARE, False))
+    return found if isinstance(found, Fallback) else _decoded(storage(inside)) + ROUNDED * rounded
+
+
+def _decoded(how: str) -> str:
+    return f"{how}, decoded in parts for each product" * bool(how)
 
 
 def _reason_alone(m: Any) -> str | Fallback:
@@ -344,7 +349,9 @@ def _reason_alone(m: Any) -> str | Fallback:
     x = input_of(m)
     if _forward_of(m) not in OF_EXPERTS:
         return Fallback(f"{how}: {type(m).__name__} is not patched")
-    return how if use_kernels(x) else Fallback(f"{how}: there are no kernels for {x.dtype} on {x.device.type}")
+    return (
+        _decoded(how) if use_kernels(x) else Fallback(f"{how}: there are no kernels for {x.dtype} on {x.device.type}")
+    )
 
 
 def _in_blocks(m: Any) -> str | Fallback:

@@ -109,7 +109,8 @@ def test_the_report_names_experts_without_adapters(published):
     assert (
         str(alone) == "model.layers.0.mlp.experts: stock (in MXFP4, 0.0 MB: ParametrizedGptOssExperts is not patched)"
     )
-    assert str(*projections_report(patch(model)).layers).endswith("runs (in MXFP4, 0.0 MB, decoded in parts for each product)")
+    runs = "runs (in MXFP4, 0.0 MB, decoded in parts for each product)"
+    assert str(*projections_report(patch(model)).layers).endswith(runs)
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
     assert "load it by load_in_mxfp4" in str(*projections_report(model).layers)
 

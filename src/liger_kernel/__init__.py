@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from liger_kernel import _legacy, _others
 
 if TYPE_CHECKING:
+    from liger_kernel.ops.projections.invariant_products import batch_invariant as batch_invariant
     from liger_kernel.transformers.patching.apply import apply as apply
 
-__all__ = ["apply"]
+__all__ = ["apply", "batch_invariant"]
 __version__ = "0.8.90+independent"  # what it says: docs/development/checks-and-releases.md
 
 _legacy.install()
@@ -24,7 +25,10 @@ if _beside := _others.warning(__version__, __path__[0]):
 
 _BACKENDS = ("available_backends", "available_impls", "get_backend", "get_impl", "set_backend", "set_impl")
 # name -> the module that has it, imported when the name is asked for
-_LAZY = dict.fromkeys(_BACKENDS, "liger_kernel.backends") | {"apply": "liger_kernel.transformers.patching.apply"}
+_LAZY = dict.fromkeys(_BACKENDS, "liger_kernel.backends") | {
+    "apply": "liger_kernel.transformers.patching.apply",
+    "batch_invariant": "liger_kernel.ops.projections.invariant_products",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ The oldest release that we run on, 2.11, has all of them, and so has 2.15; a nam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,3 +100,22 @@ is_alias_of = _C._is_alias_of
 # A context without `__torch_function__` of subclasses. Without it one that calls the function that it
 # was called for would never end.
 without_torch_function = _C.DisableTorchFunctionSubclass
+
+# Batch invariance: products of PyTorch are replaced by others while it is on.
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether PyTorch's operator has a kernel of its own for a kind of device, "CPU" or "CUDA"."""
+    return _C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+
+
+def kernel_of(name: str, key: str) -> Callable[..., Any]:
+    """That kernel. What is registered later does not change it."""
+    kernel, keys = torch.library.get_kernel(f"aten::{name}", key), _C.DispatchKeySet(getattr(_C.DispatchKey, key))
+    return lambda *args, **more: kernel.call_boxed(keys, *args, **more)
+
+
+def new_workspaces() -> None:
+    """Let cuBLAS read again how large its workspaces are."""
+    if torch.cuda.is_initialized():
+        _C._cuda_clearCublasWorkspaces()

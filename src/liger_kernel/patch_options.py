@@ -161,6 +161,10 @@ class PatchOptions:
     unpad: bool = _request(
         "unpad", "the layers leave padding out: they compute the real tokens of padded batches alone"
     )
+    batch_invariant: bool = _request(
+        "invariant",
+        "a token's hidden states, log-probabilities and gradients have the same bits in any batch, padded or packed",
+    )
     graphs: bool | str = _switch(
         False,
         "training steps are replayed from CUDA graphs, recorded for sizes that come twice: for steps that wait for "

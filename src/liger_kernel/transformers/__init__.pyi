@@ -78,7 +78,7 @@ from liger_kernel.patch_options import Filter
 def is_transformers_available() -> bool: ...
 
 class _Apply1(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_afmoe: _Apply1
 apply_liger_kernel_to_apertus: _Apply1
@@ -165,14 +165,14 @@ apply_liger_kernel_to_youtu: _Apply1
 apply_liger_kernel_to_zaya: _Apply1
 
 class _Apply2(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_arcee: _Apply2
 apply_liger_kernel_to_nanochat: _Apply2
 apply_liger_kernel_to_nemotron_h: _Apply2
 
 class _Apply3(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_aria: _Apply3
 apply_liger_kernel_to_aria_text: _Apply3
@@ -271,7 +271,7 @@ apply_liger_kernel_to_xlm: _Apply3
 apply_liger_kernel_to_xlnet: _Apply3
 
 class _Apply4(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_bert: _Apply4
 apply_liger_kernel_to_bert_generation: _Apply4
@@ -304,7 +304,7 @@ apply_liger_kernel_to_xlm_roberta_xl: _Apply4
 apply_liger_kernel_to_xmod: _Apply4
 
 class _Apply5(Protocol):
-    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_blip_2_qformer: _Apply5
 apply_liger_kernel_to_blip_2_vision_model: _Apply5
@@ -360,7 +360,7 @@ apply_liger_kernel_to_unlimited_ocr_vision_encoder: _Apply5
 apply_liger_kernel_to_video_llama_3_vision: _Apply5
 
 class _Apply6(Protocol):
-    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_blt_global_transformer: _Apply6
 apply_liger_kernel_to_blt_local_decoder: _Apply6
@@ -375,7 +375,7 @@ apply_liger_kernel_to_pixtral: _Apply6
 apply_liger_kernel_to_qwen2_5_vl_vision: _Apply6
 
 class _Apply7(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_cosmos3_edge: _Apply7
 apply_liger_kernel_to_fuyu: _Apply7
@@ -383,12 +383,12 @@ apply_liger_kernel_to_jais2: _Apply7
 apply_liger_kernel_to_persimmon: _Apply7
 
 class _Apply8(Protocol):
-    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_cosmos3_edge_text: _Apply8
 
 class _Apply9(Protocol):
-    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_deepseek_ocr2_encoder: _Apply9
 apply_liger_kernel_to_deepseek_ocr2_text: _Apply9
@@ -424,7 +424,7 @@ apply_liger_kernel_to_step3p5: _Apply9
 apply_liger_kernel_to_unlimited_ocr_text: _Apply9
 
 class _Apply10(Protocol):
-    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_deepseek_v2: _Apply10
 apply_liger_kernel_to_deepseek_v3: _Apply10
@@ -433,7 +433,7 @@ apply_liger_kernel_to_glm4: _Apply10
 apply_liger_kernel_to_qwen3_next: _Apply10
 
 class _Apply11(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_gemma: _Apply11
 apply_liger_kernel_to_gemma2: _Apply11
@@ -445,23 +445,23 @@ apply_liger_kernel_to_zamba: _Apply11
 apply_liger_kernel_to_zamba2: _Apply11
 
 class _Apply12(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_gemma3: _Apply12
 apply_liger_kernel_to_paligemma: _Apply12
 
 class _Apply13(Protocol):
-    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = False, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = False, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_gemma4: _Apply13
 
 class _Apply14(Protocol):
-    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_gemma4_text: _Apply14
 
 class _Apply15(Protocol):
-    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = False, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_glm4v: _Apply15
 apply_liger_kernel_to_glm4v_moe: _Apply15
@@ -471,20 +471,20 @@ apply_liger_kernel_to_qwen3_5_moe_text: _Apply15
 apply_liger_kernel_to_qwen3_5_text: _Apply15
 
 class _Apply16(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, attention: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, attention: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_gpt_oss: _Apply16
 apply_liger_kernel_to_granite_swa: _Apply16
 apply_liger_kernel_to_granitemoe_swa: _Apply16
 
 class _Apply17(Protocol):
-    def __call__(self, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, rope: bool | None = True, swiglu: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, model: nn.Module | None = None, rope: bool | None = True, swiglu: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_internvl: _Apply17
 apply_liger_kernel_to_smolvlm: _Apply17
 
 class _Apply18(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_llama4: _Apply18
 apply_liger_kernel_to_llama4_text: _Apply18
@@ -492,41 +492,41 @@ apply_liger_kernel_to_qwen3_vl_moe: _Apply18
 apply_liger_kernel_to_qwen3_vl_moe_text: _Apply18
 
 class _Apply19(Protocol):
-    def __call__(self, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: nn.Module | None = None, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: nn.Module | None = None, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_llava: _Apply19
 
 class _Apply20(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, layer_norm: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_mllama: _Apply20
 apply_liger_kernel_to_mllama_text_model: _Apply20
 apply_liger_kernel_to_muse_glimmer: _Apply20
 
 class _Apply21(Protocol):
-    def __call__(self, relu_squared: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: nn.Module | None = None, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, relu_squared: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, model: nn.Module | None = None, rope: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = True, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_nemotron: _Apply21
 
 class _Apply22(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, layer_norm: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, layer_norm: bool | None = True, relu_squared: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_nemotron_h_omni: _Apply22
 
 class _Apply23(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, layer_norm: bool | None = True, swiglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_qwen2_vl: _Apply23
 apply_liger_kernel_to_qwen2_vl_text: _Apply23
 
 class _Apply24(Protocol):
-    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, cross_entropy: bool | None = False, fused_linear_cross_entropy: bool | None = True, rms_norm: bool | None = True, swiglu: bool | None = False, model: nn.Module | None = None, layer_norm: bool | None = True, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_qwen3_vl: _Apply24
 apply_liger_kernel_to_qwen3_vl_text: _Apply24
 
 class _Apply25(Protocol):
-    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, graphs: bool | str = False) -> None: ...
+    def __call__(self, rope: bool | None = True, rms_norm: bool | None = True, geglu: bool | None = True, model: nn.Module | None = None, *, head_memory: str | int = 'auto', rematerialise: bool | str = True, fused_logprobs: bool = True, recurrent: bool = True, projections: bool = True, fp8: bool | str = False, fp8_filter: Filter | None = None, fp8_head: bool = False, activation_offloading: bool = False, keep_attention: bool = False, tiled_mlp: bool | int = False, unpad: bool = False, batch_invariant: bool = False, graphs: bool | str = False) -> None: ...
 
 apply_liger_kernel_to_t5gemma2_decoder: _Apply25
 apply_liger_kernel_to_t5gemma2_text: _Apply25

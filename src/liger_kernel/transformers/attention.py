@@ -140,9 +140,9 @@ def _varlen(
     return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, **options).view(B, T, H, D)
 
 
-def use(model: nn.Module) -> str | None:
-    """Make ``liger_varlen`` the attention of a model's layers (of the text layers in a model of
-    text and images).
+def use(model: nn.Module, name: str = NAME) -> str | None:
+    """Make ``name`` the attention of a model's layers (of the text layers in a model of text and
+    images).
 
     Returns None, or the reason why the model keeps its attention: it has an attention of its own,
     one that sdpa does not serve, such as with sinks, asks whether its attention is sdpa, or uses
@@ -162,7 +162,7 @@ def use(model: nn.Module) -> str | None:
         return f"{text.model_type} has attention of its own"
     if not all(m._supports_sdpa for m in model.modules() if isinstance(m, PreTrainedModel)):
         return f"sdpa does not serve {text.model_type}"
-    text._attn_implementation = NAME
+    text._attn_implementation = name
     return None
 
 

@@ -44,7 +44,8 @@ def _patch_classes(
     other ``kwargs``, and the flags for ``apply_rest``. An unknown family stays stock, with a
     warning.
 
-    Flags of FP8 are not for the classes, because other models of this process may not want it.
+    Flags of one model are not for the classes, because other models of this process may not want
+    them.
     """
     flags = {k: v for k, v in kwargs.items() if k in SWITCHES}
     rest = {k: v for k, v in kwargs.items() if k not in flags}
@@ -56,11 +57,15 @@ def _patch_classes(
     _float8(model_type, flags)  # raises before the model is loaded
     if model_type and family(model_type):
         flags = {k: v for k, v in flags.items() if k in flags_of(model_type)}
-        _apply_liger_kernel(model_type, **{k: v for k, v in flags.items() if not k.startswith("fp8")})
+        _apply_liger_kernel(model_type, **{k: v for k, v in flags.items() if not _of_one_model(k)})
     else:
-        flags = {k: v for k, v in flags.items() if k.startswith("fp8")}
+        flags = {k: v for k, v in flags.items() if _of_one_model(k)}
         warnings.warn(f"{name}: no kernels for model type {model_type!r}, so the model is stock", stacklevel=3)
     return rest, flags
+
+
+def _of_one_model(flag: str) -> bool:
+    return flag.startswith("fp8") or flag == "batch_invariant"
 
 
 def _base_of(name: str, kwargs: dict[str, Any]) -> str:

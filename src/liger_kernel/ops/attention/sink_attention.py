@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops._core.operator import autocast_dtype, launch, launcher, once_differentiable, tracing, use_kernels
-from liger_kernel.ops._core.tl import add_exactly, cdiv, exp, jit, mask_of, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 # columns of a head whose blocks fit into shared memory; the reference computes wider heads
@@ -53,6 +54,20 @@ def reference(q, k, v, sinks, *, window, valid, first, scale):
     s = s.masked_fill(~visible(B, length, q.device, window, valid, first), -float("inf"))
     p = torch.cat((s, sinks.to(dtype).view(-1, 1, 1).expand(B, H, length, 1)), -1).softmax(-1)[..., :-1]
     return p.to(q.dtype) @ v
+
+
+def by_token(q, k, v, sinks, *, window, valid, first, scale):
+    """The same, slowly: of each token by itself, so that what it adds up does not depend on its batch."""
+    (B, H, length, D), wide = q.shape, acc(q.dtype)
+    k, v = (t.to(wide).repeat_interleave(H // max(t.shape[1], 1), 1) for t in (k, v))
+    mask, scale, rows = visible(B, length, q.device, window, valid, first)[:, 0], scale or D**-0.5, []
+    for b in range(B):
+        for t in range(length):
+            seen = mask[b, t].nonzero()[:, 0]
+            s = (q[b, :, t, None].to(wide) * k[b, :, seen]).sum(-1) * scale
+            p = torch.cat((s, sinks.to(wide)[:, None]), -1).softmax(-1)[:, :-1]
+            rows.append((p[..., None] * v[b, :, seen]).sum(1).to(q.dtype))
+    return torch.stack(rows).view(B, length, H, D).transpose(1, 2)
 
 
 def visible(B: int, length: int, device: Any, window: int | None, valid: Tensor | None, first: Tensor | None) -> Tensor:
@@ -148,6 +163,20 @@ def _keys(first_ptr, start_t, t, T, window, BLOCK_N: tl.constexpr):
 
 
 @jit
+def _document(cur, first, start_t, end, window, BLOCK_N: tl.constexpr):
+    """Of a block of tokens, those of the document that begins at key ``cur``: the first key of each,
+    and none for other tokens; their first block of keys, the first with keys that are not before
+    all tokens, and where the next document begins. Blocks are counted from ``cur``, so that nothing
+    depends on where the document lies in its row."""
+    stop = tl.minimum(tl.min(tl.where(first > cur, first, 2147483647), 0), end)
+    begin = cur
+    if window is not None:
+        begin += tl.maximum(start_t - window + 1 - cur, 0) // BLOCK_N * BLOCK_N
+    whole = begin + tl.maximum(start_t + 1 - begin, 0) // BLOCK_N * BLOCK_N
+    return tl.where(first == cur, first, 2147483647)[:, None], begin, whole, stop
+
+
+@jit
 def _sink(sink_ptr, h, PRECISE: tl.constexpr):
     """In the unit of scores, and finite, so that a difference of scores is a number."""
     sink = tl.load(sink_ptr + h).to(tl.float32)
@@ -182,6 +211,25 @@ def _fwd_step(
 
 
 @jit
+def _fwd_blocks(
+    q, top, total, o, begin, whole, end, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit, window,
+    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # keys before all of these tokens need no mask for the diagonal; the rest is a few blocks
+    for start in range(begin, whole, BLOCK_N):
+        top, total, o = _fwd_step(
+            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    for start in range(whole, end, BLOCK_N):
+        top, total, o = _fwd_step(
+            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    return top, total, o
+
+
+@jit
 def _lost(exact, o):
     """The 8 bits of ``exact`` that follow those of o, to which it was rounded."""
     bits = exact.to(tl.int32, bitcast=True) - o.to(tl.float32).to(tl.int32, bitcast=True)
@@ -201,7 +249,7 @@ def _found(o, lost):
 def _fwd(
     q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, lost_ptr,
     T, R, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
-    EVEN_D: tl.constexpr,
+    EVEN_D: tl.constexpr, BY_DOCUMENT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
@@ -220,16 +268,21 @@ def _fwd(
     top = tl.zeros((BLOCK_M,), tl.float32) + _sink(sink_ptr, h, PRECISE)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # keys before all of these tokens need no mask for the diagonal; the rest is a few blocks
-    for start in range(begin, whole, BLOCK_N):
-        top, total, o = _fwd_step(
-            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    for start in range(whole, tl.minimum(start_t + BLOCK_M, T), BLOCK_N):
-        top, total, o = _fwd_step(
-            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+    end = tl.minimum(start_t + BLOCK_M, T)
+    if BY_DOCUMENT and first_ptr is not None:
+        firsts = tl.load(first_ptr + t, mask=t < T, other=2147483647)
+        cur = tl.min(firsts, 0)
+        while cur < end:
+            first, begin, whole, stop = _document(cur, firsts, start_t, end, window, BLOCK_N)
+            top, total, o = _fwd_blocks(
+                q, top, total, o, begin, whole, stop, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+                window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            cur = stop
+    else:
+        top, total, o = _fwd_blocks(
+            q, top, total, o, begin, whole, end, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     # o is (B, T, H, D) in memory, which is what the projection after it reads
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
@@ -292,10 +345,28 @@ def _dq_step(
 
 
 @jit
+def _dq_blocks(
+    q, do, lse, share, delta, dq, begin, whole, end, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+    window, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    for start in range(begin, whole, BLOCK_N):
+        dq = _dq_step(
+            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    for start in range(whole, end, BLOCK_N):
+        dq = _dq_step(
+            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    return dq
+
+
+@jit
 def _bwd_dq(
     do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, lse_ptr, share_ptr, delta_ptr, dq_ptr,
     T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window,
-    EVEN_D: tl.constexpr,
+    EVEN_D: tl.constexpr, BY_DOCUMENT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Over the same keys as the forward."""
@@ -317,15 +388,21 @@ def _bwd_dq(
         valid_ptr += b * T
     unit = tl.cast(unit, tl.float32)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in range(begin, whole, BLOCK_N):
-        dq = _dq_step(
-            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    for start in range(whole, tl.minimum(start_t + BLOCK_M, T), BLOCK_N):
-        dq = _dq_step(
-            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+    end = tl.minimum(start_t + BLOCK_M, T)
+    if BY_DOCUMENT and first_ptr is not None:
+        firsts = tl.load(first_ptr + t, mask=t < T, other=2147483647)
+        cur = tl.min(firsts, 0)
+        while cur < end:
+            first, begin, whole, stop = _document(cur, firsts, start_t, end, window, BLOCK_N)
+            dq = _dq_blocks(
+                q, do, lse, share, delta, dq, begin, whole, stop, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D,
+                kt, vt, unit, window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            cur = stop
+    else:
+        dq = _dq_blocks(
+            q, do, lse, share, delta, dq, begin, whole, end, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D,
+            kt, vt, unit, window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
     dq *= tl.cast(scale, tl.float32)
@@ -335,9 +412,13 @@ def _bwd_dq(
 @jit
 def _add_dot(total, a, b, lost, PRECISION: tl.constexpr):
     """total + a b. In fp32, a sum over the tokens of all heads of a group would lose four times
-    as much as one over those of a head, so nothing is lost."""
+    as much as one over those of a head, so nothing is lost: not even where the summand is larger
+    than the sum (Knuth), so that blocks of zeros change nothing."""
     if a.dtype == tl.float32:
-        return add_exactly(total, tl.dot(a, b, input_precision=PRECISION), lost)
+        x = tl.dot(a, b, input_precision=PRECISION) - lost
+        new = total + x
+        back = new - total
+        return new, (back - x) + ((new - back) - total)
     else:
         return tl.dot(a, b, total, input_precision=PRECISION), lost
 
@@ -382,14 +463,15 @@ def _dkv_step(
 def _bwd_dkv(
     do_ptr, q_ptr, k_ptr, v_ptr, first_ptr, valid_ptr, stop_ptr, lse_ptr, share_ptr, delta_ptr, dk_ptr, dv_ptr,
     T, R, H, G, D, gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, scale, window,
-    EVEN_D: tl.constexpr,
+    EVEN_D: tl.constexpr, BY_DOCUMENT: tl.constexpr,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """For a block of keys, which the heads of a group share: one loop over the blocks of queries of
     all of these heads.
 
-    ``stop``: the end of the tokens that see a block of keys, as far as ``first`` says.
+    ``stop``: the end of the tokens that see a block of keys, as far as ``first`` says; with
+    ``BY_DOCUMENT`` the end of each token's document.
     """
     start_j = tl.program_id(0) // R * BLOCK_N
     b, h = (tl.program_id(0) % R // (H // G)).to(tl.int64), (tl.program_id(0) % R % (H // G)).to(tl.int64)
@@ -401,42 +483,79 @@ def _bwd_dkv(
     seen_j = j < T
     if valid_ptr is not None:
         seen_j = tl.load(valid_ptr + b * T + j, mask=j < T, other=0) != 0
-    end = T
-    if window is not None:
-        end = tl.minimum(end, start_j + BLOCK_N - 1 + window)
     if first_ptr is not None:
-        end = tl.minimum(end, tl.load(stop_ptr + b * tl.cdiv(T, BLOCK_N) + tl.program_id(0) // R))
         first_ptr += b * T
     q_ptr += b * qb
     do_ptr += b * gb
     lse_ptr += b * H * T
     share_ptr += b * H * T
     delta_ptr += b * H * T
-    begin = start_j // BLOCK_M * BLOCK_M
-    # from here on, all of these keys are before all queries: blocks without a mask
-    whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     # what rounding lost of the sums so far: nothing
     lost_k, lost_v = dk, dv
-    steps = tl.cdiv(tl.minimum(whole, end) - begin, BLOCK_M)
-    for i in range(0, G * steps):
-        head = h * G + i // steps
-        dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
-            do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
-            gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
-            BLOCK_D,
-        )  # fmt: skip
-    steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
-    for i in range(0, G * steps):
-        head = h * G + i // steps
-        dk, dv, lost_k, lost_v = _dkv_step(
-            k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
-            do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
-            gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
-            BLOCK_D,
-        )  # fmt: skip
+    if BY_DOCUMENT:
+        # blocks of queries are counted from the beginning of a document, and one head follows the
+        # other, so that the order of a key's sums depends on its place in the document alone
+        cur = start_j
+        last = tl.minimum(start_j + BLOCK_N, T)
+        while cur < last:
+            # of one type in all cases
+            begin, stop = cur * 0, last * 0 + T
+            if first_ptr is not None:
+                begin = tl.load(first_ptr + cur)
+                stop = tl.load(stop_ptr + b * T + cur)
+            until = stop
+            if window is not None:
+                until = tl.minimum(stop, last - 1 + window)
+            # padding after the last document: nobody sees it
+            until = tl.where(stop > cur, until, 0)
+            begin += tl.maximum(cur - begin, 0) // BLOCK_M * BLOCK_M
+            whole = begin + tl.cdiv(last - begin, BLOCK_M) * BLOCK_M
+            for g in range(0, G):
+                head = h * G + g
+                for start in range(begin, tl.minimum(whole, until), BLOCK_M):
+                    dk, dv, lost_k, lost_v = _dkv_step(
+                        k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
+                        do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
+                        stop, D, qt, gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
+                        BLOCK_D,
+                    )  # fmt: skip
+                for start in range(whole, until, BLOCK_M):
+                    dk, dv, lost_k, lost_v = _dkv_step(
+                        k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
+                        do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
+                        stop, D, qt, gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
+                        BLOCK_D,
+                    )  # fmt: skip
+            cur = tl.where(stop > cur, stop, last)
+    else:
+        end = T
+        if window is not None:
+            end = tl.minimum(end, start_j + BLOCK_N - 1 + window)
+        if first_ptr is not None:
+            end = tl.minimum(end, tl.load(stop_ptr + b * tl.cdiv(T, BLOCK_N) + tl.program_id(0) // R))
+        begin = start_j // BLOCK_M * BLOCK_M
+        # from here on, all of these keys are before all queries: blocks without a mask
+        whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M
+        steps = tl.cdiv(tl.minimum(whole, end) - begin, BLOCK_M)
+        for i in range(0, G * steps):
+            head = h * G + i // steps
+            dk, dv, lost_k, lost_v = _dkv_step(
+                k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
+                do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
+                gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
+                BLOCK_D,
+            )  # fmt: skip
+        steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
+        for i in range(0, G * steps):
+            head = h * G + i // steps
+            dk, dv, lost_k, lost_v = _dkv_step(
+                k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
+                do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
+                gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
+                BLOCK_D,
+            )  # fmt: skip
     at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
     mask = mask_of(j, T, col, D)
     if NEED_DK:
@@ -509,11 +628,31 @@ def _stops(first: Tensor, block: int) -> Tensor:
     return ends.scatter_reduce_(1, (first.clamp(0, length - 1) // block).long(), t + 1, "amax").cummax(1).values
 
 
+def _document_ends(first: Tensor, valid: Tensor | None) -> Tensor:
+    """The end of each token's document, padding on the right excluded."""
+    length = first.shape[1]
+    place = torch.arange(1, length, dtype=torch.int32, device=first.device)
+    following = torch.nn.functional.pad(place.where(first.diff(dim=1) != 0, length), (0, 1), value=length)
+    if valid is not None:
+        following = torch.minimum(following, length - valid.flip(1).int().argmax(1, keepdim=True).int())
+    return following.flip(1).cummin(1).values.flip(1).contiguous()
+
+
+def _from_documents(first: Tensor | None, valid: Tensor | None) -> Tensor | None:
+    """``first`` where padding on the left is no part of a document."""
+    if valid is None:
+        return first
+    begin = valid.int().argmax(1, keepdim=True).int()
+    return begin.expand(valid.shape).contiguous() if first is None else torch.maximum(first, begin)
+
+
 @launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale) -> (Tensor "
-    "o, Tensor lse, Tensor share, Tensor lost)"
+    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale, bool "
+    "by_document) -> (Tensor o, Tensor lse, Tensor share, Tensor lost)"
 )
-def sink_attention_fwd(q, k, v, sinks, window, first, valid, scale) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sink_attention_fwd(
+    q, k, v, sinks, window, first, valid, scale, by_document
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, and what the backward needs: ``lse`` (B, H, T); in fp32 ``share`` (B, H, T), in 16 bits
     ``lost`` of o's shape, and of these the other one is empty."""
     B, H, length, D = q.shape
@@ -543,6 +682,7 @@ def sink_attention_fwd(q, k, v, sinks, window, first, valid, scale) -> tuple[Ten
             *strides,
             *how,
             EVEN_D=_even(q),
+            BY_DOCUMENT=by_document,
             **tile,
         )
     return o, lse, share, lost
@@ -551,10 +691,10 @@ def sink_attention_fwd(q, k, v, sinks, window, first, valid, scale) -> tuple[Ten
 @launcher(
     "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse, Tensor share, Tensor lost, int? "
     "window, Tensor? first, Tensor? valid,"
-    " float scale, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    " float scale, bool[] needed, bool by_document) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
 def sink_attention_bwd(
-    do, q, k, v, sinks, o, lse, share, lost, window, first, valid, scale, needed
+    do, q, k, v, sinks, o, lse, share, lost, window, first, valid, scale, needed, by_document
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients; those that are not ``needed`` are empty."""
     (B, H, length, D), G = q.shape, q.shape[1] // k.shape[1]
@@ -566,7 +706,7 @@ def sink_attention_bwd(
         numbers = length, B * H, H, D, *do.stride()[:3]
         launch(_delta, (blocks * B * H,), do, o, sinks, lse, share, lost, delta, parts, *numbers, **tile)
         strides, saved = [s for t in (do, q, k, v) for s in t.stride()[:3]], (lse, share, delta)
-        how, flags = (_unit(q, scale), scale, window), dict(EVEN_D=_even(q))
+        how, flags = (_unit(q, scale), scale, window), dict(EVEN_D=_even(q), BY_DOCUMENT=by_document)
         if needed[0]:
             tile = _tile("dq", q, window)
             grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, G, D)
@@ -574,7 +714,13 @@ def sink_attention_bwd(
         if needed[1] or needed[2]:
             tile = _tile("dkv", q, window) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
             grid, sizes = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), (length, B * H // G, H, G, D)
-            stops = None if first is None else _stops(first, tile["BLOCK_N"])
+            stops = (
+                None
+                if first is None
+                else _document_ends(first, valid)
+                if by_document
+                else _stops(first, tile["BLOCK_N"])
+            )
             numbers = *sizes, *strides, *how
             launch(_bwd_dkv, grid, do, q, k, v, first, valid, stops, *saved, dk, dv, *numbers, **flags, **tile)
     return dq, dk, dv, parts.sum((0, 1)).to(sinks.dtype)
@@ -585,8 +731,9 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, window, first, valid, scale):
-        q, k, v = unit(q), unit(k), unit(v)
-        o, *sums = sink_attention_fwd(q, k, v, sinks, window, first, valid, scale)
+        q, k, v, ctx.by_document = unit(q), unit(k), unit(v), is_invariant()
+        first = _from_documents(first, valid) if ctx.by_document else first
+        o, *sums = sink_attention_fwd(q, k, v, sinks, window, first, valid, scale, ctx.by_document)
         ctx.save_for_backward(q, k, v, sinks, o, *sums, first, valid)
         ctx.window, ctx.scale = window, scale
         return o
@@ -596,7 +743,8 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
     def backward(ctx, do):
         *saved, first, valid = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:4])
-        grads = sink_attention_bwd(unit(do), *saved, ctx.window, first, valid, ctx.scale, needed)
+        how = ctx.window, first, valid, ctx.scale, needed, ctx.by_document
+        grads = sink_attention_bwd(unit(do), *saved, *how)
         return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None
 
 
@@ -691,6 +839,8 @@ def sink_attention(
     if valid is not None and (valid.shape != (B, length) or valid.dtype != torch.bool):
         raise ValueError(f"{name}: valid must be bool of shape ({B}, {length}), got {valid.dtype} {tuple(valid.shape)}")
     scale = max(D, 1) ** -0.5 if scale is None else scale
+    if is_invariant() and q.numel() and not q.is_cuda and not use_kernels(q):
+        return by_token(q, k, v, sinks, window=window, valid=valid, first=first, scale=scale)
     if not use_kernels(q) or not 0 < D <= MAX_D or not q.numel():
         return reference(q, k, v, sinks, window=window, valid=valid, first=first, scale=scale)
     # kernels take positions as int32; a sequence is shorter than that

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core.invariance import over_tokens
 from liger_kernel.ops._core.operator import acc, counted, intercepted, on_gpu, tracing, unlike
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import scale_
@@ -199,12 +200,13 @@ class HeadLoop:
                 torch.mm(dz, of, out=d if len(dz) == len(d) else d[rows])
             elif d is not None:
                 d.index_copy_(0, at, torch.mm(dz, of))
-        if need_dw:
-            add_mm(self.total, dz.t(), x_c, first=self._first)
+        with over_tokens():
+            if need_dw:
+                add_mm(self.total, dz.t(), x_c, first=self._first)
+            if self.dwb is not None:
+                add_mm(self.dwb, dz.t(), xa_c, first=False)
         if need_db:
             self.db += dz.sum(0, dtype=self.db.dtype)
-        if self.dwb is not None:
-            add_mm(self.dwb, dz.t(), xa_c, first=False)
         self._first, self._before = False, rows.stop
 
     def scale(self, ratio: Tensor) -> None:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -90,8 +91,15 @@ _TOKENS = 32768  # in a tile, so that fp32 sums of dx stay small
 def tile_classes(M: int, V: int, gpu: bool) -> int:
     """Classes in a tile of M tokens: 256 MiB of 16-bit logits, on a CPU 32 MiB. (H200, 8192 x 4096 x
     151936: 62.9 ms, with half of it 65.9.)"""
+    if is_invariant():
+        return V  # each way of computing has the same product then, whatever the number of tokens is
     wide = ((1 << 27) if gpu else (1 << 24)) // max(1, min(M, _TOKENS)) // 256 * 256
     return min(V, max(2048 if gpu else 256, wide))
+
+
+def _tokens() -> int:
+    """Tokens of a tile: fewer where it has all classes."""
+    return 1024 if is_invariant() else _TOKENS
 
 
 def _mask(ids: Tensor, offsets: Tensor, M: int, first: int, start: int, N: int) -> Tensor:
@@ -222,7 +230,7 @@ def linear_logprobs_fwd(x, w, target, bias, xa, wb, temperature, ids, offsets, k
     dxa = xa.new_empty(xa.shape) if xa is not None and frozen and need_dxa else None
     if tracing(x):
         return *found.fields(), z, dx, dxa
-    chunks = _row_chunks(M, {"tiles": _TOKENS, "few": M, "frozen": chunk_rows}[way])
+    chunks = _row_chunks(M, {"tiles": _tokens(), "few": M, "frozen": chunk_rows}[way])
     spans = _spans(M, classes, chunk_classes if way == "tiles" else classes, on_gpu(x))
     inputs = x, w, bias, xa, wb, temperature, ids, offsets
     for rows, some, tiles in _sweep(inputs, n, chunks, spans, z, False, frozen):
@@ -275,7 +283,7 @@ def linear_logprobs_bwd(g, g_entropy, state, z, x, w, target, bias, xa, wb, temp
     dw = w.new_empty(w.shape if need_dw else 0, dtype=dtype_of_dw(w))
     db = x.new_zeros(w.shape[0] if need_db else 0, dtype=sums)
     dwb = wb.new_empty(wb.shape, dtype=sums) if wb is not None and need_dwb else None
-    few, chunks = z.numel() > 0, [] if tracing(x) else _row_chunks(M, _TOKENS)
+    few, chunks = z.numel() > 0, [] if tracing(x) else _row_chunks(M, _tokens())
     spans = _spans(M, classes, classes if few else chunk_classes, on_gpu(x)) if chunks else []
     # dw is a sum over chunks of 32,768 tokens; one chunk is one product, which rounds once
     if accum_dtype is None:
@@ -328,7 +336,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
         lead = ctx.shape[:-1] if kept is None else kept.shape
         rows = o.chunk_rows or auto_chunk_rows(M, *w.shape, x.itemsize, on_gpu(x), frozen=not need[1])
         factor = same and target.shape[1] == 1 and only_hidden(need)
-        few = same and any(need) and 0 < M <= rows
+        few = same and any(need) and 0 < M <= rows and not is_invariant()
         ctx.way = "frozen" if factor and not entropy_grad else "few" if few else "tiles"
         inputs = (x, w, target, bias, xa, wb, temperature, ids, offsets, kept)
         how = o.fp32_logits, ctx.way, need[0], need[3], rows, wide

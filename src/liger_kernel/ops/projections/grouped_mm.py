@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core.invariance import is_invariant, over_tokens
 from liger_kernel.ops._core.operator import launch, launcher, on_gpu, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections import grouped_tma
@@ -198,7 +199,7 @@ def grouped_mm(a, b, offs) -> Tensor:
         grouped_tma.product(a, b, offs, y)
         return y
     # its rows must be aligned, too
-    if _cutlass(a, b) and N % 8 == 0:
+    if _cutlass(a, b) and N % 8 == 0 and not is_invariant():
         return torch._grouped_mm(a, b, offs=offs)
     y = a.new_empty(M, N)
     write_mm(a, b, offs, y)
@@ -219,7 +220,8 @@ def grouped_outer(a, b, offs) -> Tensor:
     if tracing(a):
         return a.new_empty(E, N, Q)
     if _cutlass(a.t(), b) and N % 8 == 0:
-        y = torch._grouped_mm(a.t(), b, offs=offs)
+        with over_tokens():
+            y = torch._grouped_mm(a.t(), b, offs=offs)
     else:
         y, tile = a.new_empty(E, N, Q), _tile(a, b)
         grid = _programs(E * cdiv(N, tile["BLOCK_M"]) * cdiv(Q, tile["BLOCK_N"]))

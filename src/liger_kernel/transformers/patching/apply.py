@@ -20,11 +20,12 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
-from liger_kernel.transformers import fp8, trl_head, trl_logits
+from liger_kernel.transformers import fp8, invariant_attention, trl_head, trl_logits
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.patching.flags import OURS, flags_of, options_of, parameters_of
+from liger_kernel.transformers.patching.invariant import check as check_invariant
 from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, is_patched, original, ours, warn_once
-from liger_kernel.transformers.patching.report import PatchesReport, patches_report
+from liger_kernel.transformers.patching.report import PatchesReport, patches_report, quantised
 from liger_kernel.transformers.patching.select import class_patches, instance_patches, made, on_instance
 from liger_kernel.transformers.recognise.families import FAMILIES, family, is_family, rows_of, swapped_slots, type_of
 from liger_kernel.transformers.recognise.packed_layers import check_packed, keep_packed
@@ -46,6 +47,8 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     in_fp8 = _float8(model_type, given)
     # Classes carry the request to the models that are made later; a live model is converted now.
     if model is None:
+        if options.batch_invariant:
+            raise ValueError("batch_invariant: it must be requested of a model that is built, got none: pass model=...")
         if options.fused_logprobs:
             trl_logits.use(model_type)
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()
@@ -64,7 +67,20 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     if in_fp8:
         fp8.convert(model, in_fp8)
     _keep_packed(model)
-    return found.apply()
+    done = found.apply()
+    if options.batch_invariant:
+        _hold(model, done)
+    return done
+
+
+def _hold(model: nn.Module, done: Patches) -> None:
+    """Let a patched model compute in the order of its tokens alone; undo ``done`` if it cannot."""
+    try:
+        check_invariant(model, quantised)
+        invariant_attention.hold(model)
+    except ValueError:
+        done.restore()
+        raise
 
 
 def _keep_packed(model: nn.Module) -> None:
@@ -84,7 +100,7 @@ def _runs_ours(m: nn.Module) -> bool:
 
 def apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
     """Patch in ``model`` what class patches omit: classes of PyTorch and of other families, and
-    FP8, which is for this model alone."""
+    what is for this model alone."""
     _check_stored(model)
     _keep_packed(model)
     model_type = getattr(getattr(model, "config", None), "model_type", "")
@@ -92,6 +108,8 @@ def apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
         instance_patches(model, model_type, options_of(model_type, given).parts, None).apply()
     if in_fp8 := _float8(model_type, given):
         fp8.convert(model, in_fp8)
+    if given.get("batch_invariant"):
+        _hold(model, Patches())
     return model
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from liger_kernel.graphs import forget
-from liger_kernel.transformers import trl_logits
+from liger_kernel.transformers import invariant_attention, trl_logits
 from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.recognise.families import modeling
 from liger_kernel.transformers.recognise.packed_layers import give_packed_back
@@ -375,6 +375,7 @@ def restore(model: nn.Module | str | None = None) -> None:
     FP8; models of patched classes stay in it.
     """
     trl_logits.stop(model)
+    invariant_attention.release(model)
     if isinstance(model, nn.Module):
         give_back(model)
         give_packed_back(model)

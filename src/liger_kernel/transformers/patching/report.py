@@ -234,7 +234,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         if name.startswith(below):  # parts of an adapted layer are that layer
             continue
         parent, _, attribute = name.rpartition(".")
-        if isinstance(m, tuner) or _quantised(m):
+        if isinstance(m, tuner) or quantised(m):
             reason = _reason(m, modules.get(parent), attribute, heads.get(id(m)), isinstance(m, tuner))
         elif experts_in_blocks(m):
             reason = _in_blocks(m)
@@ -263,7 +263,7 @@ def _trained(m: Any, by_fsdp: bool) -> str | Fallback:
     return Fallback("its weight is quantised, or sharded while it is multiplied")
 
 
-def _quantised(m: nn.Module) -> bool:
+def quantised(m: nn.Module) -> bool:
     weight = m._parameters.get("weight")
     if in_blocks(m) or is_compressed(m):
         return True

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.impl import only_ours
+from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, op, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.losses.cross_entropy import targets
@@ -103,7 +104,8 @@ def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_d
     c = launch_config.tile("divergence", V, max(x.itemsize, y.itemsize), elements=1, per_thread=8, max_block_n=4096)
     # with many rows, parts of eight blocks leave no processor idle at the end; with few rows,
     # shorter parts occupy all processors
-    span = c.block_n * max(1, min(8, M * cdiv(V, c.block_n) // (8 * launch_config.processors())))
+    blocks = 8 if is_invariant() else M * cdiv(V, c.block_n) // (8 * launch_config.processors())
+    span = c.block_n * max(1, min(8, blocks))
     splits = cdiv(V, span)
     # parts of rows are added by a second kernel, in a fixed order
     loss = x.new_empty((M, splits) if losses == "sums" else shape[losses], dtype=dtype)

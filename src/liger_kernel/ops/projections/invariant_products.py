@@ -1,0 +1,299 @@
+"""Batch invariance: the results of a token have the same bits alone, padded, packed, and in any batch.
+
+While the switch is on, each row of a matrix product is summed in an order that depends on the shape
+(N, K) of the weight and not on the number of rows M:
+
+    CUDA  the vendor's product, with the smallest workspace, for pieces of 64 to ``_most`` rows
+          (fewer rows are filled up with zeros), where this card has been seen to keep the bits of
+          rows for many M; else our own product, whose tiles are fixed and which sums K in order
+    CPU   one product of numbers after another, slowly: for tests and small models
+
+PyTorch's own operators do so, too, so that layers of stock models are included; they are put back
+when the switch is turned off. A product whose left operand is transposed, in a backward, is the
+gradient of a weight, a sum over tokens: that depends on the batch in any case, and is the vendor's.
+Attention of PyTorch, whose order depends on the batch, raises ``ValueError``.
+
+Shapes: a (M, K), b (K, N), c (M, N) or (N,), y = beta c + alpha a b.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernel._private import backward_id, has_kernel, kernel_of, new_workspaces
+from liger_kernel.ops._core.invariance import hold, is_over_tokens
+from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops.projections import grouped_tma
+from liger_kernel.ops.projections.grouped_mm import write_mm
+
+_LEAST = 64  # rows: with fewer, cuBLAS takes kernels that sum in another order
+# numbers of rows for which a card is tried; those of between are of the same kernels
+_TRIED = (64, 65, 72, 80, 96, 100, 112, 127, 128, 129, 160, 192, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513)
+_TRIED += (640, 768, 896, 1000, 1024, 1025, 1280, 1536, 1792, 2047, 2048, 2049, 2560, 3072, 3584, 4096, 4097)
+_TRIED += (5000, 6144, 7168, 8191)
+# read when cuBLAS makes its handle and its workspace: without room, no product is split along K
+_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+_lock = threading.RLock()
+_undo: list[Callable[[], Any]] = []
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Meanwhile the results of a token do not depend on its batch, in the whole process.
+
+    Enclose the backward, too. ``ValueError`` for what cannot be so.
+    """
+    turn(1)
+    try:
+        yield
+    finally:
+        turn(-1)
+
+
+def turn(change: int) -> None:
+    """Count a holder of the switch more (1) or less (-1): the first turns it on, the last off."""
+    with _lock:
+        if hold(change) == (1 if change > 0 else 0):
+            _turn_on() if change > 0 else _turn_off()
+
+
+def _turn_on() -> None:
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update({name: value for name, value in _SETTINGS.items() if before[name] is None})
+    _undo.append(lambda: [os.environ.pop(name, None) for name, value in before.items() if value is None])
+    if torch.backends.cuda.is_built():
+        of: Any = torch.backends.cuda.matmul
+        for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+            _undo.append(functools.partial(setattr, of, name, getattr(of, name)))
+            setattr(of, name, False)
+    _undo.append(new_workspaces)
+    new_workspaces()
+    library = torch.library.Library("aten", "IMPL")
+    _undo.append(library._destroy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that its kernels are replaced
+        for key in ("CPU", "CUDA"):
+            for name, make in _OPERATORS.items():
+                if has_kernel(name, key) or (name in _COMPOSITE and has_kernel("mm", key)):
+                    library.impl(name, make(name, key), key)
+
+
+def _turn_off() -> None:
+    while _undo:
+        _undo.pop()()
+
+
+# -- one product
+
+Vendor = Callable[..., Any]
+
+
+def _is_free(a: Tensor, b: Tensor) -> bool:
+    """Whether a product may be computed in any order: it has no sums, or these are over tokens."""
+    if is_over_tokens() or not a.is_floating_point() or a.shape[-1] < 2 or not a.numel():
+        return True
+    # the gradient of a weight, dy^T x. Where gradients are enabled, a forward runs again
+    transposed = a.ndim == 2 and a.stride(1) != 1 and a.stride(0) == 1
+    return transposed and backward_id() != -1 and not torch.is_grad_enabled()
+
+
+def _write(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, alpha: Any, y: Tensor) -> Tensor:
+    """y, each row in an order of its own. ``run(c, a, b, y)`` is the vendor's."""
+    (M, K), N = a.shape, b.shape[1]
+    a = a if a.stride(1) == 1 and (a.stride(0) == K or M == 1) else a.contiguous()
+    if not a.is_cuda:
+        return _combined(_in_order(a, b), c, beta, alpha, y)
+    c = c.expand(M, N) if c is not None and c.ndim == 2 else c
+    if not _keeps_bits(run, a, b, c, beta, y):
+        if c is None and alpha == 1 and y.is_contiguous():
+            return _own(a, b, y)
+        return _combined(_own(a, b, a.new_empty(M, N, dtype=torch.float32)), c, beta, alpha, y)
+    part = lambda t, at: t if t is None or t.ndim < 2 else t[at]
+    full = lambda t: t if t is None or t.ndim < 2 else torch.nn.functional.pad(t, (0, 0, 0, _LEAST - len(t)))
+    step = _most(N)
+    for at in (slice(start, min(start + step, M)) for start in range(0, M, step)):
+        if at.stop - at.start >= _LEAST:
+            run(part(c, at), a[at], b, y[at])
+        else:
+            wide = y.new_empty(_LEAST, N)
+            run(full(part(c, at)), full(a[at]), b, wide)
+            y[at].copy_(wide[: at.stop - at.start])
+    return y
+
+
+def _combined(t: Tensor, c: Tensor | None, beta: Any, alpha: Any, y: Tensor) -> Tensor:
+    t = t if alpha == 1 else t * alpha
+    t = t if c is None or beta == 0 else t + (c if beta == 1 else c.to(t.dtype) * beta)
+    return y.copy_(t)
+
+
+def _in_order(a: Tensor, b: Tensor) -> Tensor:
+    """a b in the dtype of sums: each number by itself."""
+    wide = acc(a.dtype)
+    b = b.t().to(wide).contiguous()
+    step = max(1, (1 << 22) // max(1, b.numel()))
+    parts = [(part[:, None, :].to(wide) * b).sum(-1) for part in a.split(step)]
+    return torch.cat(parts) if parts else a.new_zeros(0, b.shape[0], dtype=wide)
+
+
+def _own(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """a b by our kernels for products of groups: of one group."""
+    if a.dtype == torch.float64:
+        raise ValueError(f"batch_invariant: products must be in 32 bits or fewer on this GPU, got {a.dtype}")
+    offs = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device)
+    if y.dtype == a.dtype and grouped_tma.supported(a, b[None]):
+        grouped_tma.product(a, b[None], offs, y)
+    else:
+        write_mm(a, b[None], offs, y)
+    return y
+
+
+# -- is the vendor's order that of K, whatever the number of rows is?
+
+_known: dict[tuple, bool] = {}
+
+
+def _most(N: int) -> int:
+    """Rows of a piece: as many as are tried, of which the results take at most 256 MiB in 16 bits."""
+    return max(512, min(8192, (1 << 27) // max(1, N) // 64 * 64))
+
+
+def _keeps_bits(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, y: Tensor) -> bool:
+    (K, N), size = b.shape, 16 // a.itemsize
+    by_k = b.stride(0) == 1
+    across = b.stride(1) if by_k else b.stride(0)
+    if 1 not in b.stride() or N % size or K % size or across % size or (a.data_ptr() | b.data_ptr()) % 16:
+        return False  # the vendor's kernel may depend on where a row begins
+    key = a.get_device(), a.dtype, y.dtype, N, K, by_k, None if c is None else (c.ndim, beta == 0)
+    if key not in _known:
+        # a recorded graph computes nothing yet, so that nobody can look
+        _known[key] = not torch.cuda.is_current_stream_capturing() and _tried(run, a, b, c, y.dtype)
+    return _known[key]
+
+
+def _tried(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether rows have the same bits in products of any number of rows. The host waits once."""
+    (K, N), most = b.shape, _most(b.shape[1])
+    random = torch.Generator(a.device).manual_seed(0)
+    new = lambda N: torch.randn(most, N, generator=random, dtype=a.dtype, device=a.device)
+    x, rows = new(K), None if c is None or c.ndim < 2 else new(N).to(c.dtype)
+
+    def product(at: slice) -> Tensor:
+        y = a.new_empty(at.stop - at.start, N, dtype=dtype)
+        run(c if rows is None else rows[at], x[at], b, y)
+        return y
+
+    whole, same = product(slice(0, most)), torch.ones((), dtype=torch.bool, device=a.device)
+    for m in (m for m in _TRIED if m < most):
+        for at in (slice(0, m), slice(most - m, most)):
+            same &= (product(at) == whole[at]).all()
+    return bool(same)
+
+
+# -- PyTorch's operators while the switch is on
+
+
+def _mm(name: str, key: str) -> Callable[..., Any]:
+    """mm, addmm and their forms: with ``out``, in place, and with another dtype of the result."""
+    stock, typed, adds = kernel_of(name, key), ".dtype" in name, name.startswith("addmm")
+
+    def product(*args: Any, out: Tensor | None = None, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        given = dict(out=out) if out is not None else {}
+        given |= dict(beta=beta, alpha=alpha) if adds else {}
+        c, (a, b, *rest) = (args[0], args[1:]) if adds else (None, args)
+        if _is_free(a, b):
+            return stock(*args, **given)
+        if name == "addmm_":
+            out = c
+        shape = a.shape[0], b.shape[1]
+        if out is None:
+            out = a.new_empty(shape, dtype=rest[0] if typed else None)
+        elif out.shape != shape:
+            out.resize_(shape)
+        how, other = dict(beta=beta, alpha=alpha) if adds else {}, out.dtype != a.dtype
+        write = _writers[adds, other, key]
+        run = lambda c, a, b, y: write(*([c] if adds else ()), a, b, *([y.dtype] if other else ()), out=y, **how)
+        return _write(run, a, b, c, beta, alpha, out)
+
+    return product
+
+
+class _Writers(dict[tuple[bool, bool, str], Callable[..., Any]]):
+    """(whether it adds, whether the result has another dtype, key) -> the vendor's ``out`` form."""
+
+    def __missing__(self, what: tuple[bool, bool, str]) -> Callable[..., Any]:
+        adds, typed, key = what
+        self[what] = kernel_of(("addmm" if adds else "mm") + (".dtype_out" if typed else ".out"), key)
+        return self[what]
+
+
+_writers = _Writers()
+
+
+def _bmm(name: str, key: str) -> Callable[..., Any]:
+    """Products of batches, each by itself: by our kernels for products of groups."""
+    stock, adds = kernel_of(name, key), name.startswith("baddbmm")
+
+    def product(*args: Any, out: Tensor | None = None, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        given = dict(out=out) if out is not None else {}
+        c, (a, b) = (args[0], args[1:]) if adds else (None, args)
+        if _is_free(a, b) and a.shape[-1] != 1:
+            return stock(*args, **given, **(dict(beta=beta, alpha=alpha) if adds else {}))
+        (B, M, K), N = a.shape, b.shape[2]
+        if K == 1:
+            t = a * b  # one term: nothing is summed
+        elif a.is_cuda:
+            t = a.new_empty(B * M, N, dtype=torch.float32)
+            offs = torch.arange(M, B * M + 1, M, dtype=torch.int32, device=a.device)
+            write_mm(a.reshape(B * M, K).contiguous(), b, offs, t)
+        else:
+            t = torch.cat([_in_order(each, of) for each, of in zip(a, b)])
+        y = c if name == "baddbmm_" else a.new_empty(B, M, N) if out is None else out
+        return _combined(t.view(B, M, N), c, beta, alpha, y)
+
+    return product
+
+
+def _refused(name: str, key: str) -> Callable[..., Any]:
+    what = "experts" if "grouped" in name else "attention"
+    own = "a model that is patched with batch_invariant=True has ours"
+    stock = kernel_of(name, key) if "grouped" in name else None
+
+    def refuse(*args: Any, **more: Any) -> Any:
+        if stock is not None and is_over_tokens():
+            return stock(*args, **more)
+        raise ValueError(f"batch_invariant: {what} must sum in an order of its own, got aten::{name}: {own}")
+
+    return refuse
+
+
+_PRODUCTS = ("", ".out", ".dtype", ".dtype_out")
+_OPERATORS: dict[str, Callable[[str, str], Callable[..., Any]]] = {
+    **{f"{name}{form}": _mm for name in ("mm", "addmm") for form in _PRODUCTS},
+    "addmm_": _mm,
+    **{f"{name}{form}": _bmm for name in ("bmm", "baddbmm") for form in ("", ".out")},
+    "baddbmm_": _bmm,
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_flash_attention_forward",
+            "_efficient_attention_forward",
+            "_safe_softmax",
+            "_grouped_mm",
+        ),
+        _refused,
+    ),
+}
+_COMPOSITE = {"_safe_softmax"}  # of no kernel for one kind of device

@@ -1,0 +1,114 @@
+"""Attention of models whose tokens must have the same bits in any batch, in Transformers' attention
+interface; and which models hold the switch of batch invariance.
+
+``liger_invariant`` is causal attention by ``sink_attention``, which in this mode sums over blocks
+that begin where the token's document begins. A token's document is what its mask says: a row
+without its padding, or a part of a packed row. What those kernels do not compute raises
+``ValueError``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
+from liger_kernel.ops.projections.invariant_products import turn
+from liger_kernel.transformers import attention
+from liger_kernel.transformers.lazy_mask import VisibleKeys, known, lazy
+
+NAME = "liger_invariant"
+_NO_SINK = -1e30  # a score that adds nothing to any sum
+
+
+def _refuse(module: Any, what: str, got: Any) -> ValueError:
+    layer = f"layer {module.layer_idx}'s " if hasattr(module, "layer_idx") else ""
+    return ValueError(f"batch_invariant: {layer}{type(module).__name__} must have {what}, got {got}")
+
+
+def _mask(**arguments: Any) -> Tensor:
+    mask = lazy(arguments, torch.bool)
+    if mask is None:
+        raise ValueError(
+            "batch_invariant: masks must be causal, with windows, documents and padding alone, without a cache, got "
+            f"{arguments['mask_function'].__qualname__}"
+        )
+    return mask
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    keys, shape = known(attention_mask), (query.shape[0], query.shape[2])
+    if attention_mask is None:
+        keys = VisibleKeys(more.get("sliding_window"), _first(more.get("cu_seq_lens_q"), shape, query.device))
+    if keys is None:
+        raise _refuse(module, "a mask that nobody has made", type(attention_mask).__name__)
+    if more.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
+        raise _refuse(module, "causal attention", "both directions")
+    if key.shape[2] != query.shape[2] or value.shape != key.shape or not query.shape[3] <= MAX_D:
+        got = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        raise _refuse(module, f"as many keys as queries, and heads of one width up to {MAX_D}", got)
+    sinks = more.pop("s_aux", None)
+    if attention.is_more_than_softmax({**more, "dropout": dropout, "scaling": scaling}):
+        raise _refuse(module, "no dropout, softcap or bias", "some")
+    query, key, value = (attention.cast(t) for t in (query, key, value))
+    sinks = query.new_full((query.shape[1],), _NO_SINK, dtype=torch.float32) if sinks is None else sinks
+    out = sink_attention(
+        query, key, value, sinks, window=keys.window, valid=keys.valid, first=keys.first, scale=scaling
+    )
+    return out.transpose(1, 2), None
+
+
+def _first(bounds: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    """The first token of each token's document, (B, T), from the bounds of all in the flattened
+    batch."""
+    if bounds is None:
+        return None
+    place = torch.arange(shape[0] * shape[1], dtype=torch.int32, device=device).view(shape)
+    bounds = bounds.to(device)
+    first = bounds[torch.bucketize(place, bounds, right=True) - 1].int() - place[:, :1]
+    return first.clamp(min=0)
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _mask)
+
+# -- models that hold the switch
+
+# model -> what lets it go: the garbage collector may, too
+_held: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
+_BEFORE = "_liger_attention"  # attribute of a configuration: its attention before
+
+
+def hold(model: nn.Module) -> None:
+    """Turn batch invariance on until ``release(model)``, or until there is no such model any more, and
+    make ``liger_invariant`` its attention. ``ValueError`` for a model whose attention is another."""
+    if model in _held:
+        return
+    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    before = text._attn_implementation
+    if not _has_sinks(model) and (why := attention.use(model, NAME)):
+        raise ValueError(f"batch_invariant: {why}")
+    turn(1)
+    _held[model] = weakref.finalize(model, turn, -1)
+    vars(text)[_BEFORE] = before
+
+
+def _has_sinks(model: nn.Module) -> bool:
+    """Whether its attention is eager attention with sinks, which a patch replaces by our kernel."""
+    return any(isinstance(getattr(m, "sinks", None), nn.Parameter) for m in model.modules())
+
+
+def release(model: nn.Module | Any) -> None:
+    """Undo ``hold`` for one model, or for all."""
+    for each in [model] if isinstance(model, nn.Module) else list(_held) if model is None else []:
+        if (let_go := _held.pop(each, None)) is not None:
+            text: Any = each.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+            text._attn_implementation = vars(text).pop(_BEFORE)
+            let_go()

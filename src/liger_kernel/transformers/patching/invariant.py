@@ -1,0 +1,44 @@
+"""What of a model cannot be batch-invariant, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from liger_kernel import parallel
+from liger_kernel.transformers.patching.patches import is_patched, wraps_ours
+
+_STOCK = nn.LayerNorm | nn.GroupNorm | _NormBase | nn.RMSNorm
+
+
+def check(model: nn.Module, quantised: Callable[[nn.Module], bool]) -> None:
+    """``ValueError`` with the first module of a patched ``model`` whose results would depend on the
+    batch. ``quantised``: whether a layer's weight is stored by another package."""
+    for name, m in model.named_modules():
+        if why := _why(m, quantised):
+            raise ValueError(f"batch_invariant: {name or 'the model'} ({type(m).__name__}) cannot be so: {why}")
+
+
+def _why(m: Any, quantised: Callable[[nn.Module], bool]) -> str | None:
+    if isinstance(m, _ConvNd):
+        return "convolutions, and recurrent layers, sum in an order that depends on the batch"
+    if type(m).__module__.startswith("torch._dynamo") or vars(m).get("_compiled_call_impl"):
+        return "it is compiled"
+    if parallel.is_linear(m) and parallel.is_tensor_parallel(m):
+        return "its ranks have parts of a sum"
+    recipe = getattr(m, "recipe", None)
+    if recipe is not None and not getattr(recipe, "by_rows", False):
+        return f"{recipe} is not FP8 with a scale for each row; fp8='rowwise' is"
+    if is_patched(m) or wraps_ours(getattr(type(m), "forward", None)):
+        return None
+    if quantised(m):
+        return "its quantised weight is multiplied by its own package"
+    if isinstance(m, _STOCK) or type(m).__name__.endswith("Norm"):
+        return "its norm is stock; switch rms_norm and layer_norm on"
+    if any(p.ndim == 3 for p in m.parameters(recurse=False)):
+        return "its experts are stock; switch swiglu (or geglu) on"
+    return None

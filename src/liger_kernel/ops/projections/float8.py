@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import acc, launcher, once_differentiable
+from liger_kernel.ops._core.invariance import is_invariant, is_over_tokens
 from liger_kernel.ops._core.operator import intercepted, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.weights import Operand, Weight, added
@@ -247,13 +248,19 @@ def product(
     # nothing to multiply, or nothing that has values
     if not a.shape[0] or a.is_meta or intercepted():
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) if out is None else out
-    if a.is_cuda and scale_a.ndim == 0:
+    if a.is_cuda and scale_a.ndim == 0 and not is_invariant():
         # torch._scaled_mm(a, b.t(), scale_a, scale_b, bias, scale_result, dtype, fast): parsing
         # names takes the host as long as the dispatcher
         if out is None:
             return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, dtype, fast)
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
-    if a.is_cuda:  # with scales per row, torch's product returns only bf16
+    if a.is_cuda and is_invariant() and not is_over_tokens():
+        if scale_a.ndim == 0:
+            raise ValueError("batch_invariant: products in FP8 must have a scale for each row, got one for the tensor")
+        # its kernels depend on the number of rows; numbers in FP8 are numbers in bf16
+        found = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+        found = (found * scale_a * scale_b.t()).bfloat16().to(dtype)
+    elif a.is_cuda:  # with scales per row, torch's product returns only bf16
         how = dict(out_dtype=torch.bfloat16, use_fast_accum=fast)
         found = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), **how).to(dtype)
     else:

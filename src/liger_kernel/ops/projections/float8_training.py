@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from liger_kernel.ops._core.invariance import over_tokens
 from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import _MAXIMA, FORM, MAXIMA, glu_into
@@ -599,7 +600,8 @@ class Float8Trained(Weight):
         if x.ours:
             # its cast is all that is needed: the memory is free for the product
             x.rows = x.rows.new_empty(0)
-        return self._product(_the(self._of_dy(dy)[1]), of_x, dy.dtype, fast=False)
+        with over_tokens():
+            return self._product(_the(self._of_dy(dy)[1]), of_x, dy.dtype, fast=False)
 
     def input_cast(self, x: Operand) -> Cast:
         """What ``gradient`` multiplies instead of x."""

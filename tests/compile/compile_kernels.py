@@ -233,6 +233,23 @@ def two_bits() -> None:
     matmul(_new(64, 4096, dtype=torch.int8), _new(1024, 4096, dtype=torch.uint8))
 
 
+def by_document() -> None:
+    """Attention whose order of sums does not depend on the batch."""
+    from liger_kernel.ops import sink_attention
+    from liger_kernel.ops._core import invariance
+
+    invariance.hold(1)
+    try:
+        for dtype in DTYPES:
+            for D, window in ((128, None), (64, 128)):
+                q, k, v = (_new(2, heads, 4096, D, dtype=dtype, requires_grad=True) for heads in (8, 2, 2))
+                sinks, first, valid = _new(8), _new(2, 4096, dtype=torch.int32), _new(2, 4096, dtype=torch.bool)
+                for which in (dict(), dict(first=first), dict(first=first, valid=valid)):
+                    sink_attention(q, k, v, sinks, window=window, **which).backward(torch.empty_like(q))
+    finally:
+        invariance.hold(-1)
+
+
 FP8 = ("sm89", "sm90", "sm100")  # targets whose compiler has casts to FP8
 PARTS: list[tuple[Callable[[], None], tuple[str, ...]]] = [
     (stored_weights, FP8),
@@ -240,6 +257,7 @@ PARTS: list[tuple[Callable[[], None], tuple[str, ...]]] = [
     (heads_in_fp8, FP8),
     (mxfp8_casts, ("sm100",)),
     (two_bits, tuple(TARGETS)),
+    (by_document, tuple(TARGETS)),
 ]
 
 

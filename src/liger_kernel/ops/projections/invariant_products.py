@@ -81,10 +81,15 @@ def _turn_on() -> None:
     _undo.append(library._destroy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that its kernels are replaced
-        for key in ("CPU", "CUDA"):
-            for name, make in _OPERATORS.items():
-                if has_kernel(name, key) or (name in _COMPOSITE and has_kernel("mm", key)):
-                    library.impl(name, make(name, key), key)
+        # all before the first is replaced, because they call the vendor's
+        ours = [
+            (name, make(name, key), key)
+            for key in ("CPU", "CUDA")
+            for name, make in _OPERATORS.items()
+            if has_kernel(name, key) or (name in _COMPOSITE and has_kernel("mm", key))
+        ]
+        for each in ours:
+            library.impl(*each)
 
 
 def _turn_off() -> None:
@@ -110,10 +115,11 @@ def _write(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, alpha
     """y, each row in an order of its own. ``run(c, a, b, y)`` is the vendor's."""
     (M, K), N = a.shape, b.shape[1]
     a = a if a.stride(1) == 1 and (a.stride(0) == K or M == 1) else a.contiguous()
-    if not a.is_cuda:
-        return _combined(_in_order(a, b), c, beta, alpha, y)
     c = c.expand(M, N) if c is not None and c.ndim == 2 else c
-    if not _keeps_bits(run, a, b, c, beta, y):
+    way = _way(run, a, b, c, beta, y)
+    if way == "each":
+        return _combined(_in_order(a, b), c, beta, alpha, y)
+    if way == "ours":
         if c is None and alpha == 1 and y.is_contiguous():
             return _own(a, b, y)
         return _combined(_own(a, b, a.new_empty(M, N, dtype=torch.float32)), c, beta, alpha, y)
@@ -155,6 +161,12 @@ def _own(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     else:
         write_mm(a, b[None], offs, y)
     return y
+
+
+def _way(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, y: Tensor) -> str:
+    if not a.is_cuda:
+        return "each"
+    return "vendor" if _keeps_bits(run, a, b, c, beta, y) else "ours"
 
 
 # -- is the vendor's order that of K, whatever the number of rows is?
@@ -205,6 +217,9 @@ def _tried(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, dtype: torch.dty
 def _mm(name: str, key: str) -> Callable[..., Any]:
     """mm, addmm and their forms: with ``out``, in place, and with another dtype of the result."""
     stock, typed, adds = kernel_of(name, key), ".dtype" in name, name.startswith("addmm")
+    forms = {False: ".out", True: ".dtype_out"}  # whether the result has another dtype -> the form that is given it
+    writers = {other: name.partition(".")[0].rstrip("_") + form for other, form in forms.items()}
+    writers = {other: kernel_of(each, key) for other, each in writers.items() if has_kernel(each, key)}
 
     def product(*args: Any, out: Tensor | None = None, beta: Any = 1, alpha: Any = 1) -> Tensor:
         given = dict(out=out) if out is not None else {}
@@ -220,23 +235,11 @@ def _mm(name: str, key: str) -> Callable[..., Any]:
         elif out.shape != shape:
             out.resize_(shape)
         how, other = dict(beta=beta, alpha=alpha) if adds else {}, out.dtype != a.dtype
-        write = _writers[adds, other, key]
+        write = writers[other]
         run = lambda c, a, b, y: write(*([c] if adds else ()), a, b, *([y.dtype] if other else ()), out=y, **how)
         return _write(run, a, b, c, beta, alpha, out)
 
     return product
-
-
-class _Writers(dict[tuple[bool, bool, str], Callable[..., Any]]):
-    """(whether it adds, whether the result has another dtype, key) -> the vendor's ``out`` form."""
-
-    def __missing__(self, what: tuple[bool, bool, str]) -> Callable[..., Any]:
-        adds, typed, key = what
-        self[what] = kernel_of(("addmm" if adds else "mm") + (".dtype_out" if typed else ".out"), key)
-        return self[what]
-
-
-_writers = _Writers()
 
 
 def _bmm(name: str, key: str) -> Callable[..., Any]:

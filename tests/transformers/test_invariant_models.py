@@ -1,0 +1,112 @@
+"""Models with ``batch_invariant=True``: what a token has does not depend on its batch, and what could
+not be so is refused by name."""
+
+import gc
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
+
+import liger_kernel
+from liger_kernel.ops import linear_logprobs
+from liger_kernel.ops._core.invariance import is_invariant
+from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
+from liger_kernel.transformers import apply_liger_kernel_to_llama, restore
+
+SIZES = dict(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=96, head_dim=16,
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+LENGTHS = [3, 17, 9]
+
+
+def make(config=LlamaConfig, **more):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(**SIZES, **more)).train()
+
+
+@pytest.fixture(autouse=True)
+def off_again():
+    yield
+    gc.collect()
+    assert not is_invariant()
+
+
+def results(model, ids, g, **more):
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    x = base.get_input_embeddings()(ids).detach().requires_grad_()
+    h = base.model(inputs_embeds=x, use_cache=False, **more).last_hidden_state
+    logp, entropy = linear_logprobs(h, base.lm_head.weight, ids, outputs=("entropy",))
+    (logp * g).sum().backward()
+    return h.detach(), logp.detach(), entropy.detach(), x.grad
+
+
+def differing(model) -> int:
+    """Numbers that differ between rows alone, padded and packed."""
+    torch.manual_seed(1)
+    rows = [(torch.randint(0, 96, (1, n)), torch.randn(1, n)) for n in LENGTHS]
+    alone, T, count = [results(model, *row) for row in rows], max(LENGTHS) + 2, 0
+    ids, g = (torch.stack([torch.nn.functional.pad(t[0], (0, T - t.shape[1])) for t in each]) for each in zip(*rows))
+    mask = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]).long()
+    padded = results(model, ids, g, attention_mask=mask)
+    packed = results(
+        model, *(torch.cat(each, 1) for each in zip(*rows)),
+        position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
+    )  # fmt: skip
+    parts = zip(*(t.split(LENGTHS, 1) for t in packed))
+    for i, (n, expected, part) in enumerate(zip(LENGTHS, alone, parts)):
+        for a, b, c in zip(expected, padded, part):
+            count += int((a[0] != b[i, :n]).sum()) + int((a != c).sum())
+    return count
+
+
+def test_a_dense_model_with_adapters():
+    peft = pytest.importorskip("peft")
+    model = make()
+    assert differing(model) > 0
+    adapters = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(model, adapters)
+    patch(model, batch_invariant=True)
+    assert differing(model) == 0
+    with pytest.raises(ValueError, match=r"as many keys as queries|without a cache"):
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, do_sample=False, eos_token_id=None)
+    restore(model)
+    assert model.config._attn_implementation == "sdpa" and not is_invariant()
+
+
+def test_experts():
+    model = make(Qwen3MoeConfig, **EXPERTS)
+    with pytest.raises(
+        ValueError, match=r"batch_invariant: model.layers.0.mlp.experts \(\w+\) cannot be so: its experts"
+    ):
+        patch(model, batch_invariant=True, swiglu=False)
+    patch(model, batch_invariant=True, swiglu=True)
+    assert differing(model) == 0
+
+
+def test_what_is_refused():
+    model = make()
+    with pytest.raises(ValueError, match=r"input_layernorm \(LlamaRMSNorm\) cannot be so: its norm is stock"):
+        patch(model, batch_invariant=True, rms_norm=False)
+    assert type(model.model.layers[0].mlp).forward.__module__.startswith("transformers.")  # as it was
+    with pytest.raises(ValueError, match="batch_invariant: it must be requested of a model that is built"):
+        apply_liger_kernel_to_llama(batch_invariant=True)
+    softcap = make(Gemma2Config, attn_logit_softcapping=30.0)
+    patch(softcap, batch_invariant=True)
+    with pytest.raises(ValueError, match="layer 0's Gemma2Attention must have no dropout, softcap"):
+        softcap(torch.ones(1, 3, dtype=torch.long))
+    del softcap
+
+
+def test_the_switch_is_held_by_models():
+    model, other = make(), make()
+    for each in (model, model, other):
+        patch(each, batch_invariant=True)
+    restore(model)
+    assert is_invariant()
+    del other
+    gc.collect()
+    assert not is_invariant() and liger_kernel.batch_invariant is not None

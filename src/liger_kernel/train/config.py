@@ -89,6 +89,9 @@ NEEDS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("fp8", "lora", (0,), "it trains the whole model; quantize fp8 stores a frozen one in FP8"),
     ("fp8", "parallel", ("none", "ddp", "fsdp2"), "elsewhere rows, or weights that are multiplied, are split"),
     ("keep_attention", "gradient_checkpointing", ("full",), ""),
+    ("batch_invariant", "kernels", ("on",), ""),
+    ("batch_invariant", "compile", (False,), "a compiled graph chooses its kernels by the batch"),
+    ("batch_invariant", "parallel", ("none", "ddp", "fsdp2"), "elsewhere ranks have parts of a sum"),
     ("epochs", "stream", (0,), "how many rows a stream has is known at its end; give steps"),
 )
 

@@ -183,6 +183,8 @@ def quantize_fp8(model: Any) -> None:
 
 def attend(config: TrainConfig, rows: TokenRows, model: Any, device: torch.device, precision: str) -> str:
     """Resolve attention ``auto`` for these rows; returns the result in words."""
+    if config.batch_invariant:
+        return "liger_invariant, each document by itself"
     if config.attention != "auto":
         return config.attention
     from liger_kernel.transformers import attention

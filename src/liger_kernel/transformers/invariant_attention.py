@@ -22,6 +22,7 @@ from liger_kernel.transformers import attention
 from liger_kernel.transformers.lazy_mask import VisibleKeys, known, lazy
 
 NAME = "liger_invariant"
+_LAYERS = {"full_attention", "sliding_attention"}  # kinds that configurations name
 _NO_SINK = -1e30  # a score that adds nothing to any sum
 
 
@@ -93,6 +94,8 @@ def hold(model: nn.Module) -> None:
         return
     text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     before = text._attn_implementation
+    if others := {*(getattr(text, "layer_types", None) or ())} - _LAYERS:
+        raise ValueError(f"batch_invariant: layers of {text.model_type} must be attention, got {min(others)}")
     if not _has_sinks(model) and (why := attention.use(model, NAME)):
         raise ValueError(f"batch_invariant: {why}")
     turn(1)

@@ -46,6 +46,13 @@ _lock = threading.RLock()
 _undo: list[Callable[[], Any]] = []
 
 
+class _Thread(threading.local):
+    inside = False  # whether a product of the vendor runs, which may call others
+
+
+_thread = _Thread()
+
+
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
     """Meanwhile the results of a token do not depend on its batch, in the whole process.
@@ -104,7 +111,7 @@ Vendor = Callable[..., Any]
 
 def _is_free(a: Tensor, b: Tensor) -> bool:
     """Whether a product may be computed in any order: it has no sums, or these are over tokens."""
-    if is_over_tokens() or not a.is_floating_point() or a.shape[-1] < 2 or not a.numel():
+    if _thread.inside or is_over_tokens() or not a.is_floating_point() or a.shape[-1] < 2 or not a.numel():
         return True
     # the gradient of a weight, dy^T x. Where gradients are enabled, a forward runs again
     transposed = a.ndim == 2 and a.stride(1) != 1 and a.stride(0) == 1
@@ -236,7 +243,14 @@ def _mm(name: str, key: str) -> Callable[..., Any]:
             out.resize_(shape)
         how, other = dict(beta=beta, alpha=alpha) if adds else {}, out.dtype != a.dtype
         write = writers[other]
-        run = lambda c, a, b, y: write(*([c] if adds else ()), a, b, *([y.dtype] if other else ()), out=y, **how)
+
+        def run(c: Tensor | None, a: Tensor, b: Tensor, y: Tensor) -> None:
+            _thread.inside = True
+            try:
+                write(*([c] if adds else ()), a, b, *([y.dtype] if other else ()), out=y, **how)
+            finally:
+                _thread.inside = False
+
         return _write(run, a, b, c, beta, alpha, out)
 
     return product

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from liger_kernel import parallel
+from liger_kernel.ops._core.operator import KERNEL_DTYPES, use_kernels
 from liger_kernel.transformers.patching.patches import is_patched, wraps_ours
 
 _STOCK = nn.LayerNorm | nn.GroupNorm | _NormBase | nn.RMSNorm
@@ -18,6 +19,9 @@ _STOCK = nn.LayerNorm | nn.GroupNorm | _NormBase | nn.RMSNorm
 def check(model: nn.Module, quantised: Callable[[nn.Module], bool]) -> None:
     """``ValueError`` with the first module of a patched ``model`` whose results would depend on the
     batch. ``quantised``: whether a layer's weight is stored by another package."""
+    some = next((p for p in model.parameters() if p.is_cuda and p.dtype in KERNEL_DTYPES), None)
+    if some is not None and not use_kernels(some):
+        raise ValueError(f"batch_invariant: kernels must run on {some.device}, got none: LIGER_KERNEL_IMPL is torch")
     for name, m in model.named_modules():
         if why := _why(m, quantised):
             raise ValueError(f"batch_invariant: {name or 'the model'} ({type(m).__name__}) cannot be so: {why}")

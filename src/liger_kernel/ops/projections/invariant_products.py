@@ -37,7 +37,30 @@ from liger_kernel.ops.projections.grouped_mm import write_mm
 
 _LEAST = 64  # rows: with fewer, cuBLAS takes kernels that sum in another order
 # numbers of rows for which a card is tried; those of between are of the same kernels
-_TRIED = (64, 65, 72, 80, 96, 100, 112, 127, 128, 129, 160, 192, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513)
+_TRIED: tuple[int, ...] = (
+    64,
+    65,
+    72,
+    80,
+    96,
+    100,
+    112,
+    127,
+    128,
+    129,
+    160,
+    192,
+    224,
+    255,
+    256,
+    257,
+    320,
+    384,
+    448,
+    511,
+    512,
+    513,
+)
 _TRIED += (640, 768, 896, 1000, 1024, 1025, 1280, 1536, 1792, 2047, 2048, 2049, 2560, 3072, 3584, 4096, 4097)
 _TRIED += (5000, 6144, 7168, 8191)
 # read when cuBLAS makes its handle and its workspace: without room, no product is split along K
@@ -225,8 +248,8 @@ def _mm(name: str, key: str) -> Callable[..., Any]:
     """mm, addmm and their forms: with ``out``, in place, and with another dtype of the result."""
     stock, typed, adds = kernel_of(name, key), ".dtype" in name, name.startswith("addmm")
     forms = {False: ".out", True: ".dtype_out"}  # whether the result has another dtype -> the form that is given it
-    writers = {other: name.partition(".")[0].rstrip("_") + form for other, form in forms.items()}
-    writers = {other: kernel_of(each, key) for other, each in writers.items() if has_kernel(each, key)}
+    names = {other: name.partition(".")[0].rstrip("_") + form for other, form in forms.items()}
+    writers = {other: kernel_of(each, key) for other, each in names.items() if has_kernel(each, key)}
 
     def product(*args: Any, out: Tensor | None = None, beta: Any = 1, alpha: Any = 1) -> Tensor:
         given = dict(out=out) if out is not None else {}

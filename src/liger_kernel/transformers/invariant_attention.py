@@ -92,7 +92,7 @@ def hold(model: nn.Module) -> None:
     make ``liger_invariant`` its attention. ``ValueError`` for a model whose attention is another."""
     if model in _held:
         return
-    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    text = _text(model)
     before = text._attn_implementation
     if others := {*(getattr(text, "layer_types", None) or ())} - _LAYERS:
         raise ValueError(f"batch_invariant: layers of {text.model_type} must be attention, got {min(others)}")
@@ -101,6 +101,10 @@ def hold(model: nn.Module) -> None:
     turn(1)
     _held[model] = weakref.finalize(model, turn, -1)
     vars(text)[_BEFORE] = before
+
+
+def _text(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
 
 
 def _has_sinks(model: nn.Module) -> bool:
@@ -112,6 +116,6 @@ def release(model: nn.Module | Any) -> None:
     """Undo ``hold`` for one model, or for all."""
     for each in [model] if isinstance(model, nn.Module) else list(_held) if model is None else []:
         if (let_go := _held.pop(each, None)) is not None:
-            text: Any = each.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+            text = _text(each)
             text._attn_implementation = vars(text).pop(_BEFORE)
             let_go()

@@ -109,6 +109,6 @@ def test_the_switch_is_held_by_models():
         patch(each, batch_invariant=True)
     restore(model)
     assert is_invariant()
-    del other
+    del each, other
     gc.collect()
     assert not is_invariant() and liger_kernel.batch_invariant is not None

@@ -37,13 +37,7 @@ from liger_kernel.ops.projections.grouped_mm import write_mm
 
 _LEAST = 64  # rows: with fewer, cuBLAS takes kernels that sum in another order
 # numbers of rows for which a card is tried; those of between are of the same kernels
-_TRIED = tuple(
-    map(
-        int,
-        "64 65 72 80 96 100 112 127 128 129 160 192 224 255 256 257 320 384 448 511 512 513 640 768 896 1000 1024 "
-        "1025 1280 1536 1792 2047 2048 2049 2560 3072 3584 4096 4097 5000 6144 7168 8191".split(),
-    )
-)
+_TRIED = [n for p in range(6, 13) for n in (2**p, 2**p + 1, 5 << p - 2, 3 << p - 1, 7 << p - 2, (2 << p) - 1)]
 # read when cuBLAS makes its handle and its workspace: without room, no product is split along K
 _SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 _lock = threading.RLock()

@@ -234,9 +234,10 @@ def two_bits() -> None:
 
 
 def by_document() -> None:
-    """Attention whose order of sums does not depend on the batch."""
+    """Attention and products whose order of sums does not depend on the batch."""
     from liger_kernel.ops import sink_attention
     from liger_kernel.ops._core import invariance
+    from liger_kernel.ops.projections import invariant_products
 
     invariance.hold(1)
     try:
@@ -244,6 +245,9 @@ def by_document() -> None:
         for D, more in ((128, dict()), (128, dict(first=first)), (64, dict(window=128, first=first, valid=valid))):
             q, k, v = (_new(2, n, 4096, D, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2))
             sink_attention(q, k, v, sinks, **more).backward(torch.empty_like(q))
+        for N in (16, 48):
+            a, b, y = _new(64, 4096), _new(N, 4096).t(), _new(64, N)
+            invariant_products._own(a, b, y)
     finally:
         invariance.hold(-1)
 

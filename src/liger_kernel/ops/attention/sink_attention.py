@@ -628,6 +628,12 @@ def _stops(first: Tensor, block: int) -> Tensor:
     return ends.scatter_reduce_(1, (first.clamp(0, length - 1) // block).long(), t + 1, "amax").cummax(1).values
 
 
+def _order(by_document: bool) -> dict[str, bool]:
+    """Whether sums are in the order of documents. Then no kernel may multiply and add in one step,
+    which the compiler does where no mask is between the two: a batch may have a mask or none."""
+    return dict(BY_DOCUMENT=True, enable_fp_fusion=False) if by_document else dict(BY_DOCUMENT=False)
+
+
 def _document_ends(first: Tensor, valid: Tensor | None) -> Tensor:
     """The end of each token's document, padding on the right excluded."""
     length = first.shape[1]
@@ -682,7 +688,7 @@ def sink_attention_fwd(
             *strides,
             *how,
             EVEN_D=_even(q),
-            BY_DOCUMENT=by_document,
+            **_order(by_document),
             **tile,
         )
     return o, lse, share, lost
@@ -706,7 +712,7 @@ def sink_attention_bwd(
         numbers = length, B * H, H, D, *do.stride()[:3]
         launch(_delta, (blocks * B * H,), do, o, sinks, lse, share, lost, delta, parts, *numbers, **tile)
         strides, saved = [s for t in (do, q, k, v) for s in t.stride()[:3]], (lse, share, delta)
-        how, flags = (_unit(q, scale), scale, window), dict(EVEN_D=_even(q), BY_DOCUMENT=by_document)
+        how, flags = (_unit(q, scale), scale, window), dict(EVEN_D=_even(q), **_order(by_document))
         if needed[0]:
             tile = _tile("dq", q, window)
             grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, G, D)

@@ -17,6 +17,8 @@ instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -206,12 +208,15 @@ def grouped_mm(a, b, offs) -> Tensor:
     return y
 
 
-def write_mm(a: Tensor, b: Tensor, offs: Tensor, y: Tensor, later: bool = False) -> None:
-    """``grouped_mm`` by the kernel for all GPUs, written to y; ``later`` as in ``grouped_tma.product``."""
-    (M, K), (E, _, N), tile = a.shape, b.shape, _tile(a, b)
+def write_mm(
+    a: Tensor, b: Tensor, offs: Tensor, y: Tensor, later: bool = False, tile: dict[str, Any] | None = None
+) -> None:
+    """``grouped_mm`` by the kernel for all GPUs, written to y; ``later`` as in ``grouped_tma.product``;
+    ``tile``: another one than is right for many columns."""
+    (M, K), (E, _, N), tile = a.shape, b.shape, tile or _tile(a, b)
     grid = _programs((cdiv(M, tile["BLOCK_M"]) + min(E, M)) * cdiv(N, tile["BLOCK_N"]))
     flags = span_of(a, K, tile) | dict(LATER=later, GROUP_M=GROUP_M, BLOCK_E=next_power_of_2(E))
-    launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags, **tile)
+    launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags | tile)
 
 
 @launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")

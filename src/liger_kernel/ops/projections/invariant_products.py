@@ -30,14 +30,17 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import backward_id, has_kernel, kernel_of, new_workspaces
+from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.invariance import hold, is_over_tokens
 from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops._core.tl import next_power_of_2
 from liger_kernel.ops.projections import grouped_tma
-from liger_kernel.ops.projections.grouped_mm import write_mm
+from liger_kernel.ops.projections.grouped_mm import reduced_precision, write_mm
 
 _LEAST = 64  # rows: with fewer, cuBLAS takes kernels that sum in another order
 # numbers of rows for which a card is tried; those of between are of the same kernels
 _TRIED = [n for p in range(6, 13) for n in (2**p, 2**p + 1, 5 << p - 2, 3 << p - 1, 7 << p - 2, (2 << p) - 1)]
+_TRIED += [67, 94, 147, 217, 254, 303, 471, 647, 806, 1118, 1950, 2745, 3333, 4999, 6007, 7777]
 # read when cuBLAS makes its handle and its workspace: without room, no product is split along K
 _SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 _lock = threading.RLock()
@@ -164,8 +167,17 @@ def _own(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     if y.dtype == a.dtype and grouped_tma.supported(a, b[None]):
         grouped_tma.product(a, b[None], offs, y)
     else:
-        write_mm(a, b[None], offs, y)
+        write_mm(a, b[None], offs, y, tile=_thin_tile(a, b.shape[1]))
     return y
+
+
+def _thin_tile(a: Tensor, N: int) -> dict[str, Any] | None:
+    """The tile of a product of few columns in fp32, as adapters have it beside a base in 16 bits:
+    three products of TF32 on tensor cores, nearly as exact as fp32, whose operands take the time."""
+    if a.dtype != torch.float32 or N > 64 or not launch_config.arch().startswith("sm"):
+        return None
+    blocks = dict(SPAN=0, BLOCK_M=64, BLOCK_N=max(16, next_power_of_2(N)), BLOCK_K=64, num_warps=4, num_stages=2)
+    return dict(PRECISION="tf32" if reduced_precision(a.dtype) == "tf32" else "tf32x3") | blocks
 
 
 def _way(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, y: Tensor) -> str:

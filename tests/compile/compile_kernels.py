@@ -242,7 +242,7 @@ def by_document() -> None:
     invariance.hold(1)
     try:
         sinks, first, valid = _new(8), _new(2, 4096, dtype=torch.int32), _new(2, 4096, dtype=torch.bool)
-        for D, more in ((128, dict()), (128, dict(first=first)), (64, dict(window=128, first=first, valid=valid))):
+        for D, more in ((128, dict()), (64, dict(window=128, first=first, valid=valid))):
             q, k, v = (_new(2, n, 4096, D, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2))
             sink_attention(q, k, v, sinks, **more).backward(torch.empty_like(q))
         for N in (16, 48):

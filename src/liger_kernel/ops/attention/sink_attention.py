@@ -269,7 +269,7 @@ def _fwd(
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end = tl.minimum(start_t + BLOCK_M, T)
-    if BY_DOCUMENT and first_ptr is not None:
+    if BY_DOCUMENT:
         firsts = tl.load(first_ptr + t, mask=t < T, other=2147483647)
         cur = tl.min(firsts, 0)
         while cur < end:
@@ -389,7 +389,7 @@ def _bwd_dq(
     unit = tl.cast(unit, tl.float32)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end = tl.minimum(start_t + BLOCK_M, T)
-    if BY_DOCUMENT and first_ptr is not None:
+    if BY_DOCUMENT:
         firsts = tl.load(first_ptr + t, mask=t < T, other=2147483647)
         cur = tl.min(firsts, 0)
         while cur < end:
@@ -500,11 +500,8 @@ def _bwd_dkv(
         cur = start_j
         last = tl.minimum(start_j + BLOCK_N, T)
         while cur < last:
-            # of one type in all cases
-            begin, stop = cur * 0, last * 0 + T
-            if first_ptr is not None:
-                begin = tl.load(first_ptr + cur)
-                stop = tl.load(stop_ptr + b * T + cur)
+            begin = tl.load(first_ptr + cur)
+            stop = tl.load(stop_ptr + b * T + cur)
             until = stop
             if window is not None:
                 until = tl.minimum(stop, last - 1 + window)
@@ -630,7 +627,7 @@ def _stops(first: Tensor, block: int) -> Tensor:
 
 def _order(by_document: bool) -> dict[str, bool]:
     """Whether sums are in the order of documents. Then no kernel may multiply and add in one step,
-    which the compiler does where no mask is between the two: a batch may have a mask or none."""
+    which the compiler does where no mask is between the two: a block may have a mask or none."""
     return dict(BY_DOCUMENT=True, enable_fp_fusion=False) if by_document else dict(BY_DOCUMENT=False)
 
 
@@ -644,12 +641,11 @@ def _document_ends(first: Tensor, valid: Tensor | None) -> Tensor:
     return following.flip(1).cummin(1).values.flip(1).contiguous()
 
 
-def _from_documents(first: Tensor | None, valid: Tensor | None) -> Tensor | None:
-    """``first`` where padding on the left is no part of a document."""
-    if valid is None:
-        return first
-    begin = valid.int().argmax(1, keepdim=True).int()
-    return begin.expand(valid.shape).contiguous() if first is None else torch.maximum(first, begin)
+def _from_documents(q: Tensor, first: Tensor | None, valid: Tensor | None) -> Tensor:
+    """``first`` where padding on the left is no part of a document. All batches have one, because a
+    kernel without it is another one."""
+    first = first if first is not None else q.new_zeros(q.shape[0], q.shape[2], dtype=torch.int32)
+    return first if valid is None else torch.maximum(first, valid.int().argmax(1, keepdim=True).int())
 
 
 @launcher(
@@ -738,7 +734,8 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, window, first, valid, scale):
         q, k, v, ctx.by_document = unit(q), unit(k), unit(v), is_invariant()
-        first = _from_documents(first, valid) if ctx.by_document else first
+        if ctx.by_document:
+            first = _from_documents(q, first, valid)
         o, *sums = sink_attention_fwd(q, k, v, sinks, window, first, valid, scale, ctx.by_document)
         ctx.save_for_backward(q, k, v, sinks, o, *sums, first, valid)
         ctx.window, ctx.scale = window, scale

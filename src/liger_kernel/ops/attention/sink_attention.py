@@ -508,21 +508,13 @@ def _bwd_dkv(
             # padding after the last document: nobody sees it
             until = tl.where(stop > cur, until, 0)
             begin += tl.maximum(cur - begin, 0) // BLOCK_M * BLOCK_M
-            whole = begin + tl.cdiv(last - begin, BLOCK_M) * BLOCK_M
             for g in range(0, G):
                 head = h * G + g
-                for start in range(begin, tl.minimum(whole, until), BLOCK_M):
+                for start in range(begin, until, BLOCK_M):
                     dk, dv, lost_k, lost_v = _dkv_step(
                         k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
                         do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
                         stop, D, qt, gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
-                        BLOCK_D,
-                    )  # fmt: skip
-                for start in range(whole, until, BLOCK_M):
-                    dk, dv, lost_k, lost_v = _dkv_step(
-                        k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
-                        do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
-                        stop, D, qt, gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
                         BLOCK_D,
                     )  # fmt: skip
             cur = tl.where(stop > cur, stop, last)
@@ -715,6 +707,8 @@ def sink_attention_bwd(
             launch(_bwd_dq, grid, do, q, k, v, first, valid, *saved, dq, *sizes, *strides, *how, **flags, **tile)
         if needed[1] or needed[2]:
             tile = _tile("dkv", q, window) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
+            if by_document and tile["BLOCK_D"] > 64 and launch_config.arch().startswith("sm"):
+                tile["num_warps"] = 8  # four would spill
             grid, sizes = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), (length, B * H // G, H, G, D)
             stops = (
                 None

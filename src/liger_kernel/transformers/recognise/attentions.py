@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
 from liger_kernel.transformers.lazy_mask import LazyMask, VisibleKeys, known
 from liger_kernel.transformers.recognise.variant import StandIns, Variant, are_numbers, plain, stand_in
@@ -96,6 +97,9 @@ class SinkAttention(Variant):
                     query, key, value, sinks, window=keys.window, valid=keys.valid, first=keys.first, scale=scaling
                 )
                 return out.transpose(1, 2), None
+            if is_invariant():
+                got = f"{type(attention_mask).__name__} and dropout {dropout}"
+                raise ValueError(f"batch_invariant: attention with sinks must have our mask and no dropout, got {got}")
             # stock adds a mask of every pair of tokens
             if isinstance(attention_mask, LazyMask):
                 attention_mask = attention_mask.dense()

@@ -27,12 +27,13 @@ COMMANDS = {
     "models": "the model families: what is swapped, what is left alone and why",
     "ops": "the operators and the cases they are tested on",
     "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other "
-    "packages",
+    "packages; `bench mismatch`: log-probabilities of samplers beside the training forward's",
     "tune": "search an operator's launch configurations on this GPU",
     "warmup": "compile the kernels that training a model needs, with or without a GPU",
     "deploy": "render a training job for Kubernetes, submit it, and look after it",
     "env": "versions, the GPU, and whether kernels or PyTorch references run",
 }
+TWO_WORDS = ("bench step", "bench mismatch", "bench report")
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit codes that shells report for a program that SIGINT or SIGPIPE ends
 
 
@@ -163,6 +164,11 @@ def bench(argv: list[str]) -> int:
         from liger_kernel.bench import step
 
         return step.main(argv[1:])
+    if argv[:1] == ["mismatch"]:
+        _need("torch", "transformers")
+        from liger_kernel.bench import mismatch
+
+        return mismatch.main(argv[1:])
     from liger_kernel.bench import arguments
 
     arguments.operators(argv)  # help and errors in flags appear before torch is imported
@@ -225,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             command = _command(argv)
             if command is None:
                 return 0
-            name = " ".join(["liger", *argv[: 2 if argv[:2] in (["bench", "step"], ["bench", "report"]) else 1]])
+            name = " ".join(["liger", *argv[: 2 if " ".join(argv[:2]) in TWO_WORDS else 1]])
             run: Callable[[list[str]], int | None] = globals()[command]
             # PEFT reads an old name of transformers: nothing that a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")

@@ -19,7 +19,8 @@ def operators(argv: list[str]) -> argparse.Namespace:
     """Parse the flags of ``liger bench``. Dtypes and variants have defaults that depend on the
     GPU: if they are not given, they are None."""
     does = (
-        "Measure operators. `liger bench step` measures training steps, `liger bench report` makes tables of results."
+        "Measure operators. `liger bench step` measures training steps, `liger bench mismatch` compares samplers with "
+        "the training forward, `liger bench report` makes tables of results."
     )
     parser = Parser(prog="liger bench", description=does, usage="%(prog)s [OP ...] [--name value ...]")
     add = parser.add_argument

@@ -1,0 +1,1 @@
+"""Our kernels in inference engines, so that sampler and trainer compute alike."""

@@ -1,11 +1,13 @@
 """``liger bench mismatch``: what its numbers mean, and that it sees a trainer that scores something
 else."""
 
+import functools
 import json
 import math
 
 import pytest
 import torch
+import transformers
 
 from liger_kernel.bench import mismatch
 from liger_kernel.bench.mismatch import ScoredRows, compare
@@ -60,6 +62,36 @@ def test_a_mixture_shows_its_routers_and_another_policy_is_seen(monkeypatch, cap
     other = next(mismatch.measure(a, "ours"))
     assert same["routers"] == 0 and same["most"] < 1e-5
     assert other["most"] > 1e-3 and other["equal"] < 0.5 and other["kl"] > same["kl"]
+
+
+def test_the_invariant_row_is_equal_and_says_so(capsys):
+    """A static cache, one answer and three at a time, and two rows at a time in the trainer."""
+    flags = "--prompt 19 --new 6 --answers 3 --batch 1,3 --train-batch 2 --dtype fp32 --against ours,ours:invariant"
+    assert mismatch.main(flags.split()) == 0
+    shares = [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("ours")]
+    assert shares[2:] == ["100.00%", "100.00%"] and shares[:2] != shares[2:]
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_padded_prompt_with_a_cache_has_the_bits_of_one_alone(growing):
+    model = mismatch.stock_model(mismatch.parse([*SMALL, "--dtype", "fp32"]))
+    side, kept = mismatch.ROWS["ours:invariant"], []
+    ids = torch.arange(40).view(2, 20) + 7
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0  # the second one has three tokens less, on the left
+    with mismatch.patched(model, side), torch.no_grad():
+        for rows, seen in ((ids, mask), (ids[1:, 3:], mask[1:, 3:])):
+            static = functools.partial(transformers.StaticCache, max_cache_len=24)
+            cache = (transformers.DynamicCache if growing else static)(config=model.config)
+            places = (seen.cumsum(1) - 1).clamp(min=0)
+            prompt, last = slice(0, -2), slice(-2, None)
+            how = dict(past_key_values=cache)
+            model(rows[:, prompt], attention_mask=seen[:, prompt], position_ids=places[:, prompt], **how)
+            # two tokens at once, behind a prompt
+            out = model(rows[:, last], attention_mask=seen, position_ids=places[:, last], **how)
+            kept.append(out.logits[-1])
+        whole = model(ids[1:, 3:], use_cache=False).logits[0, -2:]
+    assert torch.equal(*kept) and torch.equal(kept[1], whole)
 
 
 def test_mistakes():

@@ -68,6 +68,13 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     ),
     "dist": (["distributions"], ["build==1.6.1", "setuptools>=77", "twine==7.0.0"], []),
     "torchtitan": (["torchtitan"], [], ["torchtitan==0.2.2"]),
+    # its Python sources, which import without a GPU
+    "vllm": (
+        ["vllm"],
+        ["fastapi", "openai", "opentelemetry-sdk", "aiohttp", "prometheus-client", "pyzmq"],
+        _names("""vllm==0.33.0 apache-tvm-ffi blake3 cachetools cbor2 cloudpickle compressed-tensors einops llguidance
+                  msgspec openai-harmony partial-json-parser py-cpuinfo pybase64 regex uvloop xgrammar"""),
+    ),
     "s3": (["store"], ["s3fs==2026.9.0", "moto[server]==5.2.5"], []),
     "flyte": (["flyte"], ["flyte==2.12.1"], ["flyteplugins-pytorch==2.12.1", *KUBERNETES]),
     "flyte1": (["flyte1"], ["flytekit==1.16.31"], ["flytekitplugins-kfpytorch==1.16.31", *KUBERNETES]),

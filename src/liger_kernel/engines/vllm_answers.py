@@ -23,7 +23,7 @@ def answers(spec: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=spec["batch"],
         # a cached prompt is computed in other batches than a new one
         enable_prefix_caching=False,
-        # CUDA graphs without a compiler, under which our kernels would not run
+        # without a compiler, under which our kernels would not run
         compilation_config={"mode": 0},
     )
     how = SamplingParams(

@@ -9,6 +9,7 @@ without its padding, or a part of a packed row. What those kernels do not comput
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
 from liger_kernel.ops.projections.invariant_products import turn
 from liger_kernel.transformers import attention
-from liger_kernel.transformers.lazy_mask import VisibleKeys, known, lazy
+from liger_kernel.transformers.lazy_mask import LazyMask, VisibleKeys, known, lazy, visible_keys
 
 NAME = "liger_invariant"
 _LAYERS = {"full_attention", "sliding_attention"}  # kinds that configurations name
@@ -31,11 +32,35 @@ def _refuse(module: Any, what: str, got: Any) -> ValueError:
     return ValueError(f"batch_invariant: {layer}{type(module).__name__} must have {what}, got {got}")
 
 
+@dataclasses.dataclass(frozen=True)
+class CachedKeys(VisibleKeys):
+    """What the tokens of a cache see. Queries are of those from ``start`` on, which the host never
+    reads."""
+
+    start: Tensor | int = 0
+
+
+def _cached(arguments: dict[str, Any]) -> LazyMask | None:
+    """The mask of all tokens of a cache; also of those that a static one does not have yet, which
+    nobody sees."""
+    length, valid = arguments["kv_length"], arguments.get("attention_mask")
+    if valid is not None and valid.shape[1] < length:
+        valid = torch.nn.functional.pad(valid, (0, length - valid.shape[1]))
+    keys = visible_keys({**arguments, "q_length": length, "q_offset": 0, "attention_mask": valid})
+    if keys is None:
+        return None
+    # a static cache counts its tokens in place, before attention runs
+    start = torch.as_tensor(arguments["q_offset"], device=arguments["device"]).clone()
+    keys = CachedKeys(keys.window, keys.first, keys.valid, start)
+    return LazyMask(keys, arguments["batch_size"], length, torch.bool, arguments["device"])
+
+
 def _mask(**arguments: Any) -> Tensor:
     mask = lazy(arguments, torch.bool)
+    mask = _cached(arguments) if mask is None else mask
     if mask is None:
         raise ValueError(
-            "batch_invariant: masks must be causal, with windows, documents and padding alone, without a cache, got "
+            "batch_invariant: masks must be causal, with windows, documents and padding alone, got "
             f"{arguments['mask_function'].__qualname__}"
         )
     return mask
@@ -52,6 +77,12 @@ def _attend(
         raise _refuse(module, "a mask that nobody has made", type(attention_mask).__name__)
     if more.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
         raise _refuse(module, "causal attention", "both directions")
+    at = None
+    if isinstance(keys, CachedKeys):
+        # in blocks with the same tokens as without a cache: queries of earlier ones are computed in
+        # vain
+        at = keys.start + torch.arange(shape[1], device=query.device)
+        query = query.new_zeros(*query.shape[:2], key.shape[2], query.shape[3]).index_copy_(2, at, query)
     if key.shape[2] != query.shape[2] or value.shape != key.shape or not query.shape[3] <= MAX_D:
         got = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         raise _refuse(module, f"as many keys as queries, and heads of one width up to {MAX_D}", got)
@@ -63,6 +94,7 @@ def _attend(
     out = sink_attention(
         query, key, value, sinks, window=keys.window, valid=keys.valid, first=keys.first, scale=scaling
     )
+    out = out if at is None else out.index_select(2, at)
     return out.transpose(1, 2), None
 
 

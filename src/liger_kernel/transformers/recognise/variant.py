@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel._private import FakeTensor
+from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops._core.operator import intercepted
 
 # Attributes of a module (or options of a function), and inputs: tensors, or functions of (dtype,
@@ -183,5 +184,7 @@ def decoding(x: Any) -> bool:
     """Whether ``x``, (..., C) or (..., heads, C) in any order of dims, is of a step of generation: few rows, without
     gradients. The host's time decides there, and modules as they were take less; some have kernels for it."""
     if torch.is_grad_enabled() or not isinstance(x, Tensor) or not x.ndim or torch.compiler.is_compiling():
+        return False
+    if is_invariant():  # the number of rows decides nothing
         return False
     return x.numel() <= _FEW_ROWS * x.shape[-1] * (_HEADS if x.ndim == 4 else 1)

@@ -416,9 +416,9 @@ def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
 
 def _product(rows: Tensor, weight: Tensor | Weight, offs: Tensor, turned: bool = False) -> Tensor:
     """Sorted rows times the experts' W^T, or, ``turned``, times W."""
-    if (blocks := decoded_inside(weight, rows.dtype)) is not None:
-        return grouped_mm_blocks(rows, blocks.q, blocks.scale, offs, turned)
     if isinstance(weight, MXFP4Experts | Float8Blocks) and in_parts(weight, rows.dtype):
+        if not turned and isinstance(weight, Float8Blocks) and decoded_inside(weight, rows):
+            return grouped_mm_blocks(rows, weight.q, weight.scale, offs)
         return product_in_parts(rows, weight, offs, turned)
     # a stored weight is dense for this product alone
     w = _dense(weight, rows.dtype)
@@ -465,7 +465,7 @@ class MoEFunction(torch.autograd.Function):
         order, position, offs = moe_route(index, gate_up.shape[0])
         rows = lambda: moe_gather(x, index, order, position, offs, None)[0]  # not kept beyond the call that gets them
         xa = None
-        if a is None and not in_parts(gate_up, dtype) and decoded_inside(gate_up, dtype) is None:
+        if a is None and not in_parts(gate_up, dtype):
             h, z = moe_up(rows(), _dense(gate_up, dtype), bias, index, order, offs, keep, *form)
         else:
             xa = None if a is None else thin_rows(x, order, index.shape[1], a, offs, 1.0)

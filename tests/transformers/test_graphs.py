@@ -424,8 +424,9 @@ def test_sizes_whose_steps_wait_for_the_host_are_recorded(monkeypatch):
         patched(on="always")
 
 
-def test_padded_rows_become_one():
-    stock, model = patched(on=False), patched(unpad=True)
+@pytest.mark.parametrize("model_type", ["llama", "kimi_linear"])
+def test_padded_rows_become_one(model_type):
+    stock, model = patched(model_type, on=False), patched(model_type, unpad=True)
     for i, side in enumerate(["right", "right", "left", "right", "", "right"]):
         given, items = batch(50 + i, i, side, ignored=3), torch.tensor(80 + i, device=DEVICE)
         found = [step(m, given, num_items_in_batch=items, skip_logits=False) for m in (model, stock)]

@@ -239,8 +239,6 @@ def packing_for(body: Any, given: Mapping[str, Any]) -> Packing | None:
     if padding stays. The host waits once, if the mask is on the GPU."""
     tokens = {name: value for name, value in given.items() if name not in _LABELS}
     labels = next((t for name in _LABELS if (t := given.get(name)) is not None), None)
-    if gives_bounds(body):
-        return None  # recurrent layers read on the host where documents end
     packing = _packing_of(body, tokens, labels, observed=False)
     return packing if packing is not None and packing.whole else None
 

@@ -416,9 +416,9 @@ _POSITIONS = {"position_ids", "text_position_ids", "cache_position"}
 # How models number the tokens of a batch: from 0 on, or after those in a cache; for rotations of
 # several axes once for each
 _NUMBERED = re.compile(
-    r"torch\.arange\((past_seen_tokens, past_seen_tokens \+ )?inputs_embeds\.shape\[1\], "
-    r"device=inputs_embeds\.device\)( \+ past_seen_tokens)?"
-    r"|(position_ids|cache_position)\.unsqueeze\(0\)"
+    r"torch\.arange\((past_seen_tokens, past_seen_tokens \+ )?(inputs_embeds|hidden_states)\.shape\[1\], "
+    r"device=(inputs_embeds|hidden_states)\.device\)( \+ past_seen_tokens)?(\.unsqueeze\(0\))?"
+    r"|(position_ids|cache_position|\(position_ids \+ past_seen_tokens\))\.unsqueeze\(0\)"
     r"|position_ids\.view\(1, 1, -1\)\.expand\(\d, inputs_embeds\.shape\[0\], -1\)"
     r"|position_ids\[None, \.\.\.\]\.expand\(\d, position_ids\.shape\[0\], -1\)"
     r"|position_ids\[0\]|position_ids\[1:\]|None"

@@ -3,8 +3,10 @@
     python benchmarks/operator_rivals.py linear_cross_entropy --against eager,cce --cce-path DIR
     python benchmarks/operator_rivals.py dpo orpo grpo --against eager,upstream --upstream-path DIR
     python benchmarks/operator_rivals.py float8_casts --against eager,ao,compile
+    python benchmarks/operator_rivals.py gated_delta_rule kda --against torch,fla --fla-path DIR
 
-cce, quack and ao are cut-cross-entropy, quack-kernels and torchao. dpo, orpo and grpo are losses of
+cce, quack, ao and fla are cut-cross-entropy, quack-kernels, torchao and fla-core, whose gated delta
+rule refuses Hopper with Triton 3.4 to 3.7.0 (its issue 640). dpo, orpo and grpo are losses of
 ``chunked_loss`` as trainers call them; float8_amax, float8_casts, float8_product and glu_and_tops
 the steps of a linear layer in FP8. All other flags are those of ``liger bench``.
 """
@@ -39,7 +41,10 @@ def register() -> None:
         "cce": rivals.Package("cut_cross_entropy", "cut-cross-entropy"),
         "quack": rivals.Package("quack", "quack-kernels"),
         "ao": rivals.Package("torchao.float8", "torchao"),
+        "fla": rivals.Package("fla.ops", "fla-core"),
     }
+    rule = "q k v g beta initial_state=initial_state output_final_state=output_final_state cu_seqlens=cu_seqlens"
+    rule = f"{rule} scale=scale use_qk_l2norm_in_kernel=qk_l2norm"
     loss = "ignore_index=ignore_index reduction=reduction"
     for name, package, rival in (
         ("softmax", "quack", Passing(_softmax_quack, "x dim")),
@@ -50,6 +55,8 @@ def register() -> None:
             "cce",
             Passing("linear_cross_entropy", f"x w target {loss} softcap=softcap", f"{HOW} accum_dtype"),
         ),
+        ("gated_delta_rule", "fla", Passing("chunk_gated_delta_rule", rule, "recompute")),
+        ("kda", "fla", Passing("chunk_kda", rule, "recompute")),
     ):
         op = operators.OPS[name]
         operators.OPS[name] = replace(op, rivals={**op.rivals, package: rival.of(op)})

@@ -373,8 +373,6 @@ class TrainConfig(_Kernels):
             raise UserError("store needs trainer torch and checkpoint_every")
         if self.store and "://" not in self.store:
             raise UserError(f"store must be a URI, such as s3://bucket/run or file:///folder/run; got {self.store!r}")
-        if self.save and self.model and os.path.realpath(self.save) == os.path.realpath(self.model):
-            raise UserError(f"save must be another folder than model, which it would replace; got {self.save}")
         kv_heads = self.kv_heads or max(1, self.heads // 2)
         # a head is even, as rotary embeddings turn pairs
         if not self.model and (self.hidden % (2 * self.heads) or self.heads % kv_heads):

@@ -53,6 +53,9 @@ def check(config: TrainConfig) -> None:
 
     The first rank calls it before the first write.
     """
+    whole = config.save and config.model and not config.lora
+    if whole and os.path.realpath(config.save) == os.path.realpath(config.model):
+        raise UserError(f"save must be another folder than model, which it would replace; got {config.save}")
     out = Path(config.out)
     _refuse_links(out)
     earlier = list(_records(out))

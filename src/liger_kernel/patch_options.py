@@ -104,8 +104,8 @@ class PatchOptions:
     )
     head_memory: str | int = _switch(
         "auto",
-        "the logits of the fused head that exist at a time: auto; low: the fewest; or their bytes, such as 2GB: more are "
-        "faster",
+        "the logits of the fused head that exist at a time: auto; low: the fewest; or their bytes, such as 2GB: more "
+        "are faster",
         check=_memory_of_head,
         option="str",
         variants={"low": "low", "2gb": "2GB"},

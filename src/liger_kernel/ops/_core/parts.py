@@ -25,7 +25,7 @@ from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.tl import INTERPRET, jit, tl
 
 # of the L2 cache: rows between the two sweeps
-SHARE = 0.3
+SHARE = 0.2
 FIRST_READ = tl.constexpr("evict_last")
 
 

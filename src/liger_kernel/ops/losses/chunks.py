@@ -45,9 +45,9 @@ def auto_chunk_rows(
     """Tokens per chunk. The remainder of M is a smaller chunk, which comes first.
 
     GPU: at least 1024 (H200: GEMMs of 512 rows lose a third of their speed), in multiples of 512.
-    For a 16-bit w, as many tokens as are needed to sum dw in ``rounded_sums`` chunks, or a quarter
-    of the number of w's columns, so that the logits take a quarter of dw's memory, unless fp32 sums
-    with chunks of 1024 take less. In that case, and for an fp32 w: an eighth of the tokens and at
+    For a 16-bit w, as many tokens as are needed to sum dw in ``rounded_sums`` chunks, or half
+    of the number of w's columns, so that the logits take half of dw's memory (not if ``low``), unless
+    fp32 sums with chunks of 1024 take less. In that case, and for an fp32 w: an eighth of the tokens and at
     most 1 GiB. For a ``frozen`` w, which has no dw: 1024. CPU: a buffer
     of 64 MiB.
     H200, 8192 x 4096 x 128256: chunks of 1024 41.0 ms and 1.38 GB, of 1536 40.8 and 1.51, of 2048
@@ -59,7 +59,7 @@ def auto_chunk_rows(
     elif frozen:
         rows = 1024
     elif itemsize < 4 and few <= 2 * H + 1024:
-        rows = max(1024, -(-few // 512) * 512, 0 if low else min(H // 4, M // 4) // 1024 * 1024)
+        rows = max(1024, -(-few // 512) * 512, 0 if low else min(H // 2, M // 4) // 1024 * 1024)
     else:
         rows = max(1024, min(M // 8, (1 << 30) // (V * itemsize)) // 1024 * 1024)
     return max(1, min(M, rows))

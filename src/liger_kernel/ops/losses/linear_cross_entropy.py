@@ -432,7 +432,8 @@ def chunk_rows_of(memory: str | int, x: Tensor, w: Tensor) -> int | None:
         return None
     itemsize = products_dtype(x, w).itemsize
     if memory == "low":
-        return auto_chunk_rows(x.shape[0], *w.shape, itemsize, on_gpu(x), not w.requires_grad, low=True)
+        V, H = w.shape
+        return auto_chunk_rows(x.shape[0], V, H, itemsize, on_gpu(x), frozen=not w.requires_grad, low=True)
     return max(128, int(memory) // (w.shape[0] * itemsize) // 128 * 128)
 
 

@@ -218,8 +218,11 @@ def _bwd(
         # back by the same angles: what reaches the norm
         g_a = dy_a * cos_a[None, :] + dy_b * sin_b[None, :]
         g_b = dy_b * cos_b[None, :] - dy_a * sin_a[None, :]
-        # x is here for x_hat anyway: computing 1/rms again costs no traffic, saving it would
+        u_a, u_b, u_c = g_a * w_a, g_b * w_b, g_c * w_c
+        # x is here for x_hat anyway: computing 1/rms again costs no traffic, saving it would. Both
+        # sums over a head are of x itself, so that neither waits for the other
         rstd = _rstd(a, b, c, h, H, D, eps, PARTIAL)
+        mean = (_sum(u_a * a, u_b * b, u_c * c, PARTIAL) / D)[:, None] * rstd
         a *= rstd
         b *= rstd
         c *= rstd
@@ -228,15 +231,11 @@ def _bwd(
             dw_b += g_b * b
             dw_c += g_c * c
         if NEED_DX:
-            g_a *= w_a
-            g_b *= w_b
-            g_c *= w_c
-            mean = (_sum(g_a * a, g_b * b, g_c * c, PARTIAL) / D)[:, None]
             store_pairs(
-                dx_at, (g_a - a * mean) * rstd, (g_b - b * mean) * rstd, h, dx_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R
+                dx_at, (u_a - a * mean) * rstd, (u_b - b * mean) * rstd, h, dx_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R
             )
             if PARTIAL:
-                _store_rest(dx_at, (g_c - c * mean) * rstd, h, dx_head, H, HALF, D, BLOCK_REST)
+                _store_rest(dx_at, (u_c - c * mean) * rstd, h, dx_head, H, HALF, D, BLOCK_REST)
     # each program's share of dw, which a second stage adds in a fixed order
     if NEED_DW:
         dw_ptr += program.to(tl.int64) * dw_stride

@@ -30,7 +30,6 @@ from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_fla
 from liger_kernel.train.hub import configuration
 from liger_kernel.train.mistakes import Parser, aligned, mistaken, one_of
 from liger_kernel.train.redact import in_a_line
-from liger_kernel.train.stored import method_of
 
 # torch and transformers are imported by what uses them: help and mistakes in flags answer before
 
@@ -377,6 +376,8 @@ def expected(model: Any, config: TrainConfig, world: int, with_switches: bool = 
     ``model``: a name, or the configuration of a model that is there. A process of its own simulates
     several ranks, as this process may be one of them.
     """
+    from liger_kernel.train.stored import method_of
+
     form = configuration(model) if isinstance(model, str) else copy.deepcopy(model)
     # else it describes how the weights were loaded, not the model
     if hasattr(form, "quantization_config") and (config.quantize or not method_of(form)):

@@ -53,8 +53,8 @@ def check(config: TrainConfig) -> None:
 
     The first rank calls it before the first write.
     """
-    whole = config.save and config.model and not config.lora
-    if whole and os.path.realpath(config.save) == os.path.realpath(config.model):
+    base = "" if config.lora else config.model  # adapters may lie beside theirs
+    if config.save and base and os.path.realpath(config.save) == os.path.realpath(base):
         raise UserError(f"save must be another folder than model, which it would replace; got {config.save}")
     out = Path(config.out)
     _refuse_links(out)

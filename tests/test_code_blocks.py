@@ -343,7 +343,7 @@ def run(words: list[str]) -> None:
     if "..." in words or "COMMAND" in words or any(re.fullmatch(r"\[.*", word) for word in words):
         return  # a pattern of commands
     if words[0] in PARSED or name in PARSED:
-        name = name if name in ("bench step", "bench report") else words[0]
+        name = name if name in ("bench step", "bench report", "bench mismatch") else words[0]
         parser, given = command_line.parser_of(name), words[len(name.split()) :]
         parser.parse_args(getattr(parser, "as_ours", list)(given))  # names of other packages are accepted
     elif words[0] == "train":

@@ -390,6 +390,7 @@ TESTED_ELSEWHERE = (
     "float8_experts",
     "float8_training",
     "four_bits",
+    "grouped_blocks",
     "mxfp4",
     "packed_weights",
 )

@@ -314,7 +314,8 @@ def trainer_of(model: nn.Module) -> Any:
     for _ in range(CALLS):
         if frame is None:
             return None
-        trainer = frame.f_locals.get("self")
+        # reading the locals of another function keeps what it deletes, such as its model, until it returns
+        trainer = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
         if trainers is not None and isinstance(trainer, trainers.Trainer):
             return trainer if isinstance(trainer.model, nn.Module) and model in trainer.model.modules() else None
         frame = frame.f_back

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
-from liger_kernel.ops._core.parts import FIRST_READ, arrive, draw, flags_of, lag_of, splits_rows, wait
-from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, next_power_of_2, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, store_tile, tile_at, tl
 
 # Columns of a row that one program holds in registers: 32 fp32 values per thread; in the backward of
 # two tensors
@@ -127,31 +126,6 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
         )
 
 
-@jit
-def _bwd_parts(
-    dy_ptr, y_ptr, dx_ptr, flags_ptr, sums_ptr, M, N, dy_stride, y_stride, lag,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    parts = tl.cdiv(N, BLOCK)
-    row, part, later = draw(flags_ptr, parts, parts, lag)
-    if (row >= 0) & (row < M):
-        at = part * BLOCK + tl.arange(0, BLOCK)
-        sums_ptr += row * PARTS
-        if later:
-            dy = load_part(dy_ptr + row * dy_stride, at, N, 0.0, "evict_first")
-            y = load_part(y_ptr + row * y_stride, at, N, 0.0, "evict_first")
-            wait(flags_ptr, row, parts)
-            k = tl.arange(0, PARTS)
-            total = tl.sum(tl.load(sums_ptr + k, mask=k < parts, other=0.0, volatile=True), axis=0)
-            dx = (y * (dy - total)).to(dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + row * N + at, dx, mask=at < N, eviction_policy="evict_first")
-        else:
-            dy = load_part(dy_ptr + row * dy_stride, at, N, 0.0, FIRST_READ)
-            y = load_part(y_ptr + row * y_stride, at, N, 0.0, FIRST_READ)
-            tl.store(sums_ptr + part, tl.sum(dy * y, axis=0))
-            arrive(flags_ptr, row)
-
-
 def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, elements: int) -> Tensor:
     """y of x. ``causal``: in square matrices, only the columns up to the diagonal count, and the
     others are zero."""
@@ -193,21 +167,6 @@ def softmax_fwd(x, causal) -> Tensor:
     return launch_fwd(_fwd, _fwd_long, x, causal, "softmax_fwd", elements=4096)
 
 
-def _launch_parts(dy: Tensor, y: Tensor) -> Tensor:
-    M, N = y.shape
-    dx = y.new_empty(M, N)
-    if tracing(y):
-        return dx
-    # H200, bf16, 4096 x 128256: 892 us; whole rows 977
-    c = launch_config.tile("softmax_bwd_parts", N, y.itemsize, elements=1, max_block_n=16384, per_thread=64)
-    parts = cdiv(N, c.block_n)
-    most, lag = next_power_of_2(parts), min(M, lag_of(2 * N * y.itemsize))
-    tensors = dy, y, dx, flags_of(y, M), y.new_empty(M * most, dtype=torch.float32)
-    numbers = M, N, dy.stride(0), y.stride(0), lag
-    launch(_bwd_parts, (2 * parts * (M + lag),), *tensors, *numbers, PARTS=most, **c.row)
-    return dx
-
-
 def _sweep(N: int, itemsize: int) -> tuple[int, int]:
     # H200, bf16, 2048 x 128256: 516 us; 585 us with blocks of 8192, which unaligned rows need
     block = 32768 if N >= 65536 and not N % 16 and itemsize == 2 else 8192
@@ -216,8 +175,6 @@ def _sweep(N: int, itemsize: int) -> tuple[int, int]:
 
 @launcher("(Tensor dy, Tensor y) -> Tensor")
 def softmax_bwd(dy, y) -> Tensor:
-    if splits_rows(y, MAX_N):
-        return _launch_parts(dy, y)
     return launch_bwd(_bwd, _bwd_long, dy, y, "softmax_bwd", _sweep)
 
 

@@ -28,7 +28,7 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
 # if Triton knows that widths and strides are such multiples.
 VARYING = (
     *("M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index"),
-    *("lag", "cos_batch", "sin_batch", "pos_batch", "label_stride"),
+    *("cos_batch", "sin_batch", "pos_batch", "label_stride"),
 )
 jit: Callable[..., Any] = functools.partial(triton.jit, do_not_specialize=VARYING)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -123,12 +123,6 @@ def exp(x):
     r = (x - n * 0.693359375) + n * 2.12194440e-4
     # beyond, tl.exp overflows and underflows as it should, and 2^n would not
     return tl.where(tl.abs(x) < 87.0, tl.exp2(r * 1.4426950408889634) * tl.exp2(n), tl.exp(x))
-
-
-@jit
-def finite(x):
-    """A row of -inf alone has no largest number to count from."""
-    return tl.where(x == -float("inf"), 0.0, x)
 
 
 @jit

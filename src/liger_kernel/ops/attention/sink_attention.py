@@ -710,13 +710,9 @@ def sink_attention_bwd(
             if by_document and tile["BLOCK_D"] > 64 and launch_config.arch().startswith("sm"):
                 tile["num_warps"] = 8  # four would spill
             grid, sizes = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), (length, B * H // G, H, G, D)
-            stops = (
-                None
-                if first is None
-                else _document_ends(first, valid)
-                if by_document
-                else _stops(first, tile["BLOCK_N"])
-            )
+            stops = None
+            if first is not None:
+                stops = _document_ends(first, valid) if by_document else _stops(first, tile["BLOCK_N"])
             numbers = *sizes, *strides, *how
             launch(_bwd_dkv, grid, do, q, k, v, first, valid, stops, *saved, dk, dv, *numbers, **flags, **tile)
     return dq, dk, dv, parts.sum((0, 1)).to(sinks.dtype)

@@ -35,9 +35,8 @@ from torch import Tensor
 
 from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
-from liger_kernel.ops._core.parts import FIRST_READ, arrive, draw, flags_of, lag_of, splits_rows, wait
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
-from liger_kernel.ops._core.tl import cdiv, exp_of, finite, jit, log, next_power_of_2, store_if, tanh, tl
+from liger_kernel.ops._core.tl import exp_of, jit, log, store_if, tanh, tl
 from liger_kernel.ops.losses.numbers import schema_of
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -130,6 +129,12 @@ def transformed_logits(z_ptr, bias_ptr, at, mask, scale, cap, EVICT: tl.constexp
         t = tanh(z / tl.cast(cap, tl.float32))
         z = t * tl.cast(cap, tl.float32)
     return z, t
+
+
+@jit
+def _finite(x):
+    """A row of -inf alone has no largest number to count from."""
+    return tl.where(x == -float("inf"), 0.0, x)
 
 
 @jit
@@ -244,7 +249,7 @@ def _rows(
             # numbers are counted from the largest of the first block, or from 0 if that has none;
             # should that not suit the rest, from the largest of all
             z, _ = transformed_logits(z_ptr, bias_ptr, lane, lane < V, logit_scale, softcap, "evict_last")
-            lse = finite(tl.max(tl.where(lane < V, z, -float("inf")), axis=0))
+            lse = _finite(tl.max(tl.where(lane < V, z, -float("inf")), axis=0))
             STATS: tl.constexpr = predicted_ptr is not None
             MEAN: tl.constexpr = mean_ptr is not None
             ENTROPY: tl.constexpr = entropy_ptr is not None
@@ -261,7 +266,7 @@ def _rows(
                     col = start + lane
                     z, _ = transformed_logits(z_ptr, bias_ptr, col, col < V, logit_scale, softcap, "")
                     top = tl.maximum(top, tl.where(col < V, z, -float("inf")))
-                lse = finite(tl.max(top, axis=0))
+                lse = _finite(tl.max(top, axis=0))
                 row_total, weighted, wz_sum, z_sum, best = _sums(
                     z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
                 )
@@ -340,88 +345,6 @@ def _rows(
             tl.store(dz_ptr + y, dz_y.to(dz_ptr.dtype.element_ty))
 
 
-@jit
-def _plain_rows(
-    z_ptr, target_ptr, dz_ptr, norm_ptr, g_ptr, lse_in_ptr, flags_ptr, sums_ptr, loss_ptr, z_loss_ptr, lse_ptr,
-    M, V, z_stride, dz_stride, target_stride, g_stride, lag, ignore_index, z_loss, logit_scale,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``_rows`` for 16-bit logits and a loss without further terms; a row in parts (``parts``).
-    Its losses, or with lse_in its gradient alone."""
-    parts = tl.cdiv(V, BLOCK)
-    later = True
-    if lse_in_ptr is not None:
-        row = (tl.program_id(0) // parts).to(tl.int64)
-        part = tl.program_id(0) % parts
-    else:
-        # one program adds what the parts of a row have summed
-        row, part, later = draw(flags_ptr, parts, 1, lag)
-    if (row >= 0) & (row < M):
-        target = tl.load(target_ptr + row * target_stride)
-        col = part * BLOCK + tl.arange(0, BLOCK)
-        mask = col < V
-        scale = 1.0
-        if logit_scale is not None:
-            scale = tl.cast(logit_scale, tl.float32)
-        inside = (target >= 0) & (target < V)
-        if lse_in_ptr is None:
-            # PARTS maxima, as many sums, and the target's logit
-            sums_ptr += row * (2 * PARTS + 1)
-            if (not later) & (target != ignore_index):
-                z = tl.load(z_ptr + row * z_stride + col, mask=mask, other=-float("inf"), eviction_policy=FIRST_READ)
-                z = z.to(tl.float32) * scale
-                top = tl.max(z, axis=0)
-                shift = finite(top) * _LOG2E
-                tl.store(sums_ptr + part, top)
-                tl.store(sums_ptr + PARTS + part, tl.sum(tl.exp2(z * _LOG2E - shift), axis=0))
-                if part == 0:
-                    z_y = tl.load(z_ptr + row * z_stride + tl.where(inside, target, 0)).to(tl.float32) * scale
-                    tl.store(sums_ptr + 2 * PARTS, z_y)
-                arrive(flags_ptr, row)
-        if later & (target == ignore_index):
-            if dz_ptr is not None:
-                tl.store(dz_ptr + row * dz_stride + col, tl.zeros((BLOCK,), dz_ptr.dtype.element_ty), mask=mask)
-            if loss_ptr is not None:
-                tl.store(loss_ptr + row, 0.0)
-                tl.store(z_loss_ptr + row, 0.0)
-                tl.store(lse_ptr + row, 0.0)
-        elif later:
-            z = tl.zeros((BLOCK,), tl.float32)
-            if dz_ptr is not None:
-                z = tl.load(z_ptr + row * z_stride + col, mask=mask, other=0.0, eviction_policy="evict_first")
-                z = z.to(tl.float32) * scale
-            if lse_in_ptr is not None:
-                lse = tl.load(lse_in_ptr + row).to(tl.float32)
-            else:
-                wait(flags_ptr, row, parts)
-                k = tl.arange(0, PARTS)
-                largest = tl.load(sums_ptr + k, mask=k < parts, other=-float("inf"), volatile=True)
-                totals = tl.load(sums_ptr + PARTS + k, mask=k < parts, other=0.0, volatile=True)
-                top = finite(tl.max(largest, axis=0))
-                low = log(tl.sum(totals * tl.exp2((largest - top) * _LOG2E), axis=0))
-                both = top.to(tl.float64) + low.to(tl.float64)
-                lse = both.to(tl.float32)
-            z_loss = tl.cast(z_loss, tl.float32)
-            factor = tl.where(inside, 1.0, float("nan"))
-            if loss_ptr is not None:
-                nll = lse - tl.load(sums_ptr + 2 * PARTS, volatile=True)
-                z_term = z_loss * lse * lse
-                # a probability above 1 is rounding
-                tl.store(loss_ptr + row, factor * (tl.where(nll < 0.0, 0.0, nll) + z_term))
-                tl.store(z_loss_ptr + row, factor * z_term)
-                tl.store(lse_ptr + row, both)
-            if dz_ptr is not None:
-                factor *= scale
-                if norm_ptr is not None:
-                    factor *= 1.0 / tl.load(norm_ptr).to(tl.float32)
-                if g_ptr is not None:
-                    factor *= tl.load(g_ptr + row * g_stride).to(tl.float32)
-                p = tl.exp2(z * _LOG2E - lse * _LOG2E)
-                dz = p * (factor * (1.0 + 2.0 * z_loss * lse)) - tl.where(col == target, factor, 0.0)
-                at = dz_ptr + row * dz_stride + col
-                tl.store(at, dz.to(dz_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-
-
 @dataclass
 class RowLosses:
     """Per-row results, each (M,): fp32 loss, z-loss, entropy (if requested) and mean logit;
@@ -490,13 +413,6 @@ def row_kernel(
     # the kernel has no strides for vectors of V
     class_weight, bias = (None if t is None else t.contiguous() for t in (class_weight, bias))
     weight_sum = None if class_weight is None else class_weight.float().sum()
-    asked = loss.label_smoothing, loss.token_scaling, loss.stats, loss.entropy, loss.mean
-    plain = not any(asked) and all(t is None for t in (class_weight, bias, g_entropy, loss.softcap))
-    # H200, 8192 x 128256, in parts and whole rows: the losses alone 610 and 810 us, the gradient of
-    # a known lse 1044 and 1059, but both at once 1713 and 1376
-    apart = (dz is None and lse is None) or (out is None and lse is not None)
-    if apart and plain and z.itemsize == 2 and splits_rows(z, 8192):
-        return _launch_plain(z, target, loss, out, dz, norm, g, lse)
     # H200, out of place, 8192 x 128256 bf16: 1318 us with 32 warps, 1431 to 1493 with 8 or 16 and
     # pipelined loads (two passes at copy speed: 987). More terms take registers
     more = loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean
@@ -516,23 +432,6 @@ def row_kernel(
     numbers = loss.ignore_index, loss.label_smoothing or None, loss.z_loss, scale, loss.softcap
     launch(_rows, (M,), z, *tensors, *results, V, *strides, *numbers, DFT=loss.token_scaling, **c.row)
     return None
-
-
-def _launch_plain(z, target, loss: Loss, out: RowLosses | None, dz, norm, g, lse) -> None:
-    M, V = z.shape
-    size = dict(max_block_n=8192, per_thread=64) if lse is None else dict(max_block_n=4096, per_thread=32)
-    c = launch_config.tile("cross_entropy_parts", V, z.itemsize, elements=1, **size)
-    parts, lag = cdiv(V, c.block_n), min(M, lag_of(V * z.itemsize))
-    flags, sums, n = None, None, M * parts
-    if lse is None:
-        flags, sums = flags_of(z, M), z.new_empty(M * (2 * next_power_of_2(parts) + 1), dtype=torch.float32)
-        n = (M + lag) * (parts + 1)
-    results = (None,) * 3 if out is None else (out.loss, out.z_loss, out.lse)
-    stride = lambda t: 0 if t is None else t.stride(0)
-    numbers = M, V, z.stride(0), stride(dz), target.stride(0), stride(g), lag, loss.ignore_index, loss.z_loss
-    scale = None if loss.logit_scale == 1.0 else loss.logit_scale
-    how = dict(PARTS=next_power_of_2(parts)) | c.row
-    launch(_plain_rows, (n,), z, target, dz, norm, g, lse, flags, sums, *results, *numbers, scale, **how)
 
 
 @dataclass

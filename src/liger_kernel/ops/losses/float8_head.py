@@ -47,13 +47,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, launch, on_gpu, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, finite, jit, next_power_of_2, tanh, tl
+from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tanh, tl
 from liger_kernel.ops.losses.chunks import auto_chunk_rows, dtype_of_dw
 from liger_kernel.ops.losses.cross_entropy_rows import (
     _LOG2E,
     Loss,
     RowLosses,
     Terms,
+    _finite,
     _weight,
     transformed,
     transformed_logits,
@@ -102,7 +103,7 @@ def _stats(
         z, _t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap, "")
         # the only pass over z: a block of classes fits one program
         top = tl.max(tl.where(mask, z, -float("inf")), axis=0)
-        shift = finite(top)
+        shift = _finite(top)
         d = tl.where(mask, z - shift, -float("inf"))
         # relative to the block, whose largest value goes with it: ``Stats.fill`` merges the blocks
         e = tl.exp(d)
@@ -144,7 +145,7 @@ def _gradient(
     if top_ptr is not None:  # from 8 bits of each logit
         code = tl.load(z_ptr + row[:, None] * N + col[None, :], mask=inside, other=255)
         top = tl.load(top_ptr + row, mask=row < M, other=0.0)
-        z = tl.where(code == 255, -float("inf"), finite(top)[:, None] - code.to(tl.float32) * (1.0 / STEPS))
+        z = tl.where(code == 255, -float("inf"), _finite(top)[:, None] - code.to(tl.float32) * (1.0 / STEPS))
     else:
         z = tl.load(z_ptr + row[:, None] * z_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
         if bias_ptr is not None:

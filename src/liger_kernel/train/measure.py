@@ -24,7 +24,7 @@ UNTIMED = 2
 class PeakMemory:
     """The highest memory between ``start`` and ``read``; pausing leaves a stretch out.
 
-    On a GPU: bytes that PyTorch's allocator handed out. ByItsModule: the process's resident set,
+    On a GPU: bytes that PyTorch's allocator handed out. On a CPU: the process's resident set,
     Python and libraries included, of which ``before`` is what was there at the start.
     """
 

@@ -466,7 +466,7 @@ def rope(
     cos, sin (B or 1, T, R/2) or (T, R/2) with R <= D; (B or 1, T, 2, R/2) with angles of the first
     and of the second column of each pair; or, with ``position_ids`` (B or 1, T), tables (L, R/2) or
     (1, L, R/2) that it indexes. If cos or sin require gradients, PyTorch computes everything.
-    A position outside its table gives NaN on a GPU. ByItsModule it raises ``IndexError``, or, if
+    A position outside its table gives NaN on a GPU. Elsewhere it raises ``IndexError``, or, if
     negative, indexes from the end, as in PyTorch.
     """
     if casting not in CASTING:

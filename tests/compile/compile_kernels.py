@@ -169,7 +169,10 @@ def stored_weights() -> None:
             scales = *sizes[:-2], *(-(-n // of) for n, of in zip(sizes[-2:], blocks))
             float8_blocks.dense_blocks(_new(*sizes, dtype=float8.E4), _new(*scales), *blocks, dtype)
         float8_blocks.float8_cast_blocks(_new(64, 4096, dtype=dtype))
-        part = mxfp4.dense_mxfp4(*(_new(8, 5760, 90, *half, dtype=torch.uint8) for half in ((16,), ())), dtype)
+        experts = [_new(8, 5760, 90, *half, dtype=torch.uint8) for half in ((16,), ())]
+        part = mxfp4.dense_mxfp4(*experts, dtype)
+        for of in (dtype, torch.uint8):
+            mxfp4.rounded_sum_mxfp4(*experts, _new(8, 5760, 16), _new(8, 16, 2880), of)
         for x, w in ((_new(64, 2880, dtype=dtype), part.mT), (_new(64, 5760, dtype=dtype), part)):
             mxfp4.grouped_mm_part_(x, w, _new(32, dtype=torch.int32), 8, _new(64, w.shape[2], dtype=dtype))
     float8.transposed(_new(4096, 14336, dtype=float8.E4))

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from devices import DEVICE
 
+from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8_blocks, mxfp4, packed_weights
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4
@@ -100,3 +102,26 @@ def test_experts_with_what_they_lack():
         rounded_experts(weight, [adapter]).part(slice(1, 3), torch.float32) + delta[1:], expected[1:]
     )
     assert not torch.equal(expected, w)
+
+
+@pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+def test_experts_are_rounded_by_one_kernel():
+    """To the bits of PyTorch, between two numbers too. The products have no rounding of their own."""
+    torch.manual_seed(0)
+    E, N, K, R = 3, 70, 160, 20
+    blocks, scales = bytes_of(E, N, K // 32, 16), torch.randint(120, 124, (E, N, K // 32), dtype=torch.uint8)
+    scales[0, 0, :2] = torch.tensor([0, 254])
+    whole = lambda *shape: torch.randint(-3, 4, shape).float() / 64
+    adapters = [Adapter(whole(E, r, K), whole(E, N, r), scale) for r, scale in ((R, 0.5), (3, 0.25))]
+    product = sum(a.scale * a.b @ a.a for a in adapters)
+    plain = mxfp4.reference(blocks, scales, torch.float32)
+    nearest = mxfp4.blocks_of((plain + product).unflatten(-1, (-1, 32)), scales.int() - 127)
+    assert 0.2 < (nearest != blocks).float().mean() < 0.999
+    moved = [Adapter(a.a.to(DEVICE), a.b.to(DEVICE), a.scale) for a in adapters]
+    weight = mxfp4.mxfp4_experts(blocks.to(DEVICE), scales.to(DEVICE))
+    assert torch.equal(merged(weight, moved).values.cpu(), nearest)
+    lacking = mxfp4.reference(nearest, scales, torch.float32) - product
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(rounded_experts(weight, moved).dense(dtype).cpu(), lacking.to(dtype))
+    args = weight.blocks, weight.scales, moved[0].b, moved[0].a, torch.uint8
+    torch.library.opcheck(torch.ops.liger.rounded_sum_mxfp4.default, args, test_utils="test_faketensor")

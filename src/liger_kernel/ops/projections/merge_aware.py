@@ -13,15 +13,15 @@ s B A.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import once_differentiable, refuse_graphs, rows_of, shaped
+from liger_kernel.ops._core.operator import once_differentiable, refuse_graphs, rows_of, shaped, use_kernels
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.linear import dtypes_of, without_autocast
-from liger_kernel.ops.projections.mxfp4 import MXFP4Experts
+from liger_kernel.ops.projections.mxfp4 import MXFP4Experts, mxfp4_experts, rounded_sum_mxfp4
 from liger_kernel.ops.projections.weights import Operand, Weight, as_dtype
 
 
@@ -30,15 +30,23 @@ def merged(weight: Weight, adapters: Sequence[Adapter]) -> Weight:
     ``weight`` and the adapters in fp32."""
     if not adapters:
         return weight
+    b, a = _factors(adapters)
+    if isinstance(weight, MXFP4Experts) and _by_kernel(weight):
+        return replace(weight, blocks=rounded_sum_mxfp4(weight.blocks, weight.scales, b, a, torch.uint8))
     w = weight.dense(torch.float32)
     with without_autocast(w.device.type):
-        for adapter in adapters:
-            w = w + _product(adapter)
-    return weight.nearest(w)
+        return weight.nearest(w + b @ a)
 
 
-def _product(adapter: Adapter) -> Tensor:
-    return (adapter.b.float() @ adapter.a.float()).mul_(adapter.scale)
+def _factors(adapters: Sequence[Adapter]) -> tuple[Tensor, Tensor]:
+    """b (..., N, R) and a (..., R, K) in fp32, whose product is what all adapters add."""
+    b = torch.cat([adapter.b.float() * adapter.scale for adapter in adapters], -1)
+    return b, torch.cat([adapter.a.float() for adapter in adapters], -2)
+
+
+def _by_kernel(weight: MXFP4Experts) -> bool:
+    blocks = weight.blocks
+    return blocks.numel() > 0 and use_kernels(blocks.new_empty(0, dtype=torch.float32)) and blocks.is_contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +60,13 @@ class RoundedExperts(MXFP4Experts):
         return self.part(slice(None), dtype)
 
     def part(self, some: slice, dtype: torch.dtype) -> Tensor:
-        E, N, K = self.shape
-        y = self.blocks.new_empty((len(range(E)[some]), N, K), dtype=dtype)
-        # one expert after the other: its weights are in fp32 meanwhile
-        for place, e in enumerate(range(E)[some]):
-            one = MXFP4Experts((1, N, K), None, True, blocks=self.blocks[e : e + 1], scales=self.scales[e : e + 1])
-            adapters = [Adapter(a.a[e : e + 1], a.b[e : e + 1], a.scale) for a in self.adapters]
-            w = merged(one, adapters).dense(torch.float32)
-            with without_autocast(w.device.type):
-                y[place] = sum((-_product(a) for a in adapters), w)[0]
-        return y
+        adapters = [Adapter(adapter.a[some], adapter.b[some], adapter.scale) for adapter in self.adapters]
+        weight, (b, a) = mxfp4_experts(self.blocks[some], self.scales[some]), _factors(adapters)
+        if _by_kernel(weight):
+            return rounded_sum_mxfp4(weight.blocks, weight.scales, b, a, dtype)
+        w = merged(weight, adapters).dense(torch.float32)
+        with without_autocast(w.device.type):
+            return (w - b @ a).to(dtype)
 
 
 def rounded_experts(weight: MXFP4Experts, adapters: Sequence[Adapter]) -> RoundedExperts:

@@ -91,12 +91,17 @@ def e2m1(half):
 
 
 @jit
+def _power(bits):
+    """2^(bits - 127) in fp32."""
+    # 2^-127 has no exponent in fp32, only a fraction
+    return tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
+
+
+@jit
 def _dense(blocks_ptr, scales_ptr, y_ptr, n_blocks, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = (block < n_blocks)[:, None]
-    bits = tl.load(scales_ptr + block, mask=block < n_blocks, other=0).to(tl.int32)
-    # 2^-127 has no exponent in fp32, only a fraction
-    scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)[:, None]
+    scale = _power(tl.load(scales_ptr + block, mask=block < n_blocks, other=0).to(tl.int32))[:, None]
     byte = tl.load(blocks_ptr + block[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside, other=0).to(tl.int32)
     y = tl.interleave(e2m1(byte & 15) * scale, e2m1(byte >> 4) * scale)
     tl.store(y_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -115,6 +120,68 @@ def dense(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if blocks.numel() and use_kernels(blocks.new_empty(0, dtype=dtype)) and blocks.is_contiguous():
         return dense_mxfp4(blocks, scales.contiguous(), dtype)
     return reference(blocks, scales, dtype)
+
+
+@jit
+def _nearest(w):
+    """The code of the value in E2M1 nearest to w, as ``codes_of_e2m1``."""
+    size = tl.abs(w)
+    code = (size > 0.25).to(tl.int32) + (size > 0.75) + (size > 1.25) + (size > 1.75)
+    return code + (size > 2.5) + (size > 3.5) + (size > 5.0) + (w < 0).to(tl.int32) * 8
+
+
+@jit
+def _rounded_sum(
+    blocks_ptr, scales_ptr, b_ptr, a_ptr, y_ptr, N, K, R,
+    CODES: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """b (E, N, R); a (E, R, 2, K / 2), the even columns before the odd ones, as they lie in a byte."""
+    half = K // 2
+    down, across = tl.cdiv(N, BLOCK_N), tl.cdiv(half, BYTES)
+    tile, e = tl.program_id(0) % (down * across), (tl.program_id(0) // (down * across)).to(tl.int64)
+    row = (tile // across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col = (tile % across) * BYTES + tl.arange(0, BYTES)
+    r, mask = tl.arange(0, BLOCK_R), (row < N)[:, None] & (col < half)[None, :]
+    low = tl.zeros((BLOCK_N, BYTES), tl.float32)
+    high = tl.zeros((BLOCK_N, BYTES), tl.float32)
+    for first in range(0, R, BLOCK_R):
+        exists = first + r < R
+        b_tile = b_ptr + (e * N + row[:, None]) * R + first + r[None, :]
+        b = tl.load(b_tile, mask=(row < N)[:, None] & exists[None, :], other=0.0)
+        a_tile = a_ptr + (e * R + first + r[:, None]) * K + col[None, :]
+        inside = exists[:, None] & (col < half)[None, :]
+        low = tl.dot(b, tl.load(a_tile, mask=inside, other=0.0), low, input_precision="ieee")
+        high = tl.dot(b, tl.load(a_tile + half, mask=inside, other=0.0), high, input_precision="ieee")
+    at = (e * N + row[:, None]) * half + col[None, :]
+    bits = tl.load(scales_ptr + (e * N + row[:, None]) * (K // 32) + (col // 16)[None, :], mask=mask, other=127)
+    bits = bits.to(tl.int32)
+    scale, inverse = _power(bits), _power(254 - bits)
+    byte = tl.load(blocks_ptr + at, mask=mask, other=0).to(tl.int32)
+    first, second = (e2m1(byte & 15) * scale + low) * inverse, (e2m1(byte >> 4) * scale + high) * inverse
+    first, second = _nearest(first), _nearest(second)
+    if CODES:
+        tl.store(y_ptr + at, (first | second << 4).to(tl.uint8), mask=mask)
+    else:
+        y = tl.interleave(e2m1(first) * scale - low, e2m1(second) * scale - high)
+        out = 2 * (tile % across) * BYTES + tl.arange(0, 2 * BYTES)
+        out_mask = (row < N)[:, None] & (out < K)[None, :]
+        tl.store(y_ptr + (e * N + row[:, None]) * K + out[None, :], y.to(y_ptr.dtype.element_ty), mask=out_mask)
+
+
+_SUM = dict(BLOCK_N=64, BYTES=64, BLOCK_R=16, num_warps=8)
+
+
+@launcher("(Tensor blocks, Tensor scales, Tensor b, Tensor a, ScalarType dtype) -> Tensor")
+def rounded_sum_mxfp4(blocks, scales, b, a, dtype) -> Tensor:
+    """Of the number W' of this storage nearest to W + b a, b (E, N, R) and a (E, R, K): its blocks, in uint8, or
+    W' - b a in a floating ``dtype``."""
+    (E, N, G, _), R, codes = blocks.shape, b.shape[2], dtype == torch.uint8
+    y = torch.empty_like(blocks) if codes else blocks.new_empty(E, N, G * BLOCK, dtype=dtype)
+    a = a.unflatten(2, (-1, 2)).movedim(3, 2).contiguous()
+    grid = (E * cdiv(N, _SUM["BLOCK_N"]) * cdiv(G * BLOCK // 2, _SUM["BYTES"]),)
+    tensors = blocks, scales.contiguous(), b.contiguous(), a, y
+    launch(_rounded_sum, grid, *tensors, N, G * BLOCK, R, CODES=codes, **_SUM)
+    return y
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,8 +126,10 @@ def dense(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _nearest(w):
     """The code of the value in E2M1 nearest to w, as ``codes_of_e2m1``."""
     size = tl.abs(w)
-    code = (size > 0.25).to(tl.int32) + (size > 0.75) + (size > 1.25) + (size > 1.75)
-    return code + (size > 2.5) + (size > 3.5) + (size > 5.0) + (w < 0).to(tl.int32) * 8
+    # from 1 on, one bit of the fraction is left: a half is rounded down
+    normal = ((size.to(tl.int32, bitcast=True) + ((1 << 21) - 1)) >> 22) - 2 * 126
+    code = tl.where(size >= 1, tl.minimum(normal, 7), (size > 0.25).to(tl.int32) + (size > 0.75).to(tl.int32))
+    return code + (w < 0).to(tl.int32) * 8
 
 
 @jit

@@ -54,9 +54,12 @@ def reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def codes_of_e2m1(w: Tensor) -> Tensor:
-    """The bits of the values in E2M1 nearest to w, in uint8; those above 6 saturate."""
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=w.device)
-    return torch.bucketize(w.abs(), middles).to(torch.uint8) | (w < 0).to(torch.uint8) << 3
+    """The bits of the values in E2M1 nearest to w in fp32, in uint8; those above 6 saturate."""
+    size = w.abs()
+    # from 1 on, one bit of the fraction is left: a half is rounded down. A table would be copied from the host
+    normal = ((size.view(torch.int32) + ((1 << 21) - 1)) >> 22) - 2 * 126
+    code = torch.where(size >= 1, normal.clamp_(max=7).to(torch.uint8), (size > 0.25).to(torch.uint8) + (size > 0.75))
+    return code | (w < 0).to(torch.uint8) << 3
 
 
 def blocks_of(w: Tensor, exponent: Tensor) -> Tensor:
@@ -126,7 +129,6 @@ def dense(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _nearest(w):
     """The code of the value in E2M1 nearest to w, as ``codes_of_e2m1``."""
     size = tl.abs(w)
-    # from 1 on, one bit of the fraction is left: a half is rounded down
     normal = ((size.to(tl.int32, bitcast=True) + ((1 << 21) - 1)) >> 22) - 2 * 126
     code = tl.where(size >= 1, tl.minimum(normal, 7), (size > 0.25).to(tl.int32) + (size > 0.75).to(tl.int32))
     return code + (w < 0).to(tl.int32) * 8

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.optim import optimizer as _optimizers
 from torch.utils import _python_dispatch, checkpoint
 
 _C: Any = torch._C  # its stub lacks most of these names
@@ -119,3 +120,10 @@ def new_workspaces() -> None:
     """Let cuBLAS read again how large its workspaces are."""
     if torch.cuda.is_initialized():
         _C._cuda_clearCublasWorkspaces()
+
+
+def observes_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks see the steps of an optimizer. Without it a step that is replayed would call none."""
+    own: Any = optimizer
+    of_all = _optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks
+    return any((*of_all, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks))

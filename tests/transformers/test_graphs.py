@@ -2,6 +2,7 @@
 a replay calls the recorded function again, on the same fixed inputs."""
 
 import copy
+import dataclasses
 import gc
 import random
 import sys
@@ -343,7 +344,7 @@ def test_a_model_of_ones_own():
         found.append({"loss": loss.detach(), "table": model.table.weight.grad})
     assert_same_bits(found[2], found[0])
     assert recorded(model).replays == 2
-    with pytest.raises(ValueError, match=r"model must be an nn\.Module, got int"):
+    with pytest.raises(ValueError, match=r"model must be an nn\.Module or an optimizer, got int"):
         graphs.wrap(3)
 
 
@@ -437,3 +438,14 @@ def test_padded_rows_become_one(model_type):
     assert set(recording.inputs) == {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "num_items_in_batch"}
     assert recording.inputs["input_ids"].shape == (1, 64)
     assert recorded(model).replays == 4 and graphs.report(model).count("\n") == 0
+
+
+def test_labels_that_nobody_counts_take_the_whole_head(monkeypatch):
+    uncounted = lambda *args: dataclasses.replace(batches.batch_of(*args), counts=None)
+    said = "the whole head is computed: labels are on the GPU, and nobody counted them"
+    monkeypatch.setattr(micro_steps, "batch_of", uncounted)  # as those on a GPU
+    model = patched()
+    for T in (64, 64, 128, 128):
+        step(model, batch(T, ignored=5))
+    assert graphs.report(model).count(said) == 1
+    assert [s.most for s in recorded(model).steps.values()] == [256]

@@ -2,32 +2,60 @@
 
 A short step is bound by the host, which starts hundreds of kernels. ``apply(model, graphs=True)``
 does this for models of Transformers; ``wrap(model)`` for a model of one's own whose ``forward`` takes
-a batch and returns the loss.
+a batch and returns the loss; ``wrap(optimizer)`` for steps of AdamW.
 """
 
 from __future__ import annotations
 
+import functools
 import types
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import nn, optim
 
 from liger_kernel.graphs.micro_steps import KEY, MARK, lenders, recorded
+from liger_kernel.graphs.updates import Updates
 
 __all__ = ["forget", "lend_gradients", "report", "wrap"]
 
 
-def wrap(model: nn.Module) -> nn.Module:
+Wrapped = TypeVar("Wrapped", nn.Module, optim.Optimizer)
+
+
+def wrap(model: Wrapped) -> Wrapped:
     """Let training steps of ``model``, whose ``forward`` returns the loss, be replayed. Recorded are
-    sizes that come twice. Returns ``model``."""
+    sizes that come twice. Returns ``model``.
+
+    It may be an optimizer instead, PyTorch's Adam or AdamW, fused or capturable: its steps are replayed
+    where gradients lie as they did before, in the memory of replayed training steps above all
+    (``lend_gradients``). Learning rates may change at any time; they are rounded to fp32. Raises
+    ``ValueError`` for others.
+    """
+    if isinstance(model, optim.Optimizer):
+        _wrap_optimizer(model)
+        return model
     if not isinstance(model, nn.Module):
-        raise ValueError(f"graphs.wrap: model must be an nn.Module, got {type(model).__name__}")
+        raise ValueError(f"graphs.wrap: model must be an nn.Module or an optimizer, got {type(model).__name__}")
     forward: Any = model.forward
     if not hasattr(forward, MARK):
         own = getattr(forward, "__self__", None) is model
         function = forward.__func__ if own else lambda self, *args, **kwargs: forward(*args, **kwargs)
         model.forward = types.MethodType(recorded(function), model)
     return model
+
+
+def _wrap_optimizer(optimizer: optim.Optimizer) -> None:
+    on_gpu = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    if type(optimizer) not in (optim.Adam, optim.AdamW) or not on_gpu:
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"graphs.wrap: optimizer must be PyTorch's Adam or AdamW with fused=True or capturable=True, got {kind}"
+        )
+    if KEY not in vars(optimizer):
+        vars(optimizer)[KEY] = Updates(optimizer)
+        # a method with the marks of the old one: schedulers of the learning rate wrap it, and look for them
+        step: Any = functools.wraps(optimizer.step)(lambda self, closure=None: vars(self)[KEY](closure))
+        vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
 
 def lend_gradients(model: nn.Module) -> None:
@@ -40,14 +68,21 @@ def lend_gradients(model: nn.Module) -> None:
     lenders.update(model.modules())
 
 
-def report(model: nn.Module) -> str:
+def report(model: nn.Module | optim.Optimizer) -> str:
     """How many steps of ``model``, or of a model inside of it, are recorded and were replayed, and why
-    others were not."""
-    found = [str(vars(m)[KEY]) for m in model.modules() if KEY in vars(m)]
+    others were not. The same of an optimizer."""
+    found = [str(vars(m)[KEY]) for m in _parts(model) if KEY in vars(m)]
     return "\n".join(found) or "graphs: no training step has run"
 
 
-def forget(model: nn.Module) -> None:
-    """Free what is recorded of ``model``. Steps that follow are recorded again."""
-    for m in model.modules():
-        vars(m).pop(KEY, None)
+def forget(model: nn.Module | optim.Optimizer) -> None:
+    """Free what is recorded of ``model``, or of an optimizer. Steps that follow are recorded again."""
+    for m in _parts(model):
+        if isinstance(m, nn.Module):
+            vars(m).pop(KEY, None)
+        elif KEY in vars(m):
+            vars(m)[KEY].forget()
+
+
+def _parts(model: nn.Module | optim.Optimizer) -> list[Any]:
+    return list(model.modules()) if isinstance(model, nn.Module) else [model]

@@ -19,7 +19,7 @@ from torch import Tensor
 IGNORE = -100
 # tensors (B, T), and what padding has there; positions go on counting
 _TOKENS = {"input_ids": 0, "labels": IGNORE, "shift_labels": IGNORE, "attention_mask": 0, "position_ids": None}
-_LABELS = ("labels", "shift_labels")
+LABELS = ("labels", "shift_labels")
 # of packed rows: where documents begin in the flattened batch, and how long the longest one is at most
 _BOUNDS, _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _PARTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # bounds for the labels that count, as parts of B * T
@@ -123,7 +123,7 @@ def batch_of(
     pads = pads and all(name in _TOKENS and tensors[name].shape == ids.shape for name in alike)
     if packed := is_packed(tensors):
         pads = pads and len(ids) == 1 and "position_ids" in tensors
-    labels = [tensors[name] for name in _LABELS if name in tensors and tensors[name].shape == ids.shape]
+    labels = [tensors[name] for name in LABELS if name in tensors and tensors[name].shape == ids.shape]
     counts = None if row is None else row.counts
     if pads and not packed and tensors.keys() & {"attention_mask", "position_ids"}:
         unneeded, counts = _look(tensors.get("attention_mask"), tensors.get("position_ids"), labels)

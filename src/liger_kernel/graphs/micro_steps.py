@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
-from liger_kernel.graphs.batches import Batch, PackedRow, batch_of, is_packed
+from liger_kernel.graphs.batches import LABELS, Batch, PackedRow, batch_of, is_packed
 from liger_kernel.graphs.recorder import (
     Clock,
     CudaGraphs,
@@ -250,6 +250,7 @@ class Graphs:
         self._begun: Clock | None = None
         self._packs: Packs | None = None
         self._padded = ""  # why padded batches are not packed
+        self._uncounted = False  # whether a recording computes the whole head for labels on the GPU
         self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
         self._lent: list[MicroStep] = []  # their gradients may be in ``.grad``
@@ -428,6 +429,7 @@ class Graphs:
             self._kinds[of] = f"it cannot be recorded: {why}"
             return self._kinds[of]
         self.steps[key] = step
+        self._uncounted |= batch.counts is None and any(name in batch.tensors for name in LABELS)
         if len(self.steps) > MOST:
             self.steps.popitem(last=False)
         return step, batch
@@ -461,6 +463,7 @@ class Graphs:
         reasons = {why: packed for packed, why in sorted(self._exact.items(), reverse=True) if why}
         lines += [f"  {'packed ' * packed}rows are not padded: {why}" for why, packed in reasons.items()]
         lines += [f"  padded rows are not packed: {self._padded}"] if self._padded else []
+        lines += ["  the whole head is computed: labels are on the GPU, and nobody counted them"] * self._uncounted
         lines += [f"  {text}" for text in self._measured]
         return "\n".join(lines)
 

@@ -36,7 +36,7 @@ class Snapshot:
         config = getattr(model, "config", None)
         dicts = [*zip(modules, self._dicts), *([(None, vars(config))] if hasattr(config, "__dict__") else [])]
         seen = lambda m, name: name in _OF_TORCH or not type(m).__module__.startswith("torch.nn.")
-        named = [(d, [n for n, v in d.items() if seen(m, n) and _is_plain(v)]) for m, d in dicts]
+        named = [(d, [n for n, v in d.items() if seen(m, n) and is_plain(v)]) for m, d in dicts]
         self._plain = [(itemgetter(*names), d, names) for d, names in named if names]
         self._before = copy.deepcopy([read(d) for read, d, _ in self._plain])
         self._fixed = self._identities()
@@ -67,11 +67,11 @@ class Snapshot:
         return next((kind for kind, a, b in pairs if a != b), "")
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return len(value) < 64 and all(map(_is_plain, value.values()))
+        return len(value) < 64 and all(map(is_plain, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
-        return len(value) < 64 and all(map(_is_plain, value))
+        return len(value) < 64 and all(map(is_plain, value))
     return isinstance(value, _SCALARS)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import graphs
+from liger_kernel.graphs.updates import Updates
 from liger_kernel.train import adamw, adapters, folder, preview
 from liger_kernel.train.checkpoint import NUMBERS, Checkpoints
 from liger_kernel.train.config import TrainConfig, UserError
@@ -163,6 +164,9 @@ class _Run(Session):
         self.autocast = self.precision == "bf16-mixed" and not config.fully_sharded
         self.optimizer = optimizer_of(model.parameters(), config)
         self.in_backward = adamw.InBackward(self.optimizer) if config.optimizer_in_backward else None
+        otherwise = config.optimizer_on_cpu or config.optimizer_in_backward or ranks.world > 1
+        replayed = config.graphs and self.optimizer.defaults.get("fused") and not otherwise
+        self.updates = Updates(self.optimizer, self._clip) if replayed else None
         self.checkpoints = Checkpoints(Path(config.out) / "checkpoints", ranks, config.checkpoint_keep)
         self.step = self.position = self.tokens = self.nonfinite = self.skips = 0
         together = config.batch * self.parallel.data_ranks
@@ -208,6 +212,8 @@ class _Run(Session):
                 self._steps()
         finally:
             self.compilations.close()
+        if self.updates:
+            note(str(self.updates))
         metrics = self._metrics()
         if self.step == self.first:
             before = self.finished()
@@ -293,20 +299,28 @@ class _Run(Session):
         not finite, or with ``keep``."""
         if self.in_backward:
             return self.parallel.total(self.in_backward.norm().double().square(), sequences=True).sqrt()
+        if self.updates and not keep:
+            norm = self.updates()
+        else:
+            norm = self._clip(keep)
+            # torchao's optimizers have no switch, so the host waits for the norm
+            if self.optimizer.defaults.get("fused") or (not keep and bool(torch.isfinite(norm))):
+                self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _clip(self, keep: bool = False) -> Tensor:
+        """Clip the gradients, and let a fused step change nothing where their norm is not finite, or with
+        ``keep``. The norm."""
         norm = self.parallel.clip_grad_norm_(self.config.grad_clip or None)
         if self.optimizer.defaults.get("fused"):
-            # the fused kernel itself leaves weights and moments alone where this is 1: nobody waits
-            # for the norm
+            # its kernel itself leaves weights and moments alone where this is 1: nobody waits for
+            # the norm
             skip = torch.ones_like(norm, dtype=torch.bool) if keep else ~torch.isfinite(norm)
             where = "cpu" if self.config.optimizer_on_cpu else self.device
             fused: Any = self.optimizer
             # as GradScaler says it to an optimizer
             fused.found_inf, fused.grad_scale = skip.to(where, torch.float32), None
-            fused.step()
-        # torchao's optimizers have no such switch, so the host waits for the norm
-        elif not keep and bool(torch.isfinite(norm)):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _rehearse(self) -> None:

@@ -1,0 +1,204 @@
+"""Steps of optimizers that are replayed: the same weights and moments as those of steps that run. On a
+CPU a replay calls the optimizer again."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hf_models import DEVICE
+from small_runs import small_run
+from torch import nn
+
+from liger_kernel import graphs
+from liger_kernel.graphs import micro_steps, updates
+from liger_kernel.graphs.recorder import Repeated
+
+
+class Again(Repeated):
+    def record(self, run):
+        return run
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(updates, "recorder_of", lambda device: Again())
+
+
+def made(kind=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(DEVICE)
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 3e-3, "weight_decay": 0.3}]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return model, kind(groups, **({"lr": 1e-2, "fused": True} | options))
+
+
+def steps(model, optimizer, numbers, act=lambda i: None):
+    for i in numbers:
+        torch.manual_seed(i)
+        for p in model.parameters():
+            p.grad.copy_(torch.randn(p.shape, dtype=p.dtype))
+        act(i)
+        optimizer.step()
+
+
+def replays(optimizer) -> int:
+    return vars(optimizer)[micro_steps.KEY].replays
+
+
+def assert_same(a, b) -> None:
+    """Learning rates are rounded to fp32, which moves a weight by that at most."""
+    for x, y in zip(a[0].parameters(), b[0].parameters(), strict=True):
+        states = a[1].state[x], b[1].state[y]
+        torch.testing.assert_close([x, *states[0].values()], [y, *states[1].values()], rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_schedules_are_followed_without_another_recording(kind):
+    ours, want = made(kind, amsgrad=True), made(kind, amsgrad=True)
+    if kind is torch.optim.Adam:
+        graphs.wrap(ours[1])
+    for model, optimizer in (ours, want):
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        assert graphs.wrap(ours[1]) is ours[1]  # before a schedule is made, or after it
+        steps(model, optimizer, range(8), lambda i, schedule=schedule: i and schedule.step())
+    assert_same(ours, want)
+    assert ours[1].param_groups[0]["lr"] == want[1].param_groups[0]["lr"] == 1e-2 / 8
+    assert graphs.report(ours[1]) == "graphs: 1 optimizer steps recorded, 6 replayed"
+    graphs.forget(ours[1])
+    steps(*ours, range(3))
+    assert replays(ours[1]) == 8
+
+
+def test_other_places_and_numbers_are_noticed():
+    ours, want = made(), made()
+    graphs.wrap(ours[1])
+
+    def act(model, optimizer, i):
+        if i == 4:  # gradients in another place
+            for p in model.parameters():
+                optimizer.kept = [*getattr(optimizer, "kept", ()), p.grad]
+                p.grad = p.grad.clone()
+        if i == 8:
+            optimizer.param_groups[0]["betas"] = 0.5, 0.9
+        if i == 12:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if i == 16:
+            model[0].bias.grad = None
+
+    for model, optimizer in (ours, want):
+        for i in range(20):
+            if model[0].bias.grad is None:
+                model[0].bias.grad = torch.zeros_like(model[0].bias)
+            steps(model, optimizer, [i], lambda i, m=model, o=optimizer: act(m, o, i))
+    assert_same(ours, want)
+    assert 8 <= replays(ours[1]) <= 14
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_what_a_scaler_says_is_read_anew(bad):
+    ours, want = made(), made()
+    graphs.wrap(ours[1])
+
+    def act(optimizer, i):
+        optimizer.grad_scale = torch.tensor(2.0 + i, device=DEVICE)
+        optimizer.found_inf = torch.tensor(bad if i == 5 else 0.0, device=DEVICE)
+
+    for model, optimizer in (ours, want):
+        steps(model, optimizer, range(7), lambda i, optimizer=optimizer: act(optimizer, i))
+    assert_same(ours, want)
+    assert replays(ours[1]) == 5
+    assert ours[1].state[ours[0][0].weight]["step"] == 7 - bad
+
+
+def test_what_is_called_before_is_recorded_and_its_result_returned():
+    ours, want = made(), made()
+    clip = lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    replayed = updates.Updates(ours[1], lambda: clip(ours[0]))
+    found, expected = [], []
+    for _ in range(4):
+        steps(*want, [3], lambda i: expected.append(clip(want[0])))
+        steps(ours[0], optimizer=type("", (), {"step": lambda self: found.append(replayed())})(), numbers=[3])
+    assert_same(ours, want)
+    assert replayed.replays == 2 and found == expected and len({id(norm) for norm in found}) == 4
+
+
+def test_versions_say_that_weights_have_changed():
+    model, optimizer = made()
+    graphs.wrap(optimizer)
+    steps(model, optimizer, range(3))
+    updated = vars(optimizer)[micro_steps.KEY]
+    (place,) = updated.steps
+    updated.steps[place] = lambda: None, [None]  # as a graph, which no counter sees
+    before = [p._version for p in model.parameters()]
+    optimizer.step()
+    assert all(p._version > n for p, n in zip(model.parameters(), before, strict=True))
+
+
+def test_steps_that_cannot_be_replayed(monkeypatch):
+    model, optimizer = made()
+    graphs.wrap(optimizer)
+    hook = optimizer.register_step_post_hook(lambda *_: None)
+    steps(model, optimizer, range(3))
+    hook.remove()
+    assert optimizer.step(lambda: 7) == 7
+    assert graphs.report(optimizer).split("\n")[1:] == [
+        "  3 as it was: hooks see its steps",
+        "  1 as it was: step has a closure",
+    ]
+    for bad in (torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters()), 3):
+        with pytest.raises(ValueError, match=r"graphs\.wrap: (optimizer|model) must be"):
+            graphs.wrap(bad)
+    refused = lambda self, run: (_ for _ in ()).throw(RuntimeError("it waits"))
+    monkeypatch.setattr(type(updates.recorder_of(torch.device(DEVICE))), "record", refused)
+    want = made()
+    steps(*want, range(4))
+    other = made()
+    graphs.wrap(other[1])
+    torch.set_default_dtype(torch.bfloat16)  # in which rates would be rounded
+    try:
+        steps(*other, range(4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(other, want)
+    assert "2 as it was: it cannot be recorded: RuntimeError: it waits" in graphs.report(other[1])
+    monkeypatch.setattr(updates, "recorder_of", lambda device: None)
+    graphs.forget(other[1])
+    steps(*other, range(2))
+    assert "CUDA graphs need all of its tensors whole on one GPU" in graphs.report(other[1])
+
+
+def test_places_that_seldom_come_again_are_recorded_a_few_times_only():
+    model, optimizer = made()
+    graphs.wrap(optimizer)
+    kept = []
+    for _ in range(updates.TRIED + 3):
+        kept.append([p.grad for p in model.parameters()])
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        steps(model, optimizer, range(2))
+    assert len(vars(optimizer)[micro_steps.KEY].steps) == updates.TRIED
+    assert "its gradients seldom lie where they did" in graphs.report(optimizer)
+
+
+def test_runs_of_liger_train_replay_clipping_and_the_step(tmp_path, models_by_references, monkeypatch):
+    from liger_kernel.parallel import Parallel
+    from liger_kernel.train import loop
+
+    seen, clip = [], Parallel.clip_grad_norm_
+    poisoned = lambda self, norm: clip(self, norm) * (float("nan") if len(seen) % 6 == 4 else 1)
+    monkeypatch.setattr(Parallel, "clip_grad_norm_", lambda self, norm: seen.append(1) or poisoned(self, norm))
+    monkeypatch.setattr(updates, "recorder_of", lambda device: Again())
+    # as if gradients lay in one place
+    monkeypatch.setattr(updates.Updates, "_key", lambda self, numbers: (1,) if self.optimizer.state else None)
+    monkeypatch.setattr(loop, "note", (said := []).append)
+    records = [{"text": f"def add(a, b): return a + b + {i} " * 30} for i in range(20)]
+    config = small_run(tmp_path, records, steps=6, lr=0.1, grad_clip=0.1, nonfinite="skip", warmup=3)
+    want = loop.train(config)
+    found = loop.train(replace(config, graphs=True, out=f"{config.out}-2"))
+    assert len(seen) == 12 and found["nonfinite_steps"] == want["nonfinite_steps"] == 1
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-5) and want["losses"][-1] < want["losses"][0]
+    assert any("1 optimizer steps recorded, 4 replayed" in text for text in said)

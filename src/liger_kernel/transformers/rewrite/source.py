@@ -56,9 +56,9 @@ def _parsed(text: str) -> list[ast.stmt]:
 def match(pattern: str, block: list[ast.stmt], at: int = 0) -> Found | None:
     """What the placeholders stand for, if the statements from ``at`` on are those of
     ``pattern``."""
-    wanted = _parsed(pattern)
-    found: Found = {}
-    return found if _alike(wanted, block[at : at + len(wanted)], found) else None
+    wanted, found = _parsed(pattern), dict[str, Any]()
+    part = block[at : at + len(wanted)]
+    return found if [*map(type, wanted)] == [*map(type, part)] and _alike(wanted, part, found) else None
 
 
 def _alike(pattern: object, node: object, found: Found) -> bool:

@@ -172,7 +172,8 @@ def _rounded_sum(
         tl.store(y_ptr + (e * N + row[:, None]) * K + out[None, :], y.to(y_ptr.dtype.element_ty), mask=out_mask)
 
 
-_SUM = dict(BLOCK_N=64, BYTES=64, BLOCK_R=16, num_warps=8)
+# H200, 16 experts of 5760 x 2880, rank 4: 0.92 ms, with 64 outputs and 8 warps 1.09
+_SUM = dict(BLOCK_N=32, BYTES=64, BLOCK_R=16, num_warps=4)
 
 
 @launcher("(Tensor blocks, Tensor scales, Tensor b, Tensor a, ScalarType dtype) -> Tensor")

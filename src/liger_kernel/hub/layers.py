@@ -40,11 +40,14 @@ def _form(cls: Any) -> tuple[float, str, str] | None:
     return _FORMS[cls]
 
 
-class LigerRMSNorm(nn.Module):
+class _Stateless(nn.Module):
+    # what ``kernels`` asks of a layer before it uses it in training
+    can_torch_compile = has_backward = True
+
+
+class LigerRMSNorm(_Stateless):
     """``forward`` for a module with ``weight`` and eps: ``x / rms(x) * (weight + offset)``,
     rounded as the module's own class rounds."""
-
-    can_torch_compile = has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         form = _form(type(self))
@@ -54,68 +57,54 @@ class LigerRMSNorm(nn.Module):
         return rms_norm(hidden_states, self.weight, eps=getattr(self, eps), offset=offset, casting=casting)
 
 
-class LigerRotaryPosEmb(nn.Module):
+class LigerRotaryPosEmb(_Stateless):
     """``forward(q, k, cos, sin)`` for tables that hold each angle twice, as in ``cat((angles,
     angles), -1)``."""
-
-    can_torch_compile = has_backward = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         return rope(q, k, once(cos), once(sin), unsqueeze_dim=unsqueeze_dim, casting="none")
 
 
-class LigerSwiGLUMLP(nn.Module):
+class LigerSwiGLUMLP(_Stateless):
     """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(silu(gate(x)) *
     up(x))``."""
-
-    can_torch_compile = has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act="silu"))
 
 
-class LigerGEGLUMLP(nn.Module):
+class LigerGEGLUMLP(_Stateless):
     """``forward`` for a module with gate_proj, up_proj and down_proj: ``down(gelu(gate(x)) *
     up(x))``, with the tanh approximation of gelu."""
-
-    can_torch_compile = has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), act="gelu_tanh"))
 
 
-class LigerTiledSwiGLUMLP(nn.Module):
+class LigerTiledSwiGLUMLP(_Stateless):
     """``LigerSwiGLUMLP`` in tiles of the tokens, which the backward pass recomputes."""
-
-    can_torch_compile = has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         return in_tiles(LigerSwiGLUMLP.forward, self, x, True)
 
 
-class LigerTiledGEGLUMLP(nn.Module):
+class LigerTiledGEGLUMLP(_Stateless):
     """``LigerGEGLUMLP`` in tiles of the tokens, which the backward pass recomputes."""
-
-    can_torch_compile = has_backward = True
 
     def forward(self, x: Tensor) -> Tensor:
         return in_tiles(LigerGEGLUMLP.forward, self, x, True)
 
 
-class LigerLinear(nn.Module):
+class LigerLinear(_Stateless):
     """``forward`` for an ``nn.Linear``: PyTorch's, as one product leaves nothing to fuse."""
-
-    can_torch_compile = has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
 
 
-class LigerForCausalLMLossLayer(nn.Module):
+class LigerForCausalLMLossLayer(_Stateless):
     """``forward`` for Transformers' ``ForCausalLMLoss``: the cross entropy of each token's
     prediction of the next token, without a copy of the logits in fp32."""
-
-    can_torch_compile = has_backward = True
 
     def forward(
         self, logits: Tensor, labels: Tensor | None, vocab_size: int, num_items_in_batch: Tensor | float | None = None,

@@ -181,22 +181,6 @@ def test_frameworks_are_not_disturbed():
     assert_untouched(modules)
 
 
-def test_class_and_instance_path_together():
-    """A model whose classes are patched needs nothing more, and is stock again when they are."""
-    model = make("llama")
-    expected = step(model)[1]
-    modules, classes = snapshot(model), snapshot(*everything_of("llama"))
-    liger.apply_liger_kernel_to_llama()
-    liger._apply_liger_kernel_to_instance(model=model)
-    assert_untouched(modules)
-    assert_same_learning(step(model)[1], expected)
-    liger.restore()
-    assert_untouched(classes)
-    out, again = step(model)
-    assert out.logits is not None
-    assert_same_bits(again, expected)
-
-
 def test_models_without_our_head():
     for cls in (transformers.LlamaModel, transformers.LlamaForSequenceClassification):
         torch.manual_seed(0)

@@ -9,7 +9,6 @@ from hf_models import DEVICE, assert_same_bits, assert_same_learning, batch_of, 
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from watching import noted
 
-from liger_kernel.ops import expert_load
 from liger_kernel.ops._core import operator
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, instance_patches, restore, table
@@ -49,22 +48,6 @@ LOADS = {
     # rows with many equal logits, some of them equal throughout
     "tied": lambda: torch.randint(0, 3, (B * L, E), device=DEVICE),
 }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_counts_have_the_bits_of_stock(load, dtype, masked):
-    """Stock counts with ``histc``, or adds each token's mask to the experts of ``topk``."""
-    logits, K = LOADS[load]().to(dtype), 2
-    index = torch.topk(torch.softmax(logits, -1), K, -1)[1]
-    weight = MASK.reshape(-1).to(DEVICE, torch.float32) if masked else None
-    if weight is None:
-        expected = torch.bincount(index.flatten(), minlength=E).float()
-    else:
-        expected = torch.zeros(E, device=DEVICE).scatter_add_(0, index.flatten(), weight.repeat_interleave(K))
-    _, counts = expert_load(logits, index, weight)
-    assert torch.equal(counts, expected) and counts.sum() == K * (B * L if weight is None else weight.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

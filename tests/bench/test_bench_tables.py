@@ -5,7 +5,6 @@ import json
 import re
 from xml.etree import ElementTree
 
-import draw
 import plots
 import pytest
 
@@ -34,11 +33,6 @@ OPERATORS = [
     operator("rope", "llama3-8b", "upstream", 0.091, 0),
     WRONG,
     FAILED,
-]
-SWEPT = [
-    operator("jsd", f"tokens={n}", variant, n * slow, n, sweep="tokens", x=n)
-    for n in (1024, 2048, 4096)
-    for variant, slow in (("ours", 1e-4), ("eager", 3e-4))
 ]
 
 
@@ -131,23 +125,6 @@ def texts(rows: list, width: int = plots.drawing.WIDTH) -> dict[str, list[str]]:
         assert all(float(at.get("x")) + float(at.get("width")) <= width + 1 for at in boxes)
         found[plot.name] = [" ".join(text.split()) for text in parsed.itertext()]
     return found
-
-
-def test_plots_of_operators(tmp_path, capsys):
-    found = texts(OPERATORS + SWEPT)
-    ops = ("time-rms_norm", "memory-rms_norm", "time-rope", "memory-rope")
-    assert {*found} == {*(f"{op}-bf16" for op in ops), "tokens-jsd-bf16-full"}
-    norm = found["time-rms_norm-bf16"]
-    assert "0.0960 ms · 83 % of floor" in norm and "0.139 ms · 1.45x" in norm
-    assert {"inaccurate", "failed"} <= {*norm} and not any("built-in" in text and "x" in text for text in norm)
-    assert any(text.startswith("rms_norm: 1.45–1.86x the speed of LinkedIn's package") for text in norm)
-    # a loss is told like a win
-    assert any(text.startswith("rope: 0.97x the speed of") for text in found["time-rope-bf16"])
-    assert any("LinkedIn's package needs none" in text for text in found["memory-rope-bf16"])
-    assert {"ours", "PyTorch eager", "floor"} <= {*found["tokens-jsd-bf16-full"]}
-    (tmp_path / "rows.json").write_text(json.dumps({"meta": META, "rows": OPERATORS}))
-    assert draw.main([str(tmp_path / "rows.json"), str(tmp_path)]) == 0
-    assert capsys.readouterr().out.split() == [f"{tmp_path}/{op}-bf16.svg" for op in ops]
 
 
 def test_plots_of_steps():

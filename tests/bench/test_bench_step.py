@@ -456,26 +456,6 @@ def test_adapters_alone_are_trained(tmp_path):
         assert changed and all("lora" in name for name in changed)
 
 
-@pytest.mark.parametrize("named", [["q_proj", "up_proj", "down_proj"], ["down_proj"]])
-def test_adapters_of_experts(named, tmp_path):
-    """The names of an MLP's layers mean the parameters of the experts, with the rank that was
-    asked for."""
-    pytest.importorskip("peft", minversion="0.17")
-    changes = dict(config=TINY | EXPERTS, lora=4, lora_targets=named)
-    stock, ours = (
-        step_child.measure(spec(tmp_path, package=package, **changes))["rows"][0]
-        for package in (None, str(step.PACKAGE))
-    )
-    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
-    model = step_child.Training(spec(tmp_path, package=None, **changes)).model
-    found = {
-        getattr(m, "parameter_name", name.rpartition(".")[2]): m.r["default"]
-        for name, m in model.named_modules()
-        if hasattr(m, "lora_A")
-    }
-    assert found == {{"up_proj": "gate_up_proj"}.get(name, name): 4 for name in named}
-
-
 @pytest.mark.parametrize(
     ("how", "config", "kind", "count"),
     [

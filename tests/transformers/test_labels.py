@@ -16,7 +16,6 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -111,48 +110,6 @@ def test_forward(seed):
     batches = [micro_batch(r, packed=r.random() < 0.3) for _ in range(r.choice([1, 1, 2, 4]))]
     how = dict(scale=r.choice([1.0, 1 / len(batches)]), **divisors(r, counted(batches)))
     assert_same(learned(ours, batches, **how), learned(stock, batches, **how))
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, batches: list[dict[str, Tensor]]):
-        self.rows = [{k: v[i].cpu() for k, v in b.items()} for b in batches for i in range(B)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return self.rows[i]
-
-
-# two, one and three micro-batches a step, the first and the last with a step that has nothing to learn
-EVERY_TIME = (0, 1, 6)
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=[pytest.mark.slow] * (DEVICE == "cpu" and s not in EVERY_TIME)) for s in range(12)]
-)
-def test_trainer(tmp_path, seed):
-    """Steps of which some micro-batches, or all, have nothing to learn: losses and weights."""
-    r = random.Random(seed)
-    accumulate = r.choice([1, 2, 3])
-    batches = [micro_batch(r, packed=False) for _ in range(3 * accumulate)]
-    if seed % 3 == 0:  # the second step has none
-        for b in batches[accumulate : 2 * accumulate]:
-            b["labels"][:] = IGNORE
-    found = {}
-    steps = dict(max_steps=3, gradient_accumulation_steps=accumulate, per_device_train_batch_size=B, logging_steps=1)
-    quiet = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=DEVICE == "cpu")
-    how = dict(learning_rate=0.1, optim="sgd", train_sampling_strategy="sequential")
-    for use in (True, False):
-        args = transformers.TrainingArguments(str(tmp_path), **steps, **quiet, **how, use_liger_kernel=use)
-        model = make("llama")
-        trainer = transformers.Trainer(model, args, train_dataset=Rows(batches))
-        trainer.train()
-        logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found[use] = {"loss": torch.tensor(logs)} | {n: p.detach().cpu() for n, p in model.named_parameters()}
-    assert all(t.isfinite().all() for t in found[False].values()), "stock survives"
-    for name, t in found[False].items():
-        torch.testing.assert_close(found[True][name], t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def _rank(rank: int, folder: str, port: int, seeds: int) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernel import memory
 from liger_kernel.memory import offload as offloading
 
 Log = list[tuple[str, int]]
@@ -572,51 +571,6 @@ def test_an_error_in_the_forward_leaves_no_hooks():
     with pytest.raises(KeyError):
         offloads(fail)(x_of())
     assert offloading.top_hooks() is None
-
-
-def test_rematerialisation_within(moved, monkeypatch):
-    """What is recomputed is not offloaded, but what it is recomputed from is."""
-    monkeypatch.setattr(memory, "SMALL", 0)
-    calls = []
-
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        calls.append(1)
-        return x * w
-
-    class Blocks(Layers):
-        def __init__(self):
-            super().__init__(layers=3)
-            self.w = nn.Parameter(torch.rand(16, device=DEVICE))
-
-        def block(self, x, layer):
-            return layer(memory.cheap(norm, x, self.w))
-
-        def body(self, x):
-            for layer in self.layers:
-                x = x + self.block(x, layer)
-            return x
-
-        def forward(self, x):
-            return self.body(x)
-
-    class Rematerialised(Blocks):
-        block = memory.rematerialised(Blocks.block)
-
-    class Both(Rematerialised):
-        forward = offloading.offloaded(Blocks.body)
-
-    torch.manual_seed(0)
-    stock = Blocks()
-    learned = []
-    for cls in (Blocks, Rematerialised, Both):
-        module = cls()
-        module.load_state_dict(stock.state_dict())
-        calls.clear()
-        learned.append(learn(module))
-        assert len(calls) == (3 if cls is Blocks else 6)
-    assert_equal(learned[1], learned[0])
-    assert_equal(learned[2], learned[0])
-    assert len(moved) == 3 * 3  # of each block: its input, and the input and the output of the activation
 
 
 def test_several_graphs_at_once(lane):

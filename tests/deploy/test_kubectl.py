@@ -98,42 +98,33 @@ def ended(code, reason="Error"):
 
 RUNNING = {"running": {}}
 FULL = {"type": "PodScheduled", "status": "False", "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."}
-# a pod's status, and what is said of it
+
+
+def pod(phase, more=(), /, **of_trainer):
+    """A pod's status, of whose trainer this is known."""
+    return {"phase": phase, **dict(more), **({"containerStatuses": [container(**of_trainer)]} if of_trainer else {})}
+
+
+def waiting(reason, **more):
+    return {"reason": reason} | more
+
+
+COMPILES = {"initContainerStatuses": [container("warm-kernels", **RUNNING)]}
+# and what is said of it
 PODS = [
-    (dict(phase="Running", containerStatuses=[container(**RUNNING)]), "Running"),
+    (pod("Running", **RUNNING), "Running"),
+    (pod("Running", restarts=2, last=ended(75), **RUNNING), "Running; ended with 75 (told to stop, and saved)"),
+    (pod("Running", restarts=1, last=ended(137, "OOMKilled"), **RUNNING), "Running; ended with 137 (OOMKilled)"),
+    (pod("Pending", {"conditions": [FULL]}), f"Pending: {FULL['message']}"),
+    (pod("Pending", COMPILES, waiting=waiting("PodInitializing")), "warm-kernels compiles"),
+    (pod("Pending", waiting=waiting("ImagePullBackOff", message="no i:1")), "pytorch: ImagePullBackOff: no i:1"),
     (
-        dict(phase="Running", containerStatuses=[container(restarts=2, last=ended(75), **RUNNING)]),
-        "Running; ended with 75 (told to stop, and saved)",
-    ),
-    (
-        dict(phase="Running", containerStatuses=[container(restarts=1, last=ended(137, "OOMKilled"), **RUNNING)]),
-        "Running; ended with 137 (OOMKilled)",
-    ),
-    (dict(phase="Pending", conditions=[FULL]), f"Pending: {FULL['message']}"),
-    (
-        dict(
-            phase="Pending",
-            initContainerStatuses=[container("warm-kernels", **RUNNING)],
-            containerStatuses=[container(waiting={"reason": "PodInitializing"})],
-        ),
-        "warm-kernels compiles",
-    ),
-    (
-        dict(
-            phase="Pending", containerStatuses=[container(waiting={"reason": "ImagePullBackOff", "message": "no i:1"})]
-        ),
-        "pytorch: ImagePullBackOff: no i:1",
-    ),
-    (
-        dict(
-            phase="Running",
-            containerStatuses=[container(restarts=3, last=ended(2), waiting={"reason": "CrashLoopBackOff"})],
-        ),
+        pod("Running", restarts=3, last=ended(2), waiting=waiting("CrashLoopBackOff")),
         "pytorch: CrashLoopBackOff: ; ended with 2 (a mistake in the job: see its logs)",
     ),
-    (dict(phase="Failed", containerStatuses=[container(**ended(1))]), "pytorch; ended with 1 (Error)"),
-    (dict(phase="Succeeded", containerStatuses=[container(**ended(0, "Completed"))]), "Succeeded"),
-    (dict(phase="Unknown"), "Unknown"),
+    (pod("Failed", **ended(1)), "pytorch; ended with 1 (Error)"),
+    (pod("Succeeded", **ended(0, "Completed")), "Succeeded"),
+    (pod("Unknown"), "Unknown"),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from hf_models import tiny_model
-from quick import further
+from quick import further, words
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
@@ -29,27 +29,14 @@ CARRYING = {
     "rwkv": ({}, "rwkv.blocks.0.attention (RwkvSelfAttention)"),
     "minimax": ({}, "model.layers.1.self_attn (MiniMaxLightningAttention)"),
 }
-CARRYING_TOO = {
-    "bailing_hybrid": "BailingHybridDeltaAttention",
-    "bamba": "BambaMixer",
-    "falcon_h1": "FalconH1Mixer",
-    "falcon_mamba": "FalconMambaMixer",
-    "inkling_text": "InklingShortConvolution",
-    "jamba": "JambaMambaMixer",
-    "kimi_linear": "KimiLinearDeltaAttention",
-    "lfm3": "Lfm3ShortConv",
-    "mamba": "MambaMixer",
-    "mamba2": "Mamba2Mixer",
-    "nemotron_h": "NemotronHMamba2Mixer",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
-    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
-    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
-    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
-    "xlstm": "xLSTMLayer",
-    "zamba": "ZambaMambaMixer",
-    "zamba2": "Zamba2MambaMixer",
-    "zaya": "ZayaCCAProjection",
-}
+PAIRS = words("""
+    bailing_hybrid=BailingHybridDeltaAttention bamba=BambaMixer falcon_h1=FalconH1Mixer falcon_mamba=FalconMambaMixer
+    inkling_text=InklingShortConvolution jamba=JambaMambaMixer kimi_linear=KimiLinearDeltaAttention lfm3=Lfm3ShortConv
+    mamba=MambaMixer mamba2=Mamba2Mixer nemotron_h=NemotronHMamba2Mixer olmo_hybrid=OlmoHybridGatedDeltaNet
+    qwen3_5_moe_text=Qwen3_5MoeGatedDeltaNet qwen3_5_text=Qwen3_5GatedDeltaNet xlstm=xLSTMLayer
+    recurrent_gemma=RecurrentGemmaRecurrentBlock zamba=ZambaMambaMixer zamba2=Zamba2MambaMixer zaya=ZayaCCAProjection
+""")
+CARRYING_TOO = dict(pair.split("=") for pair in PAIRS)
 APART = {"llama": {}, "gpt2": {}, "mixtral": {}, "gemma3_text": {}, "lfm2": ATTENTION}
 
 

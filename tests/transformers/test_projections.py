@@ -352,22 +352,11 @@ def test_no_number_is_read_from_a_tensor(ran):
     assert losses[0] != losses[1]
 
 
-NUMBERS = [
-    ("llama", "variance_epsilon", 0.01),
-    ("falcon_h1", "gate_multiplier", 0.7),
-    ("gpt_oss", "alpha", 1.5),
-    *further(
-        ("qwen3", "variance_epsilon", 0.01),
-        ("qwen3_next", "variance_epsilon", 0.01),
-        ("gemma", "eps", 0.01),
-        ("falcon_h1", "down_multiplier", 0.7),
-        ("gpt_oss", "limit", 2.0),
-        ("gpt_oss", "scaling", 0.4),
-        ("granite", "residual_multiplier", 0.5),
-        ("granite", "embedding_multiplier", 2.0),
-        ("cohere", "logit_scale", 0.3),
-    ),
-]
+NUMBERS = [("llama", "variance_epsilon", 0.01), ("falcon_h1", "gate_multiplier", 0.7), ("gpt_oss", "alpha", 1.5)]
+NUMBERS += further(*((family, "variance_epsilon", 0.01) for family in ("qwen3", "qwen3_next")), ("gemma", "eps", 0.01))
+NUMBERS += further(("falcon_h1", "down_multiplier", 0.7), ("gpt_oss", "limit", 2.0), ("gpt_oss", "scaling", 0.4))
+NUMBERS += further(("granite", "residual_multiplier", 0.5), ("granite", "embedding_multiplier", 2.0))
+NUMBERS += further(("cohere", "logit_scale", 0.3))
 
 
 @pytest.mark.parametrize(("family", "name", "value"), NUMBERS)
@@ -531,33 +520,28 @@ def test_autocast_decides_over_the_dtype_of_four_bits(ran):
     assert ran == [3, 1, 3]
 
 
+def drops(dropout: nn.Module):
+    return lambda m: m.lora_dropout.update({"default": dropout})
+
+
+MINE = type("Linear", (lora_layer.Linear,), {"__module__": "mine"})
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda m: setattr(m, "cast_input_dtype_enabled", False), "casts of the input that are turned off"),
         (lambda m: setattr(m, "fan_in_fan_out", True), "a base whose weight lies the other way (Conv1D)"),
-        (
-            lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.5)}),
-            "the dropout of adapter 'default' is hooked, or a AlphaDropout",
-        ),
-        (
-            lambda m: m.lora_dropout.update({"default": nn.Dropout(1.0)}),
-            "the dropout of adapter 'default' drops everything",
-        ),
-        (
-            lambda m: m.lora_dropout.update({"default": nn.Dropout(torch.tensor(0.5))}),
-            "the dropout of adapter 'default' has a probability that is a tensor",
-        ),
+        (drops(nn.AlphaDropout(0.5)), "the dropout of adapter 'default' is hooked, or a AlphaDropout"),
+        (drops(nn.Dropout(1.0)), "the dropout of adapter 'default' drops everything"),
+        (drops(nn.Dropout(torch.tensor(0.5))), "the dropout of adapter 'default' has a probability that is a tensor"),
         (lambda m: m.lora_A["default"].half(), "the two matrices of adapter 'default' have different dtypes"),
         (
             lambda m: m.lora_variant.update({"default": peft.tuners.lora.variants.ALoraLinearVariant()}),
             "adapter 'default' is a ALoraLinearVariant",
         ),
         (lambda m: setattr(m, "forward", m.forward), "hooks, or a forward of its own"),
-        (
-            lambda m: setattr(m, "__class__", type("Linear", (type(m),), {"__module__": "mine"})),
-            "a layer of class mine.Linear",
-        ),
+        (lambda m: setattr(m, "__class__", MINE), "a layer of class mine.Linear"),
     ],
 )
 def test_reasons(change, reason):
@@ -610,8 +594,8 @@ CHANGES = {
     "dtype of A": lambda m: m.lora_A["default"].double(),
     "A": lambda m: m.lora_A.update({"default": nn.Linear(m.in_features, 4, bias=False)}),
     "class of B": lambda m: setattr(m.lora_B["default"], "__class__", Double),
-    "dropout": lambda m: m.lora_dropout.update({"default": nn.Dropout(0.25)}),
-    "class of dropout": lambda m: m.lora_dropout.update({"default": nn.AlphaDropout(0.5)}),
+    "dropout": drops(nn.Dropout(0.25)),
+    "class of dropout": drops(nn.AlphaDropout(0.5)),
     "p": lambda m: setattr(m.lora_dropout["default"], "p", 0.75),
     "evaluation": lambda m: m.eval(),
     "casts": lambda m: (m.lora_A.double(), m.lora_B.double(), setattr(m, "cast_input_dtype_enabled", False)),

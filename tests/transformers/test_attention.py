@@ -248,17 +248,6 @@ def test_masks_of_other_patterns_are_made():
     assert type(seen) is Tensor and bool(seen[0, 0, :, 0].any())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers(reentrant, calls, dense_masks):
-    packed, alone = batches()
-    expected = learnt(packing_model("llama", attends="sdpa"), alone)
-    dense_masks.clear()
-    model = checkpointed(packing_model("llama"), reentrant)
-    _learning_embedding(model)
-    assert_same_learning(learnt(model, packed), expected)
-    assert len(calls) == 4 and not dense_masks
-
-
 @pytest.mark.parametrize("backend", further("eager", "aot_eager"))
 def test_compiled_layers(backend, calls, dense_masks):
     packed, alone = batches()

@@ -21,7 +21,6 @@ from hf_models import (
     assert_same_learning,
     assert_untouched,
     batch_of,
-    checkpointed,
     everything_of,
     make,
     snapshot,
@@ -174,18 +173,6 @@ def test_generate(family):
     expected = model.generate(prompt, **arguments)
     with instance_patches(model, family, EVERYTHING, "fused")():
         assert torch.equal(model.generate(prompt, **arguments), expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-def test_tied_embeddings_and_gradient_checkpointing(family):
-    for reentrant in (False, True):
-        model = make(family, tie_word_embeddings=True)
-        assert model.lm_head.weight is model.get_input_embeddings().weight
-        _, expected = step(model)
-        with instance_patches(checkpointed(model, reentrant), family, EVERYTHING, "fused")():
-            out, learned = step(model)
-        assert out.logits is None
-        assert_same_learning(learned, expected)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are used everywhere there")
@@ -586,17 +573,3 @@ def test_layers_that_predict_further_tokens(family, path):
     assert further.shared_head is model.lm_head
     assert torch.equal(ours, drafted)
     assert_same_learning(learned, expected, TOLERANCE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["gpt2", "nemotron", "cohere"])
-def test_layer_norms_under_autocast(family, dtype):
-    """What comes out has the dtype that it has in stock models, on this device."""
-    norms = [m for m in make(family).modules() if type(m).__name__.endswith(("LayerNorm", "LayerNorm1P"))]
-    label = next(v for v in families.FAMILIES[family].swapped.values() if v.startswith("layer_norm"))
-    x = torch.randn(3, norms[0].weight.shape[0], device=DEVICE, dtype=dtype)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        expected = norms[0](x)
-        found = slots.VARIANTS[label](type(norms[0]).forward)(norms[0], x)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected)

@@ -161,12 +161,8 @@ def named(result, args):
 
 
 def exact(args):
-    return {
-        k: t.detach().double().requires_grad_(t.requires_grad)
-        if isinstance(t, torch.Tensor) and t.is_floating_point()
-        else t
-        for k, t in args.items()
-    }
+    wide = lambda t: t.detach().double().requires_grad_(t.requires_grad)
+    return {k: wide(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for k, t in args.items()}
 
 
 def module(o, **more):

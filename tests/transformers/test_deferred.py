@@ -399,11 +399,8 @@ class Alone(LlamaForCausalLM):
 
     def forward(self, input_ids, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        )
+        given = dict(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = None if labels is None else self.loss_function(**given)
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 

@@ -403,17 +403,9 @@ def test_mlp_modules_are_those_of_transformers():
     assert [lnn.LigerGEGLUMLPForGemma4(gemma, i).intermediate_size for i in (None, 2, 3)] == [12, 12, 24]
 
 
-OPTIONS = [
-    {},
-    dict(reduction="sum"),
-    dict(reduction="none"),
-    dict(ignore_index=2),
-    dict(label_smoothing=0.1),
-    dict(lse_square_scale=0.01, return_z_loss=True),
-    dict(softcap=1.5),
-    dict(weights=True, label_smoothing=0.1),
-    dict(return_token_accuracy=True, return_predicted_tokens=True),
-]
+OPTIONS = [{}, *(dict(reduction=r) for r in ("sum", "none")), dict(ignore_index=2), dict(label_smoothing=0.1)]
+OPTIONS += [dict(lse_square_scale=0.01, return_z_loss=True), dict(softcap=1.5)]
+OPTIONS += [dict(weights=True, label_smoothing=0.1), dict(return_token_accuracy=True, return_predicted_tokens=True)]
 
 
 def truth_of(logits, target, weights=None, lse_square_scale=0.0, softcap=None, **options):

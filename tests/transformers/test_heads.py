@@ -157,12 +157,8 @@ def test_memory_of_the_head(monkeypatch):
     for wrong in ("much", -1, True, "GB"):
         with pytest.raises(ValueError, match="head_memory: must be 'auto', 'low' or a number of bytes"):
             PatchOptions(head_memory=wrong)
-    assert [PatchOptions(head_memory=m).head_memory for m in (None, "2GB", "1500 mb", 7)] == [
-        "auto",
-        2 * 10**9,
-        15 * 10**8,
-        7,
-    ]
+    understood = [PatchOptions(head_memory=m).head_memory for m in (None, "2GB", "1500 mb", 7)]
+    assert understood == ["auto", 2 * 10**9, 15 * 10**8, 7]
 
 
 @dataclasses.dataclass

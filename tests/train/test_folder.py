@@ -168,33 +168,24 @@ def test_data_are_not_prepared_over_something_else(config, tmp_path):
     assert content(tmp_path / "rows") == before
 
 
-def records(config):
-    return {path.name: json.loads(path.read_text()) for path in Path(config.out).glob("liger-run*.json")}
+def recorded(config, field):
+    """What the records of starts say, by their names without liger-run and .json."""
+    found = {path.stem: json.loads(path.read_text()) for path in Path(config.out).glob("liger-run*.json")}
+    return {name.removeprefix("liger-run"): values[field] for name, values in found.items()}
 
 
 def test_starts_that_begin_anew_leave_what_was_there(config):
     first = loop.train(config)
     second = loop.train(replace(config, lr=1e-4))
     out = Path(config.out)
-    assert {name: found["lr"] for name, found in records(config).items()} == {
-        "liger-run.json": 1e-4,
-        "liger-run-1.json": None,
-    }
-    assert (
-        json.loads((out / "metrics-1.json").read_text())
-        == first
-        != second
-        == json.loads((out / "metrics.json").read_text())
-    )
+    assert recorded(config, "lr") == {"": 1e-4, "-1": None}
+    before, now = (json.loads((out / f"metrics{number}.json").read_text()) for number in ("-1", ""))
+    assert before == first != second == now
     assert len((out / "metrics-1.jsonl").read_text().splitlines()) == 2
     loop.train(replace(config, lr=1e-4))  # the same run once more
-    assert len(records(config)) == 2 and not list(out.glob("metrics-2*"))
+    assert len(recorded(config, "lr")) == 2 and not list(out.glob("metrics-2*"))
     loop.train(replace(config, steps=3))
-    assert {name: found["steps"] for name, found in records(config).items()} == {
-        "liger-run.json": 3,
-        "liger-run-1.json": 2,
-        "liger-run-2.json": 2,
-    }
+    assert recorded(config, "steps") == {"": 3, "-1": 2, "-2": 2}
     assert TrainConfig.load(out / "liger-run.json") == replace(config, steps=3)
 
 
@@ -203,10 +194,7 @@ def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config
     config = replace(config, trainer=trainer, checkpoint_every=1)
     loop.train(config)
     loop.train(replace(config, steps=4))
-    assert {name: found["steps"] for name, found in records(config).items()} == {
-        "liger-run.json": 4,
-        "liger-run-1.json": 2,
-    }
+    assert recorded(config, "steps") == {"": 4, "-1": 2}
     assert not list(Path(config.out).glob("metrics-*"))
     if trainer == "torch":
         assert len((Path(config.out) / "metrics.jsonl").read_text().splitlines()) == 4

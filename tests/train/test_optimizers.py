@@ -167,15 +167,9 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone(changes, con
     forget_the_newest(config)
     assert loop.train(config)["losses"] == losses
     assert saved(config) == expected
+    other = dict(optimizer="adamw" if "8bit" in config.optimizer else "adamw-8bit", optimizer_on_cpu=False)
     with pytest.raises(UserError, match=r"is of another optimizer: moments .* there, .* here"):
-        loop.train(
-            replace(
-                config,
-                optimizer="adamw" if "8bit" in config.optimizer else "adamw-8bit",
-                optimizer_on_cpu=False,
-                steps=6,
-            )
-        )
+        loop.train(replace(config, **other, steps=6))
 
 
 def test_runs_step_in_the_backward_with_the_same_bits(config):

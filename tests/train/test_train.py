@@ -392,14 +392,8 @@ def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, atte
     )
     learnt = alone.count(list(range(len(alone))))
     assert packed.count(list(range(len(packed)))) == learnt
-    sizes = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation=attention)).train()
     if patched:
@@ -448,11 +442,8 @@ def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
     datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
     parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
     (tmp_path / "array.json").write_text(json.dumps(CHATS, indent=1))
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda name, split, streaming: {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}[name, split],
-    )
+    there = {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: there[name, split])
     monkeypatch.setattr(records, "on_hub", lambda name, **_: None)
     named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
     named += [str(tmp_path / "array.json"), write_jsonl(tmp_path / "lines.json", CHATS)]
@@ -655,9 +646,8 @@ def test_a_run_learns_and_says_what_it_did(config, tmp_path):
     assert TrainConfig.load(tmp_path / "run" / "liger-run.json") == config
     assert len(metrics["losses"]) == len(metrics["gradient_norms"]) == len(metrics["learning_rates"]) == 12
     assert metrics["losses"][-1] < 0.8 * metrics["losses"][0]
-    assert [e["step"] for e in metrics["evaluations"]] == [6, 12] and metrics["evaluations"][1]["loss"] < metrics[
-        "evaluations"
-    ][0]["loss"]
+    first, last = metrics["evaluations"]
+    assert (first["step"], last["step"]) == (6, 12) and last["loss"] < first["loss"]
     assert metrics["tokens_per_second"] > 0 and metrics["peak_memory"] > 0
 
 
@@ -799,16 +789,9 @@ HIDDEN = [
     ("""{"password":"a, b", "n": 1, 'api_key': 'c'}""", """{"password":"***", "n": 1, 'api_key': '***'}"""),
     ("denied for correct-horse", "denied for ***"),
 ]
-PLAIN = [
-    "s3://bucket/run@v1",
-    "http://host:9000/run@v1",
-    "abfs://container@account.dfs.core.windows.net/x",
-    "hf://datasets/user/repo@main",
-    "file:///a/b",
-    "a@b.c",
-    '{"eos_token": "</s>", "key": "a"}',
-    "bearer of good news, sk-learn, task-force-of-many-words-in-a-name",
-]
+PLAIN = ["s3://bucket/run@v1", "http://host:9000/run@v1", "abfs://container@account.dfs.core.windows.net/x"]
+PLAIN += ["hf://datasets/user/repo@main", "file:///a/b", "a@b.c", '{"eos_token": "</s>", "key": "a"}']
+PLAIN += ["bearer of good news, sk-learn, task-force-of-many-words-in-a-name"]
 
 
 @pytest.mark.parametrize("text, shown", HIDDEN + [(text, text) for text in PLAIN])
@@ -914,14 +897,8 @@ def test_fewer_steps_than_the_checkpoint_has_are_no_failure(config, tmp_path):
     assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
-DAMAGED = [
-    b"5",
-    b'{"loss": 1}',
-    b"\0" * 4096,
-    b'{"step": 1' + b"0" * 5000 + b"}",
-    b"[" * 100000,
-    b'{"step":1,"lr":"\xff"}',
-]
+DAMAGED = [b"5", b'{"loss": 1}', b"\0" * 4096, b"[" * 100000, b'{"step":1,"lr":"\xff"}']
+DAMAGED += [b'{"step": 1' + b"0" * 5000 + b"}"]
 
 
 def test_damaged_lines_of_metrics_are_left_out(tmp_path, capsys):
@@ -1189,17 +1166,9 @@ def test_peak_memory_sees_what_was_freed_and_leaves_pauses_out():
 
 def ended(rates, losses=(4.0, 3.0)):
     """What a run of the demo says at its end."""
-    return {
-        "losses": losses,
-        "tokens_per_second": statistics.median(rates),
-        "rates": rates,
-        "peak_memory": 2e9,
-        "memory_before_training": 1e9,
-        "precision": "fp32",
-        "parameters": 1,
-        "device": "x",
-        "memory_kind": "y",
-    }
+    measured = dict(losses=losses, rates=rates, tokens_per_second=statistics.median(rates))
+    about = dict(peak_memory=2e9, memory_before_training=1e9, memory_kind="y")
+    return measured | about | dict(precision="fp32", parameters=1, device="x")
 
 
 def test_curves_that_differ_are_called_out():
@@ -1207,10 +1176,8 @@ def test_curves_that_differ_are_called_out():
     assert demo.compare(run, run)["agree"]
     report = demo.compare(run, other)
     assert not report["agree"] and "DO NOT AGREE" in demo.table(report, other)
-    assert (
-        report["tokens_per_second"].items()
-        >= {"stock": 100.0, "ours": 150.0, "ratio": 1.5, "quartiles": [1.5, 1.5], "clear": True}.items()
-    )
+    speeds = dict(stock=100.0, ours=150.0, ratio=1.5, quartiles=[1.5, 1.5], clear=True)
+    assert report["tokens_per_second"] | speeds == report["tokens_per_second"]
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,8 @@ from liger_kernel.train.config import UserError
 FIELDS = [field.name for field in dataclasses.fields(Job) if field.name != "train"]
 TEXTS = ["", " ", "a b", "a; rm -rf /", "$(reboot)", "`id`", "{{ .Values.image }}", '{{ include "x" . }}', "}}", "<b>"]
 TEXTS += ["<{{ x }}>", "'", '"', "a'b", 'a"b', "a: b", "- a", "&a", "*a", "!!python/object/apply:os.system [id]", "# a"]
-TEXTS += [
-    "a\nb: c",
-    "a\n---\nkind: Secret",
-    "../../../x",
-    "/etc/passwd",
-    "..",
-    "A=B",
-    "-3",
-    "1e3",
-    "0x10",
-    "yes",
-    "null",
-]
-TEXTS += ["lots", "x" * 5000, "\0", "\ufeff", "Ünïcode"]
+TEXTS += ["a\nb: c", "a\n---\nkind: Secret", "../../../x", "/etc/passwd", "..", "A=B", "-3", "1e3", "0x10", "yes"]
+TEXTS += ["null", "lots", "x" * 5000, "\0", "\ufeff", "Ünïcode"]
 MAPS = [{}, {"a": 1}, {"a; b": "c"}, {"a": "b c"}, {"": "x"}, {"A=B": "x"}]
 HOSTILE: list[Any] = [*TEXTS, 10**6, -1, 1.5, True, [], [1, "x"], *MAPS]
 OF_ITEMS = {  # of fields that hold items: what a value may be in them

@@ -20,16 +20,8 @@ from unittest import mock
 
 import torch
 
-PRELOADED = [
-    "interpreted",
-    "test_memory_safety",
-    "peft",
-    "warmed",
-    "transformers.models.llama.modeling_llama",
-    "liger_kernel.transformers",
-    "liger_kernel.model_sizes",
-    "liger_kernel.train.loop",
-]
+PRELOADED = ["interpreted", "test_memory_safety", "peft", "warmed", "transformers.models.llama.modeling_llama"]
+PRELOADED += ["liger_kernel.transformers", "liger_kernel.model_sizes", "liger_kernel.train.loop"]
 
 
 @functools.cache

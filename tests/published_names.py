@@ -36,19 +36,8 @@ HEADER = (
 def newest(folder: Path, version: str | None = None) -> Path:
     """The wheel, downloaded by pip into ``folder``; ``CalledProcessError`` without a network."""
     asked = f"liger-kernel=={version}" if version else "liger-kernel"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-        asked,
-    ]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    flags = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest"]
+    subprocess.run([sys.executable, *flags, str(folder), asked], check=True, capture_output=True, text=True)
     (wheel,) = folder.glob("liger_kernel-*.whl")
     return wheel
 

@@ -238,16 +238,9 @@ def test_kernels_are_counted_between_separators():
         span = types.SimpleNamespace(start=start, elapsed_us=lambda: length)
         return types.SimpleNamespace(name=name, time_range=span, device_type=torch.autograd.DeviceType.CUDA)
 
-    events = [
-        event("memset", 0, 50),
-        event("spin_kernel(long)", 1, 9),
-        event("_fwd", 2, 3.0),
-        event("_bwd", 3, 4.0),
-        event("spin_kernel(long)", 4, 9),
-        event("copy", 5, 7),
-        event("spin_kernel(long)", 6, 9),
-        event("spin_kernel(long)", 7, 9),
-    ]
+    spin = lambda at: event("spin_kernel(long)", at, 9)
+    events = [event("memset", 0, 50), spin(1), event("_fwd", 2, 3.0), event("_bwd", 3, 4.0), spin(4)]
+    events += [event("copy", 5, 7), spin(6), spin(7)]
     assert clock._between_separators(types.SimpleNamespace(events=lambda: events[::-1])) == [[3.0, 4.0], []]
 
 

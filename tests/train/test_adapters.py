@@ -259,15 +259,8 @@ def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
 def test_experts_in_fp8_have_adapters(config, tmp_path):
     """Whose names are those of a dense model: they are stored after PEFT has found them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-    sizes = dict(
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    sizes |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2)
+    sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=16)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2)
     torch.manual_seed(0)
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(
         tmp_path / "moe"

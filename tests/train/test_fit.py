@@ -445,22 +445,11 @@ def test_more_of_a_run_needs_more():
 
 def test_what_is_replaced_comes_back(monkeypatch):
     monkeypatch.setattr(simulated, "_phases", PHASES)
-    replaced = lambda: (
-        *(
-            torch.nn.functional.scaled_dot_product_attention,
-            torch.nn.functional.dropout,
-            offloading.PLAIN,
-            memory.PLAIN,
-            offloading._lane,
-        ),
-        *(
-            torch.nn.parallel.DistributedDataParallel,
-            torch.UntypedStorage.resize_,
-            FSDPParamGroup.unshard,
-            FSDPParamGroup.post_backward,
-        ),
-        torch.distributed.is_initialized(),
-    )
+    places = [(torch.nn.functional, "scaled_dot_product_attention"), (torch.nn.functional, "dropout")]
+    places += [(offloading, "PLAIN"), (memory, "PLAIN"), (offloading, "_lane"), (torch.UntypedStorage, "resize_")]
+    places += [(torch.nn.parallel, "DistributedDataParallel")]
+    places += [(FSDPParamGroup, "unshard"), (FSDPParamGroup, "post_backward")]
+    replaced = lambda: [torch.distributed.is_initialized(), *(getattr(*place) for place in places)]
     before = replaced()
     refused("bitsandbytes", simulated.simulated, llama(1), replace(RUN, lora=2, quantize="int8"), "bf16-mixed")
     simulated.simulated(llama(1), RUN, "bf16")

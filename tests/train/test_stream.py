@@ -32,15 +32,8 @@ from liger_kernel.train.tokenise import tokenise, tokenizer_of, train_bpe
 
 pytestmark = pytest.mark.usefixtures("references")
 SIZE = 330  # characters of a record
-CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"say {i}"},
-            {"role": "assistant", "content": "yes " * (i % 5 + 1) + str(i)},
-        ]
-    }
-    for i in range(60)
-]
+said = lambda role, text: {"role": role, "content": text}
+CHATS = [{"messages": [said("user", f"say {i}"), said("assistant", "yes " * (i % 5 + 1) + str(i))]} for i in range(60)]
 
 
 def write_jsonl(path, records):

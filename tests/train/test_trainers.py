@@ -268,16 +268,8 @@ def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, caps
         transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **special).save_pretrained(
             tmp_path / name
         )
-        one = replace(
-            config,
-            model=str(tmp_path / "model"),
-            tokenizer=str(tmp_path / name),
-            out=str(tmp_path / "out" / name),
-            trainer=trainer,
-            save=None,
-            steps=2,
-            eval_fraction=0.2,
-        )
+        places = dict(model=str(tmp_path / "model"), tokenizer=str(tmp_path / name), out=str(tmp_path / "out" / name))
+        one = replace(config, **places, trainer=trainer, save=None, steps=2, eval_fraction=0.2)
         losses[name] = [loop.train(one)[curve] for curve in ("losses", "evaluations")]
         assert ("the tokenizer has no end token" in capsys.readouterr().out) == (name != "end")
     assert losses["neither"] == losses["pad"] == losses["far"] != losses["end"]  # which an answer learns

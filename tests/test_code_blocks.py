@@ -107,19 +107,11 @@ def llama() -> Any:
 
 def common(folder: Path) -> dict[str, Any]:
     ids = torch.randint(0, 512, (2, 32), device=DEVICE)
-    return {
-        "__name__": "page",
-        "torch": torch,
-        "TrainingArguments": transformers.TrainingArguments,
-        "apply_liger_kernel_to_llama": apply_liger_kernel_to_llama,
-        "AutoLigerKernelForCausalLM": AutoLigerKernelForCausalLM,
-        "name": folder / "checkpoint",
-        "model": llama(),
-        "ids": ids,
-        "labels": ids.clone(),
-        "rows": [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))],
-        "positions": torch.arange(32, device=DEVICE)[None],
-    }
+    imported = torch, transformers.TrainingArguments, apply_liger_kernel_to_llama, AutoLigerKernelForCausalLM
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8, 16))]
+    data = dict(ids=ids, labels=ids.clone(), rows=rows, positions=torch.arange(32, device=DEVICE)[None])
+    names = {each.__name__: each for each in imported} | {"__name__": "page", "name": folder / "checkpoint"}
+    return names | data | {"model": llama()}
 
 
 def of_readme(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from devices import DEVICE
 
 from liger_kernel.ops import OPS, cross_entropy, linear_logprobs
+from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, row_kernel
 
 inf = float("inf")
 
@@ -86,3 +88,20 @@ def test_a_label_out_of_range_makes_loss_and_gradient_nan(name, implementation):
     (dx,) = torch.autograd.grad(loss.sum(), x)
     assert loss.isnan().tolist() == [False, True, False, True, False, True] and loss_of().isnan()
     assert torch.equal(dx.isnan(), loss.isnan()[:, None].expand(6, 4)) and not dx[2].any()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_programs_that_share_a_row_may_write_over_its_logits(scaled):
+    M, V = 5, 20_000
+    z, target = torch.randn(M, V, device=DEVICE), torch.tensor([0, 8191, 8192, -100, V - 1], device=DEVICE)
+    s = Loss(reduction="none", token_scaling=scaled)
+    out, g, apart = RowLosses.empty(target, s), torch.rand(M, device=DEVICE), torch.empty_like(z)
+    row_kernel(z, target, s, out=out)
+    launched = []
+    for dz in (apart, z):
+        with _op.intercept_launches(lambda kernel, grid, *_: launched.append(grid[0])):
+            row_kernel(z, target, s, dz=dz, g=g, lse=out.lse)
+        row_kernel(z, target, s, dz=dz, g=g, lse=out.lse)
+    assert torch.equal(z, apart) and not z[3].any()
+    # unless all of them need the logit of the target
+    assert min(launched) == max(launched) == (M if scaled else 5 * M)

@@ -36,7 +36,7 @@ from torch import Tensor
 from liger_kernel.ops._core import launch_config
 from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
-from liger_kernel.ops._core.tl import exp_of, jit, log, store_if, tanh, tl
+from liger_kernel.ops._core.tl import cdiv, exp_of, jit, log, store_if, tanh, tl
 from liger_kernel.ops.losses.numbers import schema_of
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -146,10 +146,12 @@ def _weight(w_ptr, col, mask):
 @jit
 def _sums(
     z_ptr, bias_ptr, w_ptr, V, shift, scale, cap, lane,
-    SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, EVICT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's sums over classes of e = exp(z - shift), e (z - shift), w z and z, and the class
     of the largest z; what no flag asks for is 0."""
+    PRECISE: tl.constexpr = z_ptr.dtype.element_ty == tl.float32
     total = tl.zeros((BLOCK,), tl.float32)
     # lanes of their own: a reduction for each block would cost a barrier of all warps
     weighted = tl.zeros((BLOCK,), tl.float32)
@@ -160,7 +162,7 @@ def _sums(
     for start in range(0, V, BLOCK):
         col = start + lane
         mask = col < V
-        z, _ = transformed_logits(z_ptr, bias_ptr, col, mask, scale, cap, "evict_last")
+        z, _ = transformed_logits(z_ptr, bias_ptr, col, mask, scale, cap, EVICT)
         if SMOOTH:
             wz += tl.where(mask, z, 0.0) * _weight(w_ptr, col, mask)
         if MEAN:
@@ -169,11 +171,12 @@ def _sums(
             higher = mask & (z > top)
             top = tl.where(higher, z, top)
             at = tl.where(higher, col, at)
-        d = tl.where(mask, z - shift, -float("inf"))
-        e = exp_of(d, z_ptr.dtype.element_ty == tl.float32)
+        z = tl.where(mask, z, -float("inf"))
+        # exp2 of two products is one instruction less
+        e = exp_of(z - shift, True) if PRECISE else tl.exp2(z * _LOG2E - shift * _LOG2E)
         total += e
         if ENTROPY:
-            weighted += e * tl.maximum(d, -3e38)
+            weighted += e * tl.maximum(z - shift, -3e38)
     none = tl.cast(0.0, tl.float32)
     # as torch.argmax has it: the first class among equals
     best = tl.min(tl.where(top == tl.max(top, axis=0), at, V), axis=0) if STATS else tl.cast(0, tl.int32)
@@ -190,19 +193,19 @@ def _sums(
 def _rows(
     z_ptr, target_ptr, dz_ptr, w_ptr, w_sum_ptr, bias_ptr, norm_ptr, g_ptr, g_entropy_ptr, lse_in_ptr, entropy_in_ptr,
     loss_ptr, z_loss_ptr, lse_ptr, predicted_ptr, entropy_ptr, mean_ptr,
-    V, z_stride, dz_stride, target_stride, g_stride, g_entropy_stride, ignore_index,
+    V, z_stride, dz_stride, target_stride, g_stride, g_entropy_stride, ignore_index, splits,
     label_smoothing, z_loss, logit_scale, softcap, DFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: a sweep for lse and loss (unless lse is given), and one that writes dz,
-    where z is or elsewhere.
+    where z is or elsewhere. With lse, ``splits`` programs share a row's blocks.
 
     The first sweep keeps sums for each lane, reduced once a row. The second goes back from where
-    the first ended and finds most
-    of the row in the L2 cache. With logits of 32 bits lse has two parts, high and low: rounded to
-    one number of the size of the largest logit it
-    would be the largest error of all.
+    the first ended and finds most of the row in the L2 cache. With logits of 32 bits lse has two
+    parts, high and low: rounded to one number of the size of the largest logit it would be the
+    largest error of all.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // splits).to(tl.int64)
+    part = tl.program_id(0) % splits
     z_ptr += row * z_stride
     if dz_ptr is not None:
         dz_ptr += row * dz_stride
@@ -213,6 +216,7 @@ def _rows(
     ignored = target == ignore_index
     inside = (target >= 0) & (target < V)
     lane = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(V, BLOCK)
 
     if ignored:
         if loss_ptr is not None:
@@ -223,8 +227,9 @@ def _rows(
             store_if(mean_ptr, row, 0.0)
             store_if(entropy_ptr, row, 0.0)
         if dz_ptr is not None:
-            for start in range(0, V, BLOCK):
-                tl.store(dz_ptr + start + lane, tl.zeros((BLOCK,), dz_ptr.dtype.element_ty), mask=start + lane < V)
+            for i in range(part, blocks, splits):
+                col = i * BLOCK + lane
+                tl.store(dz_ptr + col, tl.zeros((BLOCK,), dz_ptr.dtype.element_ty), mask=col < V)
     else:
         # an address that may be read; ``factor`` makes the result NaN
         y = tl.where(inside, target, 0)
@@ -248,13 +253,15 @@ def _rows(
         else:
             # numbers are counted from the largest of the first block, or from 0 if that has none;
             # should that not suit the rest, from the largest of all
+            # the L2 cache keeps the row only for a second sweep
+            EVICT: tl.constexpr = "evict_first" if dz_ptr is None else "evict_last"
             z, _ = transformed_logits(z_ptr, bias_ptr, lane, lane < V, logit_scale, softcap, "evict_last")
             lse = _finite(tl.max(tl.where(lane < V, z, -float("inf")), axis=0))
             STATS: tl.constexpr = predicted_ptr is not None
             MEAN: tl.constexpr = mean_ptr is not None
             ENTROPY: tl.constexpr = entropy_ptr is not None
             row_total, weighted, wz_sum, z_sum, best = _sums(
-                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
+                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, EVICT, BLOCK
             )
             far = (row_total == float("inf")) | (row_total < 1e-30)
             # a difference of sums loses what they have in common: of e^87 and 87 e^87, everything
@@ -268,7 +275,20 @@ def _rows(
                     top = tl.maximum(top, tl.where(col < V, z, -float("inf")))
                 lse = _finite(tl.max(top, axis=0))
                 row_total, weighted, wz_sum, z_sum, best = _sums(
-                    z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, BLOCK
+                    z_ptr,
+                    bias_ptr,
+                    w_ptr,
+                    V,
+                    lse,
+                    logit_scale,
+                    softcap,
+                    lane,
+                    SMOOTH,
+                    STATS,
+                    MEAN,
+                    ENTROPY,
+                    EVICT,
+                    BLOCK,
                 )
             low = log(row_total)
             if entropy_ptr is not None:
@@ -316,8 +336,7 @@ def _rows(
             spread = factor * (on + 2.0 * z_loss * (lse + low))
             if SMOOTH:
                 spread += factor * smooth * w_sum
-            blocks = tl.cdiv(V, BLOCK)
-            for i in range(0, blocks):
+            for i in range(part, blocks, splits):
                 col = (blocks - 1 - i) * BLOCK + lane
                 mask = col < V
                 z, t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap, "evict_first")
@@ -342,7 +361,8 @@ def _rows(
             if softcap is not None:
                 dz_y *= 1.0 - t_y * t_y
             tl.debug_barrier()
-            tl.store(dz_ptr + y, dz_y.to(dz_ptr.dtype.element_ty))
+            own = (blocks - 1 - y // BLOCK) % splits == part
+            tl.store(dz_ptr + y, dz_y.to(dz_ptr.dtype.element_ty), mask=own)
 
 
 @dataclass
@@ -413,13 +433,17 @@ def row_kernel(
     # the kernel has no strides for vectors of V
     class_weight, bias = (None if t is None else t.contiguous() for t in (class_weight, bias))
     weight_sum = None if class_weight is None else class_weight.float().sum()
-    # H200, out of place, 8192 x 128256 bf16: 1318 us with 32 warps, 1431 to 1493 with 8 or 16 and
-    # pipelined loads (two passes at copy speed: 987). More terms take registers
+    # More terms take registers. H200, 8192 x 128256 bf16: losses alone 486 us with 8 warps, 810 with
+    # 32; both sweeps, out of place, 1318 with 32, 1431 to 1493 with 8 or 16 and pipelined loads (two
+    # passes at copy speed: 987); the gradient from lse 1001 by blocks, 1059 by rows
     more = loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean
     most = 4096 if more or z.itemsize == 4 else 8192
-    c = launch_config.tile(
-        "cross_entropy", V, z.itemsize, elements=1, max_block_n=most, per_thread=8
-    )  # one row a program
+    name, per_thread = "cross_entropy", 8
+    if dz is None or lse is not None:
+        name, per_thread = "cross_entropy_losses" if dz is None else "cross_entropy_gradients", 32
+    c = launch_config.tile(name, V, z.itemsize, elements=1, max_block_n=most, per_thread=per_thread)
+    # with token scaling every program needs the target's logit, which the gradient may replace
+    splits = 1 if lse is None or loss.token_scaling else cdiv(V, c.block_n)
     stride = lambda t: 0 if t is None else t.stride(0)
     tensors = target, dz, class_weight, weight_sum, bias, norm, g, g_entropy, lse, entropy
     # None for what was not requested: a kernel is compiled without it
@@ -429,8 +453,8 @@ def row_kernel(
         results = [*of_all, *(t if t.numel() else None for t in (out.predicted, out.entropy, out.mean))]
     strides = z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy)
     scale = None if loss.logit_scale == 1.0 else loss.logit_scale
-    numbers = loss.ignore_index, loss.label_smoothing or None, loss.z_loss, scale, loss.softcap
-    launch(_rows, (M,), z, *tensors, *results, V, *strides, *numbers, DFT=loss.token_scaling, **c.row)
+    numbers = loss.ignore_index, splits, loss.label_smoothing or None, loss.z_loss, scale, loss.softcap
+    launch(_rows, (M * splits,), z, *tensors, *results, V, *strides, *numbers, DFT=loss.token_scaling, **c.row)
     return None
 
 

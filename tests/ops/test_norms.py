@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -205,3 +206,14 @@ def test_published_launchers_take_a_strided_weight():
     assert torch.equal(y, expected)
     found = rms_norm_backward(dy, rows, w, rstd, 0.0, casting, block, warps)
     torch.testing.assert_close(found, rms_norm_backward(dy, rows, w.contiguous(), again, 0.0, casting), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", [rms_norm, fused_add_rms_norm, layer_norm], ids=lambda op: op.__name__)
+def test_few_wide_rows_keep_every_processor_busy(op):
+    """One program a row would leave most of a GPU idle."""
+    x, w = torch.empty(2, 1 << 18, device="meta", requires_grad=True), torch.empty(1 << 18, device="meta")
+    programs = []
+    with _op.intercept_launches(lambda kernel, grid, args, meta: programs.append(math.prod(grid))):
+        y = op(x, x, w) if op is fused_add_rms_norm else op(x, w)
+        torch.autograd.backward(y, [torch.empty_like(x)] * (2 if op is fused_add_rms_norm else 1))
+    assert len(programs) >= 4 and min(programs) >= 32

@@ -22,7 +22,17 @@ from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv
-from liger_kernel.ops.norms.rms_kernels import BWD_N, FWD_N, _bwd, _bwd_mean, _fwd, _fwd_wide, backward_grid, check_norm
+from liger_kernel.ops.norms.rms_kernels import (
+    BWD_N,
+    FWD_N,
+    _bwd,
+    _bwd_parts,
+    _fwd,
+    _fwd_parts,
+    backward_grid,
+    check_norm,
+    padded,
+)
 from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 
 
@@ -41,13 +51,19 @@ def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor
     s = x.new_empty(0) if residual is None else x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = s.new_empty(M, N, dtype=s.dtype if w is None or casting == "gemma" else torch.promote_types(s.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
-    wide = N > FWD_N
-    sizes = dict(elements=4096, per_thread=32, max_block_n=8192 if wide else FWD_N)
+    sizes = dict(elements=4096, per_thread=32, max_block_n=8192 if N > FWD_N else FWD_N)
     c = launch_config.tile("fused_add_rms_norm_fwd", N, s.itemsize, **sizes)
+    splits = cdiv(N, c.block_n)
+    grid, parts = (cdiv(M, c.block_m) * splits,), None
     # a stride for a tensor that is None: the kernel does not read it
-    numbers = M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps, offset
-    how = dict(CASTING=casting) | c.tile
-    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), x, residual, w, y, s, rstd, *numbers, **how)
+    strides = x.stride(0), 0 if residual is None else residual.stride(0)
+    if splits > 1:
+        parts = x.new_empty((M, splits), dtype=torch.float32)
+        launch(_fwd_parts, grid, x, residual, s, parts, M, N, *strides, splits, **c.tile)
+        x, residual, strides = (x, None, strides) if residual is None else (s, None, (N, 0))
+    numbers = M, N, *strides, splits, eps, offset
+    how = dict(CASTING=casting, SPLITS=padded(splits)) | c.tile
+    launch(_fwd, grid, x, residual, w, y, s, rstd, parts, *numbers, **how)
     return y, s, rstd
 
 
@@ -58,18 +74,19 @@ def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor
 def fused_add_rms_norm_bwd(dy, ds, s, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tensor]:
     """dx, which is dresidual, and dw; gradients that are not needed are empty."""
     M, N = s.shape
-    wide, c, programs, blocks = backward_grid("fused_add_rms_norm_bwd", M, N, s.itemsize, pipelined=3)
+    dtype = w.dtype if need_dw else s.dtype
+    c, grid, dw, p, splits = backward_grid("fused_add_rms_norm_bwd", s, N * need_dw, dtype, pipelined=3)
     dx = s.new_empty((M, N) if need_dx else 0)
-    partials = s.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
-    mean = s.new_empty(M if wide and need_dx else 0, dtype=torch.float32)
-    if wide and need_dx:
-        sums = M, N, dy.stride(0), s.stride(0), offset
-        launch(_bwd_mean, (cdiv(M, c.block_m),), dy, s, w, rstd, mean, *sums, **c.tile)
-    numbers = M, N, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0), offset
-    flags = dict(WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw)
-    tensors = dy, ds, s, w, rstd, mean, dx, partials
-    launch(_bwd, (programs, blocks), *tensors, *numbers, **flags, STAGES=c.stages, **c.tile)
-    return dx, column_sum(partials, w.dtype) if need_dw else s.new_empty(0)
+    parts = None
+    if splits > 1 and need_dx:
+        parts = s.new_empty((M, splits), dtype=torch.float32)
+        sums = M, N, dy.stride(0), s.stride(0), splits, offset
+        launch(_bwd_parts, (cdiv(M, p.block_m) * splits,), dy, s, w, rstd, parts, *sums, **p.tile)
+    numbers = M, N, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0), splits, offset
+    flags = dict(SPLITS=padded(splits), NEED_DX=need_dx, NEED_DW=need_dw)
+    tensors = dy, ds, s, w, rstd, parts, dx, dw
+    launch(_bwd, grid, *tensors, *numbers, **flags, STAGES=c.stages, **c.tile)
+    return dx, column_sum(dw, dtype) if need_dw else s.new_empty(0)
 
 
 class LigerFusedAddRMSNormFunction(torch.autograd.Function):

@@ -3,9 +3,8 @@ to x's dtype (Ba et al., arXiv:1607.06450).
 
 Shapes: x (..., N), w and b (N,), y like x.  M = product of the leading dims.
 
-The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. Rows too
-wide for the registers of one program are read
-twice, in blocks of columns.
+The variance is the mean of (x - mean)^2, never a difference of means, which would cancel. Rows too wide
+for the registers of one program are read twice, in blocks of columns.
 """
 
 from __future__ import annotations
@@ -18,8 +17,17 @@ from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
-from liger_kernel.ops.norms.rms_kernels import BWD_N, FWD_N, backward_grid, check_norm
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
+from liger_kernel.ops.norms.rms_kernels import (
+    BWD_N,
+    FWD_N,
+    backward_grid,
+    block_at,
+    check_norm,
+    from_the_end,
+    load_parts,
+    padded,
+)
 
 
 def reference(x, w, b, *, eps):
@@ -52,78 +60,62 @@ def standardised(x, mask, row, M, N, eps, mean_ptr, rstd_ptr):
 
 
 @jit
-def _fwd(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row, col, mask = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+def _fwd_parts(x_ptr, parts_ptr, M, N, x_stride, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Means, and sums of squared deviations from them, of the blocks of rows wider than a block."""
+    row, col, mask, part = block_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
     x = load_tile(x_ptr, row, col, x_stride, mask)
-    h = standardised(x, mask, row, M, N, eps, mean_ptr, rstd_ptr)
+    mean = tl.sum(x, axis=1) / tl.minimum(N - part * BLOCK_N, BLOCK_N)
+    h = tl.where(mask, x - mean[:, None], 0.0)
+    at = 2 * row * splits + part
+    tl.store(parts_ptr + at, mean, mask=row < M)
+    tl.store(parts_ptr + splits + at, tl.sum(h * h, axis=1), mask=row < M)
+
+
+@jit
+def _fwd(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, M, N, x_stride, splits, eps,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, col, mask, part = block_at(tl.program_id(0), M, N, splits, BLOCK_M, BLOCK_N)
+    x = load_tile(x_ptr, row, col, x_stride, mask)
+    if SPLITS:
+        # blocks are merged by their means, so that nothing cancels (Chan et al.)
+        n = tl.maximum(tl.minimum(N - tl.arange(0, SPLITS) * BLOCK_N, BLOCK_N), 0).to(tl.float32)[None, :]
+        means = load_parts(parts_ptr, 2 * row, 2 * M, splits, SPLITS)
+        squares = load_parts(parts_ptr, 2 * row + 1, 2 * M, splits, SPLITS)
+        mean = tl.sum(means * n, axis=1) / N
+        delta = means - mean[:, None]
+        rstd = tl.rsqrt(tl.sum(squares + delta * delta * n, axis=1) / N + tl.cast(eps, tl.float32))
+        tl.store(mean_ptr + row, mean, mask=(row < M) & (part == 0))
+        tl.store(rstd_ptr + row, rstd, mask=(row < M) & (part == 0))
+        h = (x - mean[:, None]) * rstd[:, None]
+    else:
+        h = standardised(x, mask, row, M, N, eps, mean_ptr, rstd_ptr)
     y = _affine(h, w_ptr, b_ptr, col, N)
     store_tile(y_ptr, row, col, N, y, mask)
 
 
 @jit
-def _fwd_wide(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_stride, eps,
+def _bwd_parts(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, parts_ptr, M, N, dy_stride, x_stride, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mean = tl.zeros((BLOCK_M,), tl.float32)
-    # sum of squared deviations from the mean of the columns so far (Chan et al.): blocks are merged
-    # by their means, so that nothing cancels
-    square = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        col = start + tl.arange(0, BLOCK_N)
-        mask = mask_of(row, M, col, N)
-        x = load_tile(x_ptr, row, col, x_stride, mask)
-        n = tl.minimum(N - start, BLOCK_N)
-        block_mean = tl.sum(x, axis=1) / n
-        h = tl.where(mask, x - block_mean[:, None], 0.0)
-        delta = block_mean - mean
-        share = tl.cast(n, tl.float32) / (start + n)
-        mean += delta * share
-        square += tl.sum(h * h, axis=1) + delta * delta * share * start
-    rstd = tl.rsqrt(square / N + tl.cast(eps, tl.float32))
-    tl.store(mean_ptr + row, mean, mask=row < M)
-    tl.store(rstd_ptr + row, rstd, mask=row < M)
-    # the second reading finds the row in the L2 cache
-    for start in range(0, N, BLOCK_N):
-        col = start + tl.arange(0, BLOCK_N)
-        mask = mask_of(row, M, col, N)
-        x = load_tile(x_ptr, row, col, x_stride, mask)
-        y = _affine((x - mean[:, None]) * rstd[:, None], w_ptr, b_ptr, col, N)
-        store_tile(y_ptr, row, col, N, y, mask)
-
-
-@jit
-def _bwd_means(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, M, N, dy_stride, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The means over a row that dx needs, of g = dy w and of g x_hat, for rows wider than a
-    block."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Sums of g = dy w and of g x_hat of rows wider than a block, of which dx needs the means."""
+    row, col, mask, part = block_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
     mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
-    g_sum = tl.zeros((BLOCK_M,), tl.float32)
-    gx_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        col = start + tl.arange(0, BLOCK_N)
-        mask = mask_of(row, M, col, N)
-        g = load_tile(dy_ptr, row, col, dy_stride, mask)
-        x = load_tile(x_ptr, row, col, x_stride, mask)
-        g = _affine(g, w_ptr, None, col, N)
-        g_sum += tl.sum(g, axis=1)
-        gx_sum += tl.sum(g * ((x - mean) * rstd), axis=1)
-    tl.store(means_ptr + row, g_sum / N, mask=row < M)
-    tl.store(means_ptr + M + row, gx_sum / N, mask=row < M)
+    g = load_tile(dy_ptr, row, col, dy_stride, mask)
+    x = load_tile(x_ptr, row, col, x_stride, mask)
+    g = _affine(g, w_ptr, None, col, N)
+    at = 2 * row * splits + part
+    tl.store(parts_ptr + at, tl.sum(g, axis=1), mask=row < M)
+    tl.store(parts_ptr + splits + at, tl.sum(g * ((x - mean) * rstd), axis=1), mask=row < M)
 
 
 @jit
 def _bwd(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride,
-    WIDE: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, parts_ptr, dx_ptr, dwb_ptr, M, N, dy_stride, x_stride, splits,
+    SPLITS: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -149,13 +141,12 @@ def _bwd(
                 dw += dy * x_hat
             if NEED_DX:
                 g = dy * w[None, :] if w_ptr is not None else dy
-                # a program that sees a part of a row cannot know its means: `_bwd_means` has been there
-                if WIDE:
-                    g_mean = tl.load(means_ptr + row, mask=row < M, other=0.0)
-                    gx_mean = tl.load(means_ptr + M + row, mask=row < M, other=0.0)
+                if SPLITS:
+                    g_sum = load_parts(parts_ptr, 2 * row, 2 * M, splits, SPLITS)
+                    gx_sum = load_parts(parts_ptr, 2 * row + 1, 2 * M, splits, SPLITS)
                 else:
-                    g_mean = tl.sum(g, axis=1) / N
-                    gx_mean = tl.sum(g * x_hat, axis=1) / N
+                    g_sum, gx_sum = g, g * x_hat
+                g_mean, gx_mean = tl.sum(g_sum, axis=1) / N, tl.sum(gx_sum, axis=1) / N
                 dx = (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * rstd
                 store_tile(dx_ptr, row, col, N, dx, mask)
     # a program's row of partial sums: dw, then db; one alone if the other is not needed
@@ -173,12 +164,14 @@ def layer_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty(M, N)
     # saved in fp32: the backward divides by the same numbers
     mean, rstd = x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
-    wide = N > FWD_N
-    c = launch_config.tile(
-        "layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=4096 if wide else FWD_N
-    )
-    tensors = x, w, b, y, mean, rstd
-    launch(_fwd_wide if wide else _fwd, (cdiv(M, c.block_m),), *tensors, M, N, x.stride(0), eps, **c.tile)
+    most = 4096 if N > FWD_N else FWD_N
+    c = launch_config.tile("layer_norm_fwd", N, x.itemsize, elements=4096, per_thread=32, max_block_n=most)
+    splits = cdiv(N, c.block_n)
+    grid, numbers, parts = (cdiv(M, c.block_m) * splits,), (M, N, x.stride(0), splits), None
+    if splits > 1:
+        parts = x.new_empty((M, 2, splits), dtype=torch.float32)
+        launch(_fwd_parts, grid, x, parts, *numbers, **c.tile)
+    launch(_fwd, grid, x, w, b, y, mean, rstd, parts, *numbers, eps, SPLITS=padded(splits), **c.tile)
     return y, mean, rstd
 
 
@@ -189,17 +182,16 @@ def layer_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
 def layer_norm_bwd(dy, x, w, mean, rstd, need_dx, need_dw, need_db, dtype) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     M, N = x.shape
-    wide, c, programs, blocks = backward_grid("layer_norm_bwd", M, N, x.itemsize, pipelined=2)
+    columns = N * (need_dw + need_db)
+    c, grid, dwb, p, splits = backward_grid("layer_norm_bwd", x, columns, dtype, pipelined=2)
     dx = x.new_empty((M, N) if need_dx else 0)
-    partials = x.new_empty(programs, N * (need_dw + need_db), dtype=torch.float32)
-    # an empty tensor where nobody reads it: kernels take no other number of arguments
-    means = x.new_empty(2 * M if wide and need_dx else 0, dtype=torch.float32)
-    tensors, numbers = (dy, x, w, mean, rstd), (M, N, dy.stride(0), x.stride(0))
-    if wide and need_dx:
-        launch(_bwd_means, (cdiv(M, c.block_m),), *tensors, means, *numbers, **c.tile)
-    flags = dict(WIDE=wide, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, STAGES=c.stages)
-    launch(_bwd, (programs, blocks), *tensors, means, dx, partials, *numbers, **flags, **c.tile)
-    return dx, column_sum(partials, dtype) if need_dw or need_db else x.new_empty(0, dtype=dtype)
+    tensors, numbers, parts = (dy, x, w, mean, rstd), (M, N, dy.stride(0), x.stride(0), splits), None
+    if splits > 1 and need_dx:
+        parts = x.new_empty((M, 2, splits), dtype=torch.float32)
+        launch(_bwd_parts, (cdiv(M, p.block_m) * splits,), *tensors, parts, *numbers, **p.tile)
+    flags = dict(SPLITS=padded(splits), NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db, STAGES=c.stages)
+    launch(_bwd, grid, *tensors, parts, dx, dwb, *numbers, **flags, **c.tile)
+    return dx, column_sum(dwb, dtype) if columns else x.new_empty(0, dtype=dtype)
 
 
 class LigerLayerNormFunction(torch.autograd.Function):

@@ -33,8 +33,8 @@ def rms_norm_fwd(x, w, eps, offset, casting) -> tuple[Tensor, Tensor]:
     rstd = x.new_empty(M, dtype=torch.float32)
     c = launch_config.tile("rms_norm_fwd", N, x.itemsize, elements=4096, per_thread=32)
     # without a residual there is no sum to store: its dtype is all that the kernel asks of it
-    grid, numbers = (cdiv(M, c.block_m),), (M, N, x.stride(0), 0, eps, offset)
-    launch(_fwd, grid, x, None, w, y, x, rstd, *numbers, CASTING=casting, **c.tile)
+    grid, numbers = (cdiv(M, c.block_m),), (M, N, x.stride(0), 0, 1, eps, offset)
+    launch(_fwd, grid, x, None, w, y, x, rstd, None, *numbers, CASTING=casting, SPLITS=0, **c.tile)
     return y, rstd
 
 
@@ -52,8 +52,8 @@ def rms_norm_bwd(dy, x, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tens
     programs = max(1, min(launch_config.processors() * c.per_sm, cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty((programs, N) if need_dw else 0, dtype=torch.float32)
-    numbers = M, N, dy.stride(0), 0, x.stride(0), offset
-    flags = dict(WIDE=False, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
+    numbers = M, N, dy.stride(0), 0, x.stride(0), 1, offset
+    flags = dict(SPLITS=0, NEED_DX=need_dx, NEED_DW=need_dw, STAGES=c.stages)
     launch(_bwd, (programs,), dy, None, x, w, rstd, None, dx, partials, *numbers, **flags, **c.tile)
     return dx, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
 

@@ -166,9 +166,10 @@ def _fwd(
 ):  # fmt: skip
     token = tl.program_id(0)
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    ROWS: tl.constexpr = BLOCK_Q if BLOCK_Q == BLOCK_K else 1
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_R)  # fmt: skip
+        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, ROWS, BLOCK_R)  # fmt: skip
     _fwd_heads(
         q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time,
         cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND,
@@ -210,14 +211,14 @@ def _bwd(
         dx_at = dx_ptr + batch * dx_batch + time * dx_time
         cos_a, sin_a, cos_b, sin_b = load_angles(
             cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-            sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_R)  # fmt: skip
+            sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_H, BLOCK_R)  # fmt: skip
         a, b = load_pairs(x_at, h, x_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         c = _load_rest(x_at, h, x_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
         dy_a, dy_b = load_pairs(dy_at, h, dy_head, H, HALF, PAIRS, BLOCK_H, BLOCK_R)
         g_c = _load_rest(dy_at, h, dy_head, H, HALF, D, PARTIAL, BLOCK_H, BLOCK_REST)
         # back by the same angles: what reaches the norm
-        g_a = dy_a * cos_a[None, :] + dy_b * sin_b[None, :]
-        g_b = dy_b * cos_b[None, :] - dy_a * sin_a[None, :]
+        g_a = dy_a * cos_a + dy_b * sin_b
+        g_b = dy_b * cos_b - dy_a * sin_a
         u_a, u_b, u_c = g_a * w_a, g_b * w_b, g_c * w_c
         # x is here for x_hat anyway: computing 1/rms again costs no traffic, saving it would. Both
         # sums over a head are of x itself, so that neither waits for the other

@@ -107,11 +107,12 @@ def of_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
 def load_angles(
     cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF,
     cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time,
-    BOTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of the first, then of the second columns of one token's pairs.
+    """cos and sin of the first, then of the second columns of one token's pairs, in ROWS equal rows.
 
-    A position outside the table gives NaN, not a stray read.
+    One row is enough for arithmetic; as many as a tile of heads has arrive in the layout of the
+    tile, and need no exchange between threads. A position outside the table gives NaN, not a stray read.
     """
     r = tl.arange(0, BLOCK_R)
     mask = r < HALF
@@ -123,8 +124,11 @@ def load_angles(
         mask = mask & known
     cos_ptr += batch * cos_batch + time * cos_time
     sin_ptr += batch * sin_batch + time * sin_time
-    cos = tl.load(cos_ptr + r * cos_col, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + r * sin_col, mask=mask, other=0.0).to(tl.float32)
+    mask = tl.broadcast_to(mask[None, :], (ROWS, BLOCK_R))
+    cos_ptr = tl.broadcast_to((cos_ptr + r * cos_col)[None, :], (ROWS, BLOCK_R))
+    sin_ptr = tl.broadcast_to((sin_ptr + r * sin_col)[None, :], (ROWS, BLOCK_R))
+    cos = tl.load(cos_ptr, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr, mask=mask, other=0.0).to(tl.float32)
     # not only zero: a token at no known place must not look like one at the first
     if pos_ptr is not None:
         cos = tl.where(known, cos, float("nan"))
@@ -132,8 +136,8 @@ def load_angles(
     # two tables only where the columns of a pair turn by different angles
     cos_b, sin_b = cos, sin
     if BOTH:
-        cos_b = tl.load(cos_ptr + cos_second + r * cos_col, mask=mask, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin_ptr + sin_second + r * sin_col, mask=mask, other=0.0).to(tl.float32)
+        cos_b = tl.load(cos_ptr + cos_second, mask=mask, other=0.0).to(tl.float32)
+        sin_b = tl.load(sin_ptr + sin_second, mask=mask, other=0.0).to(tl.float32)
     return cos, sin, cos_b, sin_b
 
 
@@ -174,7 +178,7 @@ def store_pairs(y_ptr, a, b, h, y_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: t
 def turned(a, b, cos_a, sin_a, cos_b, sin_b, ROUND: tl.constexpr, DTYPE: tl.constexpr):
     """Pairs turned by their angles, products rounded to DTYPE if asked for."""
     # rounded one by one and only then added, as in a model that does not fuse
-    a_cos, a_sin, b_cos, b_sin = a * cos_a[None, :], a * sin_b[None, :], b * cos_b[None, :], b * sin_a[None, :]
+    a_cos, a_sin, b_cos, b_sin = a * cos_a, a * sin_b, b * cos_b, b * sin_a
     if ROUND:
         a_cos, a_sin = a_cos.to(DTYPE).to(tl.float32), a_sin.to(DTYPE).to(tl.float32)
         b_cos, b_sin = b_cos.to(DTYPE).to(tl.float32), b_sin.to(DTYPE).to(tl.float32)
@@ -212,9 +216,10 @@ def _rope(
     # one token a program, all of its heads: they turn by the same angles
     token = tl.program_id(0)
     batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    ROWS: tl.constexpr = BLOCK_Q if BLOCK_Q == BLOCK_K else 1
     cos_a, sin_a, cos_b, sin_b = load_angles(
         cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_R)  # fmt: skip
+        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, ROWS, BLOCK_R)  # fmt: skip
     if INVERSE:
         # not a sign: of 0, a difference is +0 in every release of Triton
         sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a
